@@ -1,0 +1,54 @@
+# Every target sets up .venv first, from pinned versions: nothing but Python 3.11+, git, make and gcc is needed.
+PYTHON ?= python3
+# `make gpu` uses the Python that has a CUDA build of torch, and cupy: the machine's own, not .venv.
+GPU_PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
+ARGS ?=
+
+.PHONY: help train test lint plots bench gpu wheel clean
+
+help:
+	@echo "make train   pretrain a small BERT with AdamW and with 1-bit Adam, and draw both (under 10 minutes)"
+	@echo "make test    run every test"
+	@echo "make plots   reproduce the convergence plots"
+	@echo "make bench   measure the CPU kernels against this machine's copy bandwidth"
+	@echo "make gpu     run the GPU tests and kernel benchmark on the NVIDIA GPU present"
+	@echo "make lint    ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "thinwire needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Use: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+train: $(READY)
+	$(RUN) -m experiments.pretrain_bert $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+plots: $(READY)
+	$(RUN) -m experiments.convergence $(ARGS)
+
+bench: $(READY)
+	$(RUN) -m experiments.bench_kernels $(ARGS)
+
+gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu
+	$(GPU_PYTHON) -m experiments.bench_kernels --device cuda $(ARGS)
+
+wheel: $(READY)
+	$(RUN) -m build --wheel
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Experiments: each module reproduces one published claim and writes its numbers and its picture."""

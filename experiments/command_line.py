@@ -1,0 +1,41 @@
+"""What the experiments' command lines share: complaints by exception, and checked numbers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal, NoReturn
+
+from experiments.errors import InputError
+
+__all__ = ["Parser", "freeze_step", "positive", "rate"]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `InputError` instead of leaving the program, so that one rank speaks for all."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses the command line."""
+        raise InputError(f"{message} (see --help)")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def freeze_step(text: str) -> int | Literal["auto"]:
+    """The word "auto", or a whole number of at least 1."""
+    return "auto" if text == "auto" else positive(text)

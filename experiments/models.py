@@ -1,0 +1,56 @@
+"""BERT in the sizes of Google's miniatures and of the paper, with random weights and no download."""
+
+from __future__ import annotations
+
+import os
+
+# Before the import: nothing here may reach for the network, not even to look for a newer version.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
+
+from experiments.masking import IGNORED
+from experiments.sizes import BertSize
+
+__all__ = ["build_bert", "masked_loss", "parameter_groups"]
+
+
+def build_bert(size: BertSize, vocabulary: int, positions: int, dropout: float, seed: int) -> BertForMaskedLM:
+    """A BERT with random weights that depend on the seed only, in training mode."""
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        max_position_embeddings=positions,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return BertForMaskedLM(config).train()
+
+
+def masked_loss(model: BertForMaskedLM, inputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Summed cross-entropy, in nats, over the chosen tokens, and how many those are.
+
+    `inputs` and `labels` are int64 `[sequences, length]`. The vocabulary's logits are computed where a
+    label asks for them only: 15% of the places, and the widest product of a small model.
+    """
+    hidden = model.bert(input_ids=inputs).last_hidden_state
+    chosen = labels != IGNORED
+    logits = model.cls(hidden[chosen])
+    return F.cross_entropy(logits, labels[chosen], reduction="sum"), int(chosen.sum())
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two groups: matrices decay; biases and normalisation weights do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,132 @@
+"""Pretrains BERT on real text, on several ranks, with AdamW and with 1-bit Adam, and draws both.
+
+python -m experiments.pretrain_bert --ranks 4 --model mini
+torchrun --nproc-per-node 4 -m experiments.pretrain_bert
+mpirun -n 4 python -m experiments.pretrain_bert
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from experiments import findings, machine, plotting
+from experiments.checkpoints import CheckpointFolder
+from experiments.errors import on_every_rank
+from experiments.language import MaskedLanguageTask, Tokens, share_tokens, unigram_entropy
+from experiments.launching import launch
+from experiments.plotting import LABELS
+from experiments.pretrain_settings import DEFAULT_RANKS, PretrainSettings, parse
+from experiments.reporting import human_bytes, reporter
+from experiments.results import write_json
+from experiments.sizes import SIZES
+from experiments.training import OPTIMIZERS, Outcome, Trainer
+from thinwire.comm import Communicator
+
+__all__ = ["main", "pretrain"]
+
+_NAME = "pretrain_bert"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line, on the ranks it asks for or a launcher started; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return launch("experiments.pretrain_bert", parse, pretrain, given, DEFAULT_RANKS)
+
+
+def pretrain(comm: Communicator, settings: PretrainSettings) -> None:
+    """Trains with each optimizer in turn, on the same data from the same weights, and writes the results.
+
+    Raises:
+        InputError: on every rank, for a corpus or a checkpoint that cannot be used.
+    """
+    tokens = share_tokens(
+        comm,
+        settings.read_corpus,
+        settings.vocab_size,
+        settings.sequence_length,
+        settings.validation_sequences,
+    )
+    task = MaskedLanguageTask(tokens, SIZES[settings.model], settings.batch_size, settings.dropout)
+    runs = {name: _train(name, task, settings, comm) for name in settings.optimizers}
+    on_every_rank(comm, lambda: _write_results(runs, tokens, settings, comm))
+
+
+def _train(optimizer: str, task: MaskedLanguageTask, settings: PretrainSettings, comm: Communicator) -> Outcome:
+    """One run, taken up from its last checkpoint if asked."""
+    trainer = Trainer(task, settings.plan, optimizer, comm)
+    folder = CheckpointFolder(settings.checkpoints / _NAME / optimizer, comm, settings.describe())
+    if not settings.resume:
+        folder.clear()
+    elif folder.load(trainer) and comm.rank == 0:
+        print(f"{LABELS[optimizer]}: continuing after step {trainer.step}", file=sys.stderr)
+    with reporter(
+        LABELS[optimizer],
+        first_step=trainer.step,
+        steps=settings.plan.steps,
+        tokens_a_step=settings.tokens_a_step(comm.size),
+        every=settings.print_every,
+        rank=comm.rank,
+    ) as progress:
+        while not trainer.finished:
+            progress.update(trainer.advance())
+            if trainer.finished or trainer.step % settings.checkpoint_every == 0:
+                folder.save(trainer)
+    return trainer.outcome
+
+
+def _write_results(runs: dict[str, Outcome], tokens: Tokens, settings: PretrainSettings, comm: Communicator) -> None:
+    """JSON, picture and a summary, on rank 0: the one that has the tokenizer."""
+    if tokens.tokenizer is None:
+        return
+    tokens.tokenizer.save(str(settings.checkpoints / _NAME / "tokenizer.json"))
+    entropy = unigram_entropy(tokens)
+    finding = None
+    if len(runs) == len(OPTIMIZERS) and comm.size > 1:
+        finding = findings.compare([runs["adamw"]], [runs["onebit-adam"]])
+    tokens_trained = settings.plan.steps * settings.tokens_a_step(comm.size)
+    write_json(
+        settings.output / f"{_NAME}.json",
+        {
+            "settings": settings.describe(),
+            "ranks": comm.size,
+            "backend": comm.backend,
+            "machine": machine.describe(),
+            "corpus_tokens": tokens.training.size,
+            "unigram_entropy": entropy,
+            "finding": finding and asdict(finding),
+            "tokens_per_second": {name: round(tokens_trained / run.seconds) for name, run in runs.items()},
+            "runs": {name: asdict(run) for name, run in runs.items()},
+        },
+    )
+    _draw(runs, entropy, finding, settings, comm.size)
+    for name, run in runs.items():
+        sent = human_bytes(run.bytes_sent)
+        print(f"{LABELS[name]}: validation loss {run.final_loss:.4f}, {sent} sent by each rank")
+    if finding is not None:
+        print(f"{finding.title}; {finding.frozen_note}")
+    print(f"Written: {settings.output / _NAME}.json and .png", flush=True)
+
+
+def _draw(
+    runs: dict[str, Outcome],
+    entropy: float,
+    finding: findings.Finding | None,
+    settings: PretrainSettings,
+    ranks: int,
+) -> None:
+    millions = next(iter(runs.values())).parameters / 1e6
+    subtitle = f"BERT-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}, on {ranks} ranks"
+    title = "BERT pretraining"
+    if finding is not None:
+        title, subtitle = finding.title, f"{subtitle}; {finding.frozen_note}"
+    figure, axes = plotting.new_figure(1, title, subtitle)
+    series = [plotting.Series.of(name, [run]) for name, run in runs.items()]
+    reference = plotting.Reference(entropy, "guessing by token frequency")
+    plotting.draw_comparison(axes[0], series, "validation loss (nats a masked token)", reference)
+    plotting.save(figure, settings.output / f"{_NAME}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

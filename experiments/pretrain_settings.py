@@ -1,0 +1,155 @@
+"""The command line of `experiments.pretrain_bert`: read, checked, and described for the results."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.command_line import Parser, freeze_step, positive, rate
+from experiments.corpus import Corpus, load
+from experiments.errors import InputError
+from experiments.results import RESULTS, check_writable
+from experiments.sizes import SIZES
+from experiments.training import OPTIMIZERS, Plan
+
+__all__ = ["DEFAULT_RANKS", "PretrainSettings", "parse"]
+
+DEFAULT_RANKS = 2
+
+_RUNS = Path(__file__).parents[1] / "runs"
+_SHORTEST_SEQUENCE = 8
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """What to train, on what, for how long, and where the outcome goes; see `--help` for each."""
+
+    model: str
+    corpus: tuple[Path, ...] | None
+    vocab_size: int
+    sequence_length: int
+    batch_size: int
+    dropout: float
+    optimizers: tuple[str, ...]
+    plan: Plan
+    ranks: int | None
+    validation_sequences: int
+    print_every: int
+    checkpoint_every: int
+    resume: bool
+    output: Path
+    checkpoints: Path
+
+    def read_corpus(self) -> Corpus:
+        """The text asked for."""
+        return load(self.corpus)
+
+    @property
+    def corpus_name(self) -> str:
+        """What the picture calls the text."""
+        return ", ".join(path.name for path in self.corpus) if self.corpus else "Python's standard library"
+
+    def tokens_a_step(self, ranks: int) -> int:
+        """Tokens that all ranks together read in one step."""
+        return ranks * self.batch_size * self.sequence_length
+
+    def describe(self) -> dict[str, Any]:
+        """What makes the numbers what they are: no folder, no machine."""
+        return {
+            "model": self.model,
+            "corpus": self.corpus_name,
+            "vocab_size": self.vocab_size,
+            "sequence_length": self.sequence_length,
+            "batch_size": self.batch_size,
+            "dropout": self.dropout,
+            "validation_sequences": self.validation_sequences,
+            "steps": self.plan.steps,
+            "warmup_steps": self.plan.warmup_steps,
+            "learning_rate": self.plan.learningrate,
+            "weight_decay": self.plan.weight_decay,
+            "freeze_step": self.plan.freeze_step,
+            "evaluate_every": self.plan.evaluate_every,
+            "seed": self.plan.seed,
+        }
+
+
+def parse(arguments: Sequence[str]) -> PretrainSettings:
+    """Reads the command line and checks all that can be checked without training.
+
+    Raises:
+        InputError: an option cannot be used; the message says which, and what would do.
+    """
+    options = _parser().parse_args(arguments)
+    warmup = options.warmup_steps or options.steps // 10
+    if warmup >= options.steps:
+        raise InputError(f"--warmup-steps {warmup} must be less than --steps {options.steps}")
+    if options.sequence_length < _SHORTEST_SEQUENCE:
+        raise InputError(f"--sequence-length {options.sequence_length} must be at least {_SHORTEST_SEQUENCE}")
+    if not 0 <= options.dropout < 1:
+        raise InputError(f"--dropout {options.dropout} must be at least 0 and less than 1")
+    if options.corpus:
+        load(options.corpus)
+    check_writable(options.output, "--output")
+    check_writable(options.checkpoints, "--checkpoints")
+    return PretrainSettings(
+        model=options.model,
+        corpus=tuple(options.corpus) if options.corpus else None,
+        vocab_size=options.vocab_size,
+        sequence_length=options.sequence_length,
+        batch_size=options.batch_size,
+        dropout=options.dropout,
+        optimizers=tuple(dict.fromkeys(options.optimizer)),
+        plan=Plan(
+            steps=options.steps,
+            warmup_steps=warmup,
+            learning_rate=options.lr,
+            weight_decay=options.weight_decay,
+            freeze_step=options.freeze_step,
+            evaluate_every=options.evaluate_every or max(1, options.steps // 50),
+            seed=options.seed,
+        ),
+        ranks=options.ranks,
+        validation_sequences=options.validation_sequences,
+        print_every=options.print_every,
+        checkpoint_every=options.checkpoint_every,
+        resume=options.resume,
+        output=options.output,
+        checkpoints=options.checkpoints,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m experiments.pretrain_bert",
+        description="Pretrains BERT by masked-language modelling with AdamW and with 1-bit Adam, and draws both.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    data = parser.add_argument_group("data and model")
+    data.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
+    data.add_argument("--model", choices=tuple(SIZES), default="tiny", help="Google's miniatures, the paper's two")
+    data.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="WordPieces to learn at most")
+    data.add_argument("--sequence-length", type=positive, default=32, metavar="N", help="tokens a sequence")
+    data.add_argument("--validation-sequences", type=positive, default=1024, metavar="N", help="held out, at most")
+    data.add_argument("--dropout", type=float, default=0.0, metavar="P", help="0 suits less than a pass over the text")
+    training = parser.add_argument_group("training")
+    training.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS, help="in this order")
+    training.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences a rank a step")
+    training.add_argument("--steps", type=positive, default=4000, metavar="N", help="optimizer steps")
+    training.add_argument("--warmup-steps", type=positive, metavar="N", help="of the learning rate; else a tenth")
+    training.add_argument("--lr", type=rate, default=2e-3, metavar="RATE", help="at its peak; it then falls to 0")
+    training.add_argument("--weight-decay", type=float, default=0.01, metavar="RATE", help="of matrices")
+    training.add_argument("--freeze-step", type=freeze_step, default="auto", metavar="N", help="of 1-bit Adam")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, order and masks")
+    running = parser.add_argument_group("running")
+    running.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {DEFAULT_RANKS}")
+    running.add_argument("--evaluate-every", type=positive, metavar="N", help="steps; else a fiftieth of them")
+    running.add_argument("--print-every", type=positive, default=100, metavar="N", help="steps, outside a terminal")
+    running.add_argument("--checkpoint-every", type=positive, default=1000, metavar="N", help="steps")
+    running.add_argument("--resume", action="store_true", help="from the last checkpoint; without it, start over")
+    running.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    running.add_argument("--checkpoints", type=Path, default=_RUNS, metavar="DIR", help="shared by all ranks")
+    return parser

@@ -1,0 +1,238 @@
+"""The body that every backend must pass: each function takes a communicator and raises on a mismatch.
+
+Every rank draws the inputs of all ranks from one seed, so that it can compute what it should receive.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.comm import CommunicationError, Communicator
+
+MOVED_DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16)
+REDUCED_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
+LENGTHS = (0, 1, 7, 130)
+
+
+def draw(comm: Communicator, seed: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """Input of every rank: ``numel`` small random numbers, exact in ``dtype``, also when summed."""
+    generator = np.random.default_rng(seed)
+    numbers = generator.integers(0 if dtype == torch.uint8 else -9, 10, size=(comm.size, numel))
+    return [torch.from_numpy(row).to(dtype) for row in numbers]
+
+
+def check_all_to_all(comm: Communicator, seed: int) -> None:
+    for dtype in MOVED_DTYPES:
+        for chunk in LENGTHS:
+            inputs = draw(comm, seed, comm.size * chunk, dtype)
+            output = torch.empty_like(inputs[0])
+            comm.all_to_all(output, inputs[comm.rank])
+            own = slice(comm.rank * chunk, (comm.rank + 1) * chunk)
+            assert torch.equal(output, torch.cat([tensor[own] for tensor in inputs]))
+
+
+def check_all_gather(comm: Communicator, seed: int) -> None:
+    for dtype in MOVED_DTYPES:
+        for numel in LENGTHS:
+            inputs = draw(comm, seed, numel, dtype)
+            output = torch.empty(comm.size, numel, dtype=dtype)
+            comm.all_gather(output, inputs[comm.rank])
+            assert torch.equal(output, torch.stack(inputs))
+
+
+def check_broadcast(comm: Communicator, seed: int) -> None:
+    for root in range(comm.size):
+        for numel in LENGTHS:
+            inputs = draw(comm, seed + root, numel, torch.bfloat16)
+            tensor = inputs[comm.rank].clone()
+            comm.broadcast(tensor, root)
+            assert torch.equal(tensor, inputs[root])
+    parameter = torch.nn.Parameter(torch.full((2, 3), float(comm.rank)))
+    comm.broadcast(parameter, comm.size - 1)
+    assert parameter.requires_grad
+    assert bool((parameter == comm.size - 1).all())
+
+
+def check_all_reduce(comm: Communicator, seed: int) -> None:
+    for dtype in (*REDUCED_DTYPES, torch.bfloat16, torch.float16):
+        for numel in LENGTHS:
+            inputs = draw(comm, seed, numel, dtype)
+            stacked = torch.stack(inputs).double().numpy()
+            expected = {"sum": stacked.sum(0), "max": stacked.max(0), "min": stacked.min(0)}
+            if dtype.is_floating_point:
+                expected["mean"] = stacked.mean(0)
+            for op, numbers in expected.items():
+                tensor = inputs[comm.rank].clone()
+                comm.all_reduce(tensor, op)  # type: ignore[arg-type]
+                assert torch.equal(tensor, (torch.from_numpy(numbers)).to(dtype)), (op, dtype, numel)
+    scalar = torch.tensor(float(comm.rank))
+    comm.all_reduce(scalar, "max")
+    assert scalar.item() == comm.size - 1
+
+
+def check_reductions_agree(comm: Communicator, seed: int) -> None:
+    """Sums that need rounding still have the same bits on all ranks."""
+    generator = torch.Generator().manual_seed(seed + comm.rank)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.randn(1001, generator=generator).to(dtype)
+        comm.all_reduce(tensor, "mean")
+        gathered = torch.empty(comm.size, 1001, dtype=dtype)
+        comm.all_gather(gathered, tensor)
+        assert bool((gathered == gathered[0]).all())
+
+
+def check_handles(comm: Communicator, seed: int) -> None:
+    """Several collectives in flight, waited for in another order than issued."""
+    inputs = draw(comm, seed, comm.size * 33, torch.float32)
+    own = inputs[comm.rank]
+    moved, gathered = torch.empty_like(own), torch.empty(comm.size, own.numel())
+    summed, rooted = own.clone(), own.clone()
+    works = [
+        comm.all_to_all(moved, own.clone(), async_op=True),
+        comm.all_reduce(summed, "mean", async_op=True),
+        comm.all_gather(gathered, own.clone(), async_op=True),
+        comm.broadcast(rooted, 0, async_op=True),
+    ]
+    for index in (3, 1, 0, 2):
+        works[index].wait()
+        assert works[index].is_completed()
+        works[index].wait()
+    mine = slice(comm.rank * 33, (comm.rank + 1) * 33)
+    assert torch.equal(moved, torch.cat([tensor[mine] for tensor in inputs]))
+    assert torch.equal(summed, torch.stack(inputs).sum(0) / comm.size)
+    assert torch.equal(gathered, torch.stack(inputs))
+    assert torch.equal(rooted, inputs[0])
+
+
+def check_polling(comm: Communicator, seed: int) -> None:
+    """Looking at a handle alone brings it to its end."""
+    tensor = torch.ones(100)
+    work = comm.all_reduce(tensor, async_op=True)
+    while not work.is_completed():
+        pass
+    work.wait()
+    assert bool((tensor == comm.size).all())
+
+
+def check_control(comm: Communicator, seed: int) -> None:
+    payloads = [bytes([rank]) * ((seed + rank) % 4) for rank in range(comm.size)]
+    assert comm.all_gather_bytes(payloads[comm.rank]) == payloads
+    assert comm.all_gather_bytes(b"") == [b""] * comm.size
+    comm.barrier()
+
+
+def check_split(comm: Communicator, seed: int) -> None:
+    half = comm.split(comm.rank % 2)
+    assert half is not None
+    members = list(range(comm.rank % 2, comm.size, 2))
+    assert (half.size, half.rank) == (len(members), comm.rank // 2)
+    gathered = torch.empty(half.size, dtype=torch.int64)
+    half.all_gather(gathered, torch.tensor([comm.rank]))
+    assert gathered.tolist() == members
+
+    reverse = comm.split(7, key=-comm.rank)
+    assert reverse is not None
+    assert reverse.rank == comm.size - 1 - comm.rank
+
+    first = comm.split(0 if comm.rank == 0 else None)
+    assert (first is None) == (comm.rank != 0)
+
+    # The ranks now hold different numbers of groups, from which new ones must still come out.
+    for parent in (half, comm):
+        copy = parent.duplicate()
+        nested = copy.split(0)
+        assert nested is not None
+        assert (nested.rank, nested.size) == (parent.rank, parent.size)
+        nested.barrier()
+        copy.close()
+        with pytest.raises(CommunicationError, match="closed"):
+            copy.barrier()
+    half.close()
+    half.close()
+
+
+def check_duplicate(comm: Communicator, seed: int) -> None:
+    """Messages on a duplicate pass those on the original."""
+    copy = comm.duplicate()
+    one, two = torch.ones(5), torch.full((5,), 2.0)
+    first = comm.all_reduce(one, async_op=True)
+    second = copy.all_reduce(two, async_op=True)
+    second.wait()
+    first.wait()
+    assert (one[0].item(), two[0].item()) == (comm.size, 2 * comm.size)
+    assert copy.traffic.calls == 1
+    copy.close()
+
+
+def check_traffic(comm: Communicator, seed: int) -> None:
+    comm.traffic.reset()
+    size = comm.size
+    wide = torch.zeros(size * 12, dtype=torch.float32)
+    comm.all_to_all(torch.empty_like(wide), wide)
+    comm.all_gather(torch.empty(size * 5, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8))
+    comm.all_reduce(wide)
+    comm.broadcast(wide)
+    assert comm.traffic.bytes_by_collective == {
+        "all_to_all": (size - 1) * 48,
+        "all_gather": (size - 1) * 5,
+        "all_reduce": 2 * (size - 1) * 48,
+        "broadcast": (size - 1) * 48,
+    }
+    assert comm.traffic.bytes_sent == (size - 1) * 197
+    assert comm.traffic.calls == 4
+
+
+def check_refusals(comm: Communicator, seed: int) -> None:
+    """What is refused here fails before anything is sent, so that all ranks can go on."""
+    ones = torch.ones(comm.size)
+    with pytest.raises(ValueError, match="contiguous"):
+        comm.all_reduce(torch.ones(4, 4).t())
+    with pytest.raises(TypeError, match="one dtype"):
+        comm.all_to_all(ones.double(), ones)
+    with pytest.raises(ValueError, match="expected"):
+        comm.all_gather(ones[:0], ones)
+    with pytest.raises(ValueError, match="share memory"):
+        comm.all_to_all(ones, ones)
+    with pytest.raises(ValueError, match="root is"):
+        comm.broadcast(ones, comm.size)
+    with pytest.raises(TypeError, match="root must be"):
+        comm.broadcast(ones, 0.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown op"):
+        comm.all_reduce(ones, "product")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mean of"):
+        comm.all_reduce(torch.ones(3, dtype=torch.int64), "mean")
+    with pytest.raises(TypeError, match="cannot reduce"):
+        comm.all_reduce(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        comm.all_reduce([1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dense"):
+        comm.broadcast(torch.ones(3).to_sparse())
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="do not divide"):
+            comm.all_to_all(torch.empty(comm.size + 1), torch.ones(comm.size + 1))
+    comm.barrier()
+
+
+CHECKS = (
+    check_all_to_all,
+    check_all_gather,
+    check_broadcast,
+    check_all_reduce,
+    check_reductions_agree,
+    check_handles,
+    check_polling,
+    check_control,
+    check_split,
+    check_duplicate,
+    check_traffic,
+    check_refusals,
+)
+
+
+def check_everything(comm: Communicator, seed: int) -> None:
+    """Run all checks in turn on one communicator."""
+    for check in CHECKS:
+        check(comm, seed)

@@ -1,0 +1,80 @@
+"""Every codec through one interface: sizes, padding, what it loses and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.compress import make_codec
+
+NAMES = ["sign1", "int8", "bf16", "none"]
+# Largest relative error of one element, as a part of its block's largest.
+LOSS = {"int8": 0.5 / 127, "bf16": 2**-8, "none": 0.0}
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    rows=st.integers(1, 4),
+    blocks=st.integers(1, 4),
+    block_size=st.sampled_from([64, 192]),
+    missing=st.integers(0, 200),
+    seed=st.integers(0, 2**31),
+)
+def test_decoded_and_lost_add_up_and_padding_stays_zero(name, rows, blocks, block_size, missing, seed) -> None:
+    codec = make_codec(name, block_size)
+    shard = blocks * block_size
+    numel = max(0, rows * shard - missing)
+    generator = torch.Generator().manual_seed(seed)
+    payload = torch.randn(rows * shard, generator=generator)
+    payload[numel:] = 0.0
+    residual = torch.randn(rows * shard, generator=generator) * 0.1
+    residual[numel:] = 0.0
+    wanted = payload + residual
+    packets = torch.zeros(rows, codec.packet_bytes(shard), dtype=torch.uint8)
+    codec.encode(payload, residual, packets, numel)
+    decoded = torch.full((rows * shard,), float("nan"))
+    codec.decode(packets, decoded, numel)
+    torch.testing.assert_close(decoded + payload, wanted, rtol=1e-6, atol=1e-6)
+    assert not decoded[numel:].any()
+    assert not payload[numel:].any()
+    if name in LOSS:
+        assert (payload.abs() <= LOSS[name] * wanted.abs().max() + 1e-7).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_mean_is_the_mean_of_the_decoded(name) -> None:
+    codec = make_codec(name, 64)
+    workers, shard, numel = 3, 256, 200
+    packets = torch.zeros(workers, codec.packet_bytes(shard), dtype=torch.uint8)
+    for row in packets:
+        payload = torch.randn(shard)
+        payload[numel:] = 0
+        codec.encode(payload, None, row[None], numel)
+    each = []
+    for row in packets:
+        one = torch.empty(shard)
+        codec.decode(row[None], one, numel)
+        each.append(one)
+    mean = torch.full((shard,), float("nan"))
+    codec.decode_mean(packets, mean, numel)
+    torch.testing.assert_close(mean, torch.stack(each).mean(dim=0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("sign1", 1), ("int8", 8), ("bf16", 16), ("none", 32)])
+def test_packet_bytes(name, bits) -> None:
+    scales = 4 * 16 if name in ("sign1", "int8") else 0
+    assert make_codec(name, 2048).packet_bytes(16 * 2048) == 16 + scales + 16 * 2048 * bits // 8
+
+
+@pytest.mark.parametrize("block_size", [0, -64, 100, 65600, 64.0, "64"])
+def test_bad_block_sizes_are_refused(block_size) -> None:
+    with pytest.raises(ValueError, match="block_size must be a multiple of 64"):
+        make_codec("sign1", block_size)
+
+
+def test_unknown_codecs_are_refused() -> None:
+    with pytest.raises(ValueError, match="'sign1', 'int8', 'bf16' or 'none', got 'topk'"):
+        make_codec("topk")

@@ -1,0 +1,55 @@
+"""Headers: 16 bytes there and back, and anything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.compress import Flags, Header, PacketError
+from thinwire.compress.packet import HEADER_BYTES, raise_flag, read_headers, write_headers
+
+headers = st.builds(
+    Header,
+    codec=st.integers(0, 255),
+    block_size=st.integers(0, 1024).map(lambda units: units * 64),
+    bucket=st.integers(0, 2**32 - 1),
+    step=st.integers(0, 2**32 - 1),
+    flags=st.sampled_from([Flags.NONE, Flags.NON_FINITE, Flags.INCOMPLETE, Flags.NON_FINITE | Flags.INCOMPLETE]),
+)
+
+
+@given(header=headers)
+def test_what_is_packed_is_unpacked(header) -> None:
+    raw = header.pack()
+    assert len(raw) == HEADER_BYTES == 16
+    assert Header.unpack(raw) == header
+
+
+@given(header=headers, rows=st.integers(1, 5), body=st.integers(0, 40))
+def test_written_to_every_row_and_nowhere_else(header, rows, body) -> None:
+    packets = torch.full((rows, HEADER_BYTES + body), 7, dtype=torch.uint8)
+    write_headers(packets, header)
+    assert read_headers(packets) == [header] * rows
+    assert (packets[:, HEADER_BYTES:] == 7).all()
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_a_flag_is_raised_beside_those_already_there(condition) -> None:
+    packets = torch.zeros(2, 32, dtype=torch.uint8)
+    write_headers(packets, Header(1, 64, 3, 5, Flags.INCOMPLETE))
+    raise_flag(packets, Flags.NON_FINITE, torch.tensor(condition))
+    wanted = Flags.INCOMPLETE | Flags.NON_FINITE if condition else Flags.INCOMPLETE
+    assert [header.flags for header in read_headers(packets)] == [wanted] * 2
+
+
+@given(raw=st.binary(min_size=16, max_size=16).filter(lambda raw: raw[:3] != b"TW\x01"))
+def test_other_bytes_are_no_header(raw) -> None:
+    with pytest.raises(PacketError, match="not a thinwire packet"):
+        Header.unpack(raw)
+
+
+def test_steps_beyond_32_bits_wrap_and_still_match() -> None:
+    step = 2**32 + 5
+    Header.unpack(Header(1, 64, 0, step).pack()).check(Header(1, 64, 0, step), sender=0)

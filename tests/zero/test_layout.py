@@ -1,0 +1,53 @@
+"""Buckets and shards: every parameter in exactly one place, every element with exactly one owner."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.zero import partition, shard_numel, valid_in_shard
+
+
+@given(
+    numels=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
+    world_size=st.integers(1, 9),
+    block_size=st.sampled_from([1, 64, 2048]),
+    bucket_numel=st.integers(1, 8000),
+    data=st.data(),
+)
+def test_every_parameter_lies_in_one_place(numels, world_size, block_size, bucket_numel, data) -> None:
+    order = data.draw(st.permutations(range(len(numels))))
+    layouts = partition(numels, order, world_size=world_size, block_size=block_size, bucket_numel=bucket_numel)
+    assert [slot.parameter for layout in layouts for slot in layout.slots] == list(order)
+    for layout in layouts:
+        offset = 0
+        for slot in layout.slots:
+            assert (slot.offset, slot.numel) == (offset, numels[slot.parameter])
+            offset += slot.numel
+        assert layout.numel == offset <= layout.padded_numel == world_size * layout.shard
+        assert layout.shard % block_size == 0
+        assert layout.numel <= bucket_numel or sum(slot.numel > 0 for slot in layout.slots) == 1
+
+
+@given(numel=st.integers(0, 10**6), world_size=st.integers(1, 64), multiple=st.integers(1, 5000))
+def test_shards_hold_everything_and_waste_less_than_a_block_each(numel, world_size, multiple) -> None:
+    shard = shard_numel(numel, world_size, multiple)
+    assert shard % multiple == 0
+    assert sum(valid_in_shard(numel, shard, owner) for owner in range(world_size)) == numel
+    assert shard * world_size - numel < multiple * world_size or shard == multiple
+
+
+def test_no_parameters_make_no_buckets() -> None:
+    assert partition([], [], world_size=4, block_size=64, bucket_numel=100) == []
+
+
+@pytest.mark.parametrize("arguments", [(-1, 2, 64), (10, 0, 64), (10, 2, 0)])
+def test_impossible_shards_are_refused(arguments) -> None:
+    with pytest.raises(ValueError, match="shard_numel needs"):
+        shard_numel(*arguments)
+
+
+def test_a_bucket_holds_at_least_one_element() -> None:
+    with pytest.raises(ValueError, match="bucket_numel must be at least 1"):
+        partition([3], [0], world_size=1, block_size=64, bucket_numel=0)

@@ -1,0 +1,264 @@
+"""What the rest of the library knows about moving bytes: ranks, five collectives and their handles.
+
+Backends only start transfers of flat tensors; checks, byte counts, staging and errors are here, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.checks import (
+    ReduceOp,
+    check_pair,
+    check_rank,
+    check_reduction,
+    check_tensor,
+    check_timeout,
+)
+from thinwire.comm.errors import CommunicationError
+from thinwire.comm.failure import Call, RollCall, describe_failure
+from thinwire.comm.traffic import Traffic, sent_bytes
+from thinwire.comm.work import Finishing, Pending, Work
+
+__all__ = ["Communicator"]
+
+
+class Communicator(ABC):
+    """A set of ranks that issue the same collectives in the same order.
+
+    Every collective takes dense contiguous tensors of any shape and treats them as flat. It returns a
+    ``Work``; without ``async_op`` that is already complete. A tensor given to an asynchronous collective
+    must not be touched before ``wait``. Bad arguments raise ``ValueError`` or ``TypeError`` before anything
+    is sent; failures of ranks raise ``CommunicationError``, after which the communicator stays unusable.
+
+    ``rank``, ``size``, ``backend`` ("gloo", "nccl", "mpi", "threads" or "single"), ``timeout`` in seconds,
+    ``traffic``: the bytes this rank sent.
+    """
+
+    _transport_errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self, rank: int, size: int, backend: str, timeout: float) -> None:
+        check_timeout(timeout)
+        self.rank = rank
+        self.size = size
+        self.backend = backend
+        self.timeout = timeout
+        self.traffic = Traffic()
+        self._sequence = 0
+        self._failure: CommunicationError | None = None
+
+    def all_to_all(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
+        """Send chunk j of ``input`` to rank j; chunk i of ``output`` is what rank i sent here.
+
+        Both have the same number of elements, a multiple of ``size``, and the same dtype.
+        """
+        check_pair("all_to_all", output, input, input.numel())
+        if input.numel() % self.size:
+            raise ValueError(
+                f"all_to_all: {input.numel()} elements do not divide among {self.size} ranks; pad them to a multiple"
+            )
+        return self._move("all_to_all", self._start_all_to_all, output, input, async_op)
+
+    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
+        """Concatenate the ``input`` of all ranks, in rank order, in ``output`` (``size`` times as long)."""
+        check_pair("all_gather", output, input, self.size * input.numel())
+        return self._move("all_gather", self._start_all_gather, output, input, async_op)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work:
+        """Copy ``tensor`` of rank ``root`` into ``tensor`` of every rank."""
+        check_tensor("broadcast", "tensor", tensor)
+        check_rank("broadcast", root, self.size)
+
+        def start(call: Call, output: Tensor, _: Tensor) -> Pending:
+            return self._start_broadcast(call, output, root)
+
+        return self._move("broadcast", start, tensor, tensor, async_op, f" from rank {root}")
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Work:
+        """Replace ``tensor`` by its sum, mean, maximum or minimum over the ranks; the same on all.
+
+        float64, float32, float16, bfloat16, and int64, int32, int8, uint8 except for "mean". 16-bit
+        floats are summed in their own precision.
+        """
+        check_tensor("all_reduce", "tensor", tensor)
+        check_reduction(tensor, op)
+        wire_op: ReduceOp = "sum" if op == "mean" else op
+        flat = tensor.detach().view(-1)
+        host = self._placed(flat, reduction=True)
+        signature = f"all_reduce({op}) of {_amount(tensor)}"
+
+        def start(call: Call) -> Pending:
+            pending = self._start_all_reduce(call, host, wire_op)
+            if host is not flat:
+                pending = Finishing(pending, lambda: flat.copy_(host, non_blocking=True))
+            return Finishing(pending, lambda: flat.div_(self.size)) if op == "mean" else pending
+
+        return self._issue("all_reduce", signature, flat.nbytes, start, async_op)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._gather_on_host("barrier", torch.zeros(1, dtype=torch.uint8))
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Gather a small control message of any length from every rank, in rank order."""
+        lengths: list[int] = self._gather_on_host("all_gather_bytes", torch.tensor([len(payload)])).tolist()
+        longest = max(lengths)
+        padded = torch.tensor(list(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+        data = self._gather_on_host("all_gather_bytes", padded).numpy().tobytes()
+        return [data[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
+
+    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+        """Group the ranks that give the same ``color`` in a new communicator, ordered by ``key``, then rank.
+
+        Collective: every rank calls it. None as color gives None.
+        """
+        mine = "" if color is None else f"{color} {self.rank if key is None else key}"
+        members: list[tuple[int, int]] = []
+        for rank, message in enumerate(self.all_gather_bytes(mine.encode())):
+            if message:
+                other_color, other_key = map(int, message.split())
+                if other_color == color:
+                    members.append((other_key, rank))
+        if color is None:
+            return None
+        return self._subgroup([rank for _, rank in sorted(members)])
+
+    def duplicate(self) -> Communicator:
+        """Make a communicator of the same ranks with its own message space and byte counts. Collective."""
+        self._raise_earlier_failure()
+        return self._subgroup(list(range(self.size)))
+
+    def close(self) -> None:
+        """Release the backend's resources; later calls raise. Collective. Closing twice is fine."""
+        if self._failure is None:
+            self._failure = CommunicationError("it was closed")
+            self._release()
+
+    @abstractmethod
+    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        """Start an all-to-all of flat uint8 tensors."""
+
+    @abstractmethod
+    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        """Start an all-gather of flat uint8 tensors."""
+
+    @abstractmethod
+    def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
+        """Start a broadcast of a flat uint8 tensor."""
+
+    @abstractmethod
+    def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
+        """Start an all-reduce of a flat tensor; ``op`` is sum, max or min."""
+
+    @abstractmethod
+    def _subgroup(self, members: list[int]) -> Communicator:
+        """Make a communicator of these ranks in this order. Called by the members only."""
+
+    @abstractmethod
+    def _roll_call(self, call: Call) -> RollCall:
+        """Tell all ranks that ``call`` failed here, and ask where they stand."""
+
+    def _alarmed(self) -> bool:
+        """Whether another rank has opened a roll call."""
+        return False
+
+    def _release(self) -> None:
+        """Free what the backend holds."""
+        return
+
+    def _needs_staging(self, device: torch.device, *, reduction: bool) -> bool:
+        """Whether tensors on ``device`` travel through pinned host memory. Raises for an unusable device."""
+        return False
+
+    @property
+    def _control_device(self) -> torch.device:
+        """Where control messages must lie for the backend to carry them."""
+        return torch.device("cpu")
+
+    def _gather_on_host(self, name: str, mine: Tensor) -> Tensor:
+        """Gather equal control messages of all ranks, and wait on the host until they are here."""
+        mine = mine.to(self._control_device)
+        everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device)
+        self._move(name, self._start_all_gather, everyone, mine, async_op=False)
+        return everyone.cpu()
+
+    def _move(
+        self,
+        name: str,
+        start: Callable[[Call, Tensor, Tensor], Pending],
+        output: Tensor,
+        input: Tensor,
+        async_op: bool,
+        detail: str = "",
+    ) -> Work:
+        """Issue a collective that only moves bytes, so that any dtype travels on any backend."""
+        source, target = _as_bytes(input), _as_bytes(output)
+        wire_source = self._placed(source, reduction=False)
+        staged = wire_source is not source
+        if input is output:
+            wire_target = wire_source
+        else:
+            wire_target = torch.empty_like(target, device="cpu", pin_memory=True) if staged else target
+
+        def begin(call: Call) -> Pending:
+            pending = start(call, wire_target, wire_source)
+            if staged:
+                return Finishing(pending, lambda: target.copy_(wire_target, non_blocking=True))
+            return pending
+
+        return self._issue(name, f"{name}{detail} of {_amount(input)}", source.nbytes, begin, async_op)
+
+    def _placed(self, tensor: Tensor, *, reduction: bool) -> Tensor:
+        """``tensor`` itself, or a pinned host copy where the backend cannot read its device."""
+        if not self._needs_staging(tensor.device, reduction=reduction):
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+    def _issue(self, name: str, signature: str, nbytes: int, start: Callable[[Call], Pending], async_op: bool) -> Work:
+        self._raise_earlier_failure()
+        self._sequence += 1
+        call = Call(self._sequence, signature)
+        with self._failures_of(call):
+            pending = start(call)
+        self.traffic.add(name, sent_bytes(name, nbytes, self.size))
+        work = Work(self, call, pending)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _raise_earlier_failure(self) -> None:
+        if self._failure is not None:
+            raise CommunicationError(
+                f"this communicator can no longer be used: {self._failure}",
+                ranks=self._failure.ranks,
+                collective=self._failure.collective,
+            ) from self._failure
+
+    @contextmanager
+    def _failures_of(self, call: Call) -> Iterator[None]:
+        """Turn what the transport raises into a ``CommunicationError`` that names ranks, and remember it."""
+        try:
+            yield
+        except CommunicationError as error:
+            self._failure = error
+            raise
+        except self._transport_errors as cause:
+            raise self._fail(call, cause=cause) from cause
+
+    def _fail(self, call: Call, *, timeout: float | None = None, cause: object = None) -> CommunicationError:
+        roll_call = self._roll_call(call)
+        self._failure = describe_failure(call, self.rank, self.size, roll_call, timeout, cause)
+        return self._failure
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _amount(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

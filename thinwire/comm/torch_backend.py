@@ -1,0 +1,209 @@
+"""Communication over a torch process group: Gloo between host memories, NCCL between GPUs.
+
+Adds to torch.distributed timeouts that name the ranks at fault, and groups that only their members make.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from thinwire.comm.checks import ReduceOp
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.failure import Call, RollCall
+from thinwire.comm.store_roll_call import StoreRollCall
+from thinwire.comm.work import Pending
+
+__all__ = ["TorchCommunicator", "group_timeout"]
+
+# torch 2.13 renamed all_gather_into_tensor and warns at the old name.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def group_timeout(timeout: float) -> timedelta:
+    """Timeout for a process group that a communicator with ``timeout`` seconds will use.
+
+    It is longer, so that the communicator, which can name the ranks at fault, gives up first.
+    """
+    return timedelta(seconds=timeout + 5.0)
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """A process group with what torch keeps about it elsewhere, and a place of its own in the store."""
+
+    group: dist.ProcessGroup
+    backend_of: dict[str, str]
+    global_ranks: tuple[int, ...]
+    store: Store
+    path: str
+
+
+class TorchCommunicator(Communicator):
+    """A communicator over an initialised torch process group, by default the whole job's.
+
+    The group keeps its own timeout: give ``init_process_group`` at least ``timeout``. CUDA tensors under
+    Gloo travel through pinned host memory; issuing such a collective makes the host wait for the current
+    stream. Host tensors under an NCCL-only group are a ``ValueError``. Under NCCL, ``wait`` only makes the
+    current stream wait, and a lost rank ends the process through torch's watchdog after the group's timeout.
+    """
+
+    _transport_errors = (RuntimeError,)
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 300.0,
+        *,
+        _wiring: _Wiring | None = None,
+    ) -> None:
+        wiring = _wiring or _wire(group)
+        self._wiring = wiring
+        self._group = wiring.group
+        backend = "nccl" if "nccl" in wiring.backend_of.values() else "gloo"
+        super().__init__(self._group.rank(), self._group.size(), backend, timeout)
+        store = PrefixStore(f"{wiring.path}/roll", wiring.store)
+        self._roll = StoreRollCall(store, self.rank, self.size, _host_of_store(wiring))
+        self._children = 0
+
+    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        return _pending(output, dist.all_to_all_single(output, input, group=self._group, async_op=True))
+
+    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        return _pending(output, _all_gather(output, input, group=self._group, async_op=True))
+
+    def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
+        return _pending(tensor, dist.broadcast(tensor, group=self._group, group_src=root, async_op=True))
+
+    def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
+        work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._group, async_op=True)
+        return _pending(tensor, work)
+
+    def _subgroup(self, members: list[int]) -> Communicator:
+        self._children += 1
+        names = "-".join(map(str, members))
+        path = f"{self._wiring.path}/{self._children}:{names}"
+        parent = self._wiring
+        store = PrefixStore(path, parent.store)
+        rank = members.index(self.rank)
+        # new_group needs every rank of the job, or equal numbers of groups on all; this needs neither.
+        group = dist.ProcessGroup(store, rank, len(members))
+        for device, backend in parent.backend_of.items():
+            _add_backend(group, device, backend, PrefixStore(device, store), self.timeout)
+        global_ranks = tuple(parent.global_ranks[member] for member in members)
+        wiring = _Wiring(group, parent.backend_of, global_ranks, parent.store, path)
+        return TorchCommunicator(timeout=self.timeout, _wiring=wiring)
+
+    def _roll_call(self, call: Call) -> RollCall:
+        return self._roll.hold(call)
+
+    def _alarmed(self) -> bool:
+        return self._roll.alarmed()
+
+    def _needs_staging(self, device: torch.device, *, reduction: bool) -> bool:
+        backend = self._wiring.backend_of.get(device.type)
+        if backend is None:
+            raise ValueError(
+                f"tensors on {device} cannot travel over this {self.backend} process group, which serves "
+                f"{' and '.join(self._wiring.backend_of)}; move them there, or use a group for them, for "
+                "example with thinwire.comm.init(backend='gloo')"
+            )
+        return backend == "gloo" and device.type != "cpu"
+
+    @property
+    def _control_device(self) -> torch.device:
+        if "cpu" in self._wiring.backend_of:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+
+class _HostPending:
+    """A transfer for which the host waits, in slices."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, seconds: float) -> bool:
+        # Zero would mean forever.
+        limit = timedelta(seconds=max(0.001, seconds))
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            # It ended while its time ran out, or it failed: only asking again can tell.
+            self._work.wait(limit)
+        return True
+
+
+class _StreamPending:
+    """A transfer for which the current CUDA stream waits."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, seconds: float) -> bool:
+        self._work.wait()
+        return True
+
+
+def _pending(tensor: Tensor, work: dist.Work | None) -> Pending:
+    assert work is not None, "torch returns no handle only to processes outside of the group"
+    return _StreamPending(work) if tensor.is_cuda else _HostPending(work)
+
+
+def _wire(group: dist.ProcessGroup | None) -> _Wiring:
+    """Look up what torch knows about a group that it has registered."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised: call thinwire.comm.init(), or init_process_group() first"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this process is not a member of the given process group")
+    backend_of = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    global_ranks = tuple(dist.get_process_group_ranks(group))
+    store = dist.distributed_c10d._get_default_store()
+    path = f"thinwire/{group.group_name}"
+    # Communicators on one group need keys of their own; all ranks make them in the same order.
+    instance = store.add(f"{path}/instances/{group.rank()}", 1)
+    return _Wiring(group, backend_of, global_ranks, store, f"{path}/{instance}")
+
+
+def _host_of_store(wiring: _Wiring) -> int | None:
+    """The rank that serves the store: the job's rank 0, unless the launcher itself or a file does."""
+    store = wiring.store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not isinstance(store, TCPStore) or by_launcher or 0 not in wiring.global_ranks:
+        return None
+    return wiring.global_ranks.index(0)
+
+
+def _add_backend(group: dist.ProcessGroup, device: str, backend: str, store: Store, timeout: float) -> None:
+    kinds = dist.ProcessGroup.BackendType
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = group_timeout(timeout)
+        nccl = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+        group._register_backend(torch.device(device), kinds.NCCL, nccl)
+    elif device == "cpu":
+        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(timeout))
+        group._register_backend(torch.device(device), kinds.GLOO, gloo)

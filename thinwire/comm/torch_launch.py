@@ -1,0 +1,85 @@
+"""Starts torch.distributed under launchers that it does not know itself: srun, mpirun, or none.
+
+Chooses the backend by the GPUs there are, and finds a place where the ranks can meet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from thinwire.comm.detect import Launch, rendezvous
+from thinwire.comm.torch_backend import group_timeout
+
+__all__ = ["choose_backend", "init_process_group"]
+
+_MIXED = "cpu:gloo,cuda:nccl"
+"""Chosen where every rank has a GPU of its own: host tensors can travel as well."""
+
+
+def init_process_group(launch: Launch, backend: Literal["gloo", "nccl", "mpi"] | None, timeout: float) -> None:
+    """Initialise torch's default process group for ``launch``; it is destroyed when Python exits.
+
+    Raises ``ValueError`` when NCCL is asked for but GPUs are missing, or when the ranks cannot meet.
+    """
+    if launch.size is None:
+        raise ValueError("the launcher does not say how many ranks there are; install mpi4py, which can ask")
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    name = choose_backend(launch, backend, gpus, os.environ)
+    if "nccl" in name:
+        torch.cuda.set_device((launch.local_rank or 0) % gpus)
+    limit = group_timeout(timeout)
+    if launch.launcher == "torchrun":
+        dist.init_process_group(name, timeout=limit)
+    else:
+        store = _meet(launch, launch.size, timeout)
+        dist.init_process_group(name, store=store, rank=launch.rank, world_size=launch.size, timeout=limit)
+    # Without this, Gloo's threads can abort a process that is already over.
+    atexit.register(_destroy_process_group)
+
+
+def choose_backend(launch: Launch, backend: str | None, gpus: int, environ: Mapping[str, str]) -> str:
+    """Name for ``init_process_group``: ``backend``, or the best one for a host where this rank sees ``gpus``.
+
+    NCCL needs a GPU a rank. Slurm may show each rank only its own.
+    """
+    own_gpu = gpus == 1 and "SLURM_GPUS_PER_TASK" in environ
+    ranks_here = launch.local_size or launch.size or 1
+    enough = gpus >= ranks_here or own_gpu
+    if backend is None:
+        return _MIXED if enough else "gloo"
+    if backend == "nccl" and not enough:
+        raise ValueError(
+            f"backend 'nccl' needs a GPU for each rank: {ranks_here} ranks on this host see {gpus}; start "
+            "fewer ranks, or use backend='gloo'"
+        )
+    return backend
+
+
+def _meet(launch: Launch, size: int, timeout: float) -> Store:
+    """Make the store through which the ranks find each other; rank 0 serves it."""
+    if launch.launcher == "single":
+        return HashStore()
+    if launch.launcher == "srun" or ("MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ):
+        address, port = rendezvous(os.environ)
+    elif launch.local_size == size:
+        # The ranks of one host have the same parent, whose number is free of other jobs' numbers.
+        address, port = "127.0.0.1", 20000 + os.getppid() % 10000
+    else:
+        raise ValueError(
+            "mpirun over several hosts does not tell torch where to meet: set MASTER_ADDR to rank 0's host and "
+            "MASTER_PORT to a free port there, for example with mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500"
+        )
+    serves = launch.rank == 0
+    return TCPStore(address, port, size, serves, group_timeout(timeout), wait_for_workers=False)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

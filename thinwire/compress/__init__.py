@@ -1,0 +1,23 @@
+"""Floor 3, what is sent: codecs and their kernels, packets, the two-leg exchange with error feedback, and the
+optimizers and hooks that use it."""
+
+from __future__ import annotations
+
+from thinwire.compress.codecs import Codec, make_codec
+from thinwire.compress.ddp_hook import CompressionState, ddp_hook
+from thinwire.compress.exchange import Exchange, Outcome
+from thinwire.compress.onebit_adam import OneBitAdam
+from thinwire.compress.packet import Flags, Header, PacketError
+
+__all__ = [
+    "Codec",
+    "CompressionState",
+    "Exchange",
+    "Flags",
+    "Header",
+    "OneBitAdam",
+    "Outcome",
+    "PacketError",
+    "ddp_hook",
+    "make_codec",
+]

@@ -1,0 +1,107 @@
+"""Adam's arithmetic on lists of tensors, before and after the variance is frozen: the one place where
+the formulas stand. Multi-tensor operations throughout, so that a GPU gets few launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AdamSettings", "frozen_update", "to_denominators", "variance_norm", "warmup_update"]
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """The hyperparameters of one parameter group."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    eps_inside_sqrt: bool
+
+    @classmethod
+    def of_group(cls, group: dict[str, Any]) -> AdamSettings:
+        """Read them from an entry of `optimizer.param_groups`."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            group["bias_correction"],
+            group["eps_inside_sqrt"],
+        )
+
+    def first_correction(self, step: int) -> float:
+        """1 - β₁ᵗ, or 1 without bias correction."""
+        return 1 - self.beta1**step if self.bias_correction else 1.0
+
+    def second_correction(self, step: int) -> float:
+        """1 - β₂ᵗ, or 1 without bias correction."""
+        return 1 - self.beta2**step if self.bias_correction else 1.0
+
+
+def warmup_update(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    variances: list[Tensor],
+    settings: AdamSettings,
+    step: int,
+) -> None:
+    """One AdamW step in place; with the default settings the same bits as torch.optim.AdamW(foreach=True)."""
+    _decay(weights, settings)
+    torch._foreach_lerp_(momenta, gradients, 1 - settings.beta1)
+    torch._foreach_mul_(variances, settings.beta2)
+    torch._foreach_addcmul_(variances, gradients, gradients, 1 - settings.beta2)
+    denominators = [variance.clone() for variance in variances]
+    _root(denominators, settings, step)
+    torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
+
+
+def frozen_update(
+    weights: list[Tensor], momenta: list[Tensor], denominators: list[Tensor], settings: AdamSettings, step: int
+) -> None:
+    """w -= lr · m̂ / (√v + ε) in place, with v frozen; weight decay is decoupled, as in AdamW."""
+    _decay(weights, settings)
+    torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
+
+
+def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
+    """Turn v, in place, into what the frozen stage divides by: √v̂ + ε, and infinity where v is 0.
+
+    A coordinate whose gradient was always 0 would otherwise move by ± scale / ε at every step.
+    """
+    still = [variance == 0 for variance in variances]
+    _root(variances, settings, step)
+    for denominator, mask in zip(variances, still, strict=True):
+        denominator.masked_fill_(mask, float("inf"))
+
+
+def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor:
+    """The 1-norm of the bias-corrected variance, a float64 scalar."""
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(variances, 1)])
+    return norms.sum() / (1 - settings.beta2**step)
+
+
+def _decay(weights: list[Tensor], settings: AdamSettings) -> None:
+    if settings.weight_decay:
+        torch._foreach_mul_(weights, 1 - settings.lr * settings.weight_decay)
+
+
+def _root(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
+    """√v̂ + ε in place, or √(v̂ + ε)."""
+    if settings.eps_inside_sqrt:
+        torch._foreach_div_(variances, settings.second_correction(step))
+        torch._foreach_add_(variances, settings.eps)
+        torch._foreach_sqrt_(variances)
+    else:
+        torch._foreach_sqrt_(variances)
+        torch._foreach_div_(variances, settings.second_correction(step) ** 0.5)
+        torch._foreach_add_(variances, settings.eps)

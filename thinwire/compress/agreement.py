@@ -1,0 +1,119 @@
+"""What must hold before an optimizer may run: usable parameters, sane hyperparameters, and ranks that hold
+the same ones. Checked at construction, on every rank, so that no collective can mismatch later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+
+__all__ = ["broadcast_from_rank_0", "check_hyperparameters", "check_parameters", "check_same_on_every_rank"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_hyperparameters(
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    bucket_bytes: int,
+    warmup_wire: str,
+) -> None:
+    """Raise ValueError, naming what was given and what is expected, for values that cannot work."""
+    if amsgrad:
+        raise ValueError("amsgrad=True cannot work with a frozen variance: pass False, or use torch.optim.AdamW")
+    if not float(lr) >= 0:
+        raise ValueError(f"lr must be at least 0, got {lr}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 up to, not including, 1; got {betas}")
+    if not eps > 0:
+        raise ValueError(f"eps must be above 0, got {eps}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
+    if not bucket_bytes >= 4:
+        raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
+    if warmup_wire not in ("fp32", "bf16"):
+        raise ValueError(f"warmup_wire must be 'fp32' or 'bf16', got {warmup_wire!r}")
+
+
+def check_parameters(parameters: Sequence[Tensor]) -> None:
+    """Raise TypeError for parameters of unusable dtype or on several devices."""
+    for index, parameter in enumerate(parameters):
+        if parameter.dtype not in _DTYPES:
+            raise TypeError(
+                f"parameter {index}, shape {tuple(parameter.shape)}, is {parameter.dtype}: OneBitAdam takes fp32, bf16 "
+                "and fp16. Convert it, or leave it to another optimizer"
+            )
+        if parameter.device != parameters[0].device:
+            raise TypeError(
+                f"parameter {index} is on {parameter.device} but parameter 0 on {parameters[0].device}: OneBitAdam "
+                "needs all parameters on one device. Use one optimizer a device"
+            )
+
+
+def check_same_on_every_rank(
+    comm: Communicator,
+    parameters: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> None:
+    """Raise ValueError on every rank, naming the first difference, unless all hold the same parameters and settings.
+
+    Learning rates are compared too: ranks that step differently drift apart without an error.
+    """
+    hyperparameters = [
+        {name: float(value) if name == "lr" else value for name, value in group.items() if name in _COMPARED}
+        for group in groups
+    ]
+    mine = {
+        "parameters": [[list(parameter.shape), str(parameter.dtype)] for parameter in parameters],
+        "groups": hyperparameters,
+        "settings": dict(settings),
+    }
+    raw = comm.all_gather_bytes(json.dumps(mine).encode())
+    if all(other == raw[0] for other in raw):
+        return
+    descriptions = [json.loads(other) for other in raw]
+    rank = next(rank for rank, other in enumerate(raw) if other != raw[0])
+    difference = _first_difference(descriptions[0], descriptions[rank])
+    raise ValueError(
+        f"rank {rank} and rank 0 differ: {difference}. Every rank must build the same model and the same optimizer"
+    )
+
+
+_COMPARED = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt")
+
+
+def _first_difference(left: dict[str, Any], right: dict[str, Any]) -> str:
+    if len(left["parameters"]) != len(right["parameters"]):
+        return f"{len(right['parameters'])} parameters against {len(left['parameters'])} on rank 0"
+    pairs = zip(left["parameters"], right["parameters"], strict=True)
+    for index, (mine, other) in enumerate(pairs):
+        if mine != other:
+            return (
+                f"parameter {index} has shape {tuple(other[0])}, {other[1]}, against {tuple(mine[0])}, {mine[1]} on "
+                "rank 0"
+            )
+    for name in left["settings"]:
+        if left["settings"][name] != right["settings"][name]:
+            return f"{name} is {right['settings'][name]!r} against {left['settings'][name]!r} on rank 0"
+    return f"parameter groups are {right['groups']} against {left['groups']} on rank 0"
+
+
+def broadcast_from_rank_0(comm: Communicator, parameters: Sequence[Tensor]) -> None:
+    """Give every rank rank 0's weights, in place."""
+    if comm.size == 1:
+        return
+    for parameter in parameters:
+        weights = parameter.detach()
+        whole = weights.contiguous()
+        comm.broadcast(whole, root=0)
+        if whole.data_ptr() != weights.data_ptr():
+            weights.copy_(whole)

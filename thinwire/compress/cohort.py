@@ -1,0 +1,205 @@
+"""The parameters that entered the optimizer together: they warm up together, freeze together, and turn what the ranks
+exchanged into a step of Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.compress.adam_math import AdamSettings, frozen_update, to_denominators, variance_norm, warmup_update
+from thinwire.compress.codecs import Codec
+from thinwire.compress.exchange import Exchange
+from thinwire.compress.freeze import FreezeRule
+from thinwire.compress.parameters import ParameterTable
+from thinwire.compress.synchronizer import Bucket
+from thinwire.zero import BucketLayout, Slot
+
+__all__ = ["AdamBucket", "Cohort"]
+
+
+@dataclass
+class AdamBucket(Bucket):
+    """A bucket with Adam's state: flat fp32 [padded_numel] each, of which every parameter sees its own view.
+
+    `second` holds the variance v in the warmup and, once frozen, the denominators √v̂ + ε. `still` marks the
+    coordinates that stay where they are once frozen; None where there are none.
+    """
+
+    cohort: Cohort
+    momentum: Tensor
+    second: Tensor
+    still: Tensor | None = None
+
+    def hold_still(self) -> None:
+        """Zero momentum and residuals where coordinates stay, so that they do not blur their blocks' scales."""
+        if self.still is not None:
+            self.momentum.masked_fill_(self.still, 0.0)
+            self.exchange.hold_zero(self.still)
+
+
+class Cohort:
+    """Buckets with one step count and one freeze; a parameter group added later begins its own.
+
+    `steps`: updates applied. `frozen_at`: the warmup step after which the variance was frozen; None before.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        comm: Communicator,
+        rule: FreezeRule,
+        warmup_codec: Codec,
+        codec: Codec,
+        layouts: Sequence[BucketLayout],
+        first_index: int,
+    ) -> None:
+        self.rule = rule
+        self.steps = 0
+        self.frozen_at: int | None = None
+        self._table = table
+        self._comm = comm
+        self._warmup_codec = warmup_codec
+        self._codec = codec
+        self.buckets = [self._make_bucket(index, layout) for index, layout in enumerate(layouts, first_index)]
+
+    @torch.no_grad()
+    def fill(self, bucket: AdamBucket, slot: Slot, gradient: Tensor | None, loss_scale: Tensor | float | None) -> None:
+        """Write what a parameter sends: its gradient, or once frozen m_i = β₁ m + (1 - β₁) g_i.
+
+        `gradient` None counts as zero. A gradient in the warmup is sent as it is, still times `loss_scale`.
+        """
+        payload = bucket.exchange.payload[slot.offset : slot.offset + slot.numel]
+        if self.frozen_at is None:
+            if gradient is None:
+                payload.zero_()
+            else:
+                payload.copy_(gradient.reshape(-1))
+            return
+        momentum = bucket.momentum[slot.offset : slot.offset + slot.numel]
+        beta1 = self._table.group(slot.parameter)["betas"][0]
+        if gradient is None:
+            torch.mul(momentum, beta1, out=payload)
+            return
+        flat = gradient.reshape(-1)
+        if loss_scale is not None or flat.dtype != torch.float32:
+            flat = payload.copy_(flat)
+            if loss_scale is not None:
+                flat.div_(loss_scale)
+        torch.lerp(momentum, flat, 1 - beta1, out=payload)
+        if bucket.still is not None:
+            payload.masked_fill_(bucket.still[slot.offset : slot.offset + slot.numel], 0.0)
+
+    def update(self, absent: frozenset[int], loss_scale: Tensor | float | None) -> None:
+        """Apply what the exchanges of this step brought; `absent` parameters had no gradient on any rank."""
+        self.steps += 1
+        if self.frozen_at is None:
+            self._warmup_step(absent, loss_scale)
+            rates = [float(group["lr"]) for group in self._table.groups()]
+            if self.rule.reached(self.steps, rates, self._variance_norm):
+                self._freeze()
+        else:
+            self._frozen_step()
+
+    def restore_frozen(self, frozen_at: int) -> None:
+        """Enter the frozen stage with the denominators and momenta that a checkpoint put into the flat buckets."""
+        self.frozen_at = frozen_at
+        for bucket in self.buckets:
+            self._begin_compression(bucket)
+
+    def _warmup_step(self, absent: frozenset[int], loss_scale: Tensor | float | None) -> None:
+        for bucket in self.buckets:
+            bucket.exchange.read(bucket.exchange.payload)
+        for settings, members in self._by_group():
+            present = [(bucket, slot) for bucket, slot in members if slot.parameter not in absent]
+            if not present:
+                continue
+            gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in present]
+            if loss_scale is not None:
+                torch._foreach_div_(gradients, float(loss_scale))
+            warmup_update(
+                [self._table.weight(slot.parameter) for _, slot in present],
+                gradients,
+                [self._view(bucket.momentum, slot) for bucket, slot in present],
+                [self._view(bucket.second, slot) for bucket, slot in present],
+                settings,
+                self.steps,
+            )
+            for _, slot in present:
+                self._table.publish(slot.parameter)
+
+    def _frozen_step(self) -> None:
+        for bucket in self.buckets:
+            bucket.exchange.read(bucket.momentum)
+            bucket.exchange.commit()
+            bucket.hold_still()
+        for settings, members in self._by_group():
+            frozen_update(
+                [self._table.weight(slot.parameter) for _, slot in members],
+                [self._view(bucket.momentum, slot) for bucket, slot in members],
+                [self._view(bucket.second, slot) for bucket, slot in members],
+                settings,
+                self.steps,
+            )
+            for _, slot in members:
+                self._table.publish(slot.parameter)
+
+    def _freeze(self) -> None:
+        for settings, members in self._by_group():
+            denominators = [self._view(bucket.second, slot) for bucket, slot in members]
+            to_denominators(denominators, settings, self.steps)
+            mask = self._table.group(members[0][1].parameter).get("exp_avg_mask")
+            if mask is not None:
+                for denominator in denominators:
+                    denominator.masked_fill_(mask.to(denominator.device) == 0, float("inf"))
+            for _, slot in members:
+                state = self._table.state(slot.parameter)
+                state["denominator"] = state.pop("exp_avg_sq")
+        self.frozen_at = self.steps
+        for bucket in self.buckets:
+            self._begin_compression(bucket)
+
+    def _begin_compression(self, bucket: AdamBucket) -> None:
+        bucket.exchange = Exchange(
+            self._comm, bucket.layout.numel, self._codec, bucket=bucket.index, device=bucket.momentum.device
+        )
+        still = torch.isinf(bucket.second)
+        bucket.still = still if bool(still.any()) else None
+        bucket.hold_still()
+
+    def _make_bucket(self, index: int, layout: BucketLayout) -> AdamBucket:
+        device = self._table.parameters[layout.slots[0].parameter].device
+        exchange = Exchange(
+            self._comm, layout.numel, self._warmup_codec, bucket=index, error_feedback=False, device=device
+        )
+        momentum, second = torch.zeros_like(exchange.payload), torch.zeros_like(exchange.payload)
+        for slot in layout.slots:
+            state = self._table.state(slot.parameter)
+            state["exp_avg"] = self._view(momentum, slot)
+            state["exp_avg_sq"] = self._view(second, slot)
+        return AdamBucket(index, layout, exchange, self, momentum, second)
+
+    def _view(self, flat: Tensor, slot: Slot) -> Tensor:
+        return flat[slot.offset : slot.offset + slot.numel].view(self._table.parameters[slot.parameter].shape)
+
+    def _by_group(self) -> list[tuple[AdamSettings, list[tuple[AdamBucket, Slot]]]]:
+        """The parameters by parameter group, with the group's present settings."""
+        groups = self._table.groups()
+        members: list[list[tuple[AdamBucket, Slot]]] = [[] for _ in groups]
+        for bucket in self.buckets:
+            for slot in bucket.layout.slots:
+                members[self._table.group_number(slot.parameter)].append((bucket, slot))
+        return [
+            (AdamSettings.of_group(group), of_group)
+            for group, of_group in zip(groups, members, strict=True)
+            if of_group
+        ]
+
+    def _variance_norm(self) -> float:
+        return sum(
+            float(variance_norm([self._view(bucket.second, slot) for bucket, slot in members], settings, self.steps))
+            for settings, members in self._by_group()
+        )

@@ -1,0 +1,104 @@
+"""Compressed gradient averaging as a DDP communication hook, for people who keep DDP and their optimizer.
+Error feedback on the gradients; the exchange of one bucket overlaps with the backward of the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire import comm as communication
+from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.compress.exchange import Exchange
+
+if TYPE_CHECKING:
+    from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+__all__ = ["CompressionState", "ddp_hook"]
+
+
+class CompressionState:
+    """What `ddp_hook` remembers between steps: residuals, and the buckets in flight.
+
+        model.register_comm_hook(thinwire.compress.CompressionState(start_step=1000), thinwire.compress.ddp_hook)
+
+    Args:
+        comm: a Communicator over the model's ranks; by default `thinwire.comm.init()`.
+        codec: "sign1", "int8", "bf16" or "none".
+        block_size: elements that share one scale, a multiple of 64.
+        start_step: steps whose gradients are averaged exactly before compression begins. DDP lays its buckets anew
+            after the first step, which empties the residuals, so at least 1 is a good choice.
+    """
+
+    def __init__(
+        self,
+        comm: communication.Communicator | None = None,
+        codec: CodecName = "sign1",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        start_step: int = 1,
+    ) -> None:
+        if start_step < 0:
+            raise ValueError(f"start_step must be at least 0, got {start_step}")
+        self.comm = (comm if comm is not None else communication.init()).duplicate()
+        self.step = 0
+        self._start_step = start_step
+        self._codec = make_codec(codec, block_size)
+        self._exact = make_codec("none", block_size)
+        self._exchanges: dict[int, Exchange] = {}
+        self._in_flight: list[tuple[Exchange, Tensor, torch.futures.Future[Tensor]]] = []
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent, headers, scales and padding included."""
+        return self.comm.traffic.bytes_sent
+
+    def send(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start averaging this bucket and move the earlier ones on; the last bucket of a step completes all."""
+        gradients = bucket.buffer()
+        exchange = self._exchange(bucket.index(), gradients)
+        exchange.payload[: exchange.numel].copy_(gradients)
+        exchange.start(self.step)
+        devices: list[int | str | torch.device] | None = [gradients.device] if gradients.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self._in_flight.append((exchange, gradients, future))
+        if len(self._in_flight) >= 2:
+            self._in_flight[-2][0].advance()
+        if bucket.is_last():
+            self._complete_step()
+        return future
+
+    def _complete_step(self) -> None:
+        in_flight, self._in_flight = self._in_flight, []
+        in_flight[-1][0].advance()
+        for exchange, _, _ in in_flight:
+            exchange.wait()
+        finite = all([exchange.outcome().finite for exchange, _, _ in in_flight])
+        for exchange, gradients, future in in_flight:
+            # A NaN goes on to every rank's gradients, where a GradScaler finds it; the residuals stay clean.
+            average = torch.empty(exchange.padded_numel, device=gradients.device)
+            exchange.read(average)
+            if finite:
+                exchange.commit()
+            gradients.copy_(average[: exchange.numel])
+            future.set_result(gradients)
+        self.step += 1
+
+    def _exchange(self, index: int, gradients: Tensor) -> Exchange:
+        codec = self._exact if self.step < self._start_step else self._codec
+        known = self._exchanges.get(index)
+        if known is None or known.numel != gradients.numel() or known.codec is not codec:
+            known = self._exchanges[index] = Exchange(
+                self.comm,
+                gradients.numel(),
+                codec,
+                bucket=index,
+                error_feedback=codec is not self._exact,
+                device=gradients.device,
+            )
+        return known
+
+
+def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A DDP communication hook that averages gradients through `state`'s codec, with error feedback."""
+    return state.send(bucket)

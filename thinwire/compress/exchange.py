@@ -1,0 +1,163 @@
+"""The compressed all-reduce of one bucket: leg 1 to the owners, leg 2 back, with error feedback on both.
+Two collectives a bucket; nothing that must survive a skipped step changes before `commit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator, Work
+from thinwire.compress.codecs import Codec
+from thinwire.compress.packet import HEADER_BYTES, Flags, Header, raise_flag, read_headers, write_headers
+from thinwire.zero import shard_numel, valid_in_shard
+
+__all__ = ["Exchange", "Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the headers of one exchange said, the same on every rank.
+
+    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter.
+    """
+
+    finite: bool
+    incomplete: bool
+
+
+class Exchange:
+    """Average a vector of `numel` fp32 over the ranks of `comm`, both legs through `codec`.
+
+    1-bit Adam, Algorithm 1 (Tang et al. 2021). With C the codec, e and s the residuals:
+
+        leg 1, worker i:  p_i = C(payload_i + e_i),  e_i += payload_i - p_i
+        leg 2, owner:     a = mean_i p_i,  out = C(a + s),  s += a - out
+
+    Use: write into `payload`, then `start`, `advance`, `wait`, `outcome`, `read` in this order, and at the end either
+    `commit`, which takes the new residuals over, or nothing, which leaves the old ones as they were.
+    `error_feedback=False` keeps no residuals.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        numel: int,
+        codec: Codec,
+        *,
+        bucket: int = 0,
+        error_feedback: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.numel = numel
+        self.codec = codec
+        self.bucket = bucket
+        self.shard = shard_numel(numel, comm.size, codec.block_size)
+        self.padded_numel = self.shard * comm.size
+        self.valid_in_own_shard = valid_in_shard(numel, self.shard, comm.rank)
+        self._comm = comm
+        self._device = torch.device(device)
+        self.payload = torch.zeros(self.padded_numel, device=self._device)
+        self.worker_residual = torch.zeros_like(self.payload) if error_feedback else None
+        self.owner_residual = torch.zeros(self.shard, device=self._device) if error_feedback else None
+        self._average: Tensor | None = None
+        self._leg_1: tuple[Tensor, Tensor, Work] | None = None
+        self._leg_2: tuple[Tensor, Tensor, Work] | None = None
+        self._headers: list[Tensor] = []
+        self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
+
+    def start(self, step: int, flags: Flags = Flags.NONE) -> None:
+        """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual."""
+        self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step)
+        self._headers = []
+        send, receive = self._packets(self._comm.size), self._packets(self._comm.size)
+        self.codec.encode(self.payload, self.worker_residual, send, self.numel)
+        write_headers(send, Header(self.codec.identifier, self.codec.block_size, self.bucket, step, flags))
+        work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
+        self._leg_1 = (send, receive, work)
+
+    def advance(self) -> None:
+        """Wait for leg 1, average the own shard, and start leg 2: encode the average and send it to every worker."""
+        assert self._leg_1 is not None, "advance() follows start()"
+        _, received, work = self._leg_1
+        work.wait()
+        self._headers.append(received[:, :HEADER_BYTES].clone())
+        average = torch.empty(self.shard, device=self._device)
+        self.codec.decode_mean(received, average, self.valid_in_own_shard)
+        not_finite = ~torch.isfinite(average.abs().max())
+        self._leg_1 = None
+        send, receive = self._packets(1), self._packets(self._comm.size)
+        self.codec.encode(average, self.owner_residual, send, self.valid_in_own_shard)
+        write_headers(send, self._expected)
+        raise_flag(send, Flags.NON_FINITE, not_finite)
+        work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
+        self._average = average
+        self._leg_2 = (send, receive, work)
+
+    def wait(self) -> None:
+        """Wait for leg 2. The packets stay until `read`."""
+        assert self._leg_2 is not None, "wait() follows advance()"
+        _, received, work = self._leg_2
+        work.wait()
+        self._headers.append(received[:, :HEADER_BYTES].clone())
+
+    def outcome(self) -> Outcome:
+        """Check every header of both legs and say what they said.
+
+        Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, codec or block size.
+        """
+        finite, incomplete = True, False
+        for leg in self._headers:
+            for sender, header in enumerate(read_headers(leg)):
+                header.check(self._expected, sender)
+                finite &= not header.flags & Flags.NON_FINITE
+                incomplete |= bool(header.flags & Flags.INCOMPLETE)
+        return Outcome(finite, incomplete)
+
+    def read(self, output: Tensor) -> None:
+        """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""
+        assert self._leg_2 is not None, "read() follows wait()"
+        self.codec.decode(self._leg_2[1], output, self.numel)
+        self._leg_2 = None
+
+    def commit(self) -> None:
+        """Take over the new residuals. The old ones' memory becomes the next payload."""
+        if self.worker_residual is None:
+            return
+        assert self._average is not None, "commit() follows wait()"
+        self.worker_residual, self.payload = self.payload, self.worker_residual
+        self.owner_residual, self._average = self._average, None
+
+    def load_residuals(self, worker: Tensor, owner: Tensor) -> None:
+        """Continue with these residuals, fp32 [padded_numel] and [shard], as a checkpoint recorded them."""
+        assert self.worker_residual is not None
+        assert self.owner_residual is not None
+        self.worker_residual.copy_(worker)
+        self.owner_residual.copy_(owner)
+
+    def hold_zero(self, mask: Tensor) -> None:
+        """Zero the residuals where `mask`, bool [padded_numel], holds; between steps."""
+        if self.worker_residual is not None and self.owner_residual is not None:
+            self.worker_residual.masked_fill_(mask, 0.0)
+            own = mask.view(self._comm.size, self.shard)[self._comm.rank]
+            self.owner_residual.masked_fill_(own, 0.0)
+
+    def average(self, vector: Tensor, step: int = 0) -> Tensor:
+        """All of the above at once: the compressed average of `vector`, fp32 [numel], over the ranks.
+
+        Where some rank's vector is not finite, neither is the result, and the residuals stay as they were.
+        """
+        self.payload[: self.numel].copy_(vector)
+        self.start(step)
+        self.advance()
+        self.wait()
+        finite = self.outcome().finite
+        output = torch.empty_like(self.payload)
+        self.read(output)
+        if finite:
+            self.commit()
+        return output[: self.numel]
+
+    def _packets(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.codec.packet_bytes(self.shard), dtype=torch.uint8, device=self._device)

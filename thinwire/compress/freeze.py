@@ -1,0 +1,97 @@
+"""When 1-bit Adam freezes its variance: at a given step, or when the variance has settled.
+The decision uses only what is identical on every rank, so that no rank has to ask another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+__all__ = ["FixedFreeze", "FreezeRule", "SettledVariance", "make_freeze_rule"]
+
+
+class FreezeRule(Protocol):
+    """Says after each warmup step whether it was the last one."""
+
+    def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
+        """Whether to freeze after warmup step `step` (from 1 on); `variance_norm` computes the bias-corrected
+        1-norm of v when called."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned."""
+
+
+class FixedFreeze:
+    """Freeze after warmup step `freeze_step`."""
+
+    def __init__(self, freeze_step: int) -> None:
+        self._freeze_step = freeze_step
+
+    def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
+        """See FreezeRule."""
+        return step >= self._freeze_step
+
+    def state(self) -> dict[str, Any]:
+        """See FreezeRule."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See FreezeRule."""
+        del state  # a fixed step remembers nothing
+
+
+class SettledVariance:
+    """Freeze once the learning rate has stopped rising and the variance changes slowly.
+
+    Tang et al. 2021 (1-bit Adam): freeze when ‖v_{t-Δ}‖₁ / ‖v_t‖₁ ≥ 0.96 with Δ = 1/(1-β₂), after the
+    learning-rate warmup. Here the ratio is the smaller norm over the larger, v is bias-corrected, and
+    Δ = min(1/(1-β₂), max(20, t/5)), so that a run of a few hundred steps can freeze too; from step 5/(1-β₂) on it is
+    the paper's rule.
+    """
+
+    _RATIO = 0.96
+    _EVERY = 10  # steps between two looks at the variance: one pass over v, and a device synchronisation, each
+    _SHORTEST_DELTA = 20
+
+    def __init__(self, beta2: float) -> None:
+        self._longest_delta = 1.0 / (1.0 - beta2)
+        self._norms: dict[int, float] = {}
+        self._previous_rates: list[float] = []
+
+    def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
+        """See FreezeRule."""
+        rising = any(now > before for now, before in zip(learning_rates, self._previous_rates, strict=False))
+        self._previous_rates = list(learning_rates)
+        if step % self._EVERY:
+            return False
+        norm = self._norms[step] = variance_norm()
+        delta = min(self._longest_delta, max(self._SHORTEST_DELTA, step / 5))
+        earlier = [seen for seen in self._norms if seen <= step - delta]
+        if not earlier:
+            return False
+        reference = self._norms[max(earlier)]
+        self._norms = {seen: value for seen, value in self._norms.items() if seen >= max(earlier)}
+        largest = max(norm, reference)
+        return not rising and largest > 0 and min(norm, reference) / largest >= self._RATIO
+
+    def state(self) -> dict[str, Any]:
+        """See FreezeRule."""
+        return {"norms": dict(self._norms), "previous_rates": list(self._previous_rates)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See FreezeRule."""
+        self._norms = dict(state["norms"])
+        self._previous_rates = list(state["previous_rates"])
+
+
+def make_freeze_rule(freeze_step: int | Literal["auto"], beta2: float) -> FreezeRule:
+    """The rule for `freeze_step`; raises ValueError unless it is "auto" or an int of at least 1."""
+    if freeze_step == "auto":
+        return SettledVariance(beta2)
+    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
+        raise ValueError(
+            f"freeze_step must be 'auto' or a whole number of warmup steps of at least 1, got {freeze_step!r}"
+        )
+    return FixedFreeze(freeze_step)

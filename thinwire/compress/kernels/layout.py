@@ -1,0 +1,134 @@
+"""Where everything sits inside a packet row, and the checks every kernel call passes first.
+
+One place knows the byte offsets and the rules, so that no backend has to repeat or re-check them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BLOCK_MULTIPLE",
+    "CODE_BITS",
+    "HEADER_BYTES",
+    "MAX_BLOCK_SIZE",
+    "SCALE_BYTES",
+    "check_decode",
+    "check_decode_mean",
+    "check_encode",
+    "codes_offset",
+    "packet_bytes",
+]
+
+HEADER_BYTES = 16
+SCALE_BYTES = 4
+BLOCK_MULTIPLE = 64
+MAX_BLOCK_SIZE = 65536
+CODE_BITS = {"sign1": 1, "int8": 8}
+
+
+def codes_offset(shard: int, block_size: int) -> int:
+    """Offset in bytes of the codes inside a packet row: after the header and one fp32 scale a block."""
+    return HEADER_BYTES + SCALE_BYTES * (shard // block_size)
+
+
+def packet_bytes(codec: str, shard: int, block_size: int) -> int:
+    """Length in bytes of one packet row that carries `shard` elements.
+
+    Raises ValueError for an unknown codec, a block size that is not a multiple of 64 between 64 and
+    65536, or a shard that is not whole blocks.
+    """
+    _check_block_size(block_size)
+    if shard < 0 or shard % block_size:
+        raise ValueError(
+            f"a shard of {shard} elements is not a whole number of blocks of {block_size}: "
+            f"pad it to a multiple of block_size"
+        )
+    return codes_offset(shard, block_size) + shard * _code_bits(codec) // 8
+
+
+def check_encode(
+    codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int
+) -> None:
+    """Raise TypeError or ValueError unless the arguments of `encode` fit together."""
+    _check_packets(codec, packets)
+    _check_vector("payload", payload, packets)
+    if residual is not None:
+        _check_vector("residual", residual, packets)
+        if residual.numel() != payload.numel():
+            raise ValueError(
+                f"residual has {residual.numel()} elements and payload {payload.numel()}: give both the same"
+            )
+    _check_rows(codec, "payload", payload.numel(), packets.size(0), packets, block_size)
+    _check_numel(numel, "payload", payload.numel())
+
+
+def check_decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
+    """Raise TypeError or ValueError unless the arguments of `decode` fit together."""
+    _check_packets(codec, packets)
+    _check_vector("output", output, packets)
+    _check_rows(codec, "output", output.numel(), packets.size(0), packets, block_size)
+    _check_numel(numel, "output", output.numel())
+
+
+def check_decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
+    """Raise TypeError or ValueError unless the arguments of `decode_mean` fit together."""
+    _check_packets(codec, packets)
+    _check_vector("output", output, packets)
+    _check_rows(codec, "output", output.numel(), 1, packets, block_size)
+    _check_numel(numel, "output", output.numel())
+
+
+def _code_bits(codec: str) -> int:
+    if codec not in CODE_BITS:
+        raise ValueError(f"no kernels for codec {codec!r}: choose one of {', '.join(CODE_BITS)}")
+    return CODE_BITS[codec]
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size < BLOCK_MULTIPLE or block_size > MAX_BLOCK_SIZE or block_size % BLOCK_MULTIPLE:
+        raise ValueError(
+            f"block_size is {block_size}: it must be a multiple of {BLOCK_MULTIPLE} "
+            f"from {BLOCK_MULTIPLE} to {MAX_BLOCK_SIZE}"
+        )
+
+
+def _check_packets(codec: str, packets: Tensor) -> None:
+    _code_bits(codec)
+    if packets.dtype != torch.uint8:
+        raise TypeError(f"packets must be torch.uint8, got {packets.dtype}")
+    if packets.dim() != 2 or packets.size(0) < 1:
+        raise ValueError(
+            f"packets must have the shape [rows, packet_bytes] with at least one row, got {tuple(packets.shape)}"
+        )
+    if not packets.is_contiguous():
+        raise ValueError("packets must be contiguous: call .contiguous() first")
+
+
+def _check_vector(name: str, vector: Tensor, packets: Tensor) -> None:
+    if vector.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {vector.dtype}: convert it first")
+    if vector.dim() != 1 or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous vector, got shape {tuple(vector.shape)} "
+            f"with strides {vector.stride()}: flatten it first"
+        )
+    if vector.device != packets.device:
+        raise ValueError(f"{name} is on {vector.device} and packets on {packets.device}: use one device")
+
+
+def _check_rows(codec: str, name: str, numel: int, rows: int, packets: Tensor, block_size: int) -> None:
+    if numel % rows:
+        raise ValueError(f"{name} has {numel} elements, not a multiple of the {rows} rows of packets")
+    expected = packet_bytes(codec, numel // rows, block_size)
+    if packets.size(1) != expected:
+        raise ValueError(
+            f"packets has rows of {packets.size(1)} bytes, but a {codec} row of {numel // rows} elements in "
+            f"blocks of {block_size} takes {expected}: size it with packet_bytes()"
+        )
+
+
+def _check_numel(numel: int, name: str, capacity: int) -> None:
+    if numel < 0 or numel > capacity:
+        raise ValueError(f"numel is {numel}: it must lie between 0 and the {capacity} elements of {name}")

@@ -1,0 +1,322 @@
+"""1-bit Adam as a drop-in torch optimizer: it synchronises by itself, during backward, and sends one bit
+an element once the variance is frozen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire import comm as communication
+from thinwire.compress import agreement, state_io
+from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.compress.cohort import AdamBucket, Cohort
+from thinwire.compress.freeze import make_freeze_rule
+from thinwire.compress.parameters import ParameterTable
+from thinwire.compress.synchronizer import Bucket, GradientSynchronizer
+from thinwire.zero import BucketLayout, Slot
+
+if TYPE_CHECKING:
+    from torch.distributed import GradBucket  # type: ignore[attr-defined]
+    from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["OneBitAdam"]
+
+_BUCKET_BYTES = 16 << 20
+
+
+class OneBitAdam(torch.optim.Optimizer):
+    """Adam that sends one bit an element: error-compensated 1-bit Adam (Tang et al. 2021, arXiv 2102.02888).
+
+    Swap the class and delete the DDP wrapper: gradients leave during `backward()`, bucket by bucket, and `step()`
+    applies what every rank then holds, bit for bit the same. In the warmup it is AdamW on exactly averaged
+    gradients; from the freeze on, the variance stays and the ranks exchange the momentum through `codec`, with error
+    feedback on both legs (Algorithm 1). Single process, torchrun, mpirun and srun need no change to the script.
+
+    Args:
+        params: parameters or groups, fp32, bf16 or fp16, on one device; the same on every rank. 16-bit parameters get
+            fp32 master weights. Rank 0's weights are broadcast. A group may hold `exp_avg_mask`, a tensor that
+            broadcasts to its parameters: momentum is held at zero, once frozen, where the mask is zero.
+        lr: learning rate.
+        freeze_step: warmup steps before the variance is frozen; "auto" freezes when it has settled.
+        betas, eps, weight_decay: as in torch.optim.AdamW; decay is decoupled.
+        bias_correction: divide the moments by 1 - βᵗ, as Adam does. The paper's pseudocode has none: pass False.
+        eps_inside_sqrt: divide by √(v + ε) instead of √v + ε.
+        amsgrad: must be False; a frozen variance has no maximum to keep.
+        comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
+        comm_backend_name: "nccl", "gloo" or "mpi", where `comm` is not given and the choice must not be automatic.
+        codec: what the frozen stage sends: "sign1" (1 bit), "int8", "bf16" or "none".
+        block_size: elements that share one scale, a multiple of 64.
+        bucket_bytes: fp32 bytes of gradients that leave together.
+        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" sends half the bytes.
+
+    A coordinate whose variance is 0 at the freeze stays where it is (decay aside). A parameter without a gradient on
+    any rank is left alone in the warmup, as in AdamW; once frozen its gradient counts as zero. A step in which any
+    rank's gradient is not finite is skipped on all of them, with one warning.
+
+    Raises:
+        ValueError: bad hyperparameters, no parameters, or ranks that do not hold the same ones; on every rank.
+        TypeError: complex, integer or fp64 parameters, or parameters on several devices.
+    """
+
+    # GradScaler then passes its scale in and leaves the unscaling to step().
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int | Literal["auto"] = "auto",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        amsgrad: bool = False,
+        comm: communication.Communicator | None = None,
+        comm_backend_name: Literal["nccl", "gloo", "mpi"] | None = None,
+        codec: CodecName = "sign1",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        bucket_bytes: int = _BUCKET_BYTES,
+        warmup_wire: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
+        agreement.check_hyperparameters(lr, betas, eps, weight_decay, amsgrad, bucket_bytes, warmup_wire)
+        make_freeze_rule(freeze_step, betas[1])
+        self._freeze_step = freeze_step
+        self._codec = make_codec(codec, block_size)
+        self._warmup_codec = make_codec("none" if warmup_wire == "fp32" else "bf16", block_size)
+        self.comm = comm if comm is not None else communication.init(backend=comm_backend_name)
+        self._exchange_comm = self.comm.duplicate()
+        self._bytes_before_resume = 0
+        self._table = ParameterTable(self)
+        self._synchronizer = GradientSynchronizer(
+            self.comm,
+            self._table,
+            bucket_numel=max(1, bucket_bytes // 4),
+            block_size=block_size,
+            place=self._make_cohort,
+            fill=self._fill,
+        )
+        self._cohorts: list[Cohort] = []
+        self._loss_scale: Tensor | float | None = None
+        self._ddp: DistributedDataParallel | None = None
+        self.skipped_steps = 0
+        self.bytes_uncompressed = 0
+        self._agreed_settings = {
+            "freeze_step": freeze_step,
+            "codec": codec,
+            "block_size": block_size,
+            "bucket_bytes": bucket_bytes,
+            "warmup_wire": warmup_wire,
+        }
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+        }
+        super().__init__(params, defaults)
+        self._adopt_new_parameters()
+
+    # What it reports
+
+    @property
+    def frozen(self) -> bool:
+        """Whether every parameter's variance is frozen, so that steps send one bit an element."""
+        return bool(self._cohorts) and all(cohort.frozen_at is not None for cohort in self._cohorts)
+
+    @property
+    def freeze_step_taken(self) -> int | None:
+        """The warmup step after which the first parameters froze; None before."""
+        return self._cohorts[0].frozen_at if self._cohorts else None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to synchronise steps, headers, scales and padding included."""
+        return self._bytes_before_resume + self._exchange_comm.traffic.bytes_sent
+
+    bytes_uncompressed: int
+    """Bytes a ring all-reduce of the gradients in the parameters' own dtype would have sent for the same steps."""
+
+    skipped_steps: int
+    """Steps skipped because a gradient was not finite."""
+
+    # What a training loop calls
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply this step's synchronised gradients; collective.
+
+        Raises RuntimeError where gradients were changed after backward(), ValueError where a parameter has a gradient
+        on some ranks only, and CommunicationError where a rank failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale = self._check_loss_scale()
+        self._check_gradients_untouched(scaled=grad_scale is not None)
+        outcome = self._synchronizer.finish()
+        if len(outcome.absent) < len(self._table):
+            self._count_uncompressed()
+            if outcome.finite:
+                for cohort in self._cohorts:
+                    cohort.update(outcome.absent, self._loss_scale)
+                self._synchronizer.step += 1
+            else:
+                self._skip(outcome.guilty)
+        self._synchronizer.end_round()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients. Between backward() and step() this drops the step: do it on every rank or none."""
+        if self._synchronizer.in_round:
+            self._synchronizer.finish()
+            self._synchronizer.end_round()
+        super().zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradient accumulation: backwards inside only add to `.grad`; the first one outside sends the sum."""
+        with self._synchronizer.no_sync():
+            yield
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank alike. They warm up and freeze on their own."""
+        super().add_param_group(param_group)
+        if len(self._table):
+            self._adopt_new_parameters()
+
+    def attach(self, ddp_model: DistributedDataParallel) -> OneBitAdam:
+        """Take gradient synchronisation over from DDP, which keeps its other duties; returns the optimizer.
+
+        Its all-reduce is replaced by nothing, and `ddp_model.no_sync()` is obeyed. Call before the first backward.
+        """
+        trainable = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
+        ours = {id(parameter) for parameter in self._table.parameters}
+        foreign = sum(id(parameter) not in ours for parameter in trainable)
+        if foreign:
+            raise ValueError(
+                f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so nobody "
+                "would synchronise them: pass all of model.parameters() to OneBitAdam"
+            )
+        ddp_model.register_comm_hook(None, _leave_gradients_alone)
+        self._synchronizer.follow(lambda: bool(ddp_model.require_backward_grad_sync))
+        self._ddp = ddp_model
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, error-feedback residuals included: every rank saves its own.
+
+        Beside torch's `state` and `param_groups` there is `thinwire`, with the buckets, their residuals and counters.
+        Parameters' states hold `exp_avg` and `exp_avg_sq`, or `denominator` once frozen, as views of flat buckets.
+        """
+        state = super().state_dict()
+        state["thinwire"] = state_io.save(self)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank; training then goes on bit for bit.
+
+        With another number of ranks, or another rank's file, everything is restored but the residuals, which start
+        again from zero, with a warning. Raises ValueError where the state is another optimizer's or model's.
+        """
+        state_io.check(self, state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        state_io.load(self, state_dict)
+
+    def _adopt_new_parameters(self) -> None:
+        new = self._table.new_parameters()
+        tensors = [parameter for parameter, _ in new]
+        agreement.check_parameters([*self._table.parameters, *tensors])
+        agreement.check_same_on_every_rank(self.comm, tensors, self.param_groups, self._agreed_settings)
+        agreement.broadcast_from_rank_0(self.comm, tensors)
+        for parameter, group_number in new:
+            self._table.add(parameter, group_number)
+        self._synchronizer.watch(len(new))
+
+    def _make_cohort(self, layouts: Sequence[BucketLayout], first_index: int) -> list[Bucket]:
+        rule = make_freeze_rule(self._freeze_step, max(group["betas"][1] for group in self.param_groups))
+        cohort = Cohort(self._table, self._exchange_comm, rule, self._warmup_codec, self._codec, layouts, first_index)
+        self._cohorts.append(cohort)
+        return list(cohort.buckets)
+
+    def _fill(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
+        assert isinstance(bucket, AdamBucket)
+        bucket.cohort.fill(bucket, slot, gradient, self._loss_scale)
+
+    def _skip(self, guilty: tuple[int, ...]) -> None:
+        self.skipped_steps += 1
+        # Under a GradScaler overflows are how it finds its scale: nothing to warn of.
+        if self._loss_scale is None and self.comm.rank == 0:
+            warnings.warn(
+                f"step {self._synchronizer.step + 1} was skipped on every rank: a gradient was NaN or infinite "
+                f"{f'on ranks {list(guilty)}' if guilty else 'after averaging, on no rank before'}. Weights, momentum "
+                "and residuals are as before the step",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _check_loss_scale(self) -> Tensor | None:
+        """The loss scale a GradScaler passes to this step, if one does; remembered for the next backward."""
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        if grad_scale is None:
+            if getattr(self, "found_inf", None) is not None:
+                raise RuntimeError(
+                    "GradScaler.unscale_() was called on this optimizer, but its gradients left, scaled, during "
+                    "backward(): delete the call; step() unscales"
+                )
+            if self._loss_scale is not None and self.freeze_step_taken is not None:
+                raise RuntimeError("earlier steps came through a GradScaler: call scaler.step(optimizer) here too")
+            self._loss_scale = None
+            return None
+        known = self._loss_scale
+        changed = known is not grad_scale and (known is None or float(known) != float(grad_scale))
+        if changed and self.freeze_step_taken is not None:
+            raise RuntimeError(
+                f"the GradScaler's scale is {float(grad_scale)}, but this backward's momentum was built for "
+                f"{None if known is None else float(known)}: use one GradScaler from the first step on, and load its "
+                "state with the optimizer's"
+            )
+        self._loss_scale = grad_scale
+        return grad_scale
+
+    def _check_gradients_untouched(self, scaled: bool) -> None:
+        # GradScaler's check for infinities and DDP's bucket views write gradients back without changing them.
+        if scaled or self._ddp is not None or not self._synchronizer.in_round:
+            return
+        if changed := self._synchronizer.changed_gradients:
+            raise RuntimeError(
+                f"the gradient of {self._table.name(changed[0])} was changed or dropped between backward() and step(), "
+                "after it had left for the other ranks, so the change would be ignored. Gradient clipping and other "
+                "edits of .grad are not supported: remove them"
+            )
+
+    def _count_uncompressed(self) -> None:
+        parameters = self._table.parameters
+        gradient_bytes = sum(
+            slot.numel * parameters[slot.parameter].dtype.itemsize
+            for cohort in self._cohorts
+            for bucket in cohort.buckets
+            for slot in bucket.layout.slots
+        )
+        self.bytes_uncompressed += round(2 * (self.comm.size - 1) / self.comm.size * gradient_bytes)
+
+
+def _leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,97 @@
+"""The 16-byte header that every packet starts with, so that a packet of another step, bucket or codec is
+an error on every rank and never a silent wrong sum."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import CommunicationError
+from thinwire.compress.kernels import HEADER_BYTES
+
+__all__ = ["HEADER_BYTES", "Flags", "Header", "PacketError", "raise_flag", "read_headers", "write_headers"]
+
+# magic, format version, codec, flags, block size / 64, bucket, step
+_HEADER = struct.Struct("<HBBHHII")
+assert _HEADER.size == HEADER_BYTES
+_MAGIC = 0x5754  # "TW", little-endian
+_VERSION = 1
+_FLAGS_INT16 = 2  # index of the flags in the header seen as int16
+_STEP_LIMIT = 1 << 32
+
+
+class Flags(IntFlag):
+    """What a packet says about its sender besides the values it carries."""
+
+    NONE = 0
+    NON_FINITE = 1  # the owner's average is not finite: every rank skips this step
+    INCOMPLETE = 2  # a parameter of this bucket had no gradient on the sender
+
+
+class PacketError(CommunicationError):
+    """A packet that is not the one its receiver waits for."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the 16 bytes say."""
+
+    codec: int
+    block_size: int
+    bucket: int
+    step: int
+    flags: Flags = Flags.NONE
+
+    def pack(self) -> bytes:
+        """The 16 bytes of this header, little-endian."""
+        return _HEADER.pack(
+            _MAGIC, _VERSION, self.codec, self.flags, self.block_size // 64, self.bucket, self.step % _STEP_LIMIT
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Header:
+        """Read 16 bytes back; raises PacketError where they are no header of this format."""
+        magic, version, codec, flags, block_units, bucket, step = _HEADER.unpack(raw)
+        if magic != _MAGIC or version != _VERSION:
+            raise PacketError(
+                f"not a thinwire packet of format {_VERSION}: it starts with {raw[:4].hex()}. Ranks that run "
+                "different versions of thinwire, or a second user of the same communicator, cause this"
+            )
+        return cls(codec, block_units * 64, bucket, step, Flags(flags))
+
+    def check(self, expected: Header, sender: int) -> None:
+        """Raise PacketError unless this header, flags aside, is the expected one."""
+        for name in ("codec", "block_size", "bucket", "step"):
+            given, wanted = getattr(self, name), getattr(expected, name)
+            if name == "step":
+                wanted %= _STEP_LIMIT
+            if given != wanted:
+                raise PacketError(
+                    f"rank {sender} sent a packet of {name} {given} where {name} {wanted} was expected: the ranks "
+                    "have lost step with each other. Every rank must call backward() and step() equally often"
+                )
+
+
+def write_headers(packets: Tensor, header: Header) -> None:
+    """Put `header` at the start of every row of `packets`, uint8 [rows, bytes]."""
+    raw = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+    packets[:, :HEADER_BYTES].copy_(raw.to(packets.device).expand(packets.shape[0], -1))
+
+
+def raise_flag(packets: Tensor, flag: Flags, condition: Tensor) -> None:
+    """Set `flag` in every row's header where `condition`, a bool scalar on the packets' device, holds.
+
+    Stays on the device, so that it costs no synchronisation.
+    """
+    flags = packets[:, :HEADER_BYTES].view(torch.int16)[:, _FLAGS_INT16]
+    flags.bitwise_or_(condition.to(torch.int16) * int(flag))
+
+
+def read_headers(packets: Tensor) -> list[Header]:
+    """The header of each row of `packets`, uint8 [rows, >= 16]; on a GPU this waits for the device."""
+    raw = packets[:, :HEADER_BYTES].cpu().contiguous().numpy().tobytes()
+    return [Header.unpack(raw[i : i + HEADER_BYTES]) for i in range(0, len(raw), HEADER_BYTES)]

@@ -1,0 +1,123 @@
+"""OneBitAdam's checkpoint: what torch's optimizer state does not hold, residuals above all, and how it
+comes back. Apart from the optimizer so that the format stands in one place."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.compress.cohort import Cohort
+    from thinwire.compress.onebit_adam import OneBitAdam
+
+__all__ = ["check", "load", "save"]
+
+_FORMAT = 1
+
+
+def save(optimizer: OneBitAdam) -> dict[str, Any]:
+    """What `state_dict()["thinwire"]` holds: counters, and for each bucket its parameters and residuals."""
+    scale = optimizer._loss_scale
+    return {
+        "format": _FORMAT,
+        "rank": optimizer.comm.rank,
+        "size": optimizer.comm.size,
+        "step": optimizer._synchronizer.step,
+        "skipped_steps": optimizer.skipped_steps,
+        "bytes_sent": optimizer.bytes_sent,
+        "bytes_uncompressed": optimizer.bytes_uncompressed,
+        "loss_scale": None if scale is None else float(scale),
+        "codec": optimizer._codec.name,
+        "block_size": optimizer._codec.block_size,
+        "cohorts": [_save_cohort(cohort) for cohort in optimizer._cohorts],
+    }
+
+
+def _save_cohort(cohort: Cohort) -> dict[str, Any]:
+    return {
+        "steps": cohort.steps,
+        "frozen_at": cohort.frozen_at,
+        "rule": cohort.rule.state(),
+        "buckets": [
+            {
+                "parameters": [slot.parameter for slot in bucket.layout.slots],
+                "worker_residual": bucket.exchange.worker_residual,
+                "owner_residual": bucket.exchange.owner_residual,
+            }
+            for bucket in cohort.buckets
+        ],
+    }
+
+
+def check(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError, before anything is changed, where this state cannot be this optimizer's."""
+    ours = state_dict.get("thinwire")
+    if ours is None:
+        raise ValueError(
+            "this state_dict has no 'thinwire' entry, so it is not from OneBitAdam: give the state of another "
+            "optimizer to that optimizer, and start OneBitAdam fresh from the model's weights"
+        )
+    if ours["format"] != _FORMAT:
+        raise ValueError(f"this state_dict has format {ours['format']}, this thinwire reads format {_FORMAT}")
+    saved, mine = (ours["codec"], ours["block_size"]), (optimizer._codec.name, optimizer._codec.block_size)
+    if saved != mine:
+        raise ValueError(
+            f"this state_dict was saved with codec={saved[0]!r}, block_size={saved[1]}; this optimizer has "
+            f"codec={mine[0]!r}, block_size={mine[1]}. Build it with the same"
+        )
+    parameters = optimizer._table.parameters
+    for index, entry in state_dict["state"].items():
+        if index >= len(parameters) or entry.get("exp_avg", parameters[index]).shape != parameters[index].shape:
+            given = tuple(entry["exp_avg"].shape)
+            wanted = tuple(parameters[index].shape) if index < len(parameters) else "no such parameter"
+            raise ValueError(f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}")
+
+
+def load(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
+    """Rebuild the buckets as they were and fill them."""
+    ours = state_dict["thinwire"]
+    for index in range(len(optimizer._table)):
+        optimizer._table.make_master(index)
+        if "master" in state_dict["state"].get(index, {}):
+            optimizer._table.weight(index).copy_(state_dict["state"][index]["master"])
+    optimizer._cohorts.clear()
+    optimizer._synchronizer.restore(
+        [[bucket["parameters"] for bucket in cohort["buckets"]] for cohort in ours["cohorts"]]
+    )
+    same_place = (ours["rank"], ours["size"]) == (optimizer.comm.rank, optimizer.comm.size)
+    for cohort, saved in zip(optimizer._cohorts, ours["cohorts"], strict=True):
+        _load_cohort(optimizer, cohort, saved, state_dict["state"], same_place)
+    optimizer._synchronizer.step = ours["step"]
+    optimizer.skipped_steps = ours["skipped_steps"]
+    optimizer.bytes_uncompressed = ours["bytes_uncompressed"]
+    optimizer._bytes_before_resume = ours["bytes_sent"] - optimizer._exchange_comm.traffic.bytes_sent
+    optimizer._loss_scale = ours["loss_scale"]
+    if optimizer.frozen and not same_place:
+        warnings.warn(
+            f"this state was saved by rank {ours['rank']} of {ours['size']} and is loaded by rank "
+            f"{optimizer.comm.rank} of {optimizer.comm.size}: error-feedback residuals belong to one rank, so they "
+            "start from zero here. To keep them, save and load optimizer.state_dict() on every rank",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _load_cohort(
+    optimizer: OneBitAdam, cohort: Cohort, saved: dict[str, Any], states: dict[int, Any], same_place: bool
+) -> None:
+    cohort.steps = saved["steps"]
+    cohort.rule.load(saved["rule"])
+    for bucket in cohort.buckets:
+        for slot in bucket.layout.slots:
+            state = optimizer._table.state(slot.parameter)
+            if saved["frozen_at"] is not None:
+                state["denominator"] = state.pop("exp_avg_sq")
+            for name in ("exp_avg", "exp_avg_sq", "denominator"):
+                if name in state:
+                    state[name].copy_(states[slot.parameter][name])
+    if saved["frozen_at"] is None:
+        return
+    cohort.restore_frozen(saved["frozen_at"])
+    if same_place:
+        for bucket, entry in zip(cohort.buckets, saved["buckets"], strict=True):
+            bucket.exchange.load_residuals(entry["worker_residual"], entry["owner_residual"])

@@ -1,0 +1,311 @@
+"""Watches gradients arrive during backward and sends each bucket as soon as it is whole, so that communication
+overlaps with computation; decides, the same on every rank, what became of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.compress.exchange import Exchange
+from thinwire.compress.packet import Flags
+from thinwire.compress.parameters import ParameterTable
+from thinwire.zero import BucketLayout, Slot, partition
+
+__all__ = ["Bucket", "GradientSynchronizer", "Round"]
+
+
+@dataclass
+class Bucket:
+    """A flat run of parameters and the exchange that averages what they send."""
+
+    index: int
+    layout: BucketLayout
+    exchange: Exchange
+
+
+@dataclass(frozen=True)
+class Round:
+    """One synchronised backward, the same on every rank.
+
+    `absent`: the parameters that had no gradient on any rank. `guilty`: where the averages are not finite, the ranks
+    whose own gradients were not.
+    """
+
+    finite: bool
+    absent: frozenset[int]
+    guilty: tuple[int, ...] = ()
+
+
+class GradientSynchronizer:
+    """Sends the gradients of the table's parameters bucket by bucket, in one fixed order on every rank.
+
+    `fill(bucket, slot, gradient)` writes what a parameter contributes into `bucket.exchange.payload`; the gradient
+    is None where this rank has none. `place(layouts)` makes the buckets for parameters that have none yet.
+
+    Buckets hold the parameters in the order in which rank 0 saw their gradients arrive in the first backward, so
+    that early buckets are whole early whatever order the parameter groups list them in. That first backward is
+    therefore exchanged as a whole, at its end.
+
+    Legs are issued in the order start(0), start(1), advance(0), start(2), advance(1), wait(0), ... : the same on
+    every rank, and never idle while a bucket waits for its gradients.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        table: ParameterTable,
+        *,
+        bucket_numel: int,
+        block_size: int,
+        place: Callable[[Sequence[BucketLayout], int], list[Bucket]],
+        fill: Callable[[Bucket, Slot, Tensor | None], None],
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self.step = 0
+        self._comm = comm
+        self._table = table
+        self._bucket_numel = bucket_numel
+        self._block_size = block_size
+        self._place = place
+        self._fill = fill
+        self._places: dict[int, tuple[Bucket, Slot]] = {}
+        self._unplaced: list[int] = []
+        self._enabled = True
+        self._gates: list[Callable[[], bool]] = []
+        self._round: Round | None = None
+        self._unhooked: list[int] = []
+        self._clear_round()
+
+    # Setting up
+
+    def watch(self, count: int) -> None:
+        """Take charge of the gradients of the table's last `count` parameters, from the next backward on."""
+        new = range(len(self._table) - count, len(self._table))
+        self._unplaced += new
+        self._unhooked += new
+        self._hook_trainable()
+
+    def follow(self, gate: Callable[[], bool]) -> None:
+        """Send nothing while `gate()` is false: how another wrapper's `no_sync` is obeyed."""
+        self._gates.append(gate)
+
+    def restore(self, cohorts: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Place the parameters as a checkpoint recorded them: for each call of `place`, each bucket's parameters."""
+        self.buckets, self._places = [], {}
+        self._clear_round()
+        placed = {index for cohort in cohorts for order in cohort for index in order}
+        self._unplaced = [index for index in range(len(self._table.parameters)) if index not in placed]
+        for cohort in cohorts:
+            self._add_buckets([self._partition(order, bucket_numel=None)[0] for order in cohort])
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate into `.grad`; the next one outside sends the sum."""
+        if self._arrived:
+            raise RuntimeError(
+                "no_sync() was entered between a synchronised backward() and its step(): the gradients have left "
+                "already. Call step() first, or put the earlier backward() inside no_sync() too"
+            )
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    # A round: from the first gradient to `end_round`
+
+    @property
+    def in_round(self) -> bool:
+        """Whether gradients of this round have arrived."""
+        return bool(self._arrived)
+
+    @property
+    def changed_gradients(self) -> list[int]:
+        """Parameters whose `.grad` somebody changed, or dropped, after it had been taken into this round."""
+        return [
+            index
+            for index, version in self._arrived.items()
+            if (gradient := self._table.parameters[index].grad) is None or gradient._version != version
+        ]
+
+    def finish(self) -> Round:
+        """Send what has not left yet, wait for everything and say what became of it. Collective.
+
+        Raises PacketError where the ranks have lost step, and ValueError, on every rank, where some rank has no
+        gradient for a parameter that has one on others.
+        """
+        if self._round is not None:
+            return self._round
+        try:
+            self._hook_trainable()
+            self._take_late_gradients()
+            if any(self._table.parameters[index].requires_grad for index in self._unplaced):
+                self._place_in_order_of_arrival()
+            for bucket in self.buckets[self._launched :]:
+                self._launch(bucket)
+            for bucket in self.buckets[-1:]:
+                bucket.exchange.advance()
+            for bucket in self.buckets[-2:]:
+                bucket.exchange.wait()
+            outcomes = [bucket.exchange.outcome() for bucket in self.buckets]
+            absent: frozenset[int] = frozenset()
+            if any(outcome.incomplete for outcome in outcomes):
+                absent = self._agree_on_absent()
+            finite = all(outcome.finite for outcome in outcomes)
+            guilty = () if finite else self._find_guilty()
+        except BaseException:
+            self._clear_round()
+            raise
+        self._round = Round(finite, absent, guilty)
+        return self._round
+
+    def poison(self) -> None:
+        """Make this rank's gradients non-finite, where another rank's are: a GradScaler must see it on every rank."""
+        for index in self._arrived:
+            gradient = self._table.parameters[index].grad
+            if gradient is not None and gradient.numel():
+                gradient[(0,) * gradient.dim()] = float("inf")
+                self._arrived[index] = gradient._version
+                return
+
+    def end_round(self) -> None:
+        """Forget this round's gradients; the next backward starts another."""
+        self._clear_round()
+
+    def _clear_round(self) -> None:
+        self._arrived: dict[int, int] = {}  # parameter -> version of its gradient, in order of arrival
+        self._waiting = [len(bucket.layout.slots) for bucket in self.buckets]
+        self._launched = 0
+        self._round = None
+        self._callback_queued = False
+
+    def _hook_trainable(self) -> None:
+        # A parameter that does not require a gradient yet takes no hook, no place in a bucket and no bytes.
+        for index in self._unhooked:
+            if self._table.parameters[index].requires_grad:
+                parameter: Any = self._table.parameters[index]  # torch's method is untyped
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
+        self._unhooked = [index for index in self._unhooked if not self._table.parameters[index].requires_grad]
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(parameter: Tensor) -> None:
+            if self._enabled and all(gate() for gate in self._gates):
+                self._arrive(index)
+                if not self._callback_queued:
+                    self._callback_queued = True
+                    torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+        return on_gradient
+
+    def _on_backward_end(self) -> None:
+        # A backward that leaves parameters without a gradient may be a part of a larger one (reentrant checkpointing,
+        # or one loss of several over disjoint parameters): step() decides about those.
+        self._callback_queued = False
+        whole = all(
+            index in self._arrived for index, parameter in enumerate(self._table.parameters) if parameter.requires_grad
+        )
+        if whole and not self.finish().finite:
+            self.poison()
+
+    def _arrive(self, index: int) -> None:
+        gradient = self._table.parameters[index].grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"{self._table.name(index)} has a sparse gradient, which OneBitAdam cannot send: build the embedding "
+                "with sparse=False, or leave it to torch.optim.SparseAdam in a second optimizer"
+            )
+        if index in self._arrived:
+            raise RuntimeError(
+                f"a second backward() before step() reached {self._table.name(index)} whose gradient has left already. "
+                "To accumulate gradients, put every backward() but the last inside `with optimizer.no_sync():`; to "
+                "drop the first one, call optimizer.zero_grad()"
+            )
+        self._arrived[index] = gradient._version
+        if index in self._places:
+            bucket, slot = self._places[index]
+            self._fill(bucket, slot, gradient)
+            self._waiting[bucket.index] -= 1
+            while self._launched < len(self.buckets) and not self._waiting[self._launched]:
+                self._launch(self.buckets[self._launched])
+
+    def _launch(self, bucket: Bucket) -> None:
+        missing = [slot for slot in bucket.layout.slots if slot.parameter not in self._arrived]
+        for slot in missing:
+            self._fill(bucket, slot, None)
+        bucket.exchange.start(self.step, Flags.INCOMPLETE if missing else Flags.NONE)
+        self._launched += 1
+        if bucket.index >= 1:
+            self.buckets[bucket.index - 1].exchange.advance()
+        if bucket.index >= 2:
+            self.buckets[bucket.index - 2].exchange.wait()
+
+    def _take_late_gradients(self) -> None:
+        # Gradients that no hook announced in this round: accumulated in no_sync, or set by hand.
+        for index, parameter in enumerate(self._table.parameters):
+            if index not in self._arrived and parameter.grad is not None:
+                self._arrive(index)
+
+    def _place_in_order_of_arrival(self) -> None:
+        unplaced = [index for index in self._unplaced if self._table.parameters[index].requires_grad]
+        arrived = [index for index in self._arrived if index in set(unplaced)]
+        order = arrived + [index for index in reversed(unplaced) if index not in self._arrived]
+        raw = self._comm.all_gather_bytes(torch.tensor(order, dtype=torch.int64).numpy().tobytes())
+        orders = [torch.frombuffer(bytearray(one), dtype=torch.int64).tolist() if one else [] for one in raw]
+        for rank, other in enumerate(orders):
+            differing = sorted(set(other) ^ set(orders[0]))
+            if differing:
+                raise ValueError(
+                    f"rank {rank} and rank 0 disagree on whether {self._table.name(differing[0])} requires a gradient: "
+                    "set requires_grad alike on every rank"
+                )
+        self._unplaced = [index for index in self._unplaced if index not in set(unplaced)]
+        for bucket in self._add_buckets(self._partition(orders[0], self._bucket_numel)):
+            for slot in bucket.layout.slots:
+                if slot.parameter in self._arrived:
+                    self._fill(bucket, slot, self._table.parameters[slot.parameter].grad)
+
+    def _partition(self, order: Sequence[int], bucket_numel: int | None) -> list[BucketLayout]:
+        numels = [parameter.numel() for parameter in self._table.parameters]
+        return partition(
+            numels,
+            order,
+            world_size=self._comm.size,
+            block_size=self._block_size,
+            bucket_numel=bucket_numel or sum(numels) + 1,
+        )
+
+    def _add_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+        buckets = self._place(layouts, len(self.buckets))
+        self.buckets += buckets
+        for bucket in buckets:
+            self._waiting.append(len(bucket.layout.slots))
+            self._places |= {slot.parameter: (bucket, slot) for slot in bucket.layout.slots}
+        return buckets
+
+    def _find_guilty(self) -> tuple[int, ...]:
+        mine = any(
+            parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+            for parameter in self._table.parameters
+        )
+        of_rank = self._comm.all_gather_bytes(bytes([mine]))
+        return tuple(rank for rank, answer in enumerate(of_rank) if answer[0])
+
+    def _agree_on_absent(self) -> frozenset[int]:
+        present = bytes(index in self._arrived for index in range(len(self._table.parameters)))
+        of_rank = self._comm.all_gather_bytes(present)
+        for index in range(len(self._table.parameters)):
+            having = [rank for rank, mask in enumerate(of_rank) if mask[index]]
+            if having and len(having) < self._comm.size:
+                lacking = sorted(set(range(self._comm.size)) - set(having))
+                raise ValueError(
+                    f"{self._table.name(index)} got a gradient on ranks {having} but none on ranks {lacking}: every "
+                    "rank must use the same parameters in a step. Nothing was applied"
+                )
+        return frozenset(index for index in range(len(self._table.parameters)) if not of_rank[0][index])
