@@ -1,4 +1,4 @@
-"""Does 1-bit Adam learn as well as AdamW? Both on text and on digits, over several seeds, drawn with bands.
+"""Does 1-bit Adam learn as well as AdamW? On text and on digits, over several seeds, drawn with bands.
 
 Starts its ranks by itself (`python -m experiments.convergence`), or runs unchanged under a launcher.
 """
@@ -8,53 +8,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from experiments import findings, machine, plotting
 from experiments.command_line import Parser, positive
 from experiments.corpus import load
-from experiments.digits import DigitsTask
 from experiments.errors import on_every_rank
-from experiments.language import MaskedLanguageTask, share_tokens, unigram_entropy
 from experiments.launching import launch
 from experiments.plotting import LABELS
 from experiments.reporting import reporter
 from experiments.results import RESULTS, check_writable, write_json
-from experiments.sizes import SIZES
-from experiments.training import OPTIMIZERS, Outcome, Plan, Task, Trainer
+from experiments.subjects import SUBJECTS, Subject
+from experiments.training import OPTIMIZERS, Outcome, Plan, Trainer
 from thinwire.comm import Communicator
 
 __all__ = ["main", "study"]
 
 _NAME = "convergence"
 _DEFAULT_RANKS = 4
-_LEARNING_RATES = (1e-3, 2e-3, 3e-3)
-"""Tried for AdamW by --tune; the plans below have the best one, for both optimizers."""
-
-_TEXT_PLAN = Plan(
-    steps=3000,
-    warmup_steps=300,
-    learning_rate=2e-3,
-    weight_decay=0.01,
-    freeze_step="auto",
-    evaluate_every=100,
-    seed=0,
-)
-_DIGITS_PLAN = replace(_TEXT_PLAN, steps=600, warmup_steps=60, evaluate_every=20)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A task with its plan and what the picture says about it."""
-
-    task: Task
-    plan: Plan
-    batch_size: int
-    description: str
-    loss_name: str
-    reference: plotting.Reference | None
+_RATES_TO_TRY = (5e-4, 1e-3, 2e-3, 3e-3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,28 +40,121 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def study(comm: Communicator, options: argparse.Namespace) -> None:
     """Trains every task with every optimizer and seed, and writes the numbers and the picture.
 
+    With `--tune`, trains AdamW alone at several learning rates instead: how the plans' rates were chosen.
+
     Raises:
         InputError: on every rank, for a corpus that cannot be used.
     """
-    subjects = {name: _SUBJECTS[name](comm, options) for name in options.tasks}
+    subjects = {name: SUBJECTS[name](comm, options.corpus) for name in options.task}
+    if options.steps is not None:
+        subjects = {name: _shortened(subject, options.steps) for name, subject in subjects.items()}
     if options.tune:
-        rates = {name: _tune(name, subject, comm) for name, subject in subjects.items()}
-        on_every_rank(comm, lambda: _write(options.output, f"{_NAME}_tuning", {"final_losses": rates}, comm))
+        losses = {name: _tune(subject, comm) for name, subject in subjects.items()}
+        content = {"optimizer": "adamw", "final_loss_by_learning_rate": losses}
+        on_every_rank(comm, lambda: _write(options.output, f"{_NAME}_tuning", content, comm))
         return
-    runs = {name: _run_all(name, subject, options.seeds, comm) for name, subject in subjects.items()}
-    on_every_rank(comm, lambda: _write_results(subjects, runs, options.output, comm))
+    runs = {name: _run_all(subject, options.seeds, comm) for name, subject in subjects.items()}
+    on_every_rank(comm, lambda: _write_results(options.output, subjects, runs, comm))
 
 
-def _text(comm: Communicator, options: argparse.Namespace) -> Subject:
-    """BERT-tiny restores masked tokens."""
-    batch_size, length = 8, 32
-    tokens = share_tokens(comm, lambda: load(options.corpus), 4096, length, 1024)
-    text = ", ".join(path.name for path in options.corpus) if options.corpus else "Python's standard library"
-    return Subject(
-        MaskedLanguageTask(tokens, SIZES["tiny"], batch_size, dropout=0.0),
-        replace(_TEXT_PLAN, steps=options.text_steps or _TEXT_PLAN.steps),
-        batch_size * length,
-        f"BERT-tiny, {text}",
-        "validation loss (nats a masked token)",
-        plotting.Reference(unigram_entropy(tokens), "guessing by token frequency"),
+def _run_all(subject: Subject, seeds: int, comm: Communicator) -> dict[str, list[Outcome]]:
+    """Outcomes by optimizer, one a seed."""
+    return {
+        optimizer: [
+            _run(subject, replace(subject.plan, seed=seed), optimizer, comm, f"seed {seed}") for seed in range(seeds)
+        ]
+        for optimizer in OPTIMIZERS
+    }
+
+
+def _tune(subject: Subject, comm: Communicator) -> dict[str, float]:
+    plans = {rate: replace(subject.plan, learning_rate=rate) for rate in _RATES_TO_TRY}
+    return {str(rate): _run(subject, plan, "adamw", comm, f"rate {rate}").final_loss for rate, plan in plans.items()}
+
+
+def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, variant: str) -> Outcome:
+    trainer = Trainer(subject.task, plan, optimizer, comm)
+    with reporter(
+        f"{subject.unit}, {LABELS[optimizer]}, {variant}",
+        first_step=0,
+        steps=plan.steps,
+        items_a_step=comm.size * subject.rank_items,
+        unit=subject.unit,
+        every=max(1, plan.steps // 5),
+        rank=comm.rank,
+    ) as progress:
+        while not trainer.finished:
+            progress.update(trainer.advance())
+    return trainer.outcome
+
+
+def _shortened(subject: Subject, steps: int) -> Subject:
+    plan = replace(subject.plan, steps=steps, warmup_steps=steps // 10, evaluate_every=max(1, steps // 30))
+    return replace(subject, plan=plan)
+
+
+def _write_results(
+    output: Path, subjects: dict[str, Subject], runs: dict[str, dict[str, list[Outcome]]], comm: Communicator
+) -> None:
+    """JSON, picture and a summary, on rank 0."""
+    if comm.rank:
+        return
+    found = {name: findings.compare(task["adamw"], task["onebit-adam"]) for name, task in runs.items()}
+    tasks = {
+        name: {
+            "description": subject.description,
+            "plan": asdict(subject.plan),
+            "finding": asdict(found[name]),
+            "reference_loss": subject.reference and subject.reference.loss,
+            "runs": {
+                optimizer: [asdict(outcome) for outcome in outcomes] for optimizer, outcomes in runs[name].items()
+            },
+        }
+        for name, subject in subjects.items()
+    }
+    _write(output, _NAME, {"tasks": tasks}, comm)
+    seeds = len(next(iter(runs.values()))["adamw"])
+    hardware = machine.describe()
+    figure, axes = plotting.new_figure(
+        len(subjects),
+        f"1-bit Adam against AdamW, {comm.size} ranks",
+        f"mean of {seeds} seeds, band: one standard deviation; made on {hardware['cpu']}, {hardware['cores']} cores",
     )
+    for row, (name, subject) in zip(axes, subjects.items(), strict=True):
+        series = [plotting.Series.of(optimizer, outcomes) for optimizer, outcomes in runs[name].items()]
+        plotting.draw_comparison(row, series, subject.loss_name, subject.reference)
+        plotting.title_row(row, f"{subject.description}. {found[name].title}; {found[name].frozen_note}")
+        print(f"{subject.description}: {found[name].title}; {found[name].frozen_note}")
+    plotting.save(figure, output / f"{_NAME}.png")
+    print(f"Written: {output / _NAME}.json and .png", flush=True)
+
+
+def _write(output: Path, name: str, content: dict[str, Any], comm: Communicator) -> None:
+    if comm.rank == 0:
+        about = {"ranks": comm.size, "backend": comm.backend, "machine": machine.describe()}
+        write_json(output / f"{name}.json", {**about, **content})
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m experiments.convergence",
+        description="Trains with AdamW and with 1-bit Adam over several seeds, and draws both.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--task", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS), help="what to learn")
+    parser.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
+    parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs for each optimizer")
+    parser.add_argument("--steps", type=positive, metavar="N", help="of every task; else each task's own")
+    parser.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {_DEFAULT_RANKS}")
+    parser.add_argument("--tune", action="store_true", help="only try learning rates with AdamW")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    options = parser.parse_args(arguments)
+    if options.corpus:
+        load(options.corpus)
+    check_writable(options.output, "--output")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

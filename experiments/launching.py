@@ -131,7 +131,8 @@ def _start_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
         if any(failure.exitcode == BAD_INPUT for failure in error.failures.values()):
             return BAD_INPUT
         rank, failure = error.get_first_failure()
-        print(f"{module}: rank {rank} failed first: {failure.message}", file=sys.stderr, flush=True)
+        if failure.exitcode < 0:
+            print(f"{module}: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr, flush=True)
         return FAILED
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED

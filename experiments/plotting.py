@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from experiments.reporting import human_bytes
 from experiments.training import Outcome
 
-__all__ = ["COLOURS", "LABELS", "Reference", "Series", "draw_comparison", "new_figure", "save"]
+__all__ = ["COLOURS", "LABELS", "Reference", "Series", "draw_comparison", "new_figure", "save", "title_row"]
 
 LABELS = {"adamw": "AdamW", "onebit-adam": "1-bit Adam"}
 COLOURS = {"adamw": "#5b6572", "onebit-adam": "#d1495b"}
@@ -103,6 +103,11 @@ def draw_comparison(
         _measure_gap(over_bytes, series)
     else:
         over_bytes.set_xlabel("sent: nothing, by a single rank")
+
+
+def title_row(axes: Sequence[Axes], title: str) -> None:
+    """Writes a line above a pair of panels."""
+    axes[0].set_title(title, loc="left", fontsize=11)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -68,7 +68,7 @@ class PretrainSettings:
             "validation_sequences": self.validation_sequences,
             "steps": self.plan.steps,
             "warmup_steps": self.plan.warmup_steps,
-            "learning_rate": self.plan.learningrate,
+            "learning_rate": self.plan.learning_rate,
             "weight_decay": self.plan.weight_decay,
             "freeze_step": self.plan.freeze_step,
             "evaluate_every": self.plan.evaluate_every,

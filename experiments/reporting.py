@@ -36,7 +36,7 @@ class Reporter(Protocol):
 
 @contextmanager
 def reporter(
-    title: str, *, first_step: int, steps: int, tokens_a_step: int, every: int, rank: int
+    title: str, *, first_step: int, steps: int, items_a_step: int, unit: str, every: int, rank: int
 ) -> Iterator[Reporter]:
     """The reporter that suits this rank and where its output goes.
 
@@ -44,14 +44,15 @@ def reporter(
         title: what is being trained.
         first_step: steps already done.
         steps: steps in all.
-        tokens_a_step: over all ranks, for tokens per second.
+        items_a_step: over all ranks, for the speed.
+        unit: what the items are.
         every: steps between two plain lines.
         rank: only rank 0 shows anything.
     """
     if rank:
         yield _Silent()
         return
-    pace = _Pace(first_step, steps, tokens_a_step)
+    pace = _Pace(first_step, steps, items_a_step, unit)
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(title, pace, every)
@@ -75,10 +76,11 @@ class _Silent:
 class _Pace:
     """Smoothed loss, speed and the time left."""
 
-    def __init__(self, first_step: int, steps: int, tokens_a_step: int) -> None:
+    def __init__(self, first_step: int, steps: int, items_a_step: int, unit: str) -> None:
         self.first_step = first_step
         self.steps = steps
-        self.tokens_a_step = tokens_a_step
+        self.items_a_step = items_a_step
+        self.unit = unit
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self._started = time.perf_counter()
@@ -89,7 +91,7 @@ class _Pace:
             self.validation_loss = report.validation_loss
         held_out = "" if self.validation_loss is None else f"held out {self.validation_loss:.3f}  "
         return (
-            f"loss {self.loss:.3f}  {held_out}{self._speed(report.step) * self.tokens_a_step:,.0f} tokens/s  "
+            f"loss {self.loss:.3f}  {held_out}{self._speed(report.step) * self.items_a_step:,.0f} {self.unit}/s  "
             f"{human_bytes(report.bytes_sent)} a step  {report.stage}"
         )
 

@@ -80,9 +80,7 @@ def test_one_rank_overflows_every_rank_knows_and_residuals_stay(codec, bad) -> N
         if comm.rank == 1:
             vector[499] = bad
         output = exchange.average(vector, step=1)
-        unchanged = torch.equal(before[0], exchange.worker_residual) and torch.equal(
-            before[1], exchange.owner_residual
-        )
+        unchanged = torch.equal(before[0], exchange.worker_residual) and torch.equal(before[1], exchange.owner_residual)
         after = exchange.average(torch.randn(500, generator=generator), step=2)
         return bool(torch.isfinite(output).all()), unchanged, bool(torch.isfinite(after).all())
 

@@ -35,20 +35,21 @@ def test_the_warmup_is_adamw_bit_for_bit(options) -> None:
         optimizer = make_optimizer(model, comm, **options, freeze_step=1000)
         adamw = torch.optim.AdamW(twin.parameters(), **({"lr": 3e-3, "weight_decay": 0.0} | options), foreach=True)
         for step in range(50):
-            train(model, optimizer, [step])
-            gradients = [torch.zeros_like(parameter) for parameter in twin.parameters()]
-            for other in range(comm.size):  # summed in rank order, as the exchange does
-                twin.zero_grad()
-                loss_of(twin, other, step).backward()
-                for total, parameter in zip(gradients, twin.parameters(), strict=True):
-                    total += parameter.grad
-            for total, parameter in zip(gradients, twin.parameters(), strict=True):
-                parameter.grad = total / comm.size
+            by_rank = [gradients_of(twin, other, step) for other in range(comm.size)]
+            for parameter, gradient in zip(model.parameters(), by_rank[comm.rank], strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            for parameter, *gradients in zip(twin.parameters(), *by_rank, strict=True):
+                parameter.grad = sum(gradients) / comm.size  # in rank order, as the exchange does
             adamw.step()
         return torch.equal(weights(model), weights(twin))
 
     assert threads.run(rank, 1) == [True]
     assert threads.run(rank, 3) == [True] * 3
+
+
+def gradients_of(model, rank, step):
+    return torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

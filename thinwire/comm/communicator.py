@@ -88,7 +88,7 @@ class Communicator(ABC):
         check_tensor("all_reduce", "tensor", tensor)
         check_reduction(tensor, op)
         wire_op: ReduceOp = "sum" if op == "mean" else op
-        flat = tensor.detach().view(-1)
+        flat = _flat(tensor)
         host = self._placed(flat, reduction=True)
         signature = f"all_reduce({op}) of {_amount(tensor)}"
 
@@ -124,14 +124,13 @@ class Communicator(ABC):
                 other_color, other_key = map(int, message.split())
                 if other_color == color:
                     members.append((other_key, rank))
-        if color is None:
-            return None
-        return self._subgroup([rank for _, rank in sorted(members)])
+        return self._make_group("split", None if color is None else [rank for _, rank in sorted(members)])
 
     def duplicate(self) -> Communicator:
         """Make a communicator of the same ranks with its own message space and byte counts. Collective."""
-        self._raise_earlier_failure()
-        return self._subgroup(list(range(self.size)))
+        copy = self._make_group("duplicate", list(range(self.size)))
+        assert copy is not None
+        return copy
 
     def close(self) -> None:
         """Release the backend's resources; later calls raise. Collective. Closing twice is fine."""
@@ -156,8 +155,11 @@ class Communicator(ABC):
         """Start an all-reduce of a flat tensor; ``op`` is sum, max or min."""
 
     @abstractmethod
-    def _subgroup(self, members: list[int]) -> Communicator:
-        """Make a communicator of these ranks in this order. Called by the members only."""
+    def _subgroup(self, members: list[int], number: int) -> Communicator:
+        """Make a communicator of these ranks in this order. Called by the members only.
+
+        ``number`` is the same for all of them and used once in this communicator's life.
+        """
 
     @abstractmethod
     def _roll_call(self, call: Call) -> RollCall:
@@ -231,6 +233,15 @@ class Communicator(ABC):
             work.wait()
         return work
 
+    def _make_group(self, name: str, members: list[int] | None) -> Communicator | None:
+        """Make a group on its members; the other ranks only count it."""
+        self._raise_earlier_failure()
+        self._sequence += 1
+        if members is None:
+            return None
+        with self._failures_of(Call(self._sequence, name)):
+            return self._subgroup(members, self._sequence)
+
     def _raise_earlier_failure(self) -> None:
         if self._failure is not None:
             raise CommunicationError(
@@ -256,8 +267,13 @@ class Communicator(ABC):
         return self._failure
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    # Not view(-1): a contiguous tensor of one element may have any stride, which byte views refuse.
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    return _flat(tensor).view(torch.uint8)
 
 
 def _amount(tensor: Tensor) -> str:

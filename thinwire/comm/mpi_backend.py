@@ -75,15 +75,13 @@ class MPICommunicator(Communicator):
         chunk = input.nbytes // self.size
 
         def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            total = count * self.size
-            return self._comm.Ialltoall([_buffer(input), total, block], [_buffer(output), total, block])
+            return self._comm.Ialltoall([_buffer(input), count, block], [_buffer(output), count, block])
 
         return self._start_blocks(chunk, start, output, input)
 
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            target = [_buffer(output), count * self.size, block]
-            return self._comm.Iallgather([_buffer(input), count, block], target)
+            return self._comm.Iallgather([_buffer(input), count, block], [_buffer(output), count, block])
 
         return self._start_blocks(input.nbytes, start, output, input)
 
@@ -107,7 +105,7 @@ class MPICommunicator(Communicator):
     def _start_blocks(
         self, nbytes: int, start: Callable[[MPI.Datatype, int], MPI.Request], *tensors: Tensor
     ) -> Pending:
-        """Start a transfer of blocks of ``nbytes`` bytes; ``start`` takes a datatype and a count for one."""
+        """Start a transfer of blocks of ``nbytes`` bytes, given to ``start`` as a datatype and a count."""
         if nbytes == 0:
             return self._track([], *tensors)
         for tensor in tensors:
@@ -125,7 +123,7 @@ class MPICommunicator(Communicator):
         self._in_flight.add(pending)
         return pending
 
-    def _subgroup(self, members: list[int]) -> Communicator:
+    def _subgroup(self, members: list[int], number: int) -> Communicator:
         own = self._comm.Get_group()
         group = own.Incl(members)
         comm = self._comm.Create_group(group)

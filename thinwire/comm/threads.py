@@ -132,7 +132,7 @@ class _Group:
         self._children: dict[tuple[int, tuple[int, ...]], _Group] = {}
 
     def child(self, number: int, members: tuple[int, ...]) -> _Group:
-        """The ``number``-th group made from this one; the same object for all of its members."""
+        """The group of ``members`` with this ``number``; the same object for all of them."""
         with self.job.changed:
             return self._children.setdefault((number, members), _Group(self.job, members))
 
@@ -214,7 +214,6 @@ class ThreadCommunicator(Communicator):
     def __init__(self, group: _Group, rank: int, timeout: float, backend: str = "threads") -> None:
         super().__init__(rank, len(group.members), backend, timeout)
         self._group = group
-        self._children = 0
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         return self._meet(call, output, input, _all_to_all)
@@ -228,9 +227,8 @@ class ThreadCommunicator(Communicator):
     def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
         return self._meet(call, tensor, tensor, lambda parts: _all_reduce(parts, op))
 
-    def _subgroup(self, members: list[int]) -> Communicator:
-        self._children += 1
-        group = self._group.child(self._children, tuple(self._group.members[rank] for rank in members))
+    def _subgroup(self, members: list[int], number: int) -> Communicator:
+        group = self._group.child(number, tuple(self._group.members[rank] for rank in members))
         return ThreadCommunicator(group, members.index(self.rank), self.timeout, self.backend)
 
     def _roll_call(self, call: Call) -> RollCall:

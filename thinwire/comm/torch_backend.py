@@ -6,6 +6,7 @@ Adds to torch.distributed timeouts that name the ranks at fault, and groups that
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,15 +39,21 @@ def group_timeout(timeout: float) -> timedelta:
     return timedelta(seconds=timeout + 5.0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Wiring:
-    """A process group with what torch keeps about it elsewhere, and a place of its own in the store."""
+    """A process group with what torch keeps about it elsewhere, and a place of its own in the store.
 
-    group: dist.ProcessGroup
+    ``group`` is None once it is let go.
+    """
+
+    group: dist.ProcessGroup | None
     backend_of: dict[str, str]
     global_ranks: tuple[int, ...]
     store: Store
     path: str
+
+    def let_go(self) -> None:
+        self.group = None
 
 
 class TorchCommunicator(Communicator):
@@ -69,12 +76,12 @@ class TorchCommunicator(Communicator):
     ) -> None:
         wiring = _wiring or _wire(group)
         self._wiring = wiring
-        self._group = wiring.group
         backend = "nccl" if "nccl" in wiring.backend_of.values() else "gloo"
         super().__init__(self._group.rank(), self._group.size(), backend, timeout)
+        # At exit too: a group that outlives Python's shutdown aborts the process from Gloo's threads.
+        self._let_go = weakref.finalize(self, wiring.let_go)
         store = PrefixStore(f"{wiring.path}/roll", wiring.store)
         self._roll = StoreRollCall(store, self.rank, self.size, _host_of_store(wiring))
-        self._children = 0
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         return _pending(output, dist.all_to_all_single(output, input, group=self._group, async_op=True))
@@ -89,11 +96,9 @@ class TorchCommunicator(Communicator):
         work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._group, async_op=True)
         return _pending(tensor, work)
 
-    def _subgroup(self, members: list[int]) -> Communicator:
-        self._children += 1
-        names = "-".join(map(str, members))
-        path = f"{self._wiring.path}/{self._children}:{names}"
+    def _subgroup(self, members: list[int], number: int) -> Communicator:
         parent = self._wiring
+        path = f"{parent.path}/{number}:{'-'.join(map(str, members))}"
         store = PrefixStore(path, parent.store)
         rank = members.index(self.rank)
         # new_group needs every rank of the job, or equal numbers of groups on all; this needs neither.
@@ -103,6 +108,14 @@ class TorchCommunicator(Communicator):
         global_ranks = tuple(parent.global_ranks[member] for member in members)
         wiring = _Wiring(group, parent.backend_of, global_ranks, parent.store, path)
         return TorchCommunicator(timeout=self.timeout, _wiring=wiring)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert self._wiring.group is not None, "a closed communicator starts nothing"
+        return self._wiring.group
+
+    def _release(self) -> None:
+        self._let_go()
 
     def _roll_call(self, call: Call) -> RollCall:
         return self._roll.hold(call)

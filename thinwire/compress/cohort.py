@@ -67,7 +67,7 @@ class Cohort:
         self.buckets = [self._make_bucket(index, layout) for index, layout in enumerate(layouts, first_index)]
 
     @torch.no_grad()
-    def fill(self, bucket: AdamBucket, slot: Slot, gradient: Tensor | None, loss_scale: Tensor | float | None) -> None:
+    def fill(self, bucket: AdamBucket, slot: Slot, gradient: Tensor | None, loss_scale: float | None) -> None:
         """Write what a parameter sends: its gradient, or once frozen m_i = β₁ m + (1 - β₁) g_i.
 
         `gradient` None counts as zero. A gradient in the warmup is sent as it is, still times `loss_scale`.
@@ -93,7 +93,7 @@ class Cohort:
         if bucket.still is not None:
             payload.masked_fill_(bucket.still[slot.offset : slot.offset + slot.numel], 0.0)
 
-    def update(self, absent: frozenset[int], loss_scale: Tensor | float | None) -> None:
+    def update(self, absent: frozenset[int], loss_scale: float | None) -> None:
         """Apply what the exchanges of this step brought; `absent` parameters had no gradient on any rank."""
         self.steps += 1
         if self.frozen_at is None:
@@ -110,7 +110,7 @@ class Cohort:
         for bucket in self.buckets:
             self._begin_compression(bucket)
 
-    def _warmup_step(self, absent: frozenset[int], loss_scale: Tensor | float | None) -> None:
+    def _warmup_step(self, absent: frozenset[int], loss_scale: float | None) -> None:
         for bucket in self.buckets:
             bucket.exchange.read(bucket.exchange.payload)
         for settings, members in self._by_group():
@@ -119,7 +119,7 @@ class Cohort:
                 continue
             gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in present]
             if loss_scale is not None:
-                torch._foreach_div_(gradients, float(loss_scale))
+                torch._foreach_div_(gradients, loss_scale)
             warmup_update(
                 [self._table.weight(slot.parameter) for _, slot in present],
                 gradients,

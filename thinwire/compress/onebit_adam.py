@@ -104,7 +104,7 @@ class OneBitAdam(torch.optim.Optimizer):
             fill=self._fill,
         )
         self._cohorts: list[Cohort] = []
-        self._loss_scale: Tensor | float | None = None
+        self._loss_scale: float | None = None
         self._ddp: DistributedDataParallel | None = None
         self.skipped_steps = 0
         self.bytes_uncompressed = 0
@@ -167,9 +167,15 @@ class OneBitAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale = self._check_loss_scale()
-        self._check_gradients_untouched(scaled=grad_scale is not None)
+        loss_scale = self._present_loss_scale()
+        self._check_gradients_untouched(scaled=loss_scale is not None)
         outcome = self._synchronizer.finish()
+        if loss_scale != self._loss_scale:
+            self._loss_scale = loss_scale
+            if outcome.finite and self.freeze_step_taken is not None:
+                # Momentum left during backward as if this step's scale were the last one's. Scales change rarely, and
+                # alike on every rank; nothing is committed yet, so the round is simply sent again.
+                outcome = self._synchronizer.repeat()
         if len(outcome.absent) < len(self._table):
             self._count_uncompressed()
             if outcome.finite:
@@ -270,29 +276,15 @@ class OneBitAdam(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
-    def _check_loss_scale(self) -> Tensor | None:
-        """The loss scale a GradScaler passes to this step, if one does; remembered for the next backward."""
+    def _present_loss_scale(self) -> float | None:
+        """The loss scale a GradScaler passes to this step, if one does."""
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        if grad_scale is None:
-            if getattr(self, "found_inf", None) is not None:
-                raise RuntimeError(
-                    "GradScaler.unscale_() was called on this optimizer, but its gradients left, scaled, during "
-                    "backward(): delete the call; step() unscales"
-                )
-            if self._loss_scale is not None and self.freeze_step_taken is not None:
-                raise RuntimeError("earlier steps came through a GradScaler: call scaler.step(optimizer) here too")
-            self._loss_scale = None
-            return None
-        known = self._loss_scale
-        changed = known is not grad_scale and (known is None or float(known) != float(grad_scale))
-        if changed and self.freeze_step_taken is not None:
+        if grad_scale is None and getattr(self, "found_inf", None) is not None:
             raise RuntimeError(
-                f"the GradScaler's scale is {float(grad_scale)}, but this backward's momentum was built for "
-                f"{None if known is None else float(known)}: use one GradScaler from the first step on, and load its "
-                "state with the optimizer's"
+                "GradScaler.unscale_() was called on this optimizer, but its gradients left, scaled, during "
+                "backward(): delete the call; step() unscales"
             )
-        self._loss_scale = grad_scale
-        return grad_scale
+        return None if grad_scale is None else float(grad_scale)
 
     def _check_gradients_untouched(self, scaled: bool) -> None:
         # GradScaler's check for infinities and DDP's bucket views write gradients back without changing them.

@@ -17,7 +17,6 @@ _FORMAT = 1
 
 def save(optimizer: OneBitAdam) -> dict[str, Any]:
     """What `state_dict()["thinwire"]` holds: counters, and for each bucket its parameters and residuals."""
-    scale = optimizer._loss_scale
     return {
         "format": _FORMAT,
         "rank": optimizer.comm.rank,
@@ -26,7 +25,7 @@ def save(optimizer: OneBitAdam) -> dict[str, Any]:
         "skipped_steps": optimizer.skipped_steps,
         "bytes_sent": optimizer.bytes_sent,
         "bytes_uncompressed": optimizer.bytes_uncompressed,
-        "loss_scale": None if scale is None else float(scale),
+        "loss_scale": optimizer._loss_scale,
         "codec": optimizer._codec.name,
         "block_size": optimizer._codec.block_size,
         "cohorts": [_save_cohort(cohort) for cohort in optimizer._cohorts],

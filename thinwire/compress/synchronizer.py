@@ -165,6 +165,14 @@ class GradientSynchronizer:
         self._round = Round(finite, absent, guilty)
         return self._round
 
+    def repeat(self) -> Round:
+        """Send this round's gradients once more, as `fill` writes them now. Collective, after `finish`."""
+        self._round = None
+        self._launched = 0
+        for index in self._arrived:
+            self._fill(*self._places[index], self._table.parameters[index].grad)
+        return self.finish()
+
     def poison(self) -> None:
         """Make this rank's gradients non-finite, where another rank's are: a GradScaler must see it on every rank."""
         for index in self._arrived:

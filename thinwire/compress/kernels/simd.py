@@ -104,12 +104,13 @@ def _binary(build: Callable[..., Any]) -> Any:
     return operation
 
 
-def _call(builder: Any, name: str, *values: Any) -> Any:
-    """Call of the LLVM intrinsic `name` on float vectors of one width."""
-    vector = values[0].type
-    function_type = ir.FunctionType(vector, [vector] * len(values))
-    function = cgutils.get_or_insert_function(builder.module, function_type, f"{name}.v{vector.count}f32")
-    return builder.call(function, values)
+def _call(builder: Any, name: str, value: Any) -> Any:
+    """Call of the LLVM intrinsic `name`, which maps one vector to another."""
+    function_type = ir.FunctionType(_FLOATS, [_FLOATS])
+    function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+        builder.module, function_type, f"{name}.v{LANES}f32"
+    )
+    return builder.call(function, [value])
 
 
 def _splat(builder: Any, value: Any) -> Any:

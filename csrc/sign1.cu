@@ -1,0 +1,81 @@
+// The sign1 codec: a bit an element, 1 where u >= 0, least significant first, and the mean of |u| a block.
+// Pointers to floats must be 16-byte aligned, packets 4-byte aligned.
+
+#include "block.cuh"
+
+__device__ unsigned sign_bits(float4 value, int at, int valid) {
+    return (at < valid && value.x >= 0.0f ? 1u : 0u) | (at + 1 < valid && value.y >= 0.0f ? 2u : 0u) |
+           (at + 2 < valid && value.z >= 0.0f ? 4u : 0u) | (at + 3 < valid && value.w >= 0.0f ? 8u : 0u);
+}
+
+__device__ float4 signed_scale(unsigned bits, float scale) {
+    return make_float4(bits & 1u ? scale : -scale, bits & 2u ? scale : -scale, bits & 4u ? scale : -scale,
+                       bits & 8u ? scale : -scale);
+}
+
+// Encode payload + residual (residual may be null) into the packets and leave what was lost in payload.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    encode_sign1(float* __restrict__ payload, const float* __restrict__ residual, unsigned char* __restrict__ packets, long long numel,
+                 long long row_blocks, long long row_bytes) {
+    const int valid = valid_elements(numel);
+    payload += block_start();
+    if (residual != nullptr) residual += block_start();
+    unsigned char* row = packets + row_index(row_blocks) * row_bytes;
+    unsigned char* codes = row + codes_offset<1>(row_blocks);
+
+    float4 corrected[GROUPS];
+    float magnitude = 0.0f;
+#pragma unroll
+    for (int k = 0; k < GROUPS; ++k) {
+        corrected[k] = load_corrected(payload, residual, group_at(k), valid);
+        magnitude += (fabsf(corrected[k].x) + fabsf(corrected[k].y)) +
+                     (fabsf(corrected[k].z) + fabsf(corrected[k].w));
+    }
+    const float scale = reduce_block<Sum>(magnitude) / static_cast<float>(valid > 0 ? valid : 1);
+    if (threadIdx.x == 0) *reinterpret_cast<float*>(row + scale_offset(row_blocks)) = scale;
+
+#pragma unroll
+    for (int k = 0; k < GROUPS; ++k) {
+        const int at = group_at(k);
+        const unsigned bits = sign_bits(corrected[k], at, valid);
+        // Eight neighbouring threads hold 32 consecutive elements: one word.
+        unsigned word = bits << at % 32;
+        word |= __shfl_xor_sync(ALL_LANES, word, 1);
+        word |= __shfl_xor_sync(ALL_LANES, word, 2);
+        word |= __shfl_xor_sync(ALL_LANES, word, 4);
+        if (at % 32 == 0 && at < BLOCK_SIZE) *reinterpret_cast<unsigned*>(codes + at / 8) = word;
+
+        const float4 decoded = signed_scale(bits, scale);
+        const float4 lost = make_float4(corrected[k].x - decoded.x, corrected[k].y - decoded.y,
+                                        corrected[k].z - decoded.z, corrected[k].w - decoded.w);
+        store_valid(payload, at, valid, lost);
+    }
+}
+
+// Each run of row_blocks output blocks is the mean of the next `rows` packets: rows = 1 decodes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    decode_sign1(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel, long long row_blocks,
+                 long long row_bytes, long long rows) {
+    const int valid = valid_elements(numel);
+    const unsigned char* first = packets + row_index(row_blocks) * rows * row_bytes;
+    const unsigned char* scales = first + scale_offset(row_blocks);
+    const unsigned char* codes = first + codes_offset<1>(row_blocks);
+    output += block_start();
+#pragma unroll
+    for (int k = 0; k < GROUPS; ++k) {
+        const int at = group_at(k);
+        if (at >= BLOCK_SIZE) break;
+        float4 total = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
+#pragma unroll 4
+        for (long long row = 0; row < rows; ++row) {
+            const float scale = *reinterpret_cast<const float*>(scales + row * row_bytes);
+            const unsigned word = *reinterpret_cast<const unsigned*>(codes + row * row_bytes + at / 32 * 4);
+            const float4 decoded = signed_scale(word >> at % 32, scale);
+            total = make_float4(total.x + decoded.x, total.y + decoded.y, total.z + decoded.z,
+                                total.w + decoded.w);
+        }
+        const float count = static_cast<float>(rows);
+        store_valid(output, at, valid,
+                    make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
+    }
+}

@@ -1,0 +1,92 @@
+"""The tasks of the convergence study, each with its plan and its words on the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.corpus import load
+from experiments.digits import DigitsTask
+from experiments.language import MaskedLanguageTask, share_tokens, unigram_entropy
+from experiments.plotting import Reference
+from experiments.sizes import SIZES
+from experiments.training import Plan, Task
+from thinwire.comm import Communicator
+
+__all__ = ["SUBJECTS", "Subject"]
+
+_VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 1024
+_SEQUENCES_A_RANK, _IMAGES_A_RANK = 8, 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A task, how it is trained, and how it is described.
+
+    Attributes:
+        task: what is learned.
+        plan: for the first seed; the learning rate is the best of those tried for AdamW.
+        rank_items: units that a rank reads in a step.
+        unit: what they are.
+        description: for the picture.
+        loss_name: for its axis.
+        reference: a loss to compare with, if there is one.
+    """
+
+    task: Task
+    plan: Plan
+    rank_items: int
+    unit: str
+    description: str
+    loss_name: str
+    reference: Reference | None
+
+
+def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
+    text = "Python's standard library" if corpus is None else ", ".join(path.name for path in corpus)
+    tokens = share_tokens(comm, lambda: load(corpus), _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
+    return Subject(
+        task=MaskedLanguageTask(tokens, SIZES["tiny"], _SEQUENCES_A_RANK, dropout=0.0),
+        plan=Plan(
+            steps=3000,
+            warmup_steps=300,
+            learning_rate=2e-3,
+            weight_decay=0.01,
+            freeze_step="auto",
+            evaluate_every=100,
+            seed=0,
+        ),
+        rank_items=_SEQUENCES_A_RANK * _LENGTH,
+        unit="tokens",
+        description=f"BERT-tiny on {text}",
+        loss_name="validation loss (nats a masked token)",
+        reference=Reference(unigram_entropy(tokens), "guessing by token frequency"),
+    )
+
+
+def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
+    return Subject(
+        task=DigitsTask(_IMAGES_A_RANK),
+        plan=Plan(
+            steps=600,
+            warmup_steps=60,
+            learning_rate=2e-3,
+            weight_decay=0.01,
+            freeze_step="auto",
+            evaluate_every=20,
+            seed=0,
+        ),
+        rank_items=_IMAGES_A_RANK,
+        unit="images",
+        description="A small convolutional network on handwritten digits",
+        loss_name="validation loss (nats an image)",
+        reference=None,
+    )
+
+
+SUBJECTS: dict[str, Callable[[Communicator, Sequence[Path] | None], Subject]] = {
+    "text": _text,
+    "digits": _digits,
+}
+"""Makes a subject, on all ranks together, from the corpus asked for."""

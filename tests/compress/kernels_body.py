@@ -1,0 +1,236 @@
+"""What every kernel backend must do, on any device: the body of the kernel tests, held against exact arithmetic.
+
+A test class names its subjects by overriding the `subject` fixture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.compress import kernels
+from thinwire.compress.kernels import HEADER_BYTES, Backend, packet_bytes
+
+CODECS = ("sign1", "int8")
+REFERENCE = kernels.backends()["reference"]
+HEADER_FILL = 0xA5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend under test; `block_sizes` are those it compiles quickly enough."""
+
+    name: str
+    backend: Backend
+    device: str = "cpu"
+    block_sizes: Sequence[int] = (64, 128, 192, 320, 1024, 2048)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Encoded:
+    """Results of one encode, and what it was given."""
+
+    codec: str
+    corrected: Tensor  # float64, payload + residual before
+    lost: Tensor  # float32, payload after
+    packets: Tensor
+    numel: int
+    block_size: int
+
+
+def uninitialised_packets(codec: str, rows: int, shard: int, block_size: int, device: str) -> Tensor:
+    packets = torch.randint(0, 256, (rows, packet_bytes(codec, shard, block_size)), dtype=torch.uint8, device=device)
+    packets[:, :HEADER_BYTES] = HEADER_FILL
+    return packets
+
+
+def encode(
+    subject: Subject, codec: str, payload: Tensor, residual: Tensor | None, rows: int, numel: int, block_size: int
+) -> Encoded:
+    payload = payload.to(subject.device).clone()
+    residual = None if residual is None else residual.to(subject.device)
+    before = None if residual is None else residual.clone()
+    corrected = payload.double() if residual is None else payload.double() + residual.double()
+    packets = uninitialised_packets(codec, rows, payload.numel() // rows, block_size, subject.device)
+    subject.backend.encode(codec, payload, residual, packets, numel, block_size)
+    assert (packets[:, :HEADER_BYTES] == HEADER_FILL).all(), "headers must stay as they were"
+    if residual is not None:
+        assert same(residual, before), "the residual must only be read"
+    return Encoded(codec, corrected, payload, packets, numel, block_size)
+
+
+def decode(subject: Subject, encoded: Encoded) -> Tensor:
+    output = torch.full_like(encoded.lost, math.nan)
+    subject.backend.decode(encoded.codec, encoded.packets, output, encoded.numel, encoded.block_size)
+    return output
+
+
+def exact(encoded: Encoded) -> Encoded:
+    """The same encode by the reference in float64."""
+    payload, packets = encoded.corrected.clone(), encoded.packets.clone()
+    REFERENCE.encode(encoded.codec, payload, None, packets, encoded.numel, encoded.block_size)
+    return Encoded(encoded.codec, encoded.corrected, payload, packets, encoded.numel, encoded.block_size)
+
+
+def scales(encoded: Encoded) -> Tensor:
+    """Float32 [blocks], over all rows."""
+    blocks = encoded.lost.numel() // encoded.packets.size(0) // encoded.block_size
+    region = encoded.packets[:, HEADER_BYTES : HEADER_BYTES + 4 * blocks].clone()
+    return region.view(-1).view(torch.float32)
+
+
+def codes(encoded: Encoded) -> Tensor:
+    blocks = encoded.lost.numel() // encoded.packets.size(0) // encoded.block_size
+    return encoded.packets[:, HEADER_BYTES + 4 * blocks :]
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Equal values, NaN equal to NaN."""
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def check_against_exact(subject: Subject, encoded: Encoded) -> None:
+    """Scales to a few roundings, codes but for ties, and what was lost, all against float64."""
+    wanted, numel, block_size = exact(encoded), encoded.numel, encoded.block_size
+    torch.testing.assert_close(scales(encoded), scales(wanted), rtol=2e-6, atol=2e-45)
+    if encoded.codec == "sign1":
+        assert torch.equal(codes(encoded), codes(wanted))
+    else:
+        difference = codes(encoded).view(torch.int8).int() - codes(wanted).view(torch.int8).int()
+        assert (difference.abs() <= 1).all()
+    decoded = decode(subject, encoded)
+    assert (decoded[numel:] == 0).all()
+    assert (encoded.lost[numel:] == 0).all()
+    tolerance = 4e-7 * (encoded.corrected.abs() + decoded.double().abs()) + 3e-45
+    error = (decoded.double() + encoded.lost.double() - encoded.corrected).abs()
+    assert (error <= tolerance)[:numel].all(), "decoded + lost must be what came in"
+    if encoded.codec == "int8":
+        half_step = 0.5 * scales(encoded).double().repeat_interleave(block_size)
+        assert (encoded.lost.double().abs() <= half_step * (1 + 1e-4) + 3e-45)[:numel].all()
+
+
+class KernelsBody:
+    """Tests of one backend; `subject` is a fixture of the class that inherits."""
+
+    @pytest.fixture(params=CODECS)
+    def codec(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_encode_and_decode_agree_with_exact_arithmetic(
+        self, subject: Subject, codec: str, data: st.DataObject
+    ) -> None:
+        block_size = data.draw(st.sampled_from(subject.block_sizes), "block_size")
+        rows = data.draw(st.integers(1, 4), "rows")
+        shard = block_size * data.draw(st.integers(1, 3), "blocks")
+        numel = data.draw(st.integers(0, rows * shard), "numel")
+        magnitude = 10.0 ** data.draw(st.integers(-12, 12), "magnitude")
+        torch.manual_seed(data.draw(st.integers(0, 2**31), "seed"))
+        payload = torch.randn(rows * shard) * magnitude
+        residual = torch.randn(rows * shard) * magnitude if data.draw(st.booleans(), "residual") else None
+        encoded = encode(subject, codec, payload, residual, rows, numel, block_size)
+        check_against_exact(subject, encoded)
+        wanted = torch.empty_like(encoded.lost)
+        REFERENCE.decode(codec, encoded.packets, wanted, numel, block_size)
+        assert torch.equal(decode(subject, encoded), wanted)
+
+    @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_decode_mean_gives_the_bits_of_the_reference(
+        self, subject: Subject, codec: str, data: st.DataObject
+    ) -> None:
+        block_size = data.draw(st.sampled_from(subject.block_sizes), "block_size")
+        workers = data.draw(st.integers(1, 7), "workers")
+        shard = block_size * data.draw(st.integers(0, 3), "blocks")
+        numel = data.draw(st.integers(0, shard), "numel")
+        torch.manual_seed(data.draw(st.integers(0, 2**31), "seed"))
+        packets = encode(
+            subject, codec, torch.randn(workers * shard), None, workers, workers * shard, block_size
+        ).packets
+        output, wanted = (torch.full((shard,), math.nan, device=subject.device) for _ in range(2))
+        subject.backend.decode_mean(codec, packets, output, numel, block_size)
+        REFERENCE.decode_mean(codec, packets, wanted, numel, block_size)
+        assert torch.equal(output, wanted)
+
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+    @pytest.mark.parametrize("blocks", [0, 1])
+    def test_no_valid_element_at_all(self, subject: Subject, codec: str, rows: int, blocks: int) -> None:
+        payload = torch.full((rows * blocks * 64,), math.nan)
+        encoded = encode(subject, codec, payload, payload, rows, 0, 64)
+        assert (scales(encoded) == 0).all()
+        assert (codes(encoded) == 0).all()
+        assert (encoded.lost == 0).all()
+        assert (decode(subject, encoded) == 0).all()
+
+    @pytest.mark.parametrize("value", [-3.5, 0.25])
+    def test_one_element(self, subject: Subject, codec: str, value: float) -> None:
+        payload = torch.full((3 * 64,), math.inf)  # whatever lies in the padding must not show
+        payload[0] = value
+        encoded = encode(subject, codec, payload, None, 3, 1, 64)
+        check_against_exact(subject, encoded)
+        torch.testing.assert_close(decode(subject, encoded)[0].item(), value, rtol=1e-6, atol=0)
+
+    def test_zeros_keep_scale_zero_and_minus_zero_counts_as_plus(self, subject: Subject, codec: str) -> None:
+        payload = torch.zeros(128)
+        payload[::2] = -0.0
+        encoded = encode(subject, codec, payload, payload, 1, 128, 64)
+        assert (scales(encoded) == 0).all()
+        assert (codes(encoded) == (0xFF if codec == "sign1" else 0)).all()
+        assert (decode(subject, encoded) == 0).all()
+        assert (encoded.lost == 0).all()
+
+    @pytest.mark.parametrize("magnitude", [1e30, 1e-30, 1e-38, 1e-40, 3e-45])
+    def test_extreme_magnitudes(self, subject: Subject, codec: str, magnitude: float) -> None:
+        block_size = subject.block_sizes[0]
+        payload = (torch.rand(2 * block_size) - 0.5) * 2 * magnitude
+        encoded = encode(subject, codec, payload, None, 2, 2 * block_size - 1, block_size)
+        if magnitude > 1e-37:
+            check_against_exact(subject, encoded)
+        total = decode(subject, encoded).double() + encoded.lost.double()
+        rounding = 1e-6 * magnitude + 3e-45
+        assert ((total - encoded.corrected).abs() <= rounding)[: encoded.numel].all()
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("in_residual", [False, True])
+    def test_a_non_finite_element_shows_in_its_block_and_no_other(
+        self, subject: Subject, codec: str, bad: float, in_residual: bool
+    ) -> None:
+        block_size = subject.block_sizes[-1]
+        payload, residual = torch.randn(2, 4 * block_size)
+        victim = int(torch.randint(block_size, 2 * block_size, ()))
+        clean = encode(subject, codec, payload, residual, 2, 4 * block_size - 5, block_size)
+        (residual if in_residual else payload)[victim] = bad
+        encoded = encode(subject, codec, payload, residual, 2, 4 * block_size - 5, block_size)
+        decoded = decode(subject, encoded).view(4, block_size)
+        assert not decoded[1].isfinite().any()
+        assert not scales(encoded)[1].isfinite()
+        others = [0, 2, 3]
+        assert torch.equal(decoded[others], decode(subject, clean).view(4, block_size)[others])
+        assert torch.equal(encoded.lost.view(4, block_size)[others], clean.lost.view(4, block_size)[others])
+        mean = torch.empty(2 * block_size, device=subject.device)
+        subject.backend.decode_mean(codec, encoded.packets, mean, 2 * block_size, block_size)
+        assert mean[:block_size].isfinite().all()
+        assert not mean[block_size:].isfinite().any()
+
+    def test_a_sum_beyond_float32_is_an_overflow(self, subject: Subject) -> None:
+        encoded = encode(subject, "sign1", torch.full((64,), 3e38), None, 1, 64, 64)
+        assert not decode(subject, encoded).isfinite().any()
+
+    def test_no_residual_is_a_residual_of_zeros(self, subject: Subject, codec: str) -> None:
+        block_size = subject.block_sizes[-1]
+        payload = torch.randn(3 * block_size)
+        without = encode(subject, codec, payload, None, 1, 3 * block_size - 9, block_size)
+        zeros = encode(subject, codec, payload, torch.zeros_like(payload), 1, 3 * block_size - 9, block_size)
+        assert torch.equal(without.lost, zeros.lost)
+        assert torch.equal(without.packets, zeros.packets)
