@@ -25,6 +25,7 @@ class ReferenceExchange:
         self.numel, self.world_size, self.block_size = numel, world_size, block_size
         self.worker_residuals = np.zeros((world_size, numel))
         self.owner_residual = np.zeros(numel)  # each owner's part, side by side
+        self.closest_call = np.inf  # the smallest value whose sign was taken, as a part of its block's scale
 
     def __call__(self, payloads: np.ndarray) -> np.ndarray:
         """The compressed average of payloads [world_size, numel]."""
@@ -38,7 +39,9 @@ class ReferenceExchange:
 
     def _compress_by_shard(self, vector: np.ndarray) -> np.ndarray:
         # Blocks never straddle shards, as a shard is whole blocks.
-        return sign1(vector, self.block_size)
+        out = sign1(vector, self.block_size)
+        self.closest_call = min(self.closest_call, float((np.abs(vector) / np.abs(out)).min()))
+        return out
 
 
 class ReferenceOneBitAdam:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.compress.algorithm import ReferenceExchange
 
+from tests.compress.bodies import exchange_equals_the_algorithm
 from thinwire.comm import threads
 from thinwire.compress import Codec, Exchange, Flags, PacketError, make_codec
 
@@ -18,18 +18,9 @@ def random_payloads(seed: int, world_size: int, numel: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("numel", [1, 63, 1000])
+@pytest.mark.parametrize("numel", [63, 777])
 def test_equals_the_algorithm_in_float64_over_100_steps(world_size, numel) -> None:
-    steps = [random_payloads(1000 * world_size + numel + step, world_size, numel) for step in range(100)]
-    reference = ReferenceExchange(numel, world_size, BLOCK)
-    expected = [reference(payloads.astype(np.float64)) for payloads in steps]
-
-    def rank(comm):
-        exchange = Exchange(comm, numel, make_codec("sign1", BLOCK))
-        return [exchange.average(torch.from_numpy(p[comm.rank]), step).numpy() for step, p in enumerate(steps)]
-
-    for outputs in threads.run(rank, world_size):
-        assert np.linalg.norm(np.stack(outputs) - np.stack(expected)) <= 1e-6 * np.linalg.norm(expected)
+    threads.run(lambda comm: exchange_equals_the_algorithm(comm, numel), world_size)
 
 
 @pytest.mark.parametrize("codec", ["sign1", "int8", "bf16", "none"])

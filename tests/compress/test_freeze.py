@@ -57,9 +57,10 @@ def test_the_rule_continues_from_its_state() -> None:
     for step in range(1, whole // 2):
         assert not before.reached(step, [1.0], lambda step=step: norm(step))
     after.load(before.state())
-    assert next(
-        step for step in range(whole // 2, 2 * whole) if after.reached(step, [1.0], lambda step=step: norm(step))
-    ) == whole
+    assert (
+        next(step for step in range(whole // 2, 2 * whole) if after.reached(step, [1.0], lambda step=step: norm(step)))
+        == whole
+    )
 
 
 def test_auto_freezes_a_short_run_at_the_same_step_on_every_rank() -> None:

@@ -48,9 +48,7 @@ class TestCpuThreads:
 
     def results(self, codec: str, payload: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         payload = payload.clone()
-        packets = torch.zeros(
-            self.ROWS, kernels.packet_bytes(codec, self.SHARD, self.BLOCK_SIZE), dtype=torch.uint8
-        )
+        packets = torch.zeros(self.ROWS, kernels.packet_bytes(codec, self.SHARD, self.BLOCK_SIZE), dtype=torch.uint8)
         decoded, mean = torch.empty_like(payload), torch.empty(self.SHARD)
         kernels.encode(codec, payload, residual, packets, self.NUMEL, self.BLOCK_SIZE)
         kernels.decode(codec, packets, decoded, self.NUMEL, self.BLOCK_SIZE)

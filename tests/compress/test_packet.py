@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from thinwire.compress import Flags, Header, PacketError
-from thinwire.compress.packet import HEADER_BYTES, raise_flag, read_headers, write_headers
+from thinwire.compress.packet import HEADER_BYTES, check_headers, raise_flag, write_headers
 
 headers = st.builds(
     Header,
@@ -31,7 +33,8 @@ def test_what_is_packed_is_unpacked(header) -> None:
 def test_written_to_every_row_and_nowhere_else(header, rows, body) -> None:
     packets = torch.full((rows, HEADER_BYTES + body), 7, dtype=torch.uint8)
     write_headers(packets, header)
-    assert read_headers(packets) == [header] * rows
+    assert [Header.unpack(row[:HEADER_BYTES].numpy().tobytes()) for row in packets] == [header] * rows
+    assert check_headers(packets[:, :HEADER_BYTES], replace(header, flags=Flags.NONE)) == header.flags
     assert (packets[:, HEADER_BYTES:] == 7).all()
 
 
@@ -41,7 +44,20 @@ def test_a_flag_is_raised_beside_those_already_there(condition) -> None:
     write_headers(packets, Header(1, 64, 3, 5, Flags.INCOMPLETE))
     raise_flag(packets, Flags.NON_FINITE, torch.tensor(condition))
     wanted = Flags.INCOMPLETE | Flags.NON_FINITE if condition else Flags.INCOMPLETE
-    assert [header.flags for header in read_headers(packets)] == [wanted] * 2
+    assert check_headers(packets[:1, :HEADER_BYTES], Header(1, 64, 3, 5)) == wanted
+    assert check_headers(packets[:, :HEADER_BYTES], Header(1, 64, 3, 5)) == wanted
+
+
+@given(header=headers, other=headers, rows=st.integers(2, 5), data=st.data())
+def test_the_odd_one_out_is_named(header, other, rows, data) -> None:
+    other = replace(other, flags=header.flags)
+    assume(other != header)
+    odd = data.draw(st.integers(0, rows - 1))
+    packets = torch.zeros(rows, HEADER_BYTES, dtype=torch.uint8)
+    write_headers(packets, header)
+    write_headers(packets[odd : odd + 1], other)
+    with pytest.raises(PacketError, match=f"rank {odd} sent a packet"):
+        check_headers(packets, header)
 
 
 @given(raw=st.binary(min_size=16, max_size=16).filter(lambda raw: raw[:3] != b"TW\x01"))

@@ -173,6 +173,10 @@ class Communicator(ABC):
         """Free what the backend holds."""
         return
 
+    def _abandon(self) -> None:
+        """Prepare for a process that ends with transfers of this communicator unfinished."""
+        return
+
     def _needs_staging(self, device: torch.device, *, reduction: bool) -> bool:
         """Whether tensors on ``device`` travel through pinned host memory. Raises for an unusable device."""
         return False
@@ -263,6 +267,7 @@ class Communicator(ABC):
 
     def _fail(self, call: Call, *, timeout: float | None = None, cause: object = None) -> CommunicationError:
         roll_call = self._roll_call(call)
+        self._abandon()
         self._failure = describe_failure(call, self.rank, self.size, roll_call, timeout, cause)
         return self._failure
 

@@ -5,6 +5,7 @@ Adds to torch.distributed timeouts that name the ranks at fault, and groups that
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable
@@ -116,6 +117,11 @@ class TorchCommunicator(Communicator):
 
     def _release(self) -> None:
         self._let_go()
+
+    def _abandon(self) -> None:
+        # The group's destructor waits for transfers that may never end, so that it must never run.
+        if self._let_go.detach() is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _roll_call(self, call: Call) -> RollCall:
         return self._roll.hold(call)

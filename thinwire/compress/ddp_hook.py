@@ -1,21 +1,17 @@
 """Compressed gradient averaging as a DDP communication hook, for people who keep DDP and their optimizer.
 Error feedback on the gradients; the exchange of one bucket overlaps with the backward of the next."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+
+# DDP inspects a hook's annotations, so they must be the types themselves and not strings.
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from thinwire import comm as communication
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.exchange import Exchange
 
-if TYPE_CHECKING:
-    from torch.distributed import GradBucket  # type: ignore[attr-defined]
-
-__all__ = ["CompressionState", "ddp_hook"]
+__all__ = ["CompressionState", "ddp_hook", "leave_gradients_alone"]
 
 
 class CompressionState:
@@ -102,3 +98,10 @@ class CompressionState:
 def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A DDP communication hook that averages gradients through `state`'s codec, with error feedback."""
     return state.send(bucket)
+
+
+def leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A DDP communication hook that sends nothing: somebody else synchronises."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

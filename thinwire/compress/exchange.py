@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, Work
 from thinwire.compress.codecs import Codec
-from thinwire.compress.packet import HEADER_BYTES, Flags, Header, raise_flag, read_headers, write_headers
+from thinwire.compress.packet import HEADER_BYTES, Flags, Header, check_headers, raise_flag, write_headers
 from thinwire.zero import shard_numel, valid_in_shard
 
 __all__ = ["Exchange", "Outcome"]
@@ -107,13 +107,10 @@ class Exchange:
 
         Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, codec or block size.
         """
-        finite, incomplete = True, False
+        flags = Flags.NONE
         for leg in self._headers:
-            for sender, header in enumerate(read_headers(leg)):
-                header.check(self._expected, sender)
-                finite &= not header.flags & Flags.NON_FINITE
-                incomplete |= bool(header.flags & Flags.INCOMPLETE)
-        return Outcome(finite, incomplete)
+            flags |= check_headers(leg, self._expected)
+        return Outcome(finite=Flags.NON_FINITE not in flags, incomplete=Flags.INCOMPLETE in flags)
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""

@@ -16,13 +16,13 @@ from thinwire import comm as communication
 from thinwire.compress import agreement, state_io
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.cohort import AdamBucket, Cohort
+from thinwire.compress.ddp_hook import leave_gradients_alone
 from thinwire.compress.freeze import make_freeze_rule
 from thinwire.compress.parameters import ParameterTable
 from thinwire.compress.synchronizer import Bucket, GradientSynchronizer
 from thinwire.zero import BucketLayout, Slot
 
 if TYPE_CHECKING:
-    from torch.distributed import GradBucket  # type: ignore[attr-defined]
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["OneBitAdam"]
@@ -219,7 +219,7 @@ class OneBitAdam(torch.optim.Optimizer):
                 f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so nobody "
                 "would synchronise them: pass all of model.parameters() to OneBitAdam"
             )
-        ddp_model.register_comm_hook(None, _leave_gradients_alone)
+        ddp_model.register_comm_hook(None, leave_gradients_alone)
         self._synchronizer.follow(lambda: bool(ddp_model.require_backward_grad_sync))
         self._ddp = ddp_model
         return self
@@ -306,9 +306,3 @@ class OneBitAdam(torch.optim.Optimizer):
             for slot in bucket.layout.slots
         )
         self.bytes_uncompressed += round(2 * (self.comm.size - 1) / self.comm.size * gradient_bytes)
-
-
-def _leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.comm.launching import LAUNCHER_VARIABLES, environment, run_alone, run_mpirun, run_torchrun
+from thinwire.comm import Launch, init
+from thinwire.comm.torch_launch import choose_backend
+
+
+@pytest.fixture
+def _no_launcher(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_VARIABLES):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("_no_launcher")
+def test_a_process_on_its_own(capfd):
+    comm = init()
+    assert (comm.rank, comm.size, comm.backend, comm.timeout) == (0, 1, "single", 300.0)
+    assert comm.traffic.calls == 0
+    assert capfd.readouterr().err == (
+        "thinwire: 1 rank on 1 host, backend single, no launcher found; torchrun, mpirun or srun start more\n"
+    )
+    init(quiet=True)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("backend", ["threads", "tcp"])
+def test_unknown_backends_are_refused(backend):
+    with pytest.raises(ValueError, match=f"unknown backend '{backend}', expected one of gloo, nccl, mpi"):
+        init(backend=backend)
+
+
+def test_timeouts_are_positive():
+    with pytest.raises(ValueError, match="timeout"):
+        init(timeout=0)
+
+
+def test_mpi_under_torchrun_is_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="backend 'mpi' under torchrun"):
+        init(backend="mpi")
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "environ", "chosen"),
+    [
+        (None, 0, {}, "gloo"),
+        (None, 1, {}, "gloo"),
+        (None, 2, {}, "cpu:gloo,cuda:nccl"),
+        (None, 1, {"SLURM_GPUS_PER_TASK": "1"}, "cpu:gloo,cuda:nccl"),
+        ("gloo", 2, {}, "gloo"),
+        ("nccl", 2, {}, "nccl"),
+    ],
+)
+def test_backend_goes_by_the_gpus(backend, gpus, environ, chosen):
+    launch = Launch("torchrun", "", 3, 8, 1, 2)
+    assert choose_backend(launch, backend, gpus, environ) == chosen
+
+
+def test_nccl_without_enough_gpus_is_refused():
+    with pytest.raises(ValueError, match="2 ranks on this host see 1"):
+        choose_backend(Launch("torchrun", "", 3, 8, 1, 2), "nccl", 1, {})
+
+
+def test_import_leaves_optional_packages_alone():
+    code = (
+        "import sys, thinwire.comm\n"
+        "assert not {'mpi4py', 'numba', 'cupy'} & sys.modules.keys()\n"
+        "assert all(hasattr(thinwire.comm, name) for name in set(thinwire.comm.__all__) - {'MPICommunicator'})"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+
+
+@pytest.mark.launch
+def test_single_gloo_group():
+    done = run_alone("join", "gloo")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gloo gloo 1\n"
+
+
+@pytest.mark.launch
+def test_torchrun_joined_twice():
+    done = run_torchrun(2, "join", "")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gloo gloo 2\n" * 2
+    assert "thinwire: 2 ranks on 1 host, backend gloo, started by torchrun\n" in done.stderr
+
+
+@pytest.mark.launch
+def test_gloo_under_mpirun():
+    done = run_mpirun(2, "join", "gloo")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gloo gloo 2\n" * 2
+    assert "thinwire: 2 ranks on 1 host, backend gloo, started by mpirun (Open MPI)\n" in done.stderr
+
+
+@pytest.mark.launch
+def test_srun_variables_are_enough():
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "5", "SLURM_LOCALID": "0"}
+    done = run_alone("join", "", **slurm, SLURM_STEP_NODELIST="localhost")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gloo gloo 1\n"
+    assert "started by srun" in done.stderr
+
+
+@pytest.mark.launch
+def test_mpi4py_over_another_mpi_is_recognised():
+    pytest.importorskip("mpi4py")
+    done = run_alone("join", "", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
+    assert done.returncode != 0
+    assert "mpirun started 2 ranks but mpi4py sees 1" in done.stderr

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.comm.collectives_body import CHECKS
+from tests.comm.job import FAILURE_TIMEOUT
+from tests.comm.launching import run_ranks, run_torchrun
+from thinwire.comm import TorchCommunicator, init
+
+
+@pytest.fixture
+def _group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_body_on_one_process(check):
+    comm = TorchCommunicator()
+    check(comm, secrets.randbits(31))
+    comm.close()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_init_uses_the_initialised_group(capfd):
+    comm = init(timeout=7.0)
+    assert isinstance(comm, TorchCommunicator)
+    assert (comm.backend, comm.timeout, comm.size) == ("gloo", 7.0, 1)
+    assert "backend gloo" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_a_given_group_is_used():
+    comm = TorchCommunicator(dist.new_group([0]))
+    comm.barrier()
+    assert comm.size == 1
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_host_tensors_need_a_backend_that_takes_them():
+    comm = TorchCommunicator()
+    comm._wiring.backend_of = {"cuda": "nccl"}
+    with pytest.raises(ValueError, match=r"tensors on cpu cannot travel .* init\(backend='gloo'\)"):
+        comm.all_reduce(torch.ones(2))
+    with pytest.raises(ValueError, match="tensors on cpu cannot travel"):
+        comm.broadcast(torch.ones(2))
+
+
+def test_torch_distributed_must_be_initialised():
+    with pytest.raises(RuntimeError, match="not initialised"):
+        TorchCommunicator()
+
+
+@pytest.mark.launch
+def test_body_under_torchrun():
+    done = run_torchrun(3, "body", str(secrets.randbits(31)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3 passed over gloo" for rank in range(3)]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_lost_rank_is_named(how, victim):
+    for survivor in run_ranks(3, "lose", how, victim=victim):
+        assert survivor.returncode != 0
+        lines = survivor.stdout.splitlines()
+        error = next(line for line in lines if "thinwire.comm.errors.Communication" in line)
+        assert "all_to_all of 9 float32" in error
+        assert f"rank {victim} did not answer" in error
+        assert ("CommunicationTimeout" in error) == (how == "stopped")
+        assert (f"timed out after {FAILURE_TIMEOUT:g} s" in error) == (how == "stopped")
+
+
+@pytest.mark.launch
+def test_a_rank_at_another_call_is_named():
+    for survivor in run_ranks(3, "lose", "elsewhere", victim=1):
+        assert survivor.returncode != 0
+        assert "rank 1 is at all_gather of 5 float32" in survivor.stdout

@@ -1,0 +1,70 @@
+"""What must hold on any communicator of any size: bodies that a test runs over threads, Gloo and MPI."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import numpy as np
+import torch
+
+from tests.compress.algorithm import ReferenceExchange
+from tests.compress.training import make_model, make_optimizer, train, weights
+from thinwire.comm import Communicator
+from thinwire.compress import Exchange, make_codec
+
+BLOCK = 64
+
+
+def decisive_payloads(size: int, numel: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random payloads [steps, size, numel] fp32, and what Algorithm 1 makes of them in float64, [steps, numel].
+
+    A value within fp32's rounding of 0 may take either sign, after which two right answers go different ways. So these
+    are payloads on which every sign is taken by at least 1e-6 of its block's scale.
+    """
+    for seed in itertools.count(1000 * size + numel):
+        payloads = np.random.default_rng(seed).standard_normal((steps, size, numel)).astype(np.float32)
+        reference = ReferenceExchange(numel, size, BLOCK)
+        expected = np.stack([reference(step.astype(np.float64)) for step in payloads])
+        if reference.closest_call > 1e-6:
+            return payloads, expected
+    raise AssertionError("unreachable: itertools.count does not end")
+
+
+def exchange_equals_the_algorithm(comm: Communicator, numel: int = 1000, steps: int = 100) -> None:
+    """The exchange and Algorithm 1 in float64, over `steps` steps: equal to 1e-6 relative, and alike on every rank."""
+    payloads, expected = decisive_payloads(comm.size, numel, steps)
+    exchange = Exchange(comm, numel, make_codec("sign1", BLOCK))
+    outputs = np.stack([exchange.average(torch.from_numpy(p[comm.rank]), i).numpy() for i, p in enumerate(payloads)])
+    errors = np.linalg.norm(outputs - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert errors.max() <= 1e-6, f"{errors.max():.1e}"
+    assert len(set(comm.all_gather_bytes(outputs.tobytes()))) == 1
+
+
+def weights_are_bit_identical_after_200_steps(comm: Communicator) -> None:
+    """200 steps of 1-bit Adam, 30 of them warmup, in several buckets: every rank ends with the same bits."""
+    model = make_model(seed=comm.rank)  # rank 0's weights are broadcast
+    optimizer = make_optimizer(model, comm, freeze_step=30, bucket_bytes=400)
+    losses = train(model, optimizer, range(200))
+    assert optimizer.freeze_step_taken == 30
+    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
+    assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:5])
+
+
+def resume_is_bit_identical(comm: Communicator) -> None:
+    """Losses after a checkpoint equal those of the run that went on."""
+    model = make_model()
+    optimizer = make_optimizer(model, comm)
+    train(model, optimizer, range(25))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    expected = train(model, optimizer, range(25, 60))
+    file.seek(0)
+    resumed = make_model(seed=3)
+    again = make_optimizer(resumed, comm)
+    for part, state in zip((resumed, again), torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    assert train(resumed, again, range(25, 60)) == expected
+
+
+ALL = (exchange_equals_the_algorithm, weights_are_bit_identical_after_200_steps, resume_is_bit_identical)

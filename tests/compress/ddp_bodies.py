@@ -1,0 +1,111 @@
+"""What must hold beside DistributedDataParallel: the hook, and 1-bit Adam attached to a DDP model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from tests.compress.training import batch, loss_of, make_model, make_optimizer, train, weights
+from thinwire.comm import Communicator
+
+
+def hook_trains_like_ddp(comm: Communicator) -> None:
+    """DDP with the hook and torch's own optimizer: a falling loss, the same bits everywhere, few bytes."""
+    for codec in ("sign1", "int8", "bf16", "none"):
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0005)
+        state = thinwire.compress.CompressionState(comm, codec=codec, block_size=64, start_step=5)
+        model.register_comm_hook(state, thinwire.compress.ddp_hook)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+        losses = [ddp_step(model, optimizer, comm, step) for step in range(100)]
+        assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
+        assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
+        assert state.step == 100
+        assert len(state._exchanges) > 1
+
+
+def hook_with_none_averages_exactly(comm: Communicator) -> None:
+    """The hook that compresses nothing gives DDP's own gradients."""
+    gradients = []
+    for hooked in (False, True):
+        model = DistributedDataParallel(make_model())
+        if hooked:
+            state = thinwire.compress.CompressionState(comm, codec="none")
+            model.register_comm_hook(state, thinwire.compress.ddp_hook)
+        loss_of(model, comm.rank, 0).backward()
+        gradients.append(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+
+
+def hook_passes_overflow_on_and_keeps_its_residuals(comm: Communicator) -> None:
+    """One rank's NaN reaches every rank's gradients; the residuals stay finite."""
+    model = DistributedDataParallel(make_model())
+    state = thinwire.compress.CompressionState(comm, block_size=64, start_step=1)
+    model.register_comm_hook(state, thinwire.compress.ddp_hook)
+    for step in range(4):
+        model.zero_grad()
+        (loss_of(model, comm.rank, step) * (float("nan") if step == 2 and comm.rank == 0 else 1.0)).backward()
+        finite = all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
+        assert finite == (step != 2)
+        assert all(bool(torch.isfinite(e.payload).all()) for e in state._exchanges.values()) or step == 2
+
+
+def attached_equals_alone(comm: Communicator) -> None:
+    """1-bit Adam attached to a DDP model gives the weights it gives without DDP, and DDP sends nothing."""
+    alone = make_model()
+    train(alone, make_optimizer(alone, comm), range(40))
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = make_optimizer(inner, comm).attach(model)
+    losses = []
+    for step in range(40):
+        losses.append(ddp_step(model, optimizer, comm, step))
+    torch.testing.assert_close(weights(inner), weights(alone), rtol=1e-4, atol=1e-5)
+    assert len(set(comm.all_gather_bytes(weights(inner).numpy().tobytes()))) == 1
+
+
+def attached_obeys_ddps_no_sync(comm: Communicator) -> None:
+    """Gradients accumulated under DDP's no_sync leave once, with the last backward."""
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = make_optimizer(inner, comm).attach(model)
+    calls = []
+    for step in range(3):
+        optimizer.zero_grad()
+        before = optimizer._exchange_comm.traffic.calls
+        with model.no_sync():
+            loss_of(model, comm.rank, 2 * step).backward()
+        assert optimizer._exchange_comm.traffic.calls == before
+        loss_of(model, comm.rank, 2 * step + 1).backward()
+        optimizer.step()
+        calls.append(optimizer._exchange_comm.traffic.calls - before)
+    assert calls == [2, 2, 2]
+
+
+def attach_refuses_parameters_it_does_not_hold(comm: Communicator) -> None:
+    """A DDP model with parameters that are not the optimizer's would leave them unsynchronised."""
+    inner = make_model()
+    optimizer = thinwire.OneBitAdam(inner[0].parameters(), comm=comm)
+    with pytest.raises(ValueError, match="4 of the model's 6 trainable parameters are not in this optimizer"):
+        optimizer.attach(DistributedDataParallel(inner))
+
+
+def ddp_step(model, optimizer, comm: Communicator, step: int) -> float:
+    optimizer.zero_grad()
+    inputs, wanted = batch(comm.rank, step)
+    loss = (model(inputs) - wanted).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+ALL = (
+    hook_trains_like_ddp,
+    hook_with_none_averages_exactly,
+    hook_passes_overflow_on_and_keeps_its_residuals,
+    attached_equals_alone,
+    attached_obeys_ddps_no_sync,
+    attach_refuses_parameters_it_does_not_hold,
+)

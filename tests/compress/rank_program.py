@@ -1,0 +1,31 @@
+"""One rank of a real launch: every body on the first 1, 2, ... ranks, each in a communicator of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import thinwire
+from tests.compress import bodies, ddp_bodies
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    comm = thinwire.comm.init(timeout=60.0)
+    for size in range(1, comm.size + 1):
+        part = comm.split(0 if comm.rank < size else None)
+        if part is not None:
+            for body in bodies.ALL:
+                body(part)
+            part.close()
+        comm.barrier()
+    if "ddp" in sys.argv:
+        for body in ddp_bodies.ALL:
+            body(comm)
+    if comm.rank == 0:
+        print(f"all held on {comm.backend} with up to {comm.size} ranks")
+
+
+if __name__ == "__main__":
+    main()
