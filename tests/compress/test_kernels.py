@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -89,12 +90,14 @@ class TestCpuThreads:
         torch.set_num_threads(2)
         payload, residual = torch.randn(2, self.ROWS * self.SHARD)
         wanted = self.results("sign1", payload, residual)
+        packets = torch.zeros_like(wanted[1])  # torch's own threads do not survive a fork: allocate before
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
             child = os.fork()
         if child == 0:
-            results = self.results("sign1", payload, residual)
-            os._exit(0 if all(r.numpy().tobytes() == w.numpy().tobytes() for r, w in zip(results, wanted)) else 1)
+            signal.alarm(60)
+            kernels.encode("sign1", payload, residual, packets, self.NUMEL, self.BLOCK_SIZE)
+            os._exit(0 if packets.numpy().tobytes() == wanted[1].numpy().tobytes() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     @pytest.mark.parametrize("codec", CODECS)

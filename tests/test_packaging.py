@@ -1,0 +1,74 @@
+"""What a user installs: a pure-Python wheel with the CUDA sources inside, and an import that needs torch and numpy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+
+ONLY_TORCH_AND_NUMPY = """
+import importlib.abc, sys
+import numpy, torch
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"numba", "llvmlite", "mpi4py", "cupy", "scipy", "transformers", "matplotlib", "rich"}:
+            raise ImportError(f"{name} is not needed to import thinwire")
+
+sys.meta_path.insert(0, Refuse())
+before = set(sys.modules)
+import thinwire
+new = {name.split(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+print(sorted(new))
+"""
+
+WITHOUT_NUMBA = """
+import sys, warnings
+sys.modules["numba"] = None
+import torch, thinwire
+weight = torch.nn.Parameter(torch.ones(1000))
+optimizer = thinwire.OneBitAdam([weight], freeze_step=1)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(4):
+        weight.grad = torch.randn(1000)
+        optimizer.step()
+print(optimizer.frozen, [str(one.message) for one in caught if "numba" in str(one.message)])
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_needs_only_torch_and_numpy() -> None:
+    imported = eval(run(ONLY_TORCH_AND_NUMPY))
+    assert set(imported) <= {"thinwire", "torch", "numpy"}
+
+
+def test_without_numba_the_reference_serves_and_says_so_once() -> None:
+    output = run(WITHOUT_NUMBA)
+    assert output.startswith("True ['the CPU kernels need numba")
+    assert output.count("need numba") == 1
+
+
+def test_the_wheel_is_pure_python_and_holds_the_cuda_sources(tmp_path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    sources = {f"thinwire/{path.relative_to(REPOSITORY / 'thinwire')}" for path in REPOSITORY.glob("thinwire/**/*.py")}
+    cuda = {f"thinwire/csrc/{path.name}" for path in REPOSITORY.glob("csrc/*.cu*")}
+    assert cuda
+    assert sources | cuda | {"thinwire/py.typed"} <= names
+    assert not {name for name in names if name.split("/")[0] in ("tests", "experiments")}
+    for extra in ("mpi", "cuda", "hf", "experiments", "dev"):
+        assert f"Provides-Extra: {extra}" in metadata
