@@ -13,6 +13,10 @@ __all__ = ["Parser", "freeze_step", "positive", "rate"]
 class Parser(argparse.ArgumentParser):
     """Raises `InputError` instead of leaving the program, so that one rank speaks for all."""
 
+    def __init__(self, module: str, description: str) -> None:
+        """A parser for `python -m module`, whose help shows the defaults there are."""
+        super().__init__(prog=f"python -m {module}", description=description, formatter_class=_Help, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         """Refuses the command line."""
         raise InputError(f"{message} (see --help)")
@@ -39,3 +43,10 @@ def rate(text: str) -> float:
 def freeze_step(text: str) -> int | Literal["auto"]:
     """The word "auto", or a whole number of at least 1."""
     return "auto" if text == "auto" else positive(text)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except where leaving the option out means something that its help explains."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)

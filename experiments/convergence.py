@@ -137,10 +137,7 @@ def _write(output: Path, name: str, content: dict[str, Any], comm: Communicator)
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m experiments.convergence",
-        description="Trains with AdamW and with 1-bit Adam over several seeds, and draws both.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        "experiments.convergence", "Trains with AdamW and with 1-bit Adam over several seeds, and draws both."
     )
     parser.add_argument("--task", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS), help="what to learn")
     parser.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")

@@ -10,13 +10,13 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 from experiments.masking import IGNORED
 from experiments.sizes import BertSize
 
-__all__ = ["build_bert", "masked_loss", "parameter_groups"]
+__all__ = ["build_bert", "masked_loss"]
 
 
 def build_bert(size: BertSize, vocabulary: int, positions: int, dropout: float, seed: int) -> BertForMaskedLM:
@@ -45,12 +45,3 @@ def masked_loss(model: BertForMaskedLM, inputs: Tensor, labels: Tensor) -> tuple
     chosen = labels != IGNORED
     logits = model.cls(hidden[chosen])
     return F.cross_entropy(logits, labels[chosen], reduction="sum"), int(chosen.sum())
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: matrices decay; biases and normalisation weights do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]

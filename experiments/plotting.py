@@ -84,8 +84,8 @@ def draw_comparison(
         _draw_curve(over_steps, one.steps, one)
         _draw_curve(over_bytes, one.bytes_sent, one)
         if one.frozen_at is not None:
-            _mark_freeze(over_steps, one.steps, one)
-            _mark_freeze(over_bytes, one.bytes_sent, one)
+            _mark_freeze(over_steps, one.steps, one, one.frozen_at)
+            _mark_freeze(over_bytes, one.bytes_sent, one, one.frozen_at)
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.25)
@@ -126,9 +126,9 @@ def _draw_curve(panel: Axes, places: NDArray[np.float64], one: Series) -> None:
         panel.fill_between(places, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
 
 
-def _mark_freeze(panel: Axes, places: NDArray[np.float64], one: Series) -> None:
-    place = np.interp(one.frozen_at, one.steps, places)
-    loss = np.interp(one.frozen_at, one.steps, one.losses.mean(axis=0))
+def _mark_freeze(panel: Axes, places: NDArray[np.float64], one: Series, frozen_at: float) -> None:
+    place = np.interp(frozen_at, one.steps, places)
+    loss = np.interp(frozen_at, one.steps, one.losses.mean(axis=0))
     panel.plot([place], [loss], marker="o", color=COLOURS[one.optimizer], markersize=6)
     panel.annotate(
         "from here on 1 bit an element",

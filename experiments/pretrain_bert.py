@@ -1,8 +1,7 @@
 """Pretrains BERT on real text, on several ranks, with AdamW and with 1-bit Adam, and draws both.
 
-python -m experiments.pretrain_bert --ranks 4 --model mini
-torchrun --nproc-per-node 4 -m experiments.pretrain_bert
-mpirun -n 4 python -m experiments.pretrain_bert
+Starts its ranks by itself (`python -m experiments.pretrain_bert --ranks 4`), or runs unchanged under a
+launcher (`mpirun -n 4 python -m experiments.pretrain_bert`; torchrun and srun likewise).
 """
 
 from __future__ import annotations
@@ -10,19 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from experiments import findings, machine, plotting
 from experiments.checkpoints import CheckpointFolder
 from experiments.errors import on_every_rank
-from experiments.language import MaskedLanguageTask, Tokens, share_tokens, unigram_entropy
 from experiments.launching import launch
 from experiments.plotting import LABELS
 from experiments.pretrain_settings import DEFAULT_RANKS, PretrainSettings, parse
 from experiments.reporting import human_bytes, reporter
 from experiments.results import write_json
 from experiments.sizes import SIZES
+from experiments.tokens import Tokens, share_tokens, unigram_entropy
 from experiments.training import OPTIMIZERS, Outcome, Trainer
 from thinwire.comm import Communicator
+
+if TYPE_CHECKING:
+    from experiments.language import MaskedLanguageTask
 
 __all__ = ["main", "pretrain"]
 
@@ -41,6 +44,9 @@ def pretrain(comm: Communicator, settings: PretrainSettings) -> None:
     Raises:
         InputError: on every rank, for a corpus or a checkpoint that cannot be used.
     """
+    # Importing transformers takes seconds, which the process that only starts the ranks is spared.
+    from experiments.language import MaskedLanguageTask
+
     tokens = share_tokens(
         comm,
         settings.read_corpus,

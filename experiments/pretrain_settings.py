@@ -123,10 +123,8 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m experiments.pretrain_bert",
-        description="Pretrains BERT by masked-language modelling with AdamW and with 1-bit Adam, and draws both.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        "experiments.pretrain_bert",
+        "Pretrains BERT by masked-language modelling with AdamW and with 1-bit Adam, and draws both.",
     )
     data = parser.add_argument_group("data and model")
     data.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")

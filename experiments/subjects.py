@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.corpus import load
-from experiments.digits import DigitsTask
-from experiments.language import MaskedLanguageTask, share_tokens, unigram_entropy
 from experiments.plotting import Reference
 from experiments.sizes import SIZES
+from experiments.tokens import share_tokens, unigram_entropy
 from experiments.training import Plan, Task
 from thinwire.comm import Communicator
 
@@ -34,7 +34,7 @@ class Subject:
         reference: a loss to compare with, if there is one.
     """
 
-    task: Task
+    task: Task[Any]
     plan: Plan
     rank_items: int
     unit: str
@@ -44,6 +44,9 @@ class Subject:
 
 
 def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
+    # Here and below: transformers and scikit-learn take seconds to import, and may not be asked for.
+    from experiments.language import MaskedLanguageTask
+
     text = "Python's standard library" if corpus is None else ", ".join(path.name for path in corpus)
     tokens = share_tokens(comm, lambda: load(corpus), _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
     return Subject(
@@ -66,6 +69,8 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
 
 
 def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
+    from experiments.digits import DigitsTask
+
     return Subject(
         task=DigitsTask(_IMAGES_A_RANK),
         plan=Plan(

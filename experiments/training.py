@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from experiments.baseline import AveragedAdamW
-from experiments.models import parameter_groups
 from thinwire import OneBitAdam
 from thinwire.comm import Communicator
 
@@ -19,16 +18,19 @@ __all__ = ["OPTIMIZERS", "Curve", "Outcome", "Plan", "StepReport", "Task", "Trai
 OPTIMIZERS = ("adamw", "onebit-adam")
 
 
-class Task(Protocol):
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Task(Protocol[Model]):
     """What is learned: a model, and losses as functions of (seed, step, rank) only."""
 
-    def build_model(self, seed: int) -> nn.Module:
+    def build_model(self, seed: int) -> Model:
         """A model whose weights depend on the seed only."""
 
-    def training_loss(self, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    def training_loss(self, model: Model, seed: int, step: int, rank: int, ranks: int) -> Tensor:
         """Mean loss of the batch that this rank takes at this step, with its graph."""
 
-    def validation_sum(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+    def validation_sum(self, model: Model, rank: int, ranks: int) -> tuple[float, int]:
         """Summed loss of the held-out examples that fall to this rank, and how many they are."""
 
 
@@ -117,7 +119,7 @@ class Outcome:
 class Trainer:
     """Trains one model with one optimizer, a step at a call, and keeps its curve."""
 
-    def __init__(self, task: Task, plan: Plan, optimizer: str, comm: Communicator) -> None:
+    def __init__(self, task: Task[Any], plan: Plan, optimizer: str, comm: Communicator) -> None:
         """Builds the model from the plan's seed, and one of `OPTIMIZERS` over all ranks of `comm`."""
         self.task = task
         self.plan = plan
@@ -211,7 +213,16 @@ class Trainer:
 
 
 def _build_optimizer(name: str, model: nn.Module, plan: Plan, comm: Communicator) -> AveragedAdamW | OneBitAdam:
-    groups = parameter_groups(model, plan.weight_decay)
+    groups = _parameter_groups(model, plan.weight_decay)
     if name == "adamw":
         return AveragedAdamW(groups, comm, lr=plan.learning_rate)
     return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices decay; biases and normalisation weights do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -12,7 +12,7 @@ import torch
 from tests.comm.collectives_body import check_everything
 from thinwire import comm
 
-FAILURE_TIMEOUT = 3.0
+FAILURE_TIMEOUT = 2.0
 
 
 def body(seed: str, backend: str = "") -> None:
@@ -25,7 +25,8 @@ def body(seed: str, backend: str = "") -> None:
 
 
 def mpi_body(seed: str) -> None:
-    """The body on communicators that a user made, with counts that must be cut, beside his messages."""
+    """``body``, then again on communicators of the user, with counts to be cut, beside other messages."""
+    body(seed)
     from mpi4py import MPI
 
     from thinwire.comm import mpi_backend
@@ -39,7 +40,7 @@ def mpi_body(seed: str) -> None:
     world.Send(b"abc", (world.rank + 1) % world.size)
     received.Wait()
     assert message == b"abc"
-    sys.stdout.write(f"rank {world.rank} of {world.size} passed over its own communicators\n")
+    sys.stdout.write(f"rank {world.rank} of {world.size} passed over its own\n")
 
 
 def lose(how: str, victim: str) -> None:

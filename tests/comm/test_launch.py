@@ -1,19 +1,19 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from tests.comm.launching import LAUNCHER_VARIABLES, environment, run_alone, run_mpirun, run_torchrun
+from tests.comm.launching import LAUNCHER_VARIABLES, environment, run_alone, run_mpirun
 from thinwire.comm import Launch, init
 from thinwire.comm.torch_launch import choose_backend
 
 
 @pytest.fixture
 def _no_launcher(monkeypatch):
-    import os
-
     for name in list(os.environ):
         if name.startswith(LAUNCHER_VARIABLES):
             monkeypatch.delenv(name)
@@ -79,19 +79,30 @@ def test_import_leaves_optional_packages_alone():
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 
 
-@pytest.mark.launch
-def test_single_gloo_group():
-    done = run_alone("join", "gloo")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "gloo gloo 1\n"
+@pytest.mark.usefixtures("_no_launcher")
+def test_a_process_on_its_own_with_a_process_group(capfd):
+    comm = init(backend="gloo")
+    try:
+        assert (comm.backend, comm.size, init(quiet=True).backend) == ("gloo", 1, "gloo")
+    finally:
+        comm.close()
+        dist.destroy_process_group()
+    assert capfd.readouterr().err.count("backend gloo") == 1
 
 
-@pytest.mark.launch
-def test_torchrun_joined_twice():
-    done = run_torchrun(2, "join", "")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "gloo gloo 2\n" * 2
-    assert "thinwire: 2 ranks on 1 host, backend gloo, started by torchrun\n" in done.stderr
+@pytest.mark.usefixtures("_no_launcher")
+def test_srun_variables_are_enough(monkeypatch, capfd):
+    slurm = {"PROCID": "0", "STEP_NUM_TASKS": "1", "LOCALID": "0", "STEP_NODELIST": "localhost"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    comm = init()
+    try:
+        comm.barrier()
+    finally:
+        comm.close()
+        dist.destroy_process_group()
+    assert "1 rank on 1 host, backend gloo, started by srun" in capfd.readouterr().err
 
 
 @pytest.mark.launch
@@ -100,15 +111,6 @@ def test_gloo_under_mpirun():
     assert done.returncode == 0, done.stderr
     assert done.stdout == "gloo gloo 2\n" * 2
     assert "thinwire: 2 ranks on 1 host, backend gloo, started by mpirun (Open MPI)\n" in done.stderr
-
-
-@pytest.mark.launch
-def test_srun_variables_are_enough():
-    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "5", "SLURM_LOCALID": "0"}
-    done = run_alone("join", "", **slurm, SLURM_STEP_NODELIST="localhost")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "gloo gloo 1\n"
-    assert "started by srun" in done.stderr
 
 
 @pytest.mark.launch

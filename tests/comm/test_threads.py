@@ -123,15 +123,33 @@ def test_a_rank_that_does_not_come_in_time_is_named():
     release = threading.Event()
 
     def linger(comm: Communicator) -> None:
-        if comm.rank == 2:
+        if comm.rank == 1:
             release.wait()
         try:
             comm.all_reduce(torch.ones(3))
         finally:
             release.set()
 
-    with pytest.raises(CommunicationTimeout, match=r"all_reduce\(sum\) of 3 float32 .* rank 2 did not answer"):
-        threads.run(linger, 3, timeout=0.2)
+    with pytest.raises(CommunicationTimeout, match=r"all_reduce\(sum\) of 3 float32 .* rank 1 did not answer"):
+        threads.run(linger, 2, timeout=0.2)
+
+
+def test_a_wait_may_have_a_timeout_of_its_own():
+    release = threading.Event()
+
+    def linger(comm: Communicator) -> None:
+        if comm.rank == 1:
+            release.wait()
+            return
+        work = comm.all_reduce(torch.ones(3), async_op=True)
+        assert not work.is_completed()
+        for _ in range(2):
+            with pytest.raises(CommunicationTimeout, match=r"timed out after 0\.01 s"):
+                work.wait(0.01)
+        assert work.is_completed()
+        release.set()
+
+    threads.run(linger, 2)
 
 
 def test_a_rank_stuck_outside_of_collectives_does_not_hold_up_the_run():

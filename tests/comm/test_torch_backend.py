@@ -46,7 +46,7 @@ def test_a_given_group_is_used():
 def test_host_tensors_need_a_backend_that_takes_them():
     comm = TorchCommunicator()
     comm._wiring.backend_of = {"cuda": "nccl"}
-    with pytest.raises(ValueError, match=r"tensors on cpu cannot travel .* init\(backend='gloo'\)"):
+    with pytest.raises(ValueError, match=r"tensors on cpu cannot travel .*init\(backend='gloo'\)"):
         comm.all_reduce(torch.ones(2))
     with pytest.raises(ValueError, match="tensors on cpu cannot travel"):
         comm.broadcast(torch.ones(2))
@@ -62,11 +62,11 @@ def test_body_under_torchrun():
     done = run_torchrun(3, "body", str(secrets.randbits(31)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3 passed over gloo" for rank in range(3)]
+    assert "thinwire: 3 ranks on 1 host, backend gloo, started by torchrun\n" in done.stderr
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(("how", "victim"), [("killed", 1), ("killed", 0), ("stopped", 0)])
 def test_a_lost_rank_is_named(how, victim):
     for survivor in run_ranks(3, "lose", how, victim=victim):
         assert survivor.returncode != 0

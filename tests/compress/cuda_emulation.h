@@ -125,7 +125,8 @@ Value __shfl_xor_sync(unsigned, Value value, int lane_mask) {
 }
 
 // Launch of a kernel of six 64-bit arguments; 0 on success, 1 if its threads wait for each other for ever.
-extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, const long long* arguments, unsigned seed) {
+extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, const long long* arguments, 
+                       unsigned seed) {
     using namespace emulation;
     emulation::kernel = kernel;
     emulation::arguments = arguments;

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
+import secrets
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -22,7 +23,6 @@ from thinwire.compress.kernels.cuda_launch import (
 
 COMPILER = shutil.which("g++")
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
-_seeds = itertools.count()
 
 
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
@@ -37,22 +37,32 @@ def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_s
     _run(decode_launch(codec, packets, output, numel, block_size, groups=1))
 
 
-def _run(launch: Launch) -> None:
-    library = _library(launch.codec, launch.block_size)
-    kernel = ctypes.cast(getattr(library, launch.function), ctypes.c_void_p)
-    arguments = (ctypes.c_longlong * len(launch.arguments))(*launch.arguments)
-    seed = next(_seeds)
-    status = library.emulate(kernel, ctypes.c_longlong(launch.grid), launch.threads, arguments, seed)
-    assert status == 0, f"the threads of {launch.function} wait for each other for ever"
+def compile_source(source: Path, definitions: Sequence[str]) -> ctypes.CDLL:
+    """Library of the kernels in `source`, without optimisation: compiling is what takes the time."""
+    assert COMPILER
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.so"
+        command = [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
+        command += ["-include", str(_HEADER), "-x", "c++", str(source), "-o", str(path)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return ctypes.CDLL(str(path))
+
+
+def launch(library: ctypes.CDLL, function: str, grid: int, threads: int, arguments: Sequence[int]) -> int:
+    """Run a kernel, its threads in a random order; 0 on success, 1 if they wait for each other for ever."""
+    kernel = ctypes.cast(getattr(library, function), ctypes.c_void_p)
+    values = (ctypes.c_longlong * len(arguments))(*arguments)
+    return int(library.emulate(kernel, ctypes.c_longlong(grid), threads, values, secrets.randbits(32)))
+
+
+def _run(planned: Launch) -> None:
+    library = _library(planned.codec, planned.block_size)
+    status = launch(library, planned.function, planned.grid, planned.threads, planned.arguments)
+    assert status == 0, f"the threads of {planned.function} wait for each other for ever"
 
 
 @functools.cache
 def _library(codec: str, block_size: int) -> ctypes.CDLL:
-    assert COMPILER
     definitions = [option for option in compile_options(block_size) if option.startswith("-D")]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernels.so"
-        command = [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
-        command += ["-include", str(_HEADER), "-x", "c++", str(source_folder() / f"{codec}.cu"), "-o", str(path)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        return ctypes.CDLL(str(path))
+    return compile_source(source_folder() / f"{codec}.cu", definitions)

@@ -342,6 +342,37 @@ def test_bad_options_are_refused_at_construction(options, error, message) -> Non
     threads.run(rank, 2)
 
 
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0"),
+        ({"betas": (0.9, 1.5)}, "betas must be"),
+        ({"exp_avg_mask": torch.ones(3, 5)}, r"exp_avg_mask of shape \(3, 5\) does not broadcast"),
+    ],
+)
+def test_a_bad_group_is_refused_and_not_kept(group, message) -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_optimizer(model[:2], comm)
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [model[2].weight]} | group)
+        optimizer.add_param_group({"params": [model[2].weight]})
+        return len(optimizer.param_groups)
+
+    assert threads.run(rank, 2) == [2, 2]
+
+
+def test_the_optimizer_built_last_is_the_one_that_sends() -> None:
+    def rank(comm):
+        model = make_model()
+        train(model, first := make_optimizer(model, comm), range(12))
+        sent = first.bytes_sent
+        train(model, make_optimizer(model, comm), range(12, 24))
+        return first.bytes_sent == sent
+
+    assert threads.run(rank, 2) == [True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
 def test_unusable_dtypes_are_refused(dtype) -> None:
     def rank(comm):

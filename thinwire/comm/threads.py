@@ -40,8 +40,11 @@ def run(fn: Callable[[Communicator], Result], size: int, timeout: float = 60.0) 
     job = _Job(size)
     world = _Group(job, tuple(range(size)))
     results: dict[int, Result] = {}
+    # A new thread would run its first operations with torch's default number, and so round them differently.
+    compute_threads = torch.get_num_threads()
 
     def live(rank: int) -> None:
+        torch.set_num_threads(compute_threads)
         _context.communicator = ThreadCommunicator(world, rank, timeout)
         try:
             results[rank] = fn(_context.communicator)

@@ -12,35 +12,50 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 
-__all__ = ["broadcast_from_rank_0", "check_hyperparameters", "check_parameters", "check_same_on_every_rank"]
+__all__ = [
+    "broadcast_from_rank_0",
+    "check_group",
+    "check_options",
+    "check_parameters",
+    "check_same_on_every_rank",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_hyperparameters(
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    bucket_bytes: int,
-    warmup_wire: str,
-) -> None:
-    """Raise ValueError, naming what was given and what is expected, for values that cannot work."""
+def check_options(amsgrad: bool, bucket_bytes: int, warmup_wire: str) -> None:
+    """Raise ValueError, naming what was given and what is expected, for options that cannot work."""
     if amsgrad:
         raise ValueError("amsgrad=True cannot work with a frozen variance: pass False, or use torch.optim.AdamW")
-    if not float(lr) >= 0:
-        raise ValueError(f"lr must be at least 0, got {lr}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers from 0 up to, not including, 1; got {betas}")
-    if not eps > 0:
-        raise ValueError(f"eps must be above 0, got {eps}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
     if not bucket_bytes >= 4:
         raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
     if warmup_wire not in ("fp32", "bf16"):
         raise ValueError(f"warmup_wire must be 'fp32' or 'bf16', got {warmup_wire!r}")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a parameter group, or defaults for one, whose hyperparameters cannot work."""
+    if not float(group["lr"]) >= 0:
+        raise ValueError(f"lr must be at least 0, got {group['lr']}")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 up to, not including, 1; got {betas}")
+    if not group["eps"] > 0:
+        raise ValueError(f"eps must be above 0, got {group['eps']}")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"weight_decay must be at least 0, got {group['weight_decay']}")
+    if (mask := group.get("exp_avg_mask")) is not None:
+        for parameter in group["params"]:
+            if not _broadcasts(mask.shape, parameter.shape):
+                raise ValueError(
+                    f"exp_avg_mask of shape {tuple(mask.shape)} does not broadcast to a parameter of its group, of "
+                    f"shape {tuple(parameter.shape)}: give parameters with a mask a group of their own"
+                )
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def check_parameters(parameters: Sequence[Tensor]) -> None:

@@ -86,7 +86,16 @@ class OneBitAdam(torch.optim.Optimizer):
         bucket_bytes: int = _BUCKET_BYTES,
         warmup_wire: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
-        agreement.check_hyperparameters(lr, betas, eps, weight_decay, amsgrad, bucket_bytes, warmup_wire)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+        }
+        agreement.check_options(amsgrad, bucket_bytes, warmup_wire)
+        agreement.check_group(defaults)
         make_freeze_rule(freeze_step, betas[1])
         self._freeze_step = freeze_step
         self._codec = make_codec(codec, block_size)
@@ -114,14 +123,6 @@ class OneBitAdam(torch.optim.Optimizer):
             "block_size": block_size,
             "bucket_bytes": bucket_bytes,
             "warmup_wire": warmup_wire,
-        }
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
         }
         super().__init__(params, defaults)
         self._adopt_new_parameters()
@@ -204,7 +205,11 @@ class OneBitAdam(torch.optim.Optimizer):
         """Add parameters, on every rank alike. They warm up and freeze on their own."""
         super().add_param_group(param_group)
         if len(self._table):
-            self._adopt_new_parameters()
+            try:
+                self._adopt_new_parameters()
+            except (ValueError, TypeError):
+                self.param_groups.pop()
+                raise
 
     def attach(self, ddp_model: DistributedDataParallel) -> OneBitAdam:
         """Take gradient synchronisation over from DDP, which keeps its other duties; returns the optimizer.
@@ -245,6 +250,8 @@ class OneBitAdam(torch.optim.Optimizer):
         state_io.load(self, state_dict)
 
     def _adopt_new_parameters(self) -> None:
+        for group in self.param_groups:
+            agreement.check_group(group)
         new = self._table.new_parameters()
         tensors = [parameter for parameter, _ in new]
         agreement.check_parameters([*self._table.parameters, *tensors])

@@ -3,6 +3,7 @@ overlaps with computation; decides, the same on every rank, what became of the s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -197,19 +198,15 @@ class GradientSynchronizer:
         # A parameter that does not require a gradient yet takes no hook, no place in a bucket and no bytes.
         for index in self._unhooked:
             if self._table.parameters[index].requires_grad:
-                parameter: Any = self._table.parameters[index]  # torch's method is untyped
-                parameter.register_post_accumulate_grad_hook(self._hook(index))
+                _ArrivalHook(self, index).register(self._table.parameters[index])
         self._unhooked = [index for index in self._unhooked if not self._table.parameters[index].requires_grad]
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(parameter: Tensor) -> None:
-            if self._enabled and all(gate() for gate in self._gates):
-                self._arrive(index)
-                if not self._callback_queued:
-                    self._callback_queued = True
-                    torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-
-        return on_gradient
+    def _on_gradient(self, index: int) -> None:
+        if self._enabled and all(gate() for gate in self._gates):
+            self._arrive(index)
+            if not self._callback_queued:
+                self._callback_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         # A backward that leaves parameters without a gradient may be a part of a larger one (reentrant checkpointing,
@@ -317,3 +314,25 @@ class GradientSynchronizer:
                     "rank must use the same parameters in a step. Nothing was applied"
                 )
         return frozenset(index for index in range(len(self._table.parameters)) if not of_rank[0][index])
+
+
+class _ArrivalHook:
+    """Tells a synchronizer that a parameter's gradient is complete, for as long as the synchronizer lives.
+
+    A parameter has one at most: the optimizer built last over a parameter is the one that sends its gradient.
+    """
+
+    def __init__(self, synchronizer: GradientSynchronizer, index: int) -> None:
+        self._synchronizer = weakref.ref(synchronizer)
+        self._index = index
+
+    def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _ArrivalHook)]:
+            del hooks[key]
+        parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        synchronizer = self._synchronizer()
+        if synchronizer is not None:
+            synchronizer._on_gradient(self._index)

@@ -24,9 +24,7 @@ _FLOAT_ALIGNMENT = 16
 _PACKET_ALIGNMENT = 4
 
 
-def encode(
-    codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int
-) -> None:
+def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
     """Encode payload + residual; see `thinwire.compress.kernels.encode`."""
     _check_alignment("payload", payload, _FLOAT_ALIGNMENT)
     if residual is not None:

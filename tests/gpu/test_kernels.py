@@ -1,0 +1,57 @@
+"""The CUDA kernels on a real GPU, through the body that all backends share."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.compress.kernels_body import CODECS, KernelsBody, Subject, uninitialised_packets
+from thinwire.compress import kernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or importlib.util.find_spec("cupy") is None, reason="needs an NVIDIA GPU and cupy"
+    ),
+]
+
+
+class TestCuda(KernelsBody):
+    @pytest.fixture
+    def subject(self) -> Subject:
+        backend = kernels.backends()["cuda"]
+        return Subject("cuda", backend, device="cuda", block_sizes=(64, 128, 192, 320, 1024, 2048, 65536))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+class TestOperatorsOnCuda:
+    def test_operators_reach_the_backend(self, codec: str) -> None:
+        payload = torch.randn(4 * 2048, device="cuda")
+        packets = uninitialised_packets(codec, 2, 2 * 2048, 2048, "cuda")
+        corrected, decoded = payload.clone(), torch.empty_like(payload)
+        kernels.encode(codec, payload, None, packets, 4 * 2048, 2048)
+        kernels.decode(codec, packets, decoded, 4 * 2048, 2048)
+        torch.testing.assert_close(decoded + payload, corrected)
+
+    def test_launches_join_the_current_stream(self, codec: str) -> None:
+        payload = torch.randn(1 << 22, device="cuda")
+        packets = uninitialised_packets(codec, 1, payload.numel(), 2048, "cuda")
+        corrected, decoded = payload.clone(), torch.empty_like(payload)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(8):
+                payload.copy_(corrected)
+                kernels.encode(codec, payload, None, packets, payload.numel(), 2048)
+                kernels.decode(codec, packets, decoded, payload.numel(), 2048)
+                decoded += payload
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.testing.assert_close(decoded, corrected)
+
+    def test_unaligned_tensors_are_refused(self, codec: str) -> None:
+        payload = torch.randn(64 + 1, device="cuda")[1:]
+        packets = uninitialised_packets(codec, 1, 64, 64, "cuda")
+        with pytest.raises(ValueError, match="multiple of 16 bytes"):
+            kernels.encode(codec, payload, None, packets, 64, 64)
