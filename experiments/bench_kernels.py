@@ -281,13 +281,11 @@ def _elements(text: str) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m experiments.bench_kernels",
-        description="Measures the kernels against copies of memory and against eager torch.",
-        allow_abbrev=False,
+        "experiments.bench_kernels", "Measures the kernels against copies of memory and against eager torch."
     )
-    parser.add_argument("--device", choices=tuple(_ELEMENTS), default="cpu")
-    parser.add_argument("--elements", type=_elements, metavar="N", help="else 64M on cpu, 256M on cuda")
-    parser.add_argument("--repetitions", type=positive, default=15, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", choices=tuple(_ELEMENTS), default="cpu", help="where")
+    parser.add_argument("--elements", type=_elements, metavar="N", help="such as 16M; else 64M on cpu, 256M on cuda")
+    parser.add_argument("--repetitions", type=positive, default=15, metavar="N", help="of every peer")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="else in experiments/results")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +24,7 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads)
     edges = [source.numel() * part // threads // 64 * 64 for part in range(threads)] + [source.numel()]
-    ranges = list(zip(edges, edges[1:], strict=False))
+    ranges = list(itertools.pairwise(edges))
     source_array, target_array = source.numpy(), target.numpy()
 
     def torch_copy() -> None:

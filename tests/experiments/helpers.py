@@ -1,0 +1,60 @@
+"""A task small enough to train in milliseconds, and commands that start real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.training import Plan
+
+REPOSITORY = Path(__file__).parents[2]
+
+PLAN = Plan(
+    steps=12,
+    warmup_steps=2,
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    freeze_step=3,
+    evaluate_every=2,
+    seed=5,
+)
+
+
+class LineTask:
+    """Learns a linear map with a hidden layer; everything is a function of (seed, step, rank)."""
+
+    def build_model(self, seed: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=random) / 4)
+        return model
+
+    def training_loss(self, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+        return self._loss(model, 1000 * seed + 10 * step + rank, 16)
+
+    def validation_sum(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
+        return 32 * self._loss(model, rank, 32).item(), 32
+
+    def _loss(self, model: nn.Module, key: int, count: int) -> Tensor:
+        inputs = torch.randn(count, 7, generator=torch.Generator().manual_seed(key))
+        return (model(inputs) - inputs[:, :3]).square().mean()
+
+
+def run_module(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m module` from the repository, outside of any launcher."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return run_command(command, **environment)
+
+
+def run_command(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command that starts ranks, one thread each."""
+    variables: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment}
+    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=120)
