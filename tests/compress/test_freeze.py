@@ -22,8 +22,17 @@ def test_a_fixed_step_is_kept() -> None:
     assert first_freeze(make_freeze_rule(37, 0.999), lambda step: 1.0) == 37
 
 
-def test_a_constant_variance_freezes_at_the_first_comparison_over_20_steps() -> None:
-    assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: 5.0) == 30
+def test_a_constant_variance_freezes_once_it_has_held_for_50_steps() -> None:
+    assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: 5.0) == 30 + 50
+
+
+def test_a_plateau_early_in_training_is_not_mistaken_for_settled() -> None:
+    # Measured in BERT pretraining: settled from step 200, again on the move from 360 to 460, then settled for good.
+    def norm(step):
+        return 2.9 if step < 360 else 2.9 + 0.4 * min(1.0, (step - 360) / 100)
+
+    frozen_at = first_freeze(make_freeze_rule("auto", 0.999), norm, rate_at=lambda step: min(step, 300))
+    assert 600 < frozen_at < 900
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.01])
@@ -32,16 +41,17 @@ def test_a_moving_variance_does_not_freeze(factor) -> None:
 
 
 def test_late_in_a_long_run_it_is_the_papers_rule() -> None:
-    # It falls fast until step 6000, then by 3.9% in 1000 steps: within the paper's 4% once all of those 1000 are slow.
+    # It falls fast until step 6000, then by 3.9% in 1000 steps: within the paper's 4% once all of those 1000 are slow,
+    # which then has to hold for 1000 more.
     def norm(step):
         return 0.99 ** min(step, 6000) * 0.961 ** (max(step - 6000, 0) / 1000)
 
-    assert first_freeze(make_freeze_rule("auto", 0.999), norm) == 7000
+    assert first_freeze(make_freeze_rule("auto", 0.999), norm) == 8000
 
 
 def test_not_while_the_learning_rate_rises() -> None:
     rule = make_freeze_rule("auto", 0.999)
-    assert first_freeze(rule, lambda step: 1.0, rate_at=lambda step: min(step, 105)) == 110
+    assert first_freeze(rule, lambda step: 1.0, rate_at=lambda step: min(step, 105)) == 170
 
 
 def test_a_variance_of_zero_never_freezes() -> None:
@@ -68,7 +78,7 @@ def test_auto_freezes_a_short_run_at_the_same_step_on_every_rank() -> None:
         weight = nn.Parameter(torch.zeros(500))
         optimizer = thinwire.OneBitAdam([weight], comm=comm)
         generator = torch.Generator().manual_seed(comm.rank)
-        for _ in range(120):
+        for _ in range(200):
             weight.grad = torch.randn(500, generator=generator)
             optimizer.step()
         return optimizer.frozen, optimizer.freeze_step_taken
@@ -76,4 +86,4 @@ def test_auto_freezes_a_short_run_at_the_same_step_on_every_rank() -> None:
     results = threads.run(rank, 2)
     assert results[0] == results[1]
     assert results[0][0]
-    assert 30 <= results[0][1] <= 120
+    assert 80 <= results[0][1] <= 200

@@ -43,47 +43,65 @@ class FixedFreeze:
 
 
 class SettledVariance:
-    """Freeze once the learning rate has stopped rising and the variance changes slowly.
+    """Freeze once the learning rate has stopped rising and the variance has settled, and stays settled for a while.
 
     Tang et al. 2021 (1-bit Adam): freeze when ‖v_{t-Δ}‖₁ / ‖v_t‖₁ ≥ 0.96 with Δ = 1/(1-β₂), after the
     learning-rate warmup. Here the ratio is the smaller norm over the larger, v is bias-corrected, and
     Δ = min(1/(1-β₂), max(20, t/5)), so that a run of a few hundred steps can freeze too; from step 5/(1-β₂) on it is
-    the paper's rule.
+    the paper's ratio. With so short a Δ a plateau early in training looks settled, so the ratio has to hold for
+    min(1/(1-β₂), max(50, t/3)) steps.
     """
 
     _RATIO = 0.96
-    _EVERY = 10  # steps between two looks at the variance: one pass over v, and a device synchronisation, each
+    _EVERY = 10  # steps between two looks at the variance, each a pass over v and a device synchronisation
     _SHORTEST_DELTA = 20
+    _SHORTEST_HOLD = 50
 
     def __init__(self, beta2: float) -> None:
-        self._longest_delta = 1.0 / (1.0 - beta2)
+        self._memory = 1.0 / (1.0 - beta2)
         self._norms: dict[int, float] = {}
         self._previous_rates: list[float] = []
+        self._settled_since: int | None = None
 
     def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
         """See FreezeRule."""
         rising = any(now > before for now, before in zip(learning_rates, self._previous_rates, strict=False))
         self._previous_rates = list(learning_rates)
+        if rising:
+            self._settled_since = None
         if step % self._EVERY:
             return False
-        norm = self._norms[step] = variance_norm()
-        delta = min(self._longest_delta, max(self._SHORTEST_DELTA, step / 5))
+        if not self._looks_settled(step, variance_norm()) or rising:
+            self._settled_since = None
+            return False
+        if self._settled_since is None:
+            self._settled_since = step
+        return step - self._settled_since >= min(self._memory, max(self._SHORTEST_HOLD, step / 3))
+
+    def _looks_settled(self, step: int, norm: float) -> bool:
+        self._norms[step] = norm
+        delta = min(self._memory, max(self._SHORTEST_DELTA, step / 5))
         earlier = [seen for seen in self._norms if seen <= step - delta]
         if not earlier:
             return False
         reference = self._norms[max(earlier)]
         self._norms = {seen: value for seen, value in self._norms.items() if seen >= max(earlier)}
         largest = max(norm, reference)
-        return not rising and largest > 0 and min(norm, reference) / largest >= self._RATIO
+        return largest > 0 and min(norm, reference) / largest >= self._RATIO
 
     def state(self) -> dict[str, Any]:
         """See FreezeRule."""
-        return {"norms": dict(self._norms), "previous_rates": list(self._previous_rates)}
+        return {
+            "norms": dict(self._norms),
+            "previous_rates": list(self._previous_rates),
+            "settled_since": self._settled_since,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """See FreezeRule."""
         self._norms = dict(state["norms"])
         self._previous_rates = list(state["previous_rates"])
+        self._settled_since = state["settled_since"]
 
 
 def make_freeze_rule(freeze_step: int | Literal["auto"], beta2: float) -> FreezeRule:

@@ -68,12 +68,25 @@ def _valid(block: int, numel: int, block_size: int) -> int:
 
 
 @_helper
-def _correct_tail(payload: _Floats, residual: _Floats, start: int, valid: int, block_size: int) -> None:
-    """Payload += residual, if there is one, on a block that ends in padding; that becomes 0."""
+def _locate(block: int, row_blocks: int, row_bytes: int, rows: int, block_size: int, code_bits: int) -> tuple[int, int]:
+    """Bytes at which scale and codes of a block begin, in the first of the `rows` packets that are about it."""
+    row_at = block // row_blocks * rows * row_bytes
+    column = block % row_blocks
+    scale_at = row_at + HEADER_BYTES + SCALE_BYTES * column
+    codes = row_at + HEADER_BYTES + SCALE_BYTES * row_blocks + column * block_size * code_bits // 8
+    return scale_at, codes
+
+
+@_helper
+def _needs_residual(payload: _Floats, residual: _Floats, start: int, valid: int, block_size: int) -> bool:
+    """Whether a residual is yet to be added; a block that ends in padding gets it here, and zeros behind."""
+    if valid == block_size:
+        return residual.size > 0
     if residual.size:
         for i in range(start, start + valid):
             payload[i] += residual[i]
     payload[start + valid : start + block_size] = 0.0
+    return False
 
 
 @_helper
@@ -152,12 +165,8 @@ def _encode_sign1(
     for block in range(first, last):
         start = block * block_size
         valid = _valid(block, numel, block_size)
-        row, column = block // row_blocks, block % row_blocks
-        scale_at = row * row_bytes + HEADER_BYTES + SCALE_BYTES * column
-        codes = row * row_bytes + HEADER_BYTES + SCALE_BYTES * row_blocks + column * block_size // 8
-        if valid < block_size:
-            _correct_tail(payload, residual, start, valid, block_size)
-        correct = valid == block_size and residual.size > 0
+        scale_at, codes = _locate(block, row_blocks, row_bytes, 1, block_size, 1)
+        correct = _needs_residual(payload, residual, start, valid, block_size)
         total = _pack_signs(payload, residual, packets, start, codes, block_size, correct)
         scale = total / np.float32(max(valid, 1))
         simd.store_scalar(packets, scale_at, scale)
@@ -184,13 +193,8 @@ def _encode_int8(
 ) -> None:
     for block in range(first, last):
         start = block * block_size
-        valid = _valid(block, numel, block_size)
-        row, column = block // row_blocks, block % row_blocks
-        scale_at = row * row_bytes + HEADER_BYTES + SCALE_BYTES * column
-        codes = row * row_bytes + HEADER_BYTES + SCALE_BYTES * row_blocks + column * block_size
-        if valid < block_size:
-            _correct_tail(payload, residual, start, valid, block_size)
-        correct = valid == block_size and residual.size > 0
+        scale_at, codes = _locate(block, row_blocks, row_bytes, 1, block_size, 8)
+        correct = _needs_residual(payload, residual, start, _valid(block, numel, block_size), block_size)
         scale = _largest(payload, residual, start, block_size, correct) / np.float32(127.0)
         simd.store_scalar(packets, scale_at, scale)
         if scale > 0.0 and np.isfinite(scale):
@@ -238,10 +242,7 @@ def _decode_sign1(
 ) -> None:
     for block in range(first, last):
         start = block * block_size
-        group, column = block // row_blocks, block % row_blocks
-        row_at = group * rows * row_bytes
-        scale_at = row_at + HEADER_BYTES + SCALE_BYTES * column
-        codes = row_at + HEADER_BYTES + SCALE_BYTES * row_blocks + column * block_size // 8
+        scale_at, codes = _locate(block, row_blocks, row_bytes, rows, block_size, 1)
         for i in range(0, block_size, _STEP):
             at = codes + i // 8
             scale = simd.load_scalar(packets, scale_at)
@@ -280,10 +281,7 @@ def _decode_int8(
 ) -> None:
     for block in range(first, last):
         start = block * block_size
-        group, column = block // row_blocks, block % row_blocks
-        row_at = group * rows * row_bytes
-        scale_at = row_at + HEADER_BYTES + SCALE_BYTES * column
-        codes = row_at + HEADER_BYTES + SCALE_BYTES * row_blocks + column * block_size
+        scale_at, codes = _locate(block, row_blocks, row_bytes, rows, block_size, 8)
         for i in range(0, block_size, LANES):
             total = _scaled(packets, codes + i, simd.load_scalar(packets, scale_at))
             for row in range(1, rows):

@@ -46,7 +46,6 @@ __all__ = [
 
 LANES = 16
 
-
 _FLOAT = ir.FloatType()
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
