@@ -181,7 +181,7 @@ def _cpu_milliseconds(run: Callable[[], None]) -> float:
 
 
 def _cuda_milliseconds(run: Callable[[], None]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     run()
     end.record()

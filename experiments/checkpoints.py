@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
+from torch import nn
 
 from experiments.errors import InputError, on_every_rank
 from experiments.results import write_json
@@ -65,9 +67,11 @@ class CheckpointFolder:
         on_every_rank(self.comm, action if self.comm.rank == 0 else lambda: None)
 
     def _write(self, folder: Path, trainer: Trainer) -> None:
-        torch.save(trainer.optimizer.state_dict(), folder / self._optimizer_file())
+        # Given a path instead of a file, torch would report a full disk as a RuntimeError.
+        with (folder / self._optimizer_file()).open("wb") as file:
+            torch.save(trainer.optimizer.state_dict(), file)
         if self.comm.rank == 0:
-            save_model(trainer.model, str(folder / "model.safetensors"))
+            _save_weights(trainer.model, folder / "model.safetensors")
             write_json(
                 folder / "run.json",
                 {"settings": self.settings, "ranks": self.comm.size, "progress": trainer.progress()},
@@ -111,6 +115,13 @@ class CheckpointFolder:
 
     def _newest(self) -> Path | None:
         return self._all()[-1] if self._all() else None
+
+
+def _save_weights(model: nn.Module, path: Path) -> None:
+    try:
+        save_model(model, str(path))
+    except SafetensorError as error:
+        raise OSError(f"the weights could not be written: {error}") from error
 
 
 def _make_empty(folder: Path) -> None:

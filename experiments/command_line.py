@@ -7,7 +7,7 @@ from typing import Literal, NoReturn
 
 from experiments.errors import InputError
 
-__all__ = ["Parser", "freeze_step", "positive", "rate"]
+__all__ = ["Parser", "fraction", "freeze_step", "positive", "rate", "seed"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,15 +29,32 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else positive(text)
+
+
 def rate(text: str) -> float:
     """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to below 1."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def freeze_step(text: str) -> int | Literal["auto"]:

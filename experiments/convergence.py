@@ -24,17 +24,17 @@ from experiments.subjects import SUBJECTS, Subject
 from experiments.training import OPTIMIZERS, Outcome, Plan, Trainer
 from thinwire.comm import Communicator
 
-__all__ = ["main", "study"]
+__all__ = ["main", "parse", "study"]
 
 _NAME = "convergence"
 _DEFAULT_RANKS = 4
-_RATES_TO_TRY = (5e-4, 1e-3, 2e-3, 3e-3)
+_RATES_TO_TRY = (3e-4, 1e-3, 3e-3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, on the ranks it asks for or a launcher started; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch("experiments.convergence", _parse, study, given, _DEFAULT_RANKS)
+    return launch("experiments.convergence", parse, study, given, _DEFAULT_RANKS)
 
 
 def study(comm: Communicator, options: argparse.Namespace) -> None:
@@ -123,8 +123,8 @@ def _write_results(
     for row, (name, subject) in zip(axes, subjects.items(), strict=True):
         series = [plotting.Series.of(optimizer, outcomes) for optimizer, outcomes in runs[name].items()]
         plotting.draw_comparison(row, series, subject.loss_name, subject.reference)
-        plotting.title_row(row, f"{subject.description}. {found[name].title}; {found[name].frozen_note}")
-        print(f"{subject.description}: {found[name].title}; {found[name].frozen_note}")
+        plotting.title_row(row, f"{subject.description}: {found[name].claim}")
+        print(f"{subject.description}: {found[name].claim}")
     plotting.save(figure, output / f"{_NAME}.png")
     print(f"Written: {output / _NAME}.json and .png", flush=True)
 
@@ -135,7 +135,8 @@ def _write(output: Path, name: str, content: dict[str, Any], comm: Communicator)
         write_json(output / f"{name}.json", {**about, **content})
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads and checks the command line; raises `InputError` for what cannot be used."""
     parser = Parser(
         "experiments.convergence", "Trains with AdamW and with 1-bit Adam over several seeds, and draws both."
     )

@@ -77,8 +77,11 @@ def _decode(path: Path) -> str | None:
 
 
 def _split(documents: list[str]) -> Corpus:
-    """Holds out whole documents; with too few to choose from, the end of each one."""
-    documents = [document for document in documents if document.strip()]
+    """Holds out whole documents; with too few to choose from, the end of each one.
+
+    Blank ones and repetitions are dropped, so that nothing held out is trained on.
+    """
+    documents = list(dict.fromkeys(document for document in documents if document.strip()))
     if len(documents) >= HOLD_OUT_EVERY:
         kept = [text for index, text in enumerate(documents) if index % HOLD_OUT_EVERY]
         return Corpus(kept, documents[::HOLD_OUT_EVERY])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import mean, stdev
 
 from experiments.training import Outcome
@@ -40,20 +41,17 @@ class Finding:
     fewer_bytes_frozen: float | None
 
     @property
-    def title(self) -> str:
-        """The finding in one line."""
+    def claim(self) -> str:
+        """The finding in one line, about 1-bit Adam."""
+        if not isfinite(self.difference_percent):
+            return "diverged"
         if abs(self.difference_percent) <= _TOLERANCE_PERCENT:
             loss = f"same loss ({self.difference_percent:+.1f}%)"
         else:
             loss = f"{self.difference_percent:+.1f}% loss"
-        return f"1-bit Adam: {loss}, {self.fewer_bytes:.1f}x fewer bytes"
-
-    @property
-    def frozen_note(self) -> str:
-        """What a step saves once the variance is frozen."""
         if self.fewer_bytes_frozen is None:
-            return "it never froze its variance, so it never compressed"
-        return f"{self.fewer_bytes_frozen:.1f}x fewer bytes a step once its variance is frozen"
+            return f"{loss}, no fewer bytes: it never froze its variance"
+        return f"{loss}, {self.fewer_bytes:.1f}x fewer bytes, {self.fewer_bytes_frozen:.0f}x fewer once frozen"
 
 
 def compare(adamw: Sequence[Outcome], onebit_adam: Sequence[Outcome]) -> Finding:

@@ -19,7 +19,8 @@ _GATHER_BITS = 0x0102040810204080
 def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
     """Ways to copy `source` over `target`, each on as many threads as torch uses; the fastest is the yardstick.
 
-    numba's is there where numba is: it writes past the caches, and so does not first read what it overwrites.
+    Both are float32, whole blocks of 64 and 64-byte aligned, as torch allocates. The streaming copy needs numba: it
+    writes past the caches, and so does not first read what it overwrites.
     """
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads)

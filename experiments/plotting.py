@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from experiments.reporting import human_bytes
@@ -95,11 +95,16 @@ def draw_comparison(
     over_steps.set_ylabel(loss_name)
     over_steps.set_xlabel("steps")
     over_steps.set_xlim(left=0)
-    over_bytes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
-    _label_at_end(over_bytes, series)
     if all(one.bytes_sent[0] > 0 for one in series):
         over_bytes.set_xscale("log")
+        over_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        over_bytes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
+        over_bytes.xaxis.set_minor_formatter(NullFormatter())
+        # On the right, room for the last label.
+        sent = [one.bytes_sent for one in series]
+        over_bytes.set_xlim(min(one[0] for one in sent) / 1.3, 1.9 * max(one[-1] for one in sent))
         over_bytes.set_xlabel("sent by each rank (log scale)")
+        _label_ends(over_bytes, series)
         _measure_gap(over_bytes, series)
     else:
         over_bytes.set_xlabel("sent: nothing, by a single rank")
@@ -158,46 +163,49 @@ def _draw_reference(axes: Sequence[Axes], reference: Reference) -> None:
 def _limit_losses(panel: Axes, series: Sequence[Series], reference: Reference | None) -> None:
     """Leaves the first moments out, where the loss falls from a height that would flatten all the rest."""
     means = [one.losses.mean(axis=0) for one in series]
-    lowest = min(mean.min() for mean in means)
-    highest = max(np.quantile(mean, 0.95) for mean in means)
+    finite = [mean[np.isfinite(mean)] for mean in means if np.isfinite(mean).any()]
+    if not finite:
+        return
+    lowest = min(mean.min() for mean in finite)
+    highest = max(np.quantile(mean, 0.95) for mean in finite)
     if reference is not None:
         highest = max(highest, reference.loss)
     margin = 0.08 * (highest - lowest)
     panel.set_ylim(lowest - 2 * margin, highest + margin)
 
 
-def _label_at_end(panel: Axes, series: Sequence[Series]) -> None:
+def _label_ends(panel: Axes, series: Sequence[Series]) -> None:
     for one in series:
         panel.annotate(
             LABELS[one.optimizer],
             (one.bytes_sent[-1], one.losses[:, -1].mean()),
-            xytext=(0, 9),
+            xytext=(7, 0),
             textcoords="offset points",
-            ha="center",
+            va="center",
             color=COLOURS[one.optimizer],
             fontweight="bold",
         )
 
 
 def _measure_gap(panel: Axes, series: Sequence[Series]) -> None:
-    """An arrow from the most to the fewest bytes, with the factor between them."""
-    ends = sorted(series, key=lambda one: one.bytes_sent[-1])
+    """An arrow at the foot, from the most to the fewest bytes, with the factor between them."""
+    ends = sorted(one.bytes_sent[-1] for one in series)
     if len(ends) < 2:
         return
-    fewest, most = ends[0].bytes_sent[-1], ends[-1].bytes_sent[-1]
-    height = min(one.losses[:, -1].mean() for one in series)
+    across = panel.get_xaxis_transform()
     panel.annotate(
         "",
-        (fewest, height),
-        xytext=(most, height),
-        arrowprops={"arrowstyle": "->", "color": _QUIET, "shrinkA": 6, "shrinkB": 6},
+        (ends[0], 0.05),
+        xycoords=across,
+        xytext=(ends[-1], 0.05),
+        textcoords=across,
+        arrowprops={"arrowstyle": "->", "color": _QUIET, "shrinkA": 0, "shrinkB": 0},
     )
-    panel.annotate(
-        f"{most / fewest:.1f}x fewer bytes",
-        (np.sqrt(fewest * most), height),
-        xytext=(0, -12),
-        textcoords="offset points",
+    panel.text(
+        np.sqrt(ends[0] * ends[-1]),
+        0.07,
+        f"{ends[-1] / ends[0]:.1f}x fewer bytes",
+        transform=across,
         ha="center",
-        va="top",
         color=_QUIET,
     )

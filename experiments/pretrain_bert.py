@@ -112,7 +112,7 @@ def _write_results(runs: dict[str, Outcome], tokens: Tokens, settings: PretrainS
         sent = human_bytes(run.bytes_sent)
         print(f"{LABELS[name]}: validation loss {run.final_loss:.4f}, {sent} sent by each rank")
     if finding is not None:
-        print(f"{finding.title}; {finding.frozen_note}")
+        print(f"1-bit Adam: {finding.claim}")
     print(f"Written: {settings.output / _NAME}.json and .png", flush=True)
 
 
@@ -125,9 +125,7 @@ def _draw(
 ) -> None:
     millions = next(iter(runs.values())).parameters / 1e6
     subtitle = f"BERT-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}, on {ranks} ranks"
-    title = "BERT pretraining"
-    if finding is not None:
-        title, subtitle = finding.title, f"{subtitle}; {finding.frozen_note}"
+    title = "BERT pretraining" if finding is None else f"1-bit Adam: {finding.claim}"
     figure, axes = plotting.new_figure(1, title, subtitle)
     series = [plotting.Series.of(name, [run]) for name, run in runs.items()]
     reference = plotting.Reference(entropy, "guessing by token frequency")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import Parser, freeze_step, positive, rate
+from experiments.command_line import Parser, fraction, freeze_step, positive, rate, seed
 from experiments.corpus import Corpus, load
 from experiments.errors import InputError
 from experiments.results import RESULTS, check_writable
@@ -88,8 +88,6 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
         raise InputError(f"--warmup-steps {warmup} must be less than --steps {options.steps}")
     if options.sequence_length < _SHORTEST_SEQUENCE:
         raise InputError(f"--sequence-length {options.sequence_length} must be at least {_SHORTEST_SEQUENCE}")
-    if not 0 <= options.dropout < 1:
-        raise InputError(f"--dropout {options.dropout} must be at least 0 and less than 1")
     if options.corpus:
         load(options.corpus)
     check_writable(options.output, "--output")
@@ -132,16 +130,16 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="WordPieces to learn at most")
     data.add_argument("--sequence-length", type=positive, default=32, metavar="N", help="tokens a sequence")
     data.add_argument("--validation-sequences", type=positive, default=1024, metavar="N", help="held out, at most")
-    data.add_argument("--dropout", type=float, default=0.0, metavar="P", help="0 suits less than a pass over the text")
+    data.add_argument("--dropout", type=fraction, default=0.0, metavar="P", help="0 suits a single pass over the text")
     training = parser.add_argument_group("training")
     training.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS, help="in this order")
     training.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences a rank a step")
     training.add_argument("--steps", type=positive, default=4000, metavar="N", help="optimizer steps")
     training.add_argument("--warmup-steps", type=positive, metavar="N", help="of the learning rate; else a tenth")
-    training.add_argument("--lr", type=rate, default=2e-3, metavar="RATE", help="at its peak; it then falls to 0")
-    training.add_argument("--weight-decay", type=float, default=0.01, metavar="RATE", help="of matrices")
+    training.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="at its peak; it then falls to 0")
+    training.add_argument("--weight-decay", type=fraction, default=0.01, metavar="RATE", help="of matrices")
     training.add_argument("--freeze-step", type=freeze_step, default="auto", metavar="N", help="of 1-bit Adam")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, order and masks")
+    training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, order and masks")
     running = parser.add_argument_group("running")
     running.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {DEFAULT_RANKS}")
     running.add_argument("--evaluate-every", type=positive, metavar="N", help="steps; else a fiftieth of them")

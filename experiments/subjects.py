@@ -54,7 +54,7 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         plan=Plan(
             steps=3000,
             warmup_steps=300,
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             weight_decay=0.01,
             freeze_step="auto",
             evaluate_every=100,
@@ -76,9 +76,10 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         plan=Plan(
             steps=600,
             warmup_steps=60,
-            learning_rate=2e-3,
+            learning_rate=3e-3,
             weight_decay=0.01,
-            freeze_step="auto",
+            # Gradients shrink here as long as the loss falls towards zero: "auto" would wait for the end.
+            freeze_step=150,
             evaluate_every=20,
             seed=0,
         ),

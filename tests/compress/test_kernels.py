@@ -114,6 +114,24 @@ class TestCpuThreads:
         assert torch.equal(output, wanted)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_numba)])
+def test_any_alignment_will_do_on_a_cpu(codec: str, name: str) -> None:
+    backend = kernels.backends()[name]
+    payload, residual = torch.randn(2, 3 * 128)
+    aligned = uninitialised_packets(codec, 3, 128, 64, "cpu")
+    shifted = torch.empty(aligned.numel() + 1, dtype=torch.uint8)[1:].view(3, -1).copy_(aligned)
+    lost, shifted_lost = payload.clone(), torch.empty(3 * 128 + 1)[1:].copy_(payload)
+    backend.encode(codec, lost, residual, aligned, 370, 64)
+    backend.encode(codec, shifted_lost, torch.empty(3 * 128 + 3)[3:].copy_(residual), shifted, 370, 64)
+    assert torch.equal(aligned, shifted)
+    assert torch.equal(lost, shifted_lost)
+    mean, shifted_mean = torch.empty(128), torch.empty(128 + 1)[1:]
+    backend.decode_mean(codec, aligned, mean, 128, 64)
+    backend.decode_mean(codec, shifted, shifted_mean, 128, 64)
+    assert torch.equal(mean, shifted_mean)
+
+
 @needs_numba
 def test_kernels_compile_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.core.caching import CacheImpl

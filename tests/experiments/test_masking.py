@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -64,7 +65,7 @@ def test_a_batch_depends_on_seed_step_and_rank_only() -> None:
     first = batches.training(seed=3, step=7, rank=1, ranks=2, size=5)
     batches.training(seed=3, step=8, rank=1, ranks=2, size=5)
     repeated = again.training(seed=3, step=7, rank=1, ranks=2, size=5)
-    assert all(bool((a == b).all()) for a, b in zip(first, repeated, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, repeated, strict=True))
     for other in (
         {"seed": 4, "step": 7, "rank": 1},
         {"seed": 3, "step": 8, "rank": 1},
@@ -95,7 +96,7 @@ def _origin(inputs: Tensor, labels: Tensor) -> int:
 def test_validation_masks_never_change() -> None:
     batches = MaskedBatches(pack(tokens(1, 400).ravel().astype(np.int32), 12), VOCABULARY)
     whole, part = batches.fixed(range(10)), batches.fixed(range(4, 7))
-    assert all(bool((a[4:7] == b).all()) for a, b in zip(whole, part, strict=True))
+    assert all(torch.equal(a[4:7], b) for a, b in zip(whole, part, strict=True))
 
 
 def test_different_purposes_draw_differently() -> None:

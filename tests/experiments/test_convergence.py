@@ -1,0 +1,34 @@
+"""The convergence study in small: digits and two seeds, on ranks in threads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import convergence
+from thinwire.comm import threads
+
+
+def study(folder: Path, *arguments: str) -> None:
+    options = convergence.parse(["--task", "digits", "--output", str(folder), *arguments])
+    threads.run(lambda comm: convergence.study(comm, options), 2)
+
+
+def test_it_writes_every_curve_and_the_picture(tmp_path: Path) -> None:
+    study(tmp_path, "--seeds", "2", "--steps", "90")
+    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
+    digits = json.loads((tmp_path / "convergence.json").read_text())["tasks"]["digits"]
+    for runs in digits["runs"].values():
+        assert [run["seed"] for run in runs] == [0, 1]
+        assert all(run["curve"]["losses"][-1] < 0.5 * run["curve"]["losses"][0] for run in runs)
+    losses = [run["final_loss"] for run in digits["runs"]["adamw"]]
+    assert digits["finding"]["adamw_loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_tuning_compares_learning_rates(tmp_path: Path) -> None:
+    study(tmp_path, "--tune", "--steps", "10")
+    tuned = json.loads((tmp_path / "convergence_tuning.json").read_text())
+    assert len(tuned["final_loss_by_learning_rate"]["digits"]) > 2
+    assert not (tmp_path / "convergence.png").exists()
