@@ -52,9 +52,9 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     return Subject(
         task=MaskedLanguageTask(tokens, SIZES["tiny"], _SEQUENCES_A_RANK, dropout=0.0),
         plan=Plan(
-            steps=3000,
-            warmup_steps=300,
-            learning_rate=1e-3,
+            steps=2500,
+            warmup_steps=250,
+            learning_rate=2e-3,
             weight_decay=0.01,
             freeze_step="auto",
             evaluate_every=100,
@@ -78,8 +78,7 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
             warmup_steps=60,
             learning_rate=3e-3,
             weight_decay=0.01,
-            # Gradients shrink here as long as the loss falls towards zero: "auto" would wait for the end.
-            freeze_step=150,
+            freeze_step="auto",
             evaluate_every=20,
             seed=0,
         ),

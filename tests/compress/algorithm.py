@@ -45,9 +45,15 @@ class ReferenceExchange:
 
 
 class ReferenceOneBitAdam:
-    """1-bit Adam on one flat weight vector: plain Adam for `freeze_step` steps, then frozen variance."""
+    """1-bit Adam on one flat weight vector: plain Adam for `freeze_step` steps, then frozen variance.
 
-    def __init__(self, weights, world_size, *, lr, freeze_step, block_size, betas=(0.9, 0.999), eps=1e-8) -> None:
+    What is compressed is the paper's momentum, or the update: the momentum divided by √v + ε.
+    """
+
+    def __init__(
+        self, weights, world_size, *, lr, freeze_step, block_size, compress, betas=(0.9, 0.999), eps=1e-8
+    ) -> None:
+        self.compress = compress
         self.weights = np.array(weights, dtype=np.float64)
         self.lr, self.freeze_step, self.betas, self.eps = lr, freeze_step, betas, eps
         self.momentum = np.zeros_like(self.weights)
@@ -63,8 +69,12 @@ class ReferenceOneBitAdam:
             mean = gradients.mean(axis=0)
             self.momentum = beta1 * self.momentum + (1 - beta1) * mean
             self.variance = beta2 * self.variance + (1 - beta2) * mean**2
-        else:
-            self.momentum = self.exchange(beta1 * self.momentum + (1 - beta1) * gradients)
         corrected = self.variance / (1 - beta2 ** min(self.step_count, self.freeze_step))
-        update = self.momentum / (1 - beta1**self.step_count) / (np.sqrt(corrected) + self.eps)
+        denominator = np.sqrt(corrected) + self.eps
+        if self.step_count > self.freeze_step:
+            if self.compress == "update":
+                denominator = np.maximum(denominator, 0.1 * denominator[self.variance > 0].mean())
+            scale = denominator if self.compress == "update" else 1.0
+            self.momentum = scale * self.exchange((beta1 * self.momentum + (1 - beta1) * gradients) / scale)
+        update = self.momentum / (1 - beta1**self.step_count) / denominator
         self.weights -= self.lr * np.where(self.variance > 0, update, 0.0)

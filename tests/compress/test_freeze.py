@@ -35,16 +35,16 @@ def test_a_plateau_early_in_training_is_not_mistaken_for_settled() -> None:
     assert 600 < frozen_at < 900
 
 
-@pytest.mark.parametrize("factor", [0.99, 1.01])
+@pytest.mark.parametrize("factor", [0.98, 1.003])
 def test_a_moving_variance_does_not_freeze(factor) -> None:
     assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: factor**step, limit=3000) is None
 
 
 def test_late_in_a_long_run_it_is_the_papers_rule() -> None:
-    # It falls fast until step 6000, then by 3.9% in 1000 steps: within the paper's 4% once all of those 1000 are slow,
+    # It grows fast until step 6000, then by 4% in 1000 steps: within the paper's bound once all of those 1000 are slow,
     # which then has to hold for 1000 more.
     def norm(step):
-        return 0.99 ** min(step, 6000) * 0.961 ** (max(step - 6000, 0) / 1000)
+        return 1.01 ** min(step, 6000) * 1.04 ** (max(step - 6000, 0) / 1000)
 
     assert first_freeze(make_freeze_rule("auto", 0.999), norm) == 8000
 

@@ -37,20 +37,25 @@ def gradients_of(model, rank, step):
     return torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
 
 
+@pytest.mark.parametrize("compress", ["update", "momentum"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equals_the_algorithm_in_float64_over_100_steps(world_size) -> None:
+def test_equals_the_algorithm_in_float64_over_100_steps(world_size, compress) -> None:
     numel, steps, freeze_step, block_size = 300, 100, 20, 64
     rng = np.random.default_rng(world_size)
     start = rng.standard_normal(numel).astype(np.float32)
     gradients = (rng.standard_normal((steps, world_size, numel)) + 0.3).astype(np.float32)
     gradients[:, :, 7] = 0.0  # a coordinate whose variance stays 0
-    reference = ReferenceOneBitAdam(start, world_size, lr=1e-3, freeze_step=freeze_step, block_size=block_size)
+    reference = ReferenceOneBitAdam(
+        start, world_size, lr=1e-3, freeze_step=freeze_step, block_size=block_size, compress=compress
+    )
     for payloads in gradients:
         reference.step(payloads.astype(np.float64))
 
     def rank(comm):
         weight = nn.Parameter(torch.from_numpy(start.copy()))
-        optimizer = thinwire.OneBitAdam([weight], freeze_step=freeze_step, block_size=block_size, comm=comm)
+        optimizer = thinwire.OneBitAdam(
+            [weight], freeze_step=freeze_step, block_size=block_size, compress=compress, comm=comm
+        )
         for payloads in gradients:
             weight.grad = torch.from_numpy(payloads[comm.rank])
             optimizer.step()
@@ -112,6 +117,39 @@ def test_16_bit_parameters_keep_fp32_masters_and_agree(dtype) -> None:
     results = threads.run(rank, 2)
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1]
+
+
+def test_coordinates_with_a_small_variance_do_not_amplify_the_bits() -> None:
+    # In one block, gradients of very different size: the paper's momentum gives each the block's scale, and the small
+    # ones' weights fly; updates have one size.
+    sizes = torch.logspace(-4, 0, 64)
+
+    def farthest(comm, compress):
+        weight = nn.Parameter(torch.zeros(64))
+        optimizer = thinwire.OneBitAdam([weight], lr=1e-2, freeze_step=30, compress=compress, block_size=64, comm=comm)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(200):
+            weight.grad = sizes * (weight.detach() + 0.3 * torch.randn(64, generator=generator))
+            optimizer.step()
+        return weight.detach().abs().max().item()
+
+    for update, momentum in threads.run(lambda comm: (farthest(comm, "update"), farthest(comm, "momentum")), 2):
+        assert update < 1
+        assert momentum > 5 * update
+
+
+def test_a_unit_that_wakes_up_after_the_freeze_does_not_move_the_others() -> None:
+    def rank(comm):
+        weight = nn.Parameter(torch.zeros(128))
+        optimizer = thinwire.OneBitAdam([weight], lr=1e-2, freeze_step=30, block_size=64, comm=comm)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for step in range(80):
+            weight.grad = torch.randn(128, generator=generator)
+            weight.grad[5] *= 1e-12 if step < 30 else 1.0
+            optimizer.step()
+        return weight.detach().abs().max().item()
+
+    assert max(threads.run(rank, 2)) < 1
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16", "none"])

@@ -328,6 +328,7 @@ def test_a_rank_that_drops_a_step_alone_is_found_out_at_the_next() -> None:
         ({"freeze_step": -5}, ValueError, "freeze_step must be"),
         ({"freeze_step": 2.5}, ValueError, "freeze_step must be"),
         ({"freeze_step": "soon"}, ValueError, "freeze_step must be"),
+        ({"compress": "gradient"}, ValueError, "compress must be"),
         ({"codec": "topk"}, ValueError, "codec must be"),
         ({"block_size": 100}, ValueError, "block_size must be"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be"),

@@ -23,10 +23,12 @@ def through_a_file(state):
 
 @pytest.mark.parametrize("stop", [1, 10, 25])
 @pytest.mark.parametrize("freeze_step", [10, "auto"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_after_a_resume_are_bit_identical(stop, freeze_step, dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "compress"), [(torch.float32, "update"), (torch.float32, "momentum"), (torch.bfloat16, "update")]
+)
+def test_losses_after_a_resume_are_bit_identical(stop, freeze_step, dtype, compress) -> None:
     def rank(comm):
-        options = {"freeze_step": freeze_step, "bucket_bytes": 600, "betas": (0.9, 0.95)}
+        options = {"freeze_step": freeze_step, "bucket_bytes": 600, "compress": compress, "betas": (0.9, 0.95)}
         model = make_model(dtype=dtype)
         optimizer = make_optimizer(model, comm, **options)
         train(model, optimizer, range(stop))
@@ -136,6 +138,7 @@ def test_hyperparameters_of_groups_come_back() -> None:
         (lambda state: state.pop("thinwire"), "no 'thinwire' entry"),
         (lambda state: state["thinwire"].update(format=99), "has format 99"),
         (lambda state: state["thinwire"].update(codec="int8"), "saved with codec='int8'"),
+        (lambda state: state["thinwire"].update(compress="momentum"), "saved with compress='momentum'"),
         (lambda state: state["thinwire"].update(block_size=4096), "block_size=4096"),
         (lambda state: state["state"][2].update(exp_avg=torch.zeros(5)), r"parameter 2 has shape \(5,\)"),
     ],

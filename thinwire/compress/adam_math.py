@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AdamSettings", "frozen_update", "to_denominators", "variance_norm", "warmup_update"]
+__all__ = [
+    "AdamSettings",
+    "apply_updates",
+    "frozen_update",
+    "raise_smallest",
+    "to_denominators",
+    "variance_norm",
+    "warmup_update",
+]
+
+_SMALLEST_OF_MEAN = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,12 @@ def frozen_update(
     torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
 
 
+def apply_updates(weights: list[Tensor], updates: list[Tensor], settings: AdamSettings, step: int) -> None:
+    """w -= lr · û in place, with u = m / (√v + ε) already divided; weight decay is decoupled, as in AdamW."""
+    _decay(weights, settings)
+    torch._foreach_add_(weights, updates, alpha=-settings.lr / settings.first_correction(step))
+
+
 def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
     """Turn v, in place, into what the frozen stage divides by: √v̂ + ε, and infinity where v is 0.
 
@@ -82,6 +98,18 @@ def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) 
     _root(variances, settings, step)
     for denominator, mask in zip(variances, still, strict=True):
         denominator.masked_fill_(mask, float("inf"))
+
+
+def raise_smallest(denominators: list[Tensor]) -> None:
+    """Raise each tensor's denominators, in place, to a tenth of their mean; those that are infinite do not count.
+
+    A frozen variance next to nothing, of a unit that was asleep until the freeze, would otherwise turn the first
+    gradient after it into an update a million times the others', and with it the scale of its whole block.
+    """
+    for denominator in denominators:
+        finite = torch.isfinite(denominator)
+        mean = torch.where(finite, denominator, 0.0).sum() / finite.sum().clamp(min=1)
+        denominator.clamp_(min=_SMALLEST_OF_MEAN * mean)
 
 
 def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor:

@@ -23,10 +23,12 @@ __all__ = [
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_options(amsgrad: bool, bucket_bytes: int, warmup_wire: str) -> None:
+def check_options(amsgrad: bool, compress: str, bucket_bytes: int, warmup_wire: str) -> None:
     """Raise ValueError, naming what was given and what is expected, for options that cannot work."""
     if amsgrad:
         raise ValueError("amsgrad=True cannot work with a frozen variance: pass False, or use torch.optim.AdamW")
+    if compress not in ("update", "momentum"):
+        raise ValueError(f"compress must be 'update' or 'momentum', got {compress!r}")
     if not bucket_bytes >= 4:
         raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
     if warmup_wire not in ("fp32", "bf16"):

@@ -5,12 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.adam_math import AdamSettings, frozen_update, to_denominators, variance_norm, warmup_update
+from thinwire.compress.adam_math import (
+    AdamSettings,
+    apply_updates,
+    frozen_update,
+    raise_smallest,
+    to_denominators,
+    variance_norm,
+    warmup_update,
+)
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.freeze import FreezeRule
@@ -18,15 +27,18 @@ from thinwire.compress.parameters import ParameterTable
 from thinwire.compress.synchronizer import Bucket
 from thinwire.zero import BucketLayout, Slot
 
-__all__ = ["AdamBucket", "Cohort"]
+__all__ = ["AdamBucket", "Cohort", "Compressed"]
+
+Compressed = Literal["update", "momentum"]
 
 
 @dataclass
 class AdamBucket(Bucket):
     """A bucket with Adam's state: flat fp32 [padded_numel] each, of which every parameter sees its own view.
 
-    `second` holds the variance v in the warmup and, once frozen, the denominators √v̂ + ε. `still` marks the
-    coordinates that stay where they are once frozen; None where there are none.
+    `second` holds the variance v in the warmup and, once frozen, the denominators √v̂ + ε. `momentum` holds m or, once
+    frozen where updates are compressed, m / (√v̂ + ε). `still` marks the coordinates that stay where they are once
+    frozen; None where there are none.
     """
 
     cohort: Cohort
@@ -54,6 +66,7 @@ class Cohort:
         rule: FreezeRule,
         warmup_codec: Codec,
         codec: Codec,
+        compressed: Compressed,
         layouts: Sequence[BucketLayout],
         first_index: int,
     ) -> None:
@@ -64,22 +77,25 @@ class Cohort:
         self._comm = comm
         self._warmup_codec = warmup_codec
         self._codec = codec
+        self._compressed = compressed
         self.buckets = [self._make_bucket(index, layout) for index, layout in enumerate(layouts, first_index)]
 
     @torch.no_grad()
     def fill(self, bucket: AdamBucket, slot: Slot, gradient: Tensor | None, loss_scale: float | None) -> None:
-        """Write what a parameter sends: its gradient, or once frozen m_i = β₁ m + (1 - β₁) g_i.
+        """Write what a parameter sends: its gradient, or once frozen m_i = β₁ m + (1 - β₁) g_i, divided by √v̂ + ε where
+        updates are compressed.
 
         `gradient` None counts as zero. A gradient in the warmup is sent as it is, still times `loss_scale`.
         """
-        payload = bucket.exchange.payload[slot.offset : slot.offset + slot.numel]
+        place = slice(slot.offset, slot.offset + slot.numel)
+        payload = bucket.exchange.payload[place]
         if self.frozen_at is None:
             if gradient is None:
                 payload.zero_()
             else:
                 payload.copy_(gradient.reshape(-1))
             return
-        momentum = bucket.momentum[slot.offset : slot.offset + slot.numel]
+        momentum = bucket.momentum[place]
         beta1 = self._table.group(slot.parameter)["betas"][0]
         if gradient is None:
             torch.mul(momentum, beta1, out=payload)
@@ -89,9 +105,11 @@ class Cohort:
             flat = payload.copy_(flat)
             if loss_scale is not None:
                 flat.div_(loss_scale)
+        if self._compressed == "update":
+            flat = torch.div(flat, bucket.second[place], out=payload)
         torch.lerp(momentum, flat, 1 - beta1, out=payload)
         if bucket.still is not None:
-            payload.masked_fill_(bucket.still[slot.offset : slot.offset + slot.numel], 0.0)
+            payload.masked_fill_(bucket.still[place], 0.0)
 
     def update(self, absent: frozenset[int], loss_scale: float | None) -> None:
         """Apply what the exchanges of this step brought; `absent` parameters had no gradient on any rank."""
@@ -137,13 +155,13 @@ class Cohort:
             bucket.exchange.commit()
             bucket.hold_still()
         for settings, members in self._by_group():
-            frozen_update(
-                [self._table.weight(slot.parameter) for _, slot in members],
-                [self._view(bucket.momentum, slot) for bucket, slot in members],
-                [self._view(bucket.second, slot) for bucket, slot in members],
-                settings,
-                self.steps,
-            )
+            weights = [self._table.weight(slot.parameter) for _, slot in members]
+            momenta = [self._view(bucket.momentum, slot) for bucket, slot in members]
+            if self._compressed == "update":
+                apply_updates(weights, momenta, settings, self.steps)
+            else:
+                denominators = [self._view(bucket.second, slot) for bucket, slot in members]
+                frozen_update(weights, momenta, denominators, settings, self.steps)
             for _, slot in members:
                 self._table.publish(slot.parameter)
 
@@ -155,6 +173,9 @@ class Cohort:
             if mask is not None:
                 for denominator in denominators:
                     denominator.masked_fill_(mask.to(denominator.device) == 0, float("inf"))
+            if self._compressed == "update":
+                raise_smallest(denominators)
+                torch._foreach_div_([self._view(bucket.momentum, slot) for bucket, slot in members], denominators)
             for _, slot in members:
                 state = self._table.state(slot.parameter)
                 state["denominator"] = state.pop("exp_avg_sq")

@@ -46,13 +46,14 @@ class SettledVariance:
     """Freeze once the learning rate has stopped rising and the variance has settled, and stays settled for a while.
 
     Tang et al. 2021 (1-bit Adam): freeze when ‖v_{t-Δ}‖₁ / ‖v_t‖₁ ≥ 0.96 with Δ = 1/(1-β₂), after the
-    learning-rate warmup. Here the ratio is the smaller norm over the larger, v is bias-corrected, and
-    Δ = min(1/(1-β₂), max(20, t/5)), so that a run of a few hundred steps can freeze too; from step 5/(1-β₂) on it is
-    the paper's ratio. With so short a Δ a plateau early in training looks settled, so the ratio has to hold for
-    min(1/(1-β₂), max(50, t/3)) steps.
+    learning-rate warmup. Here v is bias-corrected and Δ = min(1/(1-β₂), max(20, t/5)), so that a run of a few hundred
+    steps can freeze too; from step 5/(1-β₂) on it is the paper's ratio. A variance that shrinks only makes steps come
+    out smaller: up to 15% over Δ is allowed, which a run whose loss goes to zero needs. With so short a Δ a plateau
+    early in training looks settled, so the ratio has to hold for min(1/(1-β₂), max(50, t/3)) steps.
     """
 
-    _RATIO = 0.96
+    _MOST_GROWTH = 1 / 0.96
+    _MOST_SHRINKAGE = 0.85
     _EVERY = 10  # steps between two looks at the variance, each a pass over v and a device synchronisation
     _SHORTEST_DELTA = 20
     _SHORTEST_HOLD = 50
@@ -86,8 +87,7 @@ class SettledVariance:
             return False
         reference = self._norms[max(earlier)]
         self._norms = {seen: value for seen, value in self._norms.items() if seen >= max(earlier)}
-        largest = max(norm, reference)
-        return largest > 0 and min(norm, reference) / largest >= self._RATIO
+        return reference > 0 and self._MOST_SHRINKAGE <= norm / reference <= self._MOST_GROWTH
 
     def state(self) -> dict[str, Any]:
         """See FreezeRule."""

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.compress import agreement, state_io
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
-from thinwire.compress.cohort import AdamBucket, Cohort
+from thinwire.compress.cohort import AdamBucket, Cohort, Compressed
 from thinwire.compress.ddp_hook import leave_gradients_alone
 from thinwire.compress.freeze import make_freeze_rule
 from thinwire.compress.parameters import ParameterTable
@@ -36,7 +36,8 @@ class OneBitAdam(torch.optim.Optimizer):
     Swap the class and delete the DDP wrapper: gradients leave during `backward()`, bucket by bucket, and `step()`
     applies what every rank then holds, bit for bit the same. In the warmup it is AdamW on exactly averaged
     gradients; from the freeze on, the variance stays and the ranks exchange the momentum through `codec`, with error
-    feedback on both legs (Algorithm 1). Single process, torchrun, mpirun and srun need no change to the script.
+    feedback on both legs (Algorithm 1), divided by the frozen √v + ε unless `compress="momentum"`. Single process,
+    torchrun, mpirun and srun need no change to the script.
 
     Args:
         params: parameters or groups, fp32, bf16 or fp16, on one device; the same on every rank. 16-bit parameters get
@@ -50,7 +51,9 @@ class OneBitAdam(torch.optim.Optimizer):
         amsgrad: must be False; a frozen variance has no maximum to keep.
         comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
         comm_backend_name: "nccl", "gloo" or "mpi", where `comm` is not given and the choice must not be automatic.
-        codec: what the frozen stage sends: "sign1" (1 bit), "int8", "bf16" or "none".
+        compress: what the frozen stage compresses: "update" m / (√v + ε), or as in the paper "momentum" m, whose bits a
+            coordinate with a small variance amplifies (docs/design.md has the measurements).
+        codec: how: "sign1" (1 bit), "int8", "bf16" or "none".
         block_size: elements that share one scale, a multiple of 64.
         bucket_bytes: fp32 bytes of gradients that leave together.
         warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" sends half the bytes.
@@ -81,6 +84,7 @@ class OneBitAdam(torch.optim.Optimizer):
         amsgrad: bool = False,
         comm: communication.Communicator | None = None,
         comm_backend_name: Literal["nccl", "gloo", "mpi"] | None = None,
+        compress: Compressed = "update",
         codec: CodecName = "sign1",
         block_size: int = DEFAULT_BLOCK_SIZE,
         bucket_bytes: int = _BUCKET_BYTES,
@@ -94,10 +98,11 @@ class OneBitAdam(torch.optim.Optimizer):
             "bias_correction": bias_correction,
             "eps_inside_sqrt": eps_inside_sqrt,
         }
-        agreement.check_options(amsgrad, bucket_bytes, warmup_wire)
+        agreement.check_options(amsgrad, compress, bucket_bytes, warmup_wire)
         agreement.check_group(defaults)
         make_freeze_rule(freeze_step, betas[1])
         self._freeze_step = freeze_step
+        self._compressed: Compressed = compress
         self._codec = make_codec(codec, block_size)
         self._warmup_codec = make_codec("none" if warmup_wire == "fp32" else "bf16", block_size)
         self.comm = comm if comm is not None else communication.init(backend=comm_backend_name)
@@ -119,6 +124,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self.bytes_uncompressed = 0
         self._agreed_settings = {
             "freeze_step": freeze_step,
+            "compress": compress,
             "codec": codec,
             "block_size": block_size,
             "bucket_bytes": bucket_bytes,
@@ -233,7 +239,8 @@ class OneBitAdam(torch.optim.Optimizer):
         """The state of this rank, error-feedback residuals included: every rank saves its own.
 
         Beside torch's `state` and `param_groups` there is `thinwire`, with the buckets, their residuals and counters.
-        Parameters' states hold `exp_avg` and `exp_avg_sq`, or `denominator` once frozen, as views of flat buckets.
+        Parameters' states hold `exp_avg` and `exp_avg_sq`, or `denominator` once frozen, as views of flat buckets; once
+        frozen with `compress="update"`, `exp_avg` is divided by `denominator`.
         """
         state = super().state_dict()
         state["thinwire"] = state_io.save(self)
@@ -263,7 +270,16 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def _make_cohort(self, layouts: Sequence[BucketLayout], first_index: int) -> list[Bucket]:
         rule = make_freeze_rule(self._freeze_step, max(group["betas"][1] for group in self.param_groups))
-        cohort = Cohort(self._table, self._exchange_comm, rule, self._warmup_codec, self._codec, layouts, first_index)
+        cohort = Cohort(
+            self._table,
+            self._exchange_comm,
+            rule,
+            self._warmup_codec,
+            self._codec,
+            self._compressed,
+            layouts,
+            first_index,
+        )
         self._cohorts.append(cohort)
         return list(cohort.buckets)
 

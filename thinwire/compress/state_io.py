@@ -26,9 +26,17 @@ def save(optimizer: OneBitAdam) -> dict[str, Any]:
         "bytes_sent": optimizer.bytes_sent,
         "bytes_uncompressed": optimizer.bytes_uncompressed,
         "loss_scale": optimizer._loss_scale,
+        **_settings(optimizer),
+        "cohorts": [_save_cohort(cohort) for cohort in optimizer._cohorts],
+    }
+
+
+def _settings(optimizer: OneBitAdam) -> dict[str, Any]:
+    """What must be as it was for residuals and momenta to keep their meaning."""
+    return {
+        "compress": optimizer._compressed,
         "codec": optimizer._codec.name,
         "block_size": optimizer._codec.block_size,
-        "cohorts": [_save_cohort(cohort) for cohort in optimizer._cohorts],
     }
 
 
@@ -58,12 +66,12 @@ def check(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
         )
     if ours["format"] != _FORMAT:
         raise ValueError(f"this state_dict has format {ours['format']}, this thinwire reads format {_FORMAT}")
-    saved, mine = (ours["codec"], ours["block_size"]), (optimizer._codec.name, optimizer._codec.block_size)
-    if saved != mine:
-        raise ValueError(
-            f"this state_dict was saved with codec={saved[0]!r}, block_size={saved[1]}; this optimizer has "
-            f"codec={mine[0]!r}, block_size={mine[1]}. Build it with the same"
-        )
+    for name, mine in _settings(optimizer).items():
+        if ours[name] != mine:
+            raise ValueError(
+                f"this state_dict was saved with {name}={ours[name]!r}; this optimizer has {name}={mine!r}. Build it "
+                "with the same"
+            )
     parameters = optimizer._table.parameters
     for index, entry in state_dict["state"].items():
         if index >= len(parameters) or entry.get("exp_avg", parameters[index]).shape != parameters[index].shape:
