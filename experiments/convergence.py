@@ -28,7 +28,7 @@ __all__ = ["main", "parse", "study"]
 
 _NAME = "convergence"
 _DEFAULT_RANKS = 4
-_RATES_TO_TRY = (1e-3, 2e-3, 4e-3)
+_RATES_TO_TRY = (5e-4, 1e-3, 2e-3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         plan=Plan(
             steps=2500,
             warmup_steps=250,
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             weight_decay=0.01,
             freeze_step="auto",
             evaluate_every=100,

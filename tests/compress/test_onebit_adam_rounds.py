@@ -212,6 +212,21 @@ def test_a_scaler_gives_the_weights_of_no_scaler(freeze_step) -> None:
     threads.run(rank, 2)
 
 
+def test_an_overflow_that_other_ranks_scalers_cannot_see_is_an_error_on_every_rank() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_optimizer(model, comm)
+        scaler = torch.amp.GradScaler("cpu")
+        before = weights(model).clone()
+        loss = model[:2](torch.randn(4, 6)).sum() * (float("inf") if comm.rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        with pytest.raises(RuntimeError, match=r"overflowed on ranks \[1\].*took no part in"):
+            scaler.step(optimizer)
+        return torch.equal(before, weights(model))
+
+    assert threads.run(rank, 2) == [True, True]
+
+
 def test_unscaling_before_step_is_an_error_that_says_what_to_do() -> None:
     def rank(comm):
         model = make_model()

@@ -176,7 +176,15 @@ class OneBitAdam(torch.optim.Optimizer):
                 loss = closure()
         loss_scale = self._present_loss_scale()
         self._check_gradients_untouched(scaled=loss_scale is not None)
+        scaler_has_seen = self._synchronizer.finished or loss_scale is None
         outcome = self._synchronizer.finish()
+        if not outcome.finite and not scaler_has_seen:
+            self._synchronizer.end_round()
+            raise RuntimeError(
+                f"a gradient overflowed on ranks {list(outcome.guilty)} in a step that some parameters took no part in, "
+                "so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
+                "parameter a gradient in each backward, or train in bf16 without a GradScaler"
+            )
         if loss_scale != self._loss_scale:
             self._loss_scale = loss_scale
             if outcome.finite and self.freeze_step_taken is not None:

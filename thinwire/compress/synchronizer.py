@@ -127,6 +127,11 @@ class GradientSynchronizer:
         return bool(self._arrived)
 
     @property
+    def finished(self) -> bool:
+        """Whether `finish` has been called in this round, as the end of a backward that reached everything does."""
+        return self._round is not None
+
+    @property
     def changed_gradients(self) -> list[int]:
         """Parameters whose `.grad` somebody changed, or dropped, after it had been taken into this round."""
         return [

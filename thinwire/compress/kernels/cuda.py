@@ -62,12 +62,13 @@ def _run(launch: Launch, device: torch.device) -> None:
         return
     stream = torch.cuda.current_stream(device)
     with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream, device.index):
-        function = _function(launch.codec, launch.function, launch.block_size)
+        function = _function(launch.codec, launch.function, launch.block_size, device.index)
         function((launch.grid,), (launch.threads,), tuple(map(np.int64, launch.arguments)))
 
 
 @functools.cache
-def _function(codec: str, name: str, block_size: int) -> Any:
-    """Compiled kernel; cupy compiles it for each device it meets and keeps the result on disk."""
+def _function(codec: str, name: str, block_size: int, device_index: int) -> Any:
+    """Compiled kernel, loaded on the current device, which is the given one; cupy keeps the compilation on disk."""
+    del device_index  # a part of the cache's key: a loaded module belongs to one device
     module = cupy.RawModule(code=source_text(codec), options=compile_options(block_size), backend="nvrtc")
     return module.get_function(name)
