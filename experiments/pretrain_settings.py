@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
             warmup_steps=warmup,
             learning_rate=options.lr,
             weight_decay=options.weight_decay,
-            freeze_step=options.freeze_step,
+            freeze_step=options.freeze_step or max(1, options.steps // 5),
             evaluate_every=options.evaluate_every or max(1, options.steps // 50),
             seed=options.seed,
         ),
@@ -138,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--warmup-steps", type=positive, metavar="N", help="of the learning rate; else a tenth")
     training.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="at its peak; it then falls to 0")
     training.add_argument("--weight-decay", type=fraction, default=0.01, metavar="RATE", help="of matrices")
-    training.add_argument("--freeze-step", type=freeze_step, default="auto", metavar="N", help="of 1-bit Adam")
+    training.add_argument(
+        "--freeze-step", type=freeze_step, metavar="N", help="of 1-bit Adam, or auto; else a fifth of the steps"
+    )
     training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, order and masks")
     running = parser.add_argument_group("running")
     running.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {DEFAULT_RANKS}")

@@ -26,7 +26,7 @@ class Subject:
 
     Attributes:
         task: what is learned.
-        plan: for the first seed; the learning rate is the best of those tried for AdamW.
+        plan: for the first seed, and both optimizers.
         rank_items: units that a rank reads in a step.
         unit: what they are.
         description: for the picture.
@@ -56,7 +56,7 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
             warmup_steps=250,
             learning_rate=1e-3,
             weight_decay=0.01,
-            freeze_step="auto",
+            freeze_step=500,
             evaluate_every=100,
             seed=0,
         ),
@@ -76,9 +76,9 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         plan=Plan(
             steps=600,
             warmup_steps=60,
-            learning_rate=3e-3,
+            learning_rate=1e-3,
             weight_decay=0.01,
-            freeze_step="auto",
+            freeze_step=200,
             evaluate_every=20,
             seed=0,
         ),

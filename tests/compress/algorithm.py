@@ -73,7 +73,7 @@ class ReferenceOneBitAdam:
         denominator = np.sqrt(corrected) + self.eps
         if self.step_count > self.freeze_step:
             if self.compress == "update":
-                denominator = np.maximum(denominator, 0.1 * denominator[self.variance > 0].mean())
+                denominator = np.maximum(denominator, 0.01 * denominator[self.variance > 0].mean())
             scale = denominator if self.compress == "update" else 1.0
             self.momentum = scale * self.exchange((beta1 * self.momentum + (1 - beta1) * gradients) / scale)
         update = self.momentum / (1 - beta1**self.step_count) / denominator

@@ -19,7 +19,7 @@ __all__ = [
     "warmup_update",
 ]
 
-_SMALLEST_OF_MEAN = 0.1
+_SMALLEST_OF_MEAN = 0.01
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) 
 
 
 def raise_smallest(denominators: list[Tensor]) -> None:
-    """Raise each tensor's denominators, in place, to a tenth of their mean; those that are infinite do not count.
+    """Raise each tensor's denominators, in place, to a hundredth of their mean; those that are infinite do not count.
 
     A frozen variance next to nothing, of a unit that was asleep until the freeze, would otherwise turn the first
     gradient after it into an update a million times the others', and with it the scale of its whole block.
@@ -112,10 +112,9 @@ def raise_smallest(denominators: list[Tensor]) -> None:
         denominator.clamp_(min=_SMALLEST_OF_MEAN * mean)
 
 
-def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor:
-    """The 1-norm of the bias-corrected variance, a float64 scalar."""
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(variances, 1)])
-    return norms.sum() / (1 - settings.beta2**step)
+def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor | float:
+    """The 1-norm of the bias-corrected variance, a float64 scalar, summed in float64."""
+    return sum(variance.sum(dtype=torch.float64) for variance in variances) / (1 - settings.beta2**step)
 
 
 def _decay(weights: list[Tensor], settings: AdamSettings) -> None:

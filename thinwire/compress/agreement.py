@@ -3,6 +3,7 @@ the same ones. Checked at construction, on every rank, so that no collective can
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ __all__ = [
     "check_group",
     "check_options",
     "check_parameters",
+    "check_same_freeze",
     "check_same_on_every_rank",
+    "raise_together",
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,6 +78,29 @@ def check_parameters(parameters: Sequence[Tensor]) -> None:
             )
 
 
+def raise_together(comm: Communicator, error: Exception | None) -> None:
+    """Raise `error` where there is one, and on other ranks a ValueError that says which rank had which. Collective."""
+    messages = comm.all_gather_bytes(b"" if error is None else f"{type(error).__name__}: {error}".encode())
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message:
+            raise ValueError(f"rank {rank} could not build its optimizer: {message.decode()}")
+
+
+def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequence[float]) -> None:
+    """Raise ValueError on every rank unless all come to the same decision from the same learning rates. Collective."""
+    answers = comm.all_gather_bytes(json.dumps([reached, list(learning_rates)]).encode())
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            theirs, first = json.loads(answer), json.loads(answers[0])
+            raise ValueError(
+                f"rank {rank} has learning rates {theirs[1]} and {'freezes' if theirs[0] else 'does not freeze'}, "
+                f"rank 0 has {first[1]} and {'freezes' if first[0] else 'does not'}: every rank must use the same "
+                "learning rates. A scheduler that looks at the loss must look at the average over the ranks"
+            )
+
+
 def check_same_on_every_rank(
     comm: Communicator,
     parameters: Sequence[Tensor],
@@ -86,8 +112,7 @@ def check_same_on_every_rank(
     Learning rates are compared too: ranks that step differently drift apart without an error.
     """
     hyperparameters = [
-        {name: float(value) if name == "lr" else value for name, value in group.items() if name in _COMPARED}
-        for group in groups
+        {name: _comparable(name, value) for name, value in group.items() if name in _COMPARED} for group in groups
     ]
     mine = {
         "parameters": [[list(parameter.shape), str(parameter.dtype)] for parameter in parameters],
@@ -105,7 +130,13 @@ def check_same_on_every_rank(
     )
 
 
-_COMPARED = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt")
+_COMPARED = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "exp_avg_mask")
+
+
+def _comparable(name: str, value: Any) -> Any:
+    if name == "exp_avg_mask" and value is not None:
+        return [list(value.shape), hashlib.sha256((value != 0).cpu().numpy().tobytes()).hexdigest()]
+    return float(value) if name == "lr" else value
 
 
 def _first_difference(left: dict[str, Any], right: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.compress import agreement
 from thinwire.compress.adam_math import (
     AdamSettings,
     apply_updates,
@@ -109,7 +110,8 @@ class Cohort:
             flat = torch.div(flat, bucket.second[place], out=payload)
         torch.lerp(momentum, flat, 1 - beta1, out=payload)
         if bucket.still is not None:
-            payload.masked_fill_(bucket.still[place], 0.0)
+            # A product and not a fill: an infinite gradient must become NaN, which every rank sees, and not 0.
+            payload.mul_(bucket.still[place].logical_not())
 
     def update(self, absent: frozenset[int], loss_scale: float | None) -> None:
         """Apply what the exchanges of this step brought; `absent` parameters had no gradient on any rank."""
@@ -117,7 +119,10 @@ class Cohort:
         if self.frozen_at is None:
             self._warmup_step(absent, loss_scale)
             rates = [float(group["lr"]) for group in self._table.groups()]
-            if self.rule.reached(self.steps, rates, self._variance_norm):
+            reached = self.rule.reached(self.steps, rates, self._variance_norm)
+            if self.rule.looks_at(self.steps):
+                agreement.check_same_freeze(self._comm, reached, rates)
+            if reached:
                 self._freeze()
         else:
             self._frozen_step()
@@ -154,7 +159,8 @@ class Cohort:
             bucket.exchange.read(bucket.momentum)
             bucket.exchange.commit()
             bucket.hold_still()
-        for settings, members in self._by_group():
+        for settings, everyone in self._by_group():
+            members = [(b, slot) for b, slot in everyone if self._table.parameters[slot.parameter].requires_grad]
             weights = [self._table.weight(slot.parameter) for _, slot in members]
             momenta = [self._view(bucket.momentum, slot) for bucket, slot in members]
             if self._compressed == "update":

@@ -49,6 +49,10 @@ class CompressionState:
         """Bytes this rank has sent, headers, scales and padding included."""
         return self.comm.traffic.bytes_sent
 
+    def close(self) -> None:
+        """Release the communicator, on every rank; the hook cannot be used afterwards."""
+        self.comm.close()
+
     def send(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start averaging this bucket and move the earlier ones on; the last bucket of a step completes all."""
         gradients = bucket.buffer()
@@ -79,6 +83,9 @@ class CompressionState:
             gradients.copy_(average[: exchange.numel])
             future.set_result(gradients)
         self.step += 1
+        if self.step == 1:
+            # DDP lays its buckets anew after its first backward: residuals would belong to other parameters.
+            self._exchanges.clear()
 
     def _exchange(self, index: int, gradients: Tensor) -> Exchange:
         codec = self._exact if self.step < self._start_step else self._codec

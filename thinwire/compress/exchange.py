@@ -20,11 +20,13 @@ __all__ = ["Exchange", "Outcome"]
 class Outcome:
     """What the headers of one exchange said, the same on every rank.
 
-    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter.
+    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
+    some rank has a trainable parameter that lies in no bucket yet.
     """
 
     finite: bool
     incomplete: bool
+    unplaced: bool
 
 
 class Exchange:
@@ -110,7 +112,7 @@ class Exchange:
         flags = Flags.NONE
         for leg in self._headers:
             flags |= check_headers(leg, self._expected)
-        return Outcome(finite=Flags.NON_FINITE not in flags, incomplete=Flags.INCOMPLETE in flags)
+        return Outcome(Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags)
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""

@@ -1,5 +1,6 @@
 """When 1-bit Adam freezes its variance: at a given step, or when the variance has settled.
-The decision uses only what is identical on every rank, so that no rank has to ask another."""
+The decision uses what is the same on every rank; the ranks compare it at every look all the same, since a learning
+rate that differs would let one of them freeze alone."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ class FreezeRule(Protocol):
     def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
         """Whether to freeze after warmup step `step` (from 1 on); `variance_norm` computes the bias-corrected
         1-norm of v when called."""
+
+    def looks_at(self, step: int) -> bool:
+        """Whether the answer for `step` depends on more than the step: the ranks then compare theirs."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
@@ -32,6 +36,10 @@ class FixedFreeze:
     def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
         """See FreezeRule."""
         return step >= self._freeze_step
+
+    def looks_at(self, step: int) -> bool:
+        """See FreezeRule."""
+        return False
 
     def state(self) -> dict[str, Any]:
         """See FreezeRule."""
@@ -78,6 +86,10 @@ class SettledVariance:
         if self._settled_since is None:
             self._settled_since = step
         return step - self._settled_since >= min(self._memory, max(self._SHORTEST_HOLD, step / 3))
+
+    def looks_at(self, step: int) -> bool:
+        """See FreezeRule."""
+        return step % self._EVERY == 0
 
     def _looks_settled(self, step: int, norm: float) -> bool:
         self._norms[step] = norm

@@ -98,17 +98,24 @@ class OneBitAdam(torch.optim.Optimizer):
             "bias_correction": bias_correction,
             "eps_inside_sqrt": eps_inside_sqrt,
         }
-        agreement.check_options(amsgrad, compress, bucket_bytes, warmup_wire)
-        agreement.check_group(defaults)
-        make_freeze_rule(freeze_step, betas[1])
+        self._table = ParameterTable(self)
+        error: Exception | None = None
+        try:
+            agreement.check_options(amsgrad, compress, bucket_bytes, warmup_wire)
+            agreement.check_group(defaults)
+            make_freeze_rule(freeze_step, betas[1])
+            make_codec(codec, block_size)
+            super().__init__(params, defaults)
+        except (ValueError, TypeError) as raised:
+            error = raised
+        self.comm = comm if comm is not None else communication.init(backend=comm_backend_name)
+        agreement.raise_together(self.comm, error)
         self._freeze_step = freeze_step
         self._compressed: Compressed = compress
         self._codec = make_codec(codec, block_size)
         self._warmup_codec = make_codec("none" if warmup_wire == "fp32" else "bf16", block_size)
-        self.comm = comm if comm is not None else communication.init(backend=comm_backend_name)
         self._exchange_comm = self.comm.duplicate()
         self._bytes_before_resume = 0
-        self._table = ParameterTable(self)
         self._synchronizer = GradientSynchronizer(
             self.comm,
             self._table,
@@ -119,7 +126,6 @@ class OneBitAdam(torch.optim.Optimizer):
         )
         self._cohorts: list[Cohort] = []
         self._loss_scale: float | None = None
-        self._ddp: DistributedDataParallel | None = None
         self.skipped_steps = 0
         self.bytes_uncompressed = 0
         self._agreed_settings = {
@@ -130,7 +136,6 @@ class OneBitAdam(torch.optim.Optimizer):
             "bucket_bytes": bucket_bytes,
             "warmup_wire": warmup_wire,
         }
-        super().__init__(params, defaults)
         self._adopt_new_parameters()
 
     # What it reports
@@ -178,11 +183,11 @@ class OneBitAdam(torch.optim.Optimizer):
         self._check_gradients_untouched(scaled=loss_scale is not None)
         scaler_has_seen = self._synchronizer.finished or loss_scale is None
         outcome = self._synchronizer.finish()
-        if not outcome.finite and not scaler_has_seen:
+        if not scaler_has_seen and 0 < len(outcome.guilty) < self.comm.size:
             self._synchronizer.end_round()
             raise RuntimeError(
-                f"a gradient overflowed on ranks {list(outcome.guilty)} in a step that some parameters took no part in, "
-                "so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
+                f"a gradient overflowed on ranks {list(outcome.guilty)} in a step that some parameters took no part "
+                "in, so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
                 "parameter a gradient in each backward, or train in bf16 without a GradScaler"
             )
         if loss_scale != self._loss_scale:
@@ -240,8 +245,11 @@ class OneBitAdam(torch.optim.Optimizer):
             )
         ddp_model.register_comm_hook(None, leave_gradients_alone)
         self._synchronizer.follow(lambda: bool(ddp_model.require_backward_grad_sync))
-        self._ddp = ddp_model
         return self
+
+    def close(self) -> None:
+        """Release the communicator, on every rank; the optimizer cannot step afterwards."""
+        self._exchange_comm.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, error-feedback residuals included: every rank saves its own.
@@ -265,11 +273,16 @@ class OneBitAdam(torch.optim.Optimizer):
         state_io.load(self, state_dict)
 
     def _adopt_new_parameters(self) -> None:
-        for group in self.param_groups:
-            agreement.check_group(group)
         new = self._table.new_parameters()
         tensors = [parameter for parameter, _ in new]
-        agreement.check_parameters([*self._table.parameters, *tensors])
+        error: Exception | None = None
+        try:
+            for group in self.param_groups:
+                agreement.check_group(group)
+            agreement.check_parameters([*self._table.parameters, *tensors])
+        except (ValueError, TypeError) as raised:
+            error = raised
+        agreement.raise_together(self.comm, error)
         agreement.check_same_on_every_rank(self.comm, tensors, self.param_groups, self._agreed_settings)
         agreement.broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:
@@ -318,8 +331,8 @@ class OneBitAdam(torch.optim.Optimizer):
         return None if grad_scale is None else float(grad_scale)
 
     def _check_gradients_untouched(self, scaled: bool) -> None:
-        # GradScaler's check for infinities and DDP's bucket views write gradients back without changing them.
-        if scaled or self._ddp is not None or not self._synchronizer.in_round:
+        # GradScaler's check for infinities writes gradients back without changing them.
+        if scaled or not self._synchronizer.in_round:
             return
         if changed := self._synchronizer.changed_gradients:
             raise RuntimeError(

@@ -32,6 +32,7 @@ class Flags(IntFlag):
     NONE = 0
     NON_FINITE = 1  # the owner's average is not finite: every rank skips this step
     INCOMPLETE = 2  # a parameter of this bucket had no gradient on the sender
+    UNPLACED = 4  # the sender has a trainable parameter that lies in no bucket yet
 
 
 class PacketError(CommunicationError):

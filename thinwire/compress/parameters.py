@@ -22,6 +22,7 @@ class ParameterTable:
         self.parameters: list[Tensor] = []
         self._optimizer = optimizer
         self._group_numbers: list[int] = []
+        self._published: list[int] = []  # versions: a parameter changed since by somebody else outdates its master
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -39,6 +40,7 @@ class ParameterTable:
         """Give `parameter` the next number."""
         self.parameters.append(parameter)
         self._group_numbers.append(group_number)
+        self._published.append(parameter._version)
         self.make_master(len(self) - 1)
 
     def make_master(self, index: int) -> None:
@@ -46,6 +48,7 @@ class ParameterTable:
         parameter = self.parameters[index]
         if parameter.dtype != torch.float32:
             self.state(index)["master"] = parameter.detach().float().clone()
+            self._published[index] = parameter._version
 
     def group_number(self, index: int) -> int:
         """Which parameter group it is in."""
@@ -66,6 +69,8 @@ class ParameterTable:
 
     def weight(self, index: int) -> Tensor:
         """What updates are applied to: the fp32 master where there is one, else the parameter."""
+        if "master" in self.state(index) and self.parameters[index]._version != self._published[index]:
+            self.make_master(index)  # weights were loaded into the model since
         master: Tensor = self.state(index).get("master", self.parameters[index])
         return master
 
@@ -74,6 +79,7 @@ class ParameterTable:
         weight = self.weight(index)
         if weight is not self.parameters[index]:
             self.parameters[index].copy_(weight)
+            self._published[index] = self.parameters[index]._version
 
     def name(self, index: int) -> str:
         """How an error message calls it."""

@@ -73,11 +73,16 @@ def check(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
                 "with the same"
             )
     parameters = optimizer._table.parameters
-    for index, entry in state_dict["state"].items():
-        if index >= len(parameters) or entry.get("exp_avg", parameters[index]).shape != parameters[index].shape:
-            given = tuple(entry["exp_avg"].shape)
-            wanted = tuple(parameters[index].shape) if index < len(parameters) else "no such parameter"
-            raise ValueError(f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}")
+    for index in (
+        index for cohort in ours["cohorts"] for bucket in cohort["buckets"] for index in bucket["parameters"]
+    ):
+        entry = state_dict["state"].get(index, {})
+        given = tuple(entry["exp_avg"].shape) if "exp_avg" in entry else "no state"
+        wanted = tuple(parameters[index].shape) if index < len(parameters) else "no such parameter"
+        if given != wanted:
+            raise ValueError(
+                f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}. Build the same model"
+            )
 
 
 def load(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
@@ -99,7 +104,7 @@ def load(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
     optimizer.bytes_uncompressed = ours["bytes_uncompressed"]
     optimizer._bytes_before_resume = ours["bytes_sent"] - optimizer._exchange_comm.traffic.bytes_sent
     optimizer._loss_scale = ours["loss_scale"]
-    if optimizer.frozen and not same_place:
+    if optimizer.freeze_step_taken is not None and not same_place:
         warnings.warn(
             f"this state was saved by rank {ours['rank']} of {ours['size']} and is loaded by rank "
             f"{optimizer.comm.rank} of {optimizer.comm.size}: error-feedback residuals belong to one rank, so they "
@@ -113,7 +118,8 @@ def _load_cohort(
     optimizer: OneBitAdam, cohort: Cohort, saved: dict[str, Any], states: dict[int, Any], same_place: bool
 ) -> None:
     cohort.steps = saved["steps"]
-    cohort.rule.load(saved["rule"])
+    if saved["rule"].keys() == cohort.rule.state().keys():  # else freeze_step was changed: the new rule starts afresh
+        cohort.rule.load(saved["rule"])
     for bucket in cohort.buckets:
         for slot in bucket.layout.slots:
             state = optimizer._table.state(slot.parameter)

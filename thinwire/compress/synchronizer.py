@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.compress.packet import Flags
 from thinwire.compress.parameters import ParameterTable
 from thinwire.zero import BucketLayout, Slot, partition
@@ -81,6 +81,7 @@ class GradientSynchronizer:
         self._gates: list[Callable[[], bool]] = []
         self._round: Round | None = None
         self._unhooked: list[int] = []
+        self._usually_absent: frozenset[int] = frozenset()
         self._clear_round()
 
     # Setting up
@@ -136,8 +137,8 @@ class GradientSynchronizer:
         """Parameters whose `.grad` somebody changed, or dropped, after it had been taken into this round."""
         return [
             index
-            for index, version in self._arrived.items()
-            if (gradient := self._table.parameters[index].grad) is None or gradient._version != version
+            for index, (gradient, version) in self._arrived.items()
+            if self._table.parameters[index].grad is not gradient or gradient._version != version
         ]
 
     def finish(self) -> Round:
@@ -151,15 +152,10 @@ class GradientSynchronizer:
         try:
             self._hook_trainable()
             self._take_late_gradients()
-            if any(self._table.parameters[index].requires_grad for index in self._unplaced):
+            outcomes = self._exchange_rest()
+            if not self.buckets or any(outcome.unplaced for outcome in outcomes):
                 self._place_in_order_of_arrival()
-            for bucket in self.buckets[self._launched :]:
-                self._launch(bucket)
-            for bucket in self.buckets[-1:]:
-                bucket.exchange.advance()
-            for bucket in self.buckets[-2:]:
-                bucket.exchange.wait()
-            outcomes = [bucket.exchange.outcome() for bucket in self.buckets]
+                outcomes += self._exchange_rest()
             absent: frozenset[int] = frozenset()
             if any(outcome.incomplete for outcome in outcomes):
                 absent = self._agree_on_absent()
@@ -169,33 +165,25 @@ class GradientSynchronizer:
             self._clear_round()
             raise
         self._round = Round(finite, absent, guilty)
+        self._usually_absent = absent
         return self._round
 
     def repeat(self) -> Round:
         """Send this round's gradients once more, as `fill` writes them now. Collective, after `finish`."""
         self._round = None
-        self._launched = 0
+        self._launched = self._advanced = self._waited = self._heard = 0
         for index in self._arrived:
             self._fill(*self._places[index], self._table.parameters[index].grad)
         return self.finish()
-
-    def poison(self) -> None:
-        """Make this rank's gradients non-finite, where another rank's are: a GradScaler must see it on every rank."""
-        for index in self._arrived:
-            gradient = self._table.parameters[index].grad
-            if gradient is not None and gradient.numel():
-                gradient[(0,) * gradient.dim()] = float("inf")
-                self._arrived[index] = gradient._version
-                return
 
     def end_round(self) -> None:
         """Forget this round's gradients; the next backward starts another."""
         self._clear_round()
 
     def _clear_round(self) -> None:
-        self._arrived: dict[int, int] = {}  # parameter -> version of its gradient, in order of arrival
+        self._arrived: dict[int, tuple[Tensor, int]] = {}  # parameter -> gradient and its version, as they arrived
         self._waiting = [len(bucket.layout.slots) for bucket in self.buckets]
-        self._launched = 0
+        self._launched = self._advanced = self._waited = self._heard = 0
         self._round = None
         self._callback_queued = False
 
@@ -211,17 +199,36 @@ class GradientSynchronizer:
             self._arrive(index)
             if not self._callback_queued:
                 self._callback_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+                # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
+                _at_backward_end(lambda: _at_backward_end(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
         # A backward that leaves parameters without a gradient may be a part of a larger one (reentrant checkpointing,
         # or one loss of several over disjoint parameters): step() decides about those.
         self._callback_queued = False
         whole = all(
-            index in self._arrived for index, parameter in enumerate(self._table.parameters) if parameter.requires_grad
+            index in self._arrived or index in self._usually_absent
+            for index, parameter in enumerate(self._table.parameters)
+            if parameter.requires_grad
         )
         if whole and not self.finish().finite:
-            self.poison()
+            self._poison()
+        # DDP writes gradients back, unchanged, after they have arrived here.
+        for index in self._arrived:
+            self._arrived[index] = self._seal(index)
+
+    def _poison(self) -> None:
+        """Make this rank's gradients non-finite, where another rank's are: a GradScaler must see it on every rank."""
+        for index in self._arrived:
+            gradient = self._table.parameters[index].grad
+            if gradient is not None and gradient.numel():
+                gradient[(0,) * gradient.dim()] = float("inf")
+                return
+
+    def _seal(self, index: int) -> tuple[Tensor, int]:
+        gradient = self._table.parameters[index].grad
+        assert gradient is not None
+        return gradient, gradient._version
 
     def _arrive(self, index: int) -> None:
         gradient = self._table.parameters[index].grad
@@ -237,7 +244,13 @@ class GradientSynchronizer:
                 "To accumulate gradients, put every backward() but the last inside `with optimizer.no_sync():`; to "
                 "drop the first one, call optimizer.zero_grad()"
             )
-        self._arrived[index] = gradient._version
+        if self._round is not None:
+            raise RuntimeError(
+                f"{self._table.name(index)} got its gradient in a backward() of its own, after the step's gradients "
+                "had left without it, as in the step before. Put every backward() but the last inside "
+                "`with optimizer.no_sync():`"
+            )
+        self._arrived[index] = self._seal(index)
         if index in self._places:
             bucket, slot = self._places[index]
             self._fill(bucket, slot, gradient)
@@ -249,12 +262,30 @@ class GradientSynchronizer:
         missing = [slot for slot in bucket.layout.slots if slot.parameter not in self._arrived]
         for slot in missing:
             self._fill(bucket, slot, None)
-        bucket.exchange.start(self.step, Flags.INCOMPLETE if missing else Flags.NONE)
+        flags = Flags.INCOMPLETE if missing else Flags.NONE
+        if any(self._table.parameters[index].requires_grad for index in self._unplaced):
+            flags |= Flags.UNPLACED
+        bucket.exchange.start(self.step, flags)
         self._launched += 1
-        if bucket.index >= 1:
-            self.buckets[bucket.index - 1].exchange.advance()
-        if bucket.index >= 2:
-            self.buckets[bucket.index - 2].exchange.wait()
+        self._move_on(lag=1)
+
+    def _move_on(self, lag: int) -> None:
+        """Advance all but the last `lag` launched buckets to leg 2, and wait for all but the last `2 * lag`."""
+        while self._advanced < self._launched - lag:
+            self.buckets[self._advanced].exchange.advance()
+            self._advanced += 1
+        while self._waited < self._launched - 2 * lag:
+            self.buckets[self._waited].exchange.wait()
+            self._waited += 1
+
+    def _exchange_rest(self) -> list[Outcome]:
+        """Launch the buckets that have not left, wait for all, and return the outcomes of those not heard of yet."""
+        for bucket in self.buckets[self._launched :]:
+            self._launch(bucket)
+        self._move_on(lag=0)
+        outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :]]
+        self._heard = len(self.buckets)
+        return outcomes
 
     def _take_late_gradients(self) -> None:
         # Gradients that no hook announced in this round: accumulated in no_sync, or set by hand.
@@ -319,6 +350,10 @@ class GradientSynchronizer:
                     "rank must use the same parameters in a step. Nothing was applied"
                 )
         return frozenset(index for index in range(len(self._table.parameters)) if not of_rank[0][index])
+
+
+def _at_backward_end(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class _ArrivalHook:
