@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     training.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS, help="in this order")
     training.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences a rank a step")
-    training.add_argument("--steps", type=positive, default=4000, metavar="N", help="optimizer steps")
+    training.add_argument("--steps", type=positive, default=3000, metavar="N", help="optimizer steps")
     training.add_argument("--warmup-steps", type=positive, metavar="N", help="of the learning rate; else a tenth")
     training.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="at its peak; it then falls to 0")
     training.add_argument("--weight-decay", type=fraction, default=0.01, metavar="RATE", help="of matrices")

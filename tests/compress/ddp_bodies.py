@@ -84,6 +84,34 @@ def attached_obeys_ddps_no_sync(comm: Communicator) -> None:
     assert calls == [2, 2, 2]
 
 
+def attached_scalers_back_off_together(comm: Communicator) -> None:
+    """One rank's overflow halves every rank's loss scale, though DDP writes gradients back after backward."""
+    for as_view in (False, True):
+        inner = make_model()
+        model = DistributedDataParallel(inner, gradient_as_bucket_view=as_view)
+        optimizer = make_optimizer(inner, comm, freeze_step=5).attach(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = loss_of(model, comm.rank, step)
+            scaler.scale(loss * float("inf") if step in (2, 8) and comm.rank == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**8
+        assert len(set(comm.all_gather_bytes(weights(inner).numpy().tobytes()))) == 1
+
+
+def attached_refuses_edited_gradients(comm: Communicator) -> None:
+    """Clipping after backward is an error beside DDP too."""
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = make_optimizer(inner, comm).attach(model)
+    loss_of(model, comm.rank, 0).backward()
+    torch.nn.utils.clip_grad_norm_(inner.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="changed or dropped"):
+        optimizer.step()
+
+
 def attach_refuses_parameters_it_does_not_hold(comm: Communicator) -> None:
     """A DDP model with parameters that are not the optimizer's would leave them unsynchronised."""
     inner = make_model()
@@ -107,5 +135,7 @@ ALL = (
     hook_passes_overflow_on_and_keeps_its_residuals,
     attached_equals_alone,
     attached_obeys_ddps_no_sync,
+    attached_scalers_back_off_together,
+    attached_refuses_edited_gradients,
     attach_refuses_parameters_it_does_not_hold,
 )

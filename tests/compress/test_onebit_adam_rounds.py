@@ -254,6 +254,97 @@ def test_gradients_changed_after_backward_are_an_error() -> None:
     threads.run(rank, 2)
 
 
+def test_gradients_replaced_after_backward_are_an_error() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_optimizer(model, comm)
+        loss_of(model, comm.rank, 0).backward()
+        model[2].weight.grad = model[2].weight.grad * 0.5
+        with pytest.raises(RuntimeError, match=r"parameter 2 of group 0.* was changed or dropped"):
+            optimizer.step()
+
+    threads.run(rank, 2)
+
+
+def test_an_infinite_gradient_where_coordinates_stay_still_skips_the_step() -> None:
+    def rank(comm, compress):
+        weight = nn.Parameter(torch.ones(64))
+        optimizer = thinwire.OneBitAdam([weight], freeze_step=2, block_size=64, compress=compress, comm=comm)
+        for step in range(6):
+            weight.grad = torch.ones(64)
+            weight.grad[10] = float("inf") if step == 4 and comm.rank == 1 else 0.0
+            optimizer.step()
+        return optimizer.skipped_steps, bool(torch.isfinite(weight).all())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for compress in ("update", "momentum"):
+            assert threads.run(lambda comm, compress=compress: rank(comm, compress), 2) == [(1, True)] * 2
+
+
+@pytest.mark.parametrize("freeze_step", [100, 5])
+def test_a_parameter_that_no_longer_requires_a_gradient_stays(freeze_step) -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_optimizer(model, comm, freeze_step=freeze_step, weight_decay=0.1)
+        train(model, optimizer, range(8))
+        model[2].requires_grad_(False)
+        before = weights(model[2]).clone()
+        train(model, optimizer, range(8, 14))
+        return torch.equal(before, weights(model[2])), weights(model)
+
+    first, second = threads.run(rank, 2)
+    assert first[0]
+    assert torch.equal(first[1], second[1])
+
+
+def test_unfreezing_a_parameter_on_one_rank_only_is_an_error_on_every_rank() -> None:
+    def rank(comm):
+        model = make_model()
+        model[0].requires_grad_(False)
+        optimizer = make_optimizer(model, comm)
+        train(model, optimizer, range(4))
+        model[0].requires_grad_(comm.rank == 1)
+        with pytest.raises(ValueError, match=r"disagree on whether parameter 0 of group 0.* requires a gradient"):
+            train(model, optimizer, [4])
+
+    threads.run(rank, 2)
+
+
+def test_an_overflow_everywhere_with_an_unused_parameter_is_an_ordinary_skip() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_optimizer(model, comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(6):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step + comm.rank))
+            # Everywhere in the first step; later on one rank, which then ends within backward and reaches all scalers.
+            bad = step == 0 or (step == 3 and comm.rank == 1)
+            scaler.scale(model[:2](inputs).square().sum() * (float("inf") if bad else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale(), optimizer.skipped_steps, weights(model)
+
+    first, second = threads.run(rank, 2)
+    assert first[:2] == second[:2] == (2.0**8, 2)
+    assert torch.equal(first[2], second[2])
+
+
+def test_learning_rates_that_differ_between_ranks_are_an_error_at_the_next_look() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_optimizer(model, comm, freeze_step="auto")
+        train(model, optimizer, range(5))
+        optimizer.param_groups[0]["lr"] *= 1 + comm.rank
+        with pytest.raises(
+            ValueError, match=r"rank 1 has learning rates .* every rank must use the same learning rates"
+        ):
+            train(model, optimizer, range(5, 20))
+
+    threads.run(rank, 2)
+
+
 @pytest.mark.parametrize("warm_steps", [0, 5, 15])
 def test_a_parameter_skipped_on_one_rank_is_an_error_on_every_rank(warm_steps) -> None:
     def rank(comm):
@@ -422,6 +513,36 @@ def test_ranks_that_differ_are_told_on_every_rank(shapes, options, message) -> N
             thinwire.OneBitAdam([nn.Parameter(torch.zeros(shape)) for shape in mine], comm=comm, **mine_options)
 
     threads.run(rank, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"params": []}, "empty parameter list"),
+        ({"params": [nn.Parameter(torch.zeros(3, dtype=torch.float64))]}, "TypeError: parameter 0"),
+        ({"lr": -1.0}, "lr must be at least 0"),
+    ],
+)
+def test_bad_arguments_on_one_rank_are_told_on_every_rank(arguments, message) -> None:
+    def rank(comm):
+        mine = {"params": [nn.Parameter(torch.zeros(3))]} | (arguments if comm.rank == 1 else {})
+        expected = (ValueError, TypeError) if comm.rank == 1 else ValueError
+        with pytest.raises(
+            expected, match=message.removeprefix("TypeError: ") if comm.rank == 1 else "rank 1 could not"
+        ):
+            thinwire.OneBitAdam(**mine, comm=comm)
+
+    threads.run(rank, 3)
+
+
+def test_masks_that_differ_between_ranks_are_an_error() -> None:
+    def rank(comm):
+        mask = torch.ones(3)
+        mask[comm.rank] = 0
+        with pytest.raises(ValueError, match="rank 1 and rank 0 differ"):
+            thinwire.OneBitAdam([{"params": [nn.Parameter(torch.zeros(3))], "exp_avg_mask": mask}], comm=comm)
+
+    threads.run(rank, 2)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -119,6 +119,31 @@ def test_another_number_of_ranks_restores_all_but_the_residuals_and_says_so(new_
     assert "saved by rank 0 of 2" in messages[0]
 
 
+def test_weights_loaded_into_16_bit_parameters_after_construction_are_kept() -> None:
+    def rank(comm):
+        model, other = make_model(dtype=torch.bfloat16), make_model(seed=9, dtype=torch.bfloat16)
+        optimizer = make_optimizer(model, comm, lr=1e-4)
+        train(model, optimizer, range(3))
+        model.load_state_dict(other.state_dict())
+        train(model, optimizer, [3])
+        return (weights(model) - weights(other)).abs().max().item()
+
+    assert max(threads.run(rank, 2)) < 0.02
+
+
+def test_a_resume_may_change_the_freeze_step() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_optimizer(model, comm, freeze_step=50)
+        train(model, optimizer, range(6))
+        again = make_optimizer(model, comm, freeze_step="auto")
+        again.load_state_dict(optimizer.state_dict())
+        train(model, again, range(6, 12))
+        return again.frozen
+
+    assert threads.run(rank, 2) == [False, False]
+
+
 def test_hyperparameters_of_groups_come_back() -> None:
     def rank(comm):
         model = make_model()
