@@ -3,16 +3,15 @@ overlaps with computation; decides, the same on every rank, what became of the s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.compress.arrival import ArrivalHook, at_backward_end
 from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.compress.packet import Flags
 from thinwire.compress.parameters import ParameterTable
@@ -191,7 +190,7 @@ class GradientSynchronizer:
         # A parameter that does not require a gradient yet takes no hook, no place in a bucket and no bytes.
         for index in self._unhooked:
             if self._table.parameters[index].requires_grad:
-                _ArrivalHook(self, index).register(self._table.parameters[index])
+                ArrivalHook(self._on_gradient, index).register(self._table.parameters[index])
         self._unhooked = [index for index in self._unhooked if not self._table.parameters[index].requires_grad]
 
     def _on_gradient(self, index: int) -> None:
@@ -200,7 +199,7 @@ class GradientSynchronizer:
             if not self._callback_queued:
                 self._callback_queued = True
                 # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
-                _at_backward_end(lambda: _at_backward_end(self._on_backward_end))
+                at_backward_end(lambda: at_backward_end(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
         # A backward that leaves parameters without a gradient may be a part of a larger one (reentrant checkpointing,
@@ -306,6 +305,8 @@ class GradientSynchronizer:
                     f"rank {rank} and rank 0 disagree on whether {self._table.name(differing[0])} requires a gradient: "
                     "set requires_grad alike on every rank"
                 )
+        if not orders[0]:
+            return
         self._unplaced = [index for index in self._unplaced if index not in set(unplaced)]
         for bucket in self._add_buckets(self._partition(orders[0], self._bucket_numel)):
             for slot in bucket.layout.slots:
@@ -350,29 +351,3 @@ class GradientSynchronizer:
                     "rank must use the same parameters in a step. Nothing was applied"
                 )
         return frozenset(index for index in range(len(self._table.parameters)) if not of_rank[0][index])
-
-
-def _at_backward_end(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-class _ArrivalHook:
-    """Tells a synchronizer that a parameter's gradient is complete, for as long as the synchronizer lives.
-
-    A parameter has one at most: the optimizer built last over a parameter is the one that sends its gradient.
-    """
-
-    def __init__(self, synchronizer: GradientSynchronizer, index: int) -> None:
-        self._synchronizer = weakref.ref(synchronizer)
-        self._index = index
-
-    def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _ArrivalHook)]:
-            del hooks[key]
-        parameter.register_post_accumulate_grad_hook(self)
-
-    def __call__(self, parameter: Tensor) -> None:
-        synchronizer = self._synchronizer()
-        if synchronizer is not None:
-            synchronizer._on_gradient(self._index)
