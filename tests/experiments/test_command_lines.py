@@ -17,10 +17,10 @@ def folders(tmp_path: Path) -> list[str]:
     return ["--output", str(tmp_path / "results"), "--checkpoints", str(tmp_path / "runs")]
 
 
-def test_defaults_train_both_optimizers_and_freeze_automatically(folders: list[str]) -> None:
+def test_defaults_train_both_optimizers_and_freeze_after_a_fifth(folders: list[str]) -> None:
     settings = parse(folders)
     assert settings.optimizers == ("adamw", "onebit-adam")
-    assert settings.plan.freeze_step == "auto"
+    assert settings.plan.freeze_step == settings.plan.steps // 5
     assert settings.ranks is None
     assert settings.corpus is None
 

@@ -17,7 +17,7 @@ def study(folder: Path, *arguments: str) -> None:
 
 
 def test_it_writes_every_curve_and_the_picture(tmp_path: Path) -> None:
-    study(tmp_path, "--seeds", "2", "--steps", "90")
+    study(tmp_path, "--seeds", "2", "--steps", "240")
     assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
     digits = json.loads((tmp_path / "convergence.json").read_text())["tasks"]["digits"]
     for runs in digits["runs"].values():
