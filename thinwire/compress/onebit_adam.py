@@ -104,7 +104,7 @@ class OneBitAdam(torch.optim.Optimizer):
             agreement.check_options(amsgrad, compress, bucket_bytes, warmup_wire)
             agreement.check_group(defaults)
             make_freeze_rule(freeze_step, betas[1])
-            make_codec(codec, block_size)
+            self._codec = make_codec(codec, block_size)
             super().__init__(params, defaults)
         except (ValueError, TypeError) as raised:
             error = raised
@@ -112,7 +112,6 @@ class OneBitAdam(torch.optim.Optimizer):
         agreement.raise_together(self.comm, error)
         self._freeze_step = freeze_step
         self._compressed: Compressed = compress
-        self._codec = make_codec(codec, block_size)
         self._warmup_codec = make_codec("none" if warmup_wire == "fp32" else "bf16", block_size)
         self._exchange_comm = self.comm.duplicate()
         self._bytes_before_resume = 0

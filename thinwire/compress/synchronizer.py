@@ -81,7 +81,7 @@ class GradientSynchronizer:
         self._round: Round | None = None
         self._unhooked: list[int] = []
         self._usually_absent: frozenset[int] = frozenset()
-        self._clear_round()
+        self.end_round()
 
     # Setting up
 
@@ -99,7 +99,7 @@ class GradientSynchronizer:
     def restore(self, cohorts: Sequence[Sequence[Sequence[int]]]) -> None:
         """Place the parameters as a checkpoint recorded them: for each call of `place`, each bucket's parameters."""
         self.buckets, self._places = [], {}
-        self._clear_round()
+        self.end_round()
         placed = {index for cohort in cohorts for order in cohort for index in order}
         self._unplaced = [index for index in range(len(self._table.parameters)) if index not in placed]
         for cohort in cohorts:
@@ -161,7 +161,7 @@ class GradientSynchronizer:
             finite = all(outcome.finite for outcome in outcomes)
             guilty = () if finite else self._find_guilty()
         except BaseException:
-            self._clear_round()
+            self.end_round()
             raise
         self._round = Round(finite, absent, guilty)
         self._usually_absent = absent
@@ -177,9 +177,6 @@ class GradientSynchronizer:
 
     def end_round(self) -> None:
         """Forget this round's gradients; the next backward starts another."""
-        self._clear_round()
-
-    def _clear_round(self) -> None:
         self._arrived: dict[int, tuple[Tensor, int]] = {}  # parameter -> gradient and its version, as they arrived
         self._waiting = [len(bucket.layout.slots) for bucket in self.buckets]
         self._launched = self._advanced = self._waited = self._heard = 0
