@@ -20,7 +20,6 @@ __all__ = [
     "check_parameters",
     "check_same_freeze",
     "check_same_on_every_rank",
-    "raise_together",
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,16 +75,6 @@ def check_parameters(parameters: Sequence[Tensor]) -> None:
                 f"parameter {index} is on {parameter.device} but parameter 0 on {parameters[0].device}: OneBitAdam "
                 "needs all parameters on one device. Use one optimizer a device"
             )
-
-
-def raise_together(comm: Communicator, error: Exception | None) -> None:
-    """Raise `error` where there is one, and on other ranks a ValueError that says which rank had which. Collective."""
-    messages = comm.all_gather_bytes(b"" if error is None else f"{type(error).__name__}: {error}".encode())
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message:
-            raise ValueError(f"rank {rank} could not build its optimizer: {message.decode()}")
 
 
 def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequence[float]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
+from thinwire.comm.agreement import raise_together
 from thinwire.compress import agreement, state_io
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.cohort import AdamBucket, Cohort, Compressed
@@ -109,7 +110,7 @@ class OneBitAdam(torch.optim.Optimizer):
         except (ValueError, TypeError) as raised:
             error = raised
         self.comm = comm if comm is not None else communication.init(backend=comm_backend_name)
-        agreement.raise_together(self.comm, error)
+        raise_together(self.comm, error, "build its optimizer")
         self._freeze_step = freeze_step
         self._compressed: Compressed = compress
         self._warmup_codec = make_codec("none" if warmup_wire == "fp32" else "bf16", block_size)
@@ -281,7 +282,7 @@ class OneBitAdam(torch.optim.Optimizer):
             agreement.check_parameters([*self._table.parameters, *tensors])
         except (ValueError, TypeError) as raised:
             error = raised
-        agreement.raise_together(self.comm, error)
+        raise_together(self.comm, error, "build its optimizer")
         agreement.check_same_on_every_rank(self.comm, tensors, self.param_groups, self._agreed_settings)
         agreement.broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:
