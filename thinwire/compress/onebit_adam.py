@@ -22,6 +22,7 @@ from thinwire.compress.freeze import make_freeze_rule
 from thinwire.compress.parameters import ParameterTable
 from thinwire.compress.synchronizer import Bucket, GradientSynchronizer
 from thinwire.zero import BucketLayout, Slot
+from thinwire.zero.agreement import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -279,12 +280,12 @@ class OneBitAdam(torch.optim.Optimizer):
         try:
             for group in self.param_groups:
                 agreement.check_group(group)
-            agreement.check_parameters([*self._table.parameters, *tensors])
+            check_parameters([*self._table.parameters, *tensors], "OneBitAdam")
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(self.comm, error, "build its optimizer")
-        agreement.check_same_on_every_rank(self.comm, tensors, self.param_groups, self._agreed_settings)
-        agreement.broadcast_from_rank_0(self.comm, tensors)
+        check_same_on_every_rank(self.comm, tensors, self.param_groups, self._agreed_settings)
+        broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:
             self._table.add(parameter, group_number)
         self._synchronizer.watch(len(new))

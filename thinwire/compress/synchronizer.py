@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.arrival import ArrivalHook, at_backward_end
 from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.compress.packet import Flags
 from thinwire.compress.parameters import ParameterTable
 from thinwire.zero import BucketLayout, Slot, partition
+from thinwire.zero.arrival import ArrivalHook, at_backward_end
+from thinwire.zero.pipeline import Pipeline
 
 __all__ = ["Bucket", "GradientSynchronizer", "Round"]
 
@@ -52,8 +53,7 @@ class GradientSynchronizer:
     that early buckets are whole early whatever order the parameter groups list them in. That first backward is
     therefore exchanged as a whole, at its end.
 
-    Legs are issued in the order start(0), start(1), advance(0), start(2), advance(1), wait(0), ... : the same on
-    every rank, and never idle while a bucket waits for its gradients.
+    Legs are issued in the pipeline's order, which is the same on every rank.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class GradientSynchronizer:
         self._fill = fill
         self._places: dict[int, tuple[Bucket, Slot]] = {}
         self._unplaced: list[int] = []
+        self._pipeline = Pipeline()
         self._enabled = True
         self._gates: list[Callable[[], bool]] = []
         self._round: Round | None = None
@@ -170,7 +171,8 @@ class GradientSynchronizer:
     def repeat(self) -> Round:
         """Send this round's gradients once more, as `fill` writes them now. Collective, after `finish`."""
         self._round = None
-        self._launched = self._advanced = self._waited = self._heard = 0
+        self._pipeline.reset()
+        self._heard = 0
         for index in self._arrived:
             self._fill(*self._places[index], self._table.parameters[index].grad)
         return self.finish()
@@ -179,7 +181,8 @@ class GradientSynchronizer:
         """Forget this round's gradients; the next backward starts another."""
         self._arrived: dict[int, tuple[Tensor, int]] = {}  # parameter -> gradient and its version, as they arrived
         self._waiting = [len(bucket.layout.slots) for bucket in self.buckets]
-        self._launched = self._advanced = self._waited = self._heard = 0
+        self._pipeline.reset()
+        self._heard = 0
         self._round = None
         self._callback_queued = False
 
@@ -251,8 +254,8 @@ class GradientSynchronizer:
             bucket, slot = self._places[index]
             self._fill(bucket, slot, gradient)
             self._waiting[bucket.index] -= 1
-            while self._launched < len(self.buckets) and not self._waiting[self._launched]:
-                self._launch(self.buckets[self._launched])
+            while (next_one := self._pipeline.started) < len(self.buckets) and not self._waiting[next_one]:
+                self._launch(self.buckets[next_one])
 
     def _launch(self, bucket: Bucket) -> None:
         missing = [slot for slot in bucket.layout.slots if slot.parameter not in self._arrived]
@@ -262,23 +265,13 @@ class GradientSynchronizer:
         if any(self._table.parameters[index].requires_grad for index in self._unplaced):
             flags |= Flags.UNPLACED
         bucket.exchange.start(self.step, flags)
-        self._launched += 1
-        self._move_on(lag=1)
-
-    def _move_on(self, lag: int) -> None:
-        """Advance all but the last `lag` launched buckets to leg 2, and wait for all but the last `2 * lag`."""
-        while self._advanced < self._launched - lag:
-            self.buckets[self._advanced].exchange.advance()
-            self._advanced += 1
-        while self._waited < self._launched - 2 * lag:
-            self.buckets[self._waited].exchange.wait()
-            self._waited += 1
+        self._pipeline.follow(bucket.exchange)
 
     def _exchange_rest(self) -> list[Outcome]:
         """Launch the buckets that have not left, wait for all, and return the outcomes of those not heard of yet."""
-        for bucket in self.buckets[self._launched :]:
+        for bucket in self.buckets[self._pipeline.started :]:
             self._launch(bucket)
-        self._move_on(lag=0)
+        self._pipeline.drain()
         outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :]]
         self._heard = len(self.buckets)
         return outcomes
