@@ -1,8 +1,21 @@
-"""Floor 2, the sharded core: which parameter lies where in which flat bucket, and which rank owns which
-part of it. Pure arithmetic, so that every floor above shares one answer."""
+"""Floor 2, the sharded core: which parameter lies where in which flat bucket, which rank owns which part of it, and
+ZeRO stages 0 to 2 for any elementwise torch optimizer."""
 
 from __future__ import annotations
 
 from thinwire.zero.layout import BucketLayout, Slot, partition, shard_numel, valid_in_shard
+from thinwire.zero.optimizer import ShardedOptimizer, StepResult
+from thinwire.zero.pieces import OwnPieces, Piece, PieceSource
 
-__all__ = ["BucketLayout", "Slot", "partition", "shard_numel", "valid_in_shard"]
+__all__ = [
+    "BucketLayout",
+    "OwnPieces",
+    "Piece",
+    "PieceSource",
+    "ShardedOptimizer",
+    "Slot",
+    "StepResult",
+    "partition",
+    "shard_numel",
+    "valid_in_shard",
+]

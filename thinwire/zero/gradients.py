@@ -1,0 +1,114 @@
+"""Averages one bucket's gradients over the ranks during backward, each rank keeping what its ZeRO stage keeps:
+everything (0), all of its own and the average of its shard (1), the average of its shard only (2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator, Work
+from thinwire.zero.flat import FlatBucket
+from thinwire.zero.layout import Slot
+
+__all__ = ["BucketGradients"]
+
+
+class BucketGradients:
+    """The gradients of one bucket's parameters, in the parameters' dtype.
+
+    Leg 1 sends every owner its shard, an all-to-all; the owner sums in rank order, in fp32, so that every stage and
+    every backend gets the same bits. Leg 2, at stage 0 only, gives the averages back to all.
+
+    Stages 0 and 1 keep `.grad` of every parameter as a view of one flat tensor; stage 2 frees each bucket once it has
+    left, and adds what further backwards bring to its shard.
+    """
+
+    def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int) -> None:
+        self.bucket = bucket
+        self.stage = stage
+        self._comm = comm
+        self._flat: Tensor | None = None
+        self._shard = torch.empty_like(bucket.own_shard) if stage == 2 else None
+        self._accumulating = False  # stage 2: whether _shard holds an average to add to
+        self.layout = bucket.layout
+        self._leg_1: tuple[Tensor, Tensor, Work] | None = None
+        self._leg_2: tuple[Tensor, Work] | None = None
+
+    @property
+    def average(self) -> Tensor:
+        """The averaged gradient, after `wait`: the whole bucket at stage 0, else this rank's shard."""
+        if self.stage == 2:
+            assert self._shard is not None
+            return self._shard
+        assert self._flat is not None, "average follows wait()"
+        return self._flat if self.stage == 0 else self.bucket.shard_of(self._flat)
+
+    def take(self, slot: Slot, parameter: Tensor) -> None:
+        """Move a parameter's gradient into the bucket; at stages 0 and 1 `.grad` becomes a view of it."""
+        gradient = parameter.grad
+        assert gradient is not None
+        view = self.bucket.view(self._whole(), slot)
+        if gradient.data_ptr() != view.data_ptr() or gradient.numel() == 0:
+            view.copy_(gradient)
+        parameter.grad = None if self.stage == 2 else view
+
+    def leave_out(self, slot: Slot) -> None:
+        """Count a parameter that has no gradient on this rank as zero."""
+        self.bucket.view(self._whole(), slot).zero_()
+
+    def start(self) -> None:
+        """Leg 1: send every owner its shard."""
+        whole = self._whole()
+        whole[self.bucket.layout.numel :].zero_()
+        received = torch.empty_like(whole)
+        work = self._comm.all_to_all(received, whole, async_op=True)
+        self._leg_1 = (whole, received, work)
+
+    def advance(self) -> None:
+        """Average what leg 1 brought; at stage 0 start leg 2."""
+        assert self._leg_1 is not None, "advance() follows start()"
+        whole, received, work = self._leg_1
+        work.wait()
+        self._leg_1 = None
+        average = _mean(received.view(self._comm.size, -1))
+        if self.stage == 0:
+            average = average.to(whole.dtype)
+            self._leg_2 = (average, self._comm.all_gather(whole, average, async_op=True))
+        elif self.stage == 1:
+            self.bucket.shard_of(whole).copy_(average)
+        else:
+            self._add_to_shard(average)
+            self._flat = None
+
+    def wait(self) -> None:
+        """Wait for leg 2, where there is one."""
+        if self._leg_2 is not None:
+            self._leg_2[1].wait()
+            self._leg_2 = None
+
+    def end_step(self) -> None:
+        """Forget the averages; the next backward starts new ones."""
+        self._accumulating = False
+
+    def _add_to_shard(self, average: Tensor) -> None:
+        assert self._shard is not None
+        if self._accumulating:
+            self._shard.add_(average)
+        else:
+            self._shard.copy_(average)
+            self._accumulating = True
+
+    def _whole(self) -> Tensor:
+        if self._flat is None:
+            self._flat = torch.empty_like(self.bucket.flat)
+        return self._flat
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """The mean of `rows`, [ranks, shard], summed in rank order: fp32 [shard]."""
+    if len(rows) == 1:
+        return rows[0].float()
+    total = torch.add(rows[0], rows[1]) if rows.dtype == torch.float32 else rows[0].float().add_(rows[1])
+    for row in rows[2:]:
+        total.add_(row)
+    return total.div_(len(rows))

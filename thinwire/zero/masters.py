@@ -1,0 +1,182 @@
+"""The fp32 weights and the optimizer state that one rank keeps for one bucket, and any elementwise torch optimizer's
+step on them: what ZeRO shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.zero.flat import FlatBucket, Run
+from thinwire.zero.pieces import Piece, PieceSource
+
+__all__ = ["BucketMasters", "OptimizerClass", "read_weight"]
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+_WEIGHTS = ("weight", "master")
+_SCALAR = "scalar."
+
+
+class BucketMasters:
+    """Master weights of a bucket, fp32, and the optimizer that steps them; the whole bucket's or this rank's shard's.
+
+    The optimizer sees every parameter's part as a parameter of its own, one-dimensional, in the parameter's group:
+    elementwise optimizers do not care where a tensor was cut. fp32 parameters are their own masters, unless `offload`
+    keeps masters and state in CPU memory.
+    """
+
+    def __init__(
+        self,
+        bucket: FlatBucket,
+        groups: Sequence[Mapping[str, Any]],
+        group_of: Sequence[int],
+        optimizer_class: OptimizerClass,
+        *,
+        whole: bool,
+        offload: bool,
+    ) -> None:
+        self.bucket = bucket
+        self.whole = whole
+        self._groups = groups
+        self._group_of = group_of
+        self._offload = offload and bucket.flat.device.type != "cpu"
+        self.runs = bucket.runs(0, bucket.layout.numel) if whole else bucket.own_runs
+        self.weights = self._make_masters()
+        self.parts = [self.weights[run.place] for run in self.runs]
+        used = sorted({group_of[run.parameter] for run in self.runs})
+        self._used_groups = used
+        self.optimizer: torch.optim.Optimizer | None = None
+        if used:
+            self.optimizer = optimizer_class([self._inner_group(number) for number in used])
+
+    @property
+    def _replica(self) -> Tensor:
+        return self.bucket.flat if self.whole else self.bucket.own_shard
+
+    @property
+    def separate(self) -> bool:
+        """Whether masters are other tensors than the parameters' own."""
+        return self._offload or self.bucket.dtype != torch.float32
+
+    def step(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
+        """Step with `coefficient * average`, a tensor like `weights` in the gradients' dtype; `absent` parameters stay.
+
+        `average` may be scaled in place.
+        """
+        if self.optimizer is None:
+            return
+        gradient = average.to(device=self.weights.device, dtype=torch.float32)
+        if coefficient != 1.0:
+            gradient.mul_(coefficient)
+        for run, part in zip(self.runs, self.parts, strict=True):
+            part.grad = None if run.parameter in absent else gradient[run.place]
+        self._take_over_settings()
+        self.optimizer.step()
+        for part in self.parts:
+            part.grad = None
+
+    def publish(self) -> Callable[[], None]:
+        """Give the new weights to the parameters of every rank; returns what waits until they are there."""
+        if self.whole:
+            if self.separate:
+                self.bucket.flat.copy_(self.weights)
+            return lambda: None
+        shard = self.weights if self.separate else self.weights.clone()
+        return self.bucket.gather(shard.to(device=self.bucket.flat.device, dtype=self.bucket.dtype))
+
+    def state_of(self, part: int) -> dict[str, Any]:
+        """The optimizer's state of `parts[part]`."""
+        assert self.optimizer is not None
+        state: dict[str, Any] = self.optimizer.state[self.parts[part]]
+        return state
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        """Weights, masters and optimizer state of this rank's shard."""
+        own = self.bucket.own_shard
+        pieces = [Piece("weight", names[run.parameter], run.start, own[run.place]) for run in self.bucket.own_runs]
+        low, high = self.bucket.own_range
+        first = low if self.whole else 0
+        for number, run in enumerate(self.runs):
+            begin = max(run.place.start, first)
+            end = min(run.place.stop, first + high - low)
+            if begin >= end:
+                continue
+            cut = slice(begin - run.place.start, end - run.place.start)
+            name, start = names[run.parameter], run.start + cut.start
+            if self.separate:
+                pieces.append(Piece("master", name, start, self.parts[number][cut]))
+            for kind, value in self.state_of(number).items():
+                if isinstance(value, Tensor) and value.dim() == 1:
+                    pieces.append(Piece(kind, name, start, value[cut]))
+                elif start == 0 and value is not None:
+                    pieces.append(Piece(_SCALAR + kind, name, 0, torch.as_tensor(value).reshape(1).detach()))
+        return pieces
+
+    @torch.no_grad()
+    def load(self, source: PieceSource, names: Sequence[str]) -> None:
+        """Take over masters and state; the parameters hold their weights already."""
+        for run, part in zip(self.runs, self.parts, strict=True):
+            part.copy_(read_weight(source, torch.float32, names[run.parameter], run.start, run.numel))
+        if self.optimizer is not None:
+            state = {number: self._saved_state(source, names, number) for number in range(len(self.runs))}
+            order = [self._number_of(part) for group in self.optimizer.param_groups for part in group["params"]]
+            packed = self.optimizer.state_dict()
+            packed["state"] = {place: state[number] for place, number in enumerate(order) if state[number]}
+            self.optimizer.load_state_dict(packed)
+
+    def _saved_state(self, source: PieceSource, names: Sequence[str], number: int) -> dict[str, Tensor]:
+        run = self.runs[number]
+        name = names[run.parameter]
+        state = {}
+        for kind in source.kinds() - set(_WEIGHTS):
+            try:
+                if kind.startswith(_SCALAR):
+                    state[kind.removeprefix(_SCALAR)] = source.read(kind, name, 0, 1)[0]
+                else:
+                    state[kind] = _read(source, kind, name, run)
+            except KeyError:
+                continue  # a parameter that never had a gradient has no state
+        return state
+
+    def _number_of(self, part: Tensor) -> int:
+        return next(number for number, mine in enumerate(self.parts) if mine is part)
+
+    def _make_masters(self) -> Tensor:
+        if not self.separate:
+            return self._replica.detach()
+        if self.bucket.dtype == torch.float32:
+            return self._replica.detach().to("cpu", copy=True).pin_memory()
+        masters = self.bucket.take_initial()
+        return masters.to("cpu").pin_memory() if self._offload else masters
+
+    def _inner_group(self, number: int) -> dict[str, Any]:
+        parts = [
+            part for run, part in zip(self.runs, self.parts, strict=True) if self._group_of[run.parameter] == number
+        ]
+        return {**_settings(self._groups[number]), "params": parts}
+
+    def _take_over_settings(self) -> None:
+        assert self.optimizer is not None
+        for number, inner in zip(self._used_groups, self.optimizer.param_groups, strict=True):
+            inner.update(_settings(self._groups[number]))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def read_weight(source: PieceSource, dtype: torch.dtype, name: str, start: int, numel: int) -> Tensor:
+    """A parameter's saved values for use in `dtype`: the masters' where fp32 is wanted and there are masters."""
+    if dtype == torch.float32:
+        try:
+            return source.read("master", name, start, numel)
+        except KeyError:  # it was saved from a parameter in fp32, its own master
+            return source.read("weight", name, start, numel)
+    return source.read("weight", name, start, numel)
+
+
+def _read(source: PieceSource, kind: str, name: str, run: Run) -> Tensor:
+    return source.read(kind, name, run.start, run.numel)

@@ -1,0 +1,291 @@
+"""ZeRO stages 0, 1 and 2 for any elementwise torch optimizer: swap the class, and masters, moments and (stage 2)
+gradients are divided among the ranks of any Communicator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire import comm as communication
+from thinwire.comm.agreement import raise_together
+from thinwire.zero.agreement import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
+from thinwire.zero.flat import FlatBucket
+from thinwire.zero.gradients import BucketGradients
+from thinwire.zero.masters import BucketMasters, OptimizerClass, read_weight
+from thinwire.zero.pieces import Piece, PieceSource
+from thinwire.zero.placement import Placement
+from thinwire.zero.rounds import BackwardRounds
+
+__all__ = ["ShardedOptimizer", "StepResult"]
+
+_BLOCK = 2048
+_BUCKET_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a step, the same on every rank.
+
+    `applied`: weights have moved. `grad_norm`: 2-norm of the averaged gradient, loss scale divided out, before
+    clipping; not finite where the step was skipped for that.
+    """
+
+    applied: bool
+    grad_norm: float
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state is sharded over the ranks: ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+    Gradients leave during `backward()`, bucket by bucket; `step()` steps the shard that this rank owns and gives the
+    new weights to all. Every stage gives the same bits. Stage 0 keeps everything everywhere, stage 1 shards masters and
+    optimizer state, stage 2 gradients as well. Single process, torchrun, mpirun and threads alike.
+
+    Args:
+        params: parameters or groups, fp32, bf16 or fp16, on one device; the same on every rank. Their storage moves
+            into flat buckets; rank 0's values are given to all. Parameters that require no gradient now are left alone.
+        optimizer_class: any elementwise torch.optim class, or a function that builds one from groups.
+        stage: 0, 1 or 2.
+        comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
+        named_parameters: names, and the order in which forward uses them; by default that of the groups.
+        param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, keeping fp32 masters on the owner.
+        bucket_bytes: gradients that leave together.
+        max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
+        offload: keep masters and optimizer state in CPU memory, for parameters on a GPU.
+        options: for the optimizer class: lr, betas, ...
+
+    A parameter without a gradient on some ranks counts as zero there; without one on any rank it is left alone, as in
+    torch. A step whose averaged gradient is not finite is skipped on every rank: see `last_step`.
+
+    Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: OptimizerClass,
+        *,
+        stage: int = 1,
+        comm: communication.Communicator | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        param_dtype: torch.dtype | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+        max_norm: float = 0.0,
+        offload: bool = False,
+        **options: Any,
+    ) -> None:
+        self.comm = comm if comm is not None else communication.init()
+        self.stage = stage
+        self.max_norm = max_norm
+        self.loss_scale = 1.0
+        self.last_step = StepResult(applied=False, grad_norm=math.nan)
+        error: Exception | None = None
+        try:
+            _check_options(stage, param_dtype, bucket_bytes, max_norm)
+            defaults = optimizer_class([torch.zeros(1)], **options).defaults
+            super().__init__(params, defaults)
+            self._placement = Placement(self.param_groups, named_parameters)
+            check_parameters(self._placement.parameters, type(self).__name__)
+        except (ValueError, TypeError) as raised:
+            error = raised
+        raise_together(self.comm, error, "build its optimizer")
+        self._agree(param_dtype, bucket_bytes)
+        self._exchange_comm = self.comm.duplicate()
+        layouts = self._placement.partition(self.comm.size, _BLOCK, bucket_bytes, param_dtype)
+        self._buckets: list[FlatBucket] = []
+        self._masters: list[BucketMasters] = []
+        for index, (layout, dtype) in enumerate(layouts):
+            masters_are = None if dtype == torch.float32 else self._extent
+            bucket = FlatBucket(self._exchange_comm, index, layout, self._placement.parameters, dtype, masters_are)
+            self._buckets.append(bucket)
+            self._masters.append(self._make_masters(bucket, optimizer_class, options, offload))
+        self._gradients = [BucketGradients(bucket, self._exchange_comm, stage) for bucket in self._buckets]
+        self._rounds = BackwardRounds(self._placement, self._gradients, keeps_gradients=stage < 2)
+
+    @property
+    def _extent(self) -> Literal["whole", "shard"]:
+        """How much of each bucket this rank holds masters and state of."""
+        return "whole" if self.stage == 0 else "shard"
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to synchronise steps."""
+        return self._exchange_comm.traffic.bytes_sent
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradient accumulation: backwards inside only add up, in `.grad` or (stage 2) in the owners' shards."""
+        with self._rounds.no_sync():
+            yield
+
+    def end_backward(self) -> None:
+        """Send what a backward has left unsent, once it is over. Collective; `step` does it where nobody did."""
+        self._rounds.end_backward()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Clip, and step the own shard, or skip where the average is not finite; collective. See `last_step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._placement.check_none_unfrozen()
+        self._rounds.finish()
+        norm, absent = self._vote()
+        present = len(absent) < len(self._placement.parameters)
+        applied = present and math.isfinite(norm)
+        if applied:
+            self._apply(self._coefficient(norm), absent)
+        self.last_step = StepResult(applied, norm)
+        self._rounds.end_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients. Between backward() and step() this drops the step: do it on every rank or none."""
+        self._rounds.drop()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at construction: buckets are laid out once. Raises RuntimeError later."""
+        if hasattr(self, "_rounds"):
+            raise RuntimeError(
+                "parameters cannot be added to a sharded optimizer: build a new one with all of them, and load the "
+                "old one's state"
+            )
+        super().add_param_group(param_group)
+
+    def close(self) -> None:
+        """Release the communicator, on every rank; the optimizer cannot step afterwards."""
+        self._exchange_comm.close()
+
+    # Checkpoints
+
+    def pieces(self) -> list[Piece]:
+        """What this rank owns of weights, masters and optimizer state; the ranks' union holds everything once."""
+        names = self._placement.names
+        return [piece for masters in self._masters for piece in masters.pieces(names)]
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """What belongs to this rank alone."""
+        return {}
+
+    def counters(self) -> dict[str, Any]:
+        """The groups' settings, as plain values: the same on every rank."""
+        return {"groups": [_plain(group) for group in self.param_groups]}
+
+    @torch.no_grad()
+    def load(self, source: PieceSource) -> None:
+        """Take over what `pieces` and `counters` gave, of any stage and number of ranks. Collective.
+
+        Raises KeyError where a parameter was not saved.
+        """
+        self.zero_grad()
+        for bucket in self._buckets:
+            for slot in bucket.layout.slots:
+                name = self._placement.names[slot.parameter]
+                values = read_weight(source, bucket.dtype, name, 0, slot.numel)
+                bucket.view(bucket.flat, slot).copy_(values.view(bucket.view(bucket.flat, slot).shape))
+        for masters in self._masters:
+            masters.load(source, self._placement.names)
+        for group, saved in zip(self.param_groups, source.counters()["groups"], strict=True):
+            group.update({key: _like(group.get(key), value) for key, value in saved.items()})
+
+    # One step
+
+    def _vote(self) -> tuple[float, frozenset[int]]:
+        """The global norm of the averaged gradient, and the parameters that had a gradient on no rank."""
+        missing = self._rounds.missing
+        norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in self._own_averages()]
+        square = torch.stack(norms).double().square().sum()
+        votes = torch.stack([square, torch.full_like(square, bool(missing))])
+        self._exchange_comm.all_reduce(votes)
+        total, anything_missing = votes.tolist()
+        absent = self._agree_on_absent(missing) if anything_missing else frozenset[int]()
+        return math.sqrt(total) / self.loss_scale if total >= 0 else math.nan, absent
+
+    def _own_averages(self) -> list[Tensor]:
+        return [
+            bucket.shard_of(gradients.average) if self.stage == 0 else gradients.average
+            for bucket, gradients in zip(self._buckets, self._gradients, strict=True)
+        ]
+
+    def _agree_on_absent(self, missing: Sequence[int]) -> frozenset[int]:
+        mask = bytearray(len(self._placement.parameters))
+        for index in missing:
+            mask[index] = 1
+        of_rank = self._exchange_comm.all_gather_bytes(bytes(mask))
+        return frozenset(index for index in range(len(mask)) if all(other[index] for other in of_rank))
+
+    def _coefficient(self, norm: float) -> float:
+        """What the averaged gradient is multiplied by: torch's clip_grad_norm_, and one over the loss scale."""
+        clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+        return clip / self.loss_scale
+
+    def _apply(self, coefficient: float, absent: frozenset[int]) -> None:
+        waits = []
+        for masters, gradients in zip(self._masters, self._gradients, strict=True):
+            masters.step(gradients.average, coefficient, absent)
+            waits.append(masters.publish())
+        for wait in waits:
+            wait()
+
+    # Setting up
+
+    def _agree(self, param_dtype: torch.dtype | None, bucket_bytes: int) -> None:
+        settings = {"stage": self.stage, "param_dtype": str(param_dtype), "bucket_bytes": bucket_bytes}
+        settings |= {"max_norm": self.max_norm, "names": self._placement.names}
+        check_same_on_every_rank(self.comm, self._placement.parameters, self.param_groups, settings)
+        broadcast_from_rank_0(self.comm, self._placement.parameters)
+
+    def _make_masters(
+        self, bucket: FlatBucket, optimizer_class: OptimizerClass, options: dict[str, Any], offload: bool
+    ) -> BucketMasters:
+        return BucketMasters(
+            bucket,
+            self.param_groups,
+            self._placement.group_of,
+            lambda groups: optimizer_class(groups, **options),
+            whole=self.stage == 0,
+            offload=offload,
+        )
+
+
+def _check_options(stage: int, param_dtype: torch.dtype | None, bucket_bytes: int, max_norm: float) -> None:
+    if stage not in (0, 1, 2):
+        raise ValueError(
+            f"stage must be 0, 1 or 2, got {stage!r}: stage 3 shards the model itself, which thinwire.initialize does "
+            "with torch's fully_shard"
+        )
+    if param_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {param_dtype!r}")
+    if not bucket_bytes >= 4:
+        raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, which does not clip, got {max_norm}")
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: float(value) if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """A saved plain value in the type that this optimizer uses for it."""
+    if isinstance(mine, Tensor):
+        return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
+    return tuple(saved) if isinstance(mine, tuple) else saved

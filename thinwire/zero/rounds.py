@@ -1,0 +1,178 @@
+"""Watches gradients arrive during backward and sends each bucket as soon as it is whole, so that communication
+overlaps with computation; knows when a backward, and when a step, is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.zero.arrival import ArrivalHook
+from thinwire.zero.layout import BucketLayout, Slot
+from thinwire.zero.pipeline import Legs, Pipeline
+from thinwire.zero.placement import Placement
+
+__all__ = ["BackwardRounds", "GradientTransport"]
+
+
+class GradientTransport(Legs, Protocol):
+    """What sends one bucket's gradients."""
+
+    @property
+    def layout(self) -> BucketLayout:
+        """The bucket's parameters."""
+
+    def take(self, slot: Slot, parameter: Tensor) -> None:
+        """Take a parameter's gradient."""
+
+    def leave_out(self, slot: Slot) -> None:
+        """Note that a parameter has no gradient on this rank."""
+
+    def start(self) -> None:
+        """Start leg 1."""
+
+    def end_step(self) -> None:
+        """Forget the averages."""
+
+
+class BackwardRounds:
+    """The backwards of one step, and which parameters had gradients in them.
+
+    With `keeps_gradients`, backwards add up in `.grad`, and only the last one, outside of `no_sync`, is sent. Without,
+    every backward is sent, and the transports add up. Every rank runs the same number of backwards; within one, each
+    may lack other parameters.
+    """
+
+    def __init__(self, placement: Placement, transports: Sequence[GradientTransport], keeps_gradients: bool) -> None:
+        self._placement = placement
+        self._keeps_gradients = keeps_gradients
+        self._synchronize = True
+        self._pipeline = Pipeline()
+        self._arrived_in_step: set[int] = set()
+        self.use(transports)
+        for number, parameter in enumerate(placement.parameters):
+            ArrivalHook(self._on_gradient, number).register(parameter)
+
+    def use(self, transports: Sequence[GradientTransport], hold: bool = False) -> None:
+        """Send through these from the next backward on; `hold` keeps all of them in leg 1 until `finish`."""
+        self._transports = list(transports)
+        self._pipeline = Pipeline(hold)
+        self._places = {
+            slot.parameter: (number, slot)
+            for number, transport in enumerate(self._transports)
+            for slot in transport.layout.slots
+        }
+        self._begin_backward()
+        self._sent = False
+
+    @property
+    def missing(self) -> list[int]:
+        """Parameters that have had no gradient on this rank in this step."""
+        return [number for number in range(len(self._placement.parameters)) if number not in self._arrived_in_step]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add up; where gradients are not kept they leave all the same."""
+        if self._sent and self._keeps_gradients:
+            raise RuntimeError(
+                "no_sync() was entered between a synchronised backward() and its step(): the gradients have left "
+                "already. Call step() first, or put the earlier backward() inside no_sync() too"
+            )
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def end_backward(self) -> None:
+        """Send the buckets that some parameter's lack of a gradient held back. Collective."""
+        if self._keeps_gradients and not self._synchronize:
+            return
+        self._send_rest()
+        if not self._keeps_gradients:
+            self._pipeline.drain()
+            self._begin_backward()
+
+    def finish(self) -> None:
+        """Bring everything of this step to its end. Collective."""
+        if self._arrived or not self._sent:
+            self._send_rest()
+        self._pipeline.drain()
+
+    def end_step(self) -> None:
+        """Forget this step; the next backward begins another."""
+        for transport in self._transports:
+            transport.end_step()
+        self._begin_backward()
+        self._arrived_in_step = set()
+        self._sent = False
+
+    def drop(self) -> None:
+        """Forget gradients that have left, or arrived, since the last step. Collective if any have left."""
+        if self._pipeline.started or self._sent:
+            self.finish()
+        self.end_step()
+
+    def _begin_backward(self) -> None:
+        self._arrived: set[int] = set()
+        self._waiting = [len(transport.layout.slots) for transport in self._transports]
+        self._pipeline.reset()
+
+    def _on_gradient(self, number: int) -> None:
+        with torch.no_grad():
+            self._arrive(number)
+
+    def _arrive(self, number: int) -> None:
+        parameter = self._placement.parameters[number]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"{self._placement.describe(number)} has a sparse gradient, which cannot be sharded: build the "
+                "embedding with sparse=False, or leave it to torch.optim.SparseAdam in a second optimizer"
+            )
+        sending = self._synchronize or not self._keeps_gradients
+        if number in self._arrived and sending:
+            self._begin_next_backward(number)
+        index, slot = self._places[number]
+        self._transports[index].take(slot, parameter)
+        self._arrived_in_step.add(number)
+        if sending:
+            self._arrived.add(number)
+            self._waiting[index] -= 1
+            while (following := self._pipeline.started) < len(self._transports) and not self._waiting[following]:
+                self._send(following)
+
+    def _begin_next_backward(self, number: int) -> None:
+        if self._keeps_gradients:
+            raise RuntimeError(
+                f"a second backward() before step() reached {self._placement.describe(number)} whose gradient has left "
+                "already. To accumulate gradients, put every backward() but the last inside `with no_sync():`; to drop "
+                "the first one, call zero_grad()"
+            )
+        self.end_backward()
+
+    def _send(self, index: int) -> None:
+        transport = self._transports[index]
+        known = self._arrived_in_step if self._keeps_gradients else self._arrived
+        for slot in transport.layout.slots:
+            if slot.parameter not in known:
+                self._take_unannounced(transport, slot)
+        transport.start()
+        self._pipeline.follow(transport)
+        self._sent = True
+
+    def _take_unannounced(self, transport: GradientTransport, slot: Slot) -> None:
+        parameter = self._placement.parameters[slot.parameter]
+        if parameter.grad is None:
+            transport.leave_out(slot)
+        else:  # set by hand, which no hook hears of
+            transport.take(slot, parameter)
+            self._arrived_in_step.add(slot.parameter)
+
+    def _send_rest(self) -> None:
+        for index in range(self._pipeline.started, len(self._transports)):
+            self._send(index)
