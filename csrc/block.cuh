@@ -1,19 +1,17 @@
-// What all kernels share: where a block lies in its packet row, and reductions over a thread block.
+// What the kernels of both codecs share: where a block lies in its packet row, reductions over a thread block, and
+// decoding.
 //
-// Compile-time constants, given with -D:
-//   BLOCK_SIZE  elements a scale covers, a multiple of 64
-//   THREADS     threads a thread block, a multiple of 32
 // One thread block serves one block of BLOCK_SIZE elements. A thread holds groups of four consecutive floats,
 // THREADS groups apart, so that the threads of a warp read and write 512 consecutive bytes.
 
-constexpr int HEADER_BYTES = 16;
-constexpr int SCALE_BYTES = 4;
+#include "numbers.cuh"
+#include "packet.cuh"
+
 constexpr int WARP = 32;
 constexpr int WARPS = THREADS / WARP;
 constexpr int GROUPS = (BLOCK_SIZE / 4 + THREADS - 1) / THREADS;  // groups of four a thread
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-static_assert(BLOCK_SIZE % 64 == 0, "a block is a multiple of 64 elements");
 static_assert(THREADS % WARP == 0 && THREADS <= 1024, "a thread block is at most 32 whole warps");
 
 // Where this thread block's elements begin, and how many of them are not padding.
@@ -42,13 +40,28 @@ __device__ long long codes_offset(long long row_blocks) {
     return HEADER_BYTES + SCALE_BYTES * row_blocks + column_index(row_blocks) * BLOCK_BYTES;
 }
 
+__device__ float4 load_four(const float* values) { return *reinterpret_cast<const float4*>(values); }
+
+__device__ float4 load_four(const BFloat16* values) {
+    const Four<BFloat16> four = *reinterpret_cast<const Four<BFloat16>*>(values);
+    return make_float4(widen(four.value[0]), widen(four.value[1]), widen(four.value[2]), widen(four.value[3]));
+}
+
+__device__ void store_four(float* output, float4 value) { *reinterpret_cast<float4*>(output) = value; }
+
+__device__ void store_four(BFloat16* output, float4 value) {
+    *reinterpret_cast<Four<BFloat16>*>(output) = {round_to_nearest(value.x), round_to_nearest(value.y),
+                                                  round_to_nearest(value.z), round_to_nearest(value.w)};
+}
+
 // Four elements of payload + residual; 0 on the padding and beyond the block.
-__device__ float4 load_corrected(const float* payload, const float* residual, int at, int valid) {
+template <typename Residual>
+__device__ float4 load_corrected(const float* payload, const Residual* residual, int at, int valid) {
     float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (at < valid) {
-        value = *reinterpret_cast<const float4*>(payload + at);
+        value = load_four(payload + at);
         if (residual != nullptr) {
-            const float4 lost = *reinterpret_cast<const float4*>(residual + at);
+            const float4 lost = load_four(residual + at);
             value.x += lost.x;
             value.y += lost.y;
             value.z += lost.z;
@@ -62,13 +75,40 @@ __device__ float4 load_corrected(const float* payload, const float* residual, in
 }
 
 // Store four elements inside the block, 0 on its padding.
-__device__ void store_valid(float* output, int at, int valid, float4 value) {
+template <typename Output>
+__device__ void store_valid(Output* output, int at, int valid, float4 value) {
     if (at >= BLOCK_SIZE) return;
     if (at >= valid) value.x = 0.0f;
     if (at + 1 >= valid) value.y = 0.0f;
     if (at + 2 >= valid) value.z = 0.0f;
     if (at + 3 >= valid) value.w = 0.0f;
-    *reinterpret_cast<float4*>(output + at) = value;
+    store_four(output + at, value);
+}
+
+// Each run of row_blocks output blocks is the mean of the next `rows` packets, as Codec reads them: rows = 1 decodes.
+template <typename Codec>
+__device__ void decode_rows(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel,
+                            long long row_blocks, long long row_bytes, long long rows) {
+    const int valid = valid_elements(numel);
+    const unsigned char* first = packets + row_index(row_blocks) * rows * row_bytes;
+    const unsigned char* scales = first + scale_offset(row_blocks);
+    const unsigned char* codes = first + codes_offset<Codec::BITS>(row_blocks);
+    output += block_start();
+#pragma unroll
+    for (int k = 0; k < GROUPS; ++k) {
+        const int at = group_at(k);
+        if (at >= BLOCK_SIZE) break;
+        float4 total = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
+#pragma unroll 4
+        for (long long row = 0; row < rows; ++row) {
+            const float scale = *reinterpret_cast<const float*>(scales + row * row_bytes);
+            const float4 decoded = Codec::decode(codes + row * row_bytes, at, scale);
+            total = make_float4(total.x + decoded.x, total.y + decoded.y, total.z + decoded.z, total.w + decoded.w);
+        }
+        const float count = static_cast<float>(rows);
+        store_valid(output, at, valid,
+                    make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
+    }
 }
 
 struct Sum {

@@ -1,5 +1,5 @@
 // The int8 codec: a signed byte an element, u / scale to the nearest integer, and max |u| / 127 as the scale.
-// Pointers to floats must be 16-byte aligned, packets 4-byte aligned.
+// Pointers to floats must be 16-byte aligned, to BFloat16 8-byte, packets 4-byte.
 
 #include "block.cuh"
 
@@ -21,13 +21,25 @@ __device__ float scaled(unsigned word, int position, float scale) {
     return static_cast<float>(static_cast<signed char>(word >> 8 * position)) * scale;
 }
 
-// Encode payload + residual (residual may be null) into the packets and leave what was lost in payload.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    encode_int8(float* __restrict__ payload, const float* __restrict__ residual, unsigned char* __restrict__ packets, long long numel,
-                long long row_blocks, long long row_bytes) {
+struct Int8 {
+    static constexpr int BITS = 8;
+
+    __device__ static float4 decode(const unsigned char* codes, int at, float scale) {
+        const unsigned word = *reinterpret_cast<const unsigned*>(codes + at);
+        return make_float4(scaled(word, 0, scale), scaled(word, 1, scale), scaled(word, 2, scale),
+                           scaled(word, 3, scale));
+    }
+};
+
+// Encode payload + residual (residual may be null) into the packets and write what was lost to `lost`, which may be the
+// payload or the residual.
+template <typename Residual, typename Lost>
+__device__ void encode(const float* payload, const Residual* residual, Lost* lost, unsigned char* __restrict__ packets,
+                       long long numel, long long row_blocks, long long row_bytes) {
     const int valid = valid_elements(numel);
     payload += block_start();
     if (residual != nullptr) residual += block_start();
+    lost += block_start();
     unsigned char* row = packets + row_index(row_blocks) * row_bytes;
     unsigned char* codes = row + codes_offset<8>(row_blocks);
 
@@ -56,35 +68,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                  level(value.w, scale));
         *reinterpret_cast<unsigned*>(codes + at) =
             byte_of(levels.x, 0) | byte_of(levels.y, 1) | byte_of(levels.z, 2) | byte_of(levels.w, 3);
-        store_valid(payload, at, valid,
+        store_valid(lost, at, valid,
                     make_float4(value.x - levels.x * scale, value.y - levels.y * scale,
                                 value.z - levels.z * scale, value.w - levels.w * scale));
     }
 }
 
-// Each run of row_blocks output blocks is the mean of the next `rows` packets: rows = 1 decodes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_int8(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel, long long row_blocks,
-                long long row_bytes, long long rows) {
-    const int valid = valid_elements(numel);
-    const unsigned char* first = packets + row_index(row_blocks) * rows * row_bytes;
-    const unsigned char* scales = first + scale_offset(row_blocks);
-    const unsigned char* codes = first + codes_offset<8>(row_blocks);
-    output += block_start();
-#pragma unroll
-    for (int k = 0; k < GROUPS; ++k) {
-        const int at = group_at(k);
-        if (at >= BLOCK_SIZE) break;
-        float4 total = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
-#pragma unroll 4
-        for (long long row = 0; row < rows; ++row) {
-            const float scale = *reinterpret_cast<const float*>(scales + row * row_bytes);
-            const unsigned word = *reinterpret_cast<const unsigned*>(codes + row * row_bytes + at);
-            total = make_float4(total.x + scaled(word, 0, scale), total.y + scaled(word, 1, scale),
-                                total.z + scaled(word, 2, scale), total.w + scaled(word, 3, scale));
-        }
-        const float count = static_cast<float>(rows);
-        store_valid(output, at, valid,
-                    make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
-    }
+    encode_int8(float* payload, const float* __restrict__ residual, unsigned char* __restrict__ packets,
+                 long long numel, long long row_blocks, long long row_bytes) {
+    encode(payload, residual, payload, packets, numel, row_blocks, row_bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    encode_rounded_int8(const float* __restrict__ payload, const BFloat16* residual, BFloat16* new_residual,
+                         unsigned char* __restrict__ packets, long long numel, long long row_blocks,
+                         long long row_bytes) {
+    encode(payload, residual, new_residual, packets, numel, row_blocks, row_bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    decode_int8(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel,
+                 long long row_blocks, long long row_bytes, long long rows) {
+    decode_rows<Int8>(packets, output, numel, row_blocks, row_bytes, rows);
 }

@@ -1,5 +1,5 @@
 // The sign1 codec: a bit an element, 1 where u >= 0, least significant first, and the mean of |u| a block.
-// Pointers to floats must be 16-byte aligned, packets 4-byte aligned.
+// Pointers to floats must be 16-byte aligned, to BFloat16 8-byte, packets 4-byte.
 
 #include "block.cuh"
 
@@ -13,13 +13,23 @@ __device__ float4 signed_scale(unsigned bits, float scale) {
                        bits & 8u ? scale : -scale);
 }
 
-// Encode payload + residual (residual may be null) into the packets and leave what was lost in payload.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    encode_sign1(float* __restrict__ payload, const float* __restrict__ residual, unsigned char* __restrict__ packets, long long numel,
-                 long long row_blocks, long long row_bytes) {
+struct Sign1 {
+    static constexpr int BITS = 1;
+
+    __device__ static float4 decode(const unsigned char* codes, int at, float scale) {
+        return signed_scale(*reinterpret_cast<const unsigned*>(codes + at / 32 * 4) >> at % 32, scale);
+    }
+};
+
+// Encode payload + residual (residual may be null) into the packets and write what was lost to `lost`, which may be the
+// payload or the residual.
+template <typename Residual, typename Lost>
+__device__ void encode(const float* payload, const Residual* residual, Lost* lost, unsigned char* __restrict__ packets,
+                       long long numel, long long row_blocks, long long row_bytes) {
     const int valid = valid_elements(numel);
     payload += block_start();
     if (residual != nullptr) residual += block_start();
+    lost += block_start();
     unsigned char* row = packets + row_index(row_blocks) * row_bytes;
     unsigned char* codes = row + codes_offset<1>(row_blocks);
 
@@ -46,36 +56,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (at % 32 == 0 && at < BLOCK_SIZE) *reinterpret_cast<unsigned*>(codes + at / 8) = word;
 
         const float4 decoded = signed_scale(bits, scale);
-        const float4 lost = make_float4(corrected[k].x - decoded.x, corrected[k].y - decoded.y,
+        const float4 rest = make_float4(corrected[k].x - decoded.x, corrected[k].y - decoded.y,
                                         corrected[k].z - decoded.z, corrected[k].w - decoded.w);
-        store_valid(payload, at, valid, lost);
+        store_valid(lost, at, valid, rest);
     }
 }
 
-// Each run of row_blocks output blocks is the mean of the next `rows` packets: rows = 1 decodes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_sign1(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel, long long row_blocks,
-                 long long row_bytes, long long rows) {
-    const int valid = valid_elements(numel);
-    const unsigned char* first = packets + row_index(row_blocks) * rows * row_bytes;
-    const unsigned char* scales = first + scale_offset(row_blocks);
-    const unsigned char* codes = first + codes_offset<1>(row_blocks);
-    output += block_start();
-#pragma unroll
-    for (int k = 0; k < GROUPS; ++k) {
-        const int at = group_at(k);
-        if (at >= BLOCK_SIZE) break;
-        float4 total = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
-#pragma unroll 4
-        for (long long row = 0; row < rows; ++row) {
-            const float scale = *reinterpret_cast<const float*>(scales + row * row_bytes);
-            const unsigned word = *reinterpret_cast<const unsigned*>(codes + row * row_bytes + at / 32 * 4);
-            const float4 decoded = signed_scale(word >> at % 32, scale);
-            total = make_float4(total.x + decoded.x, total.y + decoded.y, total.z + decoded.z,
-                                total.w + decoded.w);
-        }
-        const float count = static_cast<float>(rows);
-        store_valid(output, at, valid,
-                    make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
-    }
+    encode_sign1(float* payload, const float* __restrict__ residual, unsigned char* __restrict__ packets,
+                 long long numel, long long row_blocks, long long row_bytes) {
+    encode(payload, residual, payload, packets, numel, row_blocks, row_bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    encode_rounded_sign1(const float* __restrict__ payload, const BFloat16* residual, BFloat16* new_residual,
+                         unsigned char* __restrict__ packets, long long numel, long long row_blocks,
+                         long long row_bytes) {
+    encode(payload, residual, new_residual, packets, numel, row_blocks, row_bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    decode_sign1(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel,
+                 long long row_blocks, long long row_bytes, long long rows) {
+    decode_rows<Sign1>(packets, output, numel, row_blocks, row_bytes, rows);
 }

@@ -52,7 +52,9 @@ struct Fiber {
     bool finished = false;
 };
 
-using Kernel = void (*)(long long, long long, long long, long long, long long, long long);
+constexpr int MAX_ARGUMENTS = 12;
+using Kernel = void (*)(long long, long long, long long, long long, long long, long long, long long, long long,
+                        long long, long long, long long, long long);
 
 static Kernel kernel;
 static const long long* arguments;
@@ -77,7 +79,7 @@ inline void wait(Barrier& barrier) {
 inline void run_fiber() {
     const unsigned self = threadIdx.x;
     const long long* a = arguments;
-    kernel(a[0], a[1], a[2], a[3], a[4], a[5]);
+    kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
     fibers[self].finished = true;
     progress = true;
 }
@@ -124,7 +126,7 @@ Value __shfl_xor_sync(unsigned, Value value, int lane_mask) {
     return received;
 }
 
-// Launch of a kernel of six 64-bit arguments; 0 on success, 1 if its threads wait for each other for ever.
+// Launch of a kernel of up to MAX_ARGUMENTS 64-bit arguments, padded with zeros; 0 on success, 1 if its threads wait for each other for ever.
 extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, const long long* arguments, 
                        unsigned seed) {
     using namespace emulation;

@@ -136,12 +136,12 @@ def test_any_alignment_will_do_on_a_cpu(codec: str, name: str) -> None:
 def test_kernels_compile_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.core.caching import CacheImpl
 
-    from thinwire.compress.kernels import cpu_kernels
+    from thinwire.compress.kernels import compiling
 
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     filled = torch.zeros(3).numpy()
 
-    @cpu_kernels._kernel
+    @compiling.kernel
     def fill(values) -> None:
         values[:] = 1.0
 

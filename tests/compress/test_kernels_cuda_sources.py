@@ -13,10 +13,16 @@ import pytest
 
 from tests.compress import emulation
 from tests.compress.kernels_body import CODECS
-from thinwire.compress.kernels.cuda_launch import compile_options, source_folder, source_text
+from thinwire.compress.kernels.cuda_launch import (
+    block_threads,
+    compile_options,
+    source_folder,
+    source_text,
+)
 
 ARCHITECTURES = (70, 80, 90)
 BLOCK_SIZES = (192, 2048, 65536)
+SOURCES = (*CODECS, "momentum")
 
 
 class Nvrtc:
@@ -62,42 +68,42 @@ def nvrtc() -> Nvrtc:
     return Nvrtc(next(libraries))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_nvrtc_compiles(nvrtc: Nvrtc, codec: str, architecture: int, block_size: int) -> None:
+def test_nvrtc_compiles(nvrtc: Nvrtc, source: str, architecture: int, block_size: int) -> None:
     if architecture not in nvrtc.architectures:
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
-    options = (*compile_options(block_size), f"-arch=sm_{architecture}", "--device-as-default-execution-space")
-    status, log = nvrtc.compile(source_text(codec), options)
+    options = (*compile_options(block_size, block_threads(block_size)), f"-arch=sm_{architecture}", "--device-as-default-execution-space")
+    status, log = nvrtc.compile(source_text(source), options)
     assert status == 0, log
     assert "kernels.cu" not in log, log  # no warning about the source
 
 
 def test_nvrtc_refuses_a_block_size_that_is_no_multiple_of_64(nvrtc: Nvrtc) -> None:
-    status, log = nvrtc.compile(source_text("sign1"), ("-DBLOCK_SIZE=100", "-DTHREADS=32", "-arch=sm_80"))
+    status, log = nvrtc.compile(source_text("sign1"), (*compile_options(100, 32), "-arch=sm_80"))
     assert status != 0
     assert "multiple of 64" in log
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nvcc_compiles(codec: str, architecture: int, tmp_path: Path) -> None:
+def test_nvcc_compiles(source: str, architecture: int, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not installed")
     known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
     if f"compute_{architecture}" not in known.split():
         pytest.skip(f"this nvcc does not know sm_{architecture}")
-    command = [nvcc, *compile_options(2048), f"-arch=sm_{architecture}", "-Werror=all-warnings", "-cubin"]
-    command += ["-o", str(tmp_path / "kernels.cubin"), str(source_folder() / f"{codec}.cu")]
+    command = [nvcc, *compile_options(2048, 256), f"-arch=sm_{architecture}", "-Werror=all-warnings", "-cubin"]
+    command += ["-o", str(tmp_path / "kernels.cubin"), str(source_folder() / f"{source}.cu")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
 def test_the_source_handed_to_nvrtc_is_self_contained() -> None:
-    for codec in CODECS:
-        assert not re.search(r"^\s*#\s*include", source_text(codec), re.MULTILINE)
+    for source in SOURCES:
+        assert not re.search(r"^\s*#\s*include", source_text(source), re.MULTILINE)
 
 
 @pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")

@@ -8,6 +8,7 @@ from thinwire.compress.ddp_hook import CompressionState, ddp_hook
 from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.compress.onebit_adam import OneBitAdam
 from thinwire.compress.packet import Flags, Header, PacketError
+from thinwire.compress.sharded_onebit_adam import ReplicaDriftError, ShardedOneBitAdam
 
 __all__ = [
     "Codec",
@@ -18,6 +19,8 @@ __all__ = [
     "OneBitAdam",
     "Outcome",
     "PacketError",
+    "ReplicaDriftError",
+    "ShardedOneBitAdam",
     "ddp_hook",
     "make_codec",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "SMALLEST_OF_MEAN",
     "AdamSettings",
     "apply_updates",
     "frozen_update",
@@ -19,7 +20,8 @@ __all__ = [
     "warmup_update",
 ]
 
-_SMALLEST_OF_MEAN = 0.01
+SMALLEST_OF_MEAN = 0.01
+"""The least frozen denominator of a parameter, as a part of their mean."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def raise_smallest(denominators: list[Tensor]) -> None:
     for denominator in denominators:
         finite = torch.isfinite(denominator)
         mean = torch.where(finite, denominator, 0.0).sum() / finite.sum().clamp(min=1)
-        denominator.clamp_(min=_SMALLEST_OF_MEAN * mean)
+        denominator.clamp_(min=SMALLEST_OF_MEAN * mean)
 
 
 def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor | float:

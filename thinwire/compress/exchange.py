@@ -3,6 +3,7 @@ Two collectives a bucket; nothing that must survive a skipped step changes befor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,8 @@ class Exchange:
         self.valid_in_own_shard = valid_in_shard(numel, self.shard, comm.rank)
         self._comm = comm
         self._device = torch.device(device)
-        self.payload = torch.zeros(self.padded_numel, device=self._device)
-        self.worker_residual = torch.zeros_like(self.payload) if error_feedback else None
+        self._payload: Tensor | None = None
+        self.worker_residual = torch.zeros(self.padded_numel, device=self._device) if error_feedback else None
         self.owner_residual = torch.zeros(self.shard, device=self._device) if error_feedback else None
         self._average: Tensor | None = None
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
@@ -69,24 +70,36 @@ class Exchange:
         self._headers: list[Tensor] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
+    @property
+    def payload(self) -> Tensor:
+        """What to average, fp32 [padded_numel]: write it before `start`. New memory holds zeros."""
+        if self._payload is None:
+            self._payload = torch.zeros(self.padded_numel, device=self._device)
+        return self._payload
+
     def start(self, step: int, flags: Flags = Flags.NONE) -> None:
         """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual."""
         self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step)
         self._headers = []
         send, receive = self._packets(self._comm.size), self._packets(self._comm.size)
-        self.codec.encode(self.payload, self.worker_residual, send, self.numel)
+        self._encode_payload(send)
         write_headers(send, Header(self.codec.identifier, self.codec.block_size, self.bucket, step, flags))
         work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
         self._leg_1 = (send, receive, work)
 
-    def advance(self) -> None:
-        """Wait for leg 1, average the own shard, and start leg 2: encode the average and send it to every worker."""
+    def advance(self, adjust: Callable[[Tensor], None] | None = None) -> None:
+        """Wait for leg 1, average the own shard, and start leg 2: encode the average and send it to every worker.
+
+        `adjust` may change the average, fp32 [shard], in place before it is encoded.
+        """
         assert self._leg_1 is not None, "advance() follows start()"
         _, received, work = self._leg_1
         work.wait()
         self._headers.append(received[:, :HEADER_BYTES].clone())
         average = torch.empty(self.shard, device=self._device)
         self.codec.decode_mean(received, average, self.valid_in_own_shard)
+        if adjust is not None:
+            adjust(average)
         not_finite = ~torch.isfinite(average.abs().max())
         self._leg_1 = None
         send, receive = self._packets(1), self._packets(self._comm.size)
@@ -125,7 +138,7 @@ class Exchange:
         if self.worker_residual is None:
             return
         assert self._average is not None, "commit() follows wait()"
-        self.worker_residual, self.payload = self.payload, self.worker_residual
+        self.worker_residual, self._payload = self.payload, self.worker_residual
         self.owner_residual, self._average = self._average, None
 
     def load_residuals(self, worker: Tensor, owner: Tensor) -> None:
@@ -157,6 +170,9 @@ class Exchange:
         if finite:
             self.commit()
         return output[: self.numel]
+
+    def _encode_payload(self, packets: Tensor) -> None:
+        self.codec.encode(self.payload, self.worker_residual, packets, self.numel)
 
     def _packets(self, rows: int) -> Tensor:
         return torch.empty(rows, self.codec.packet_bytes(self.shard), dtype=torch.uint8, device=self._device)

@@ -100,6 +100,10 @@ class FlatBucket:
         """The part of a tensor of [padded_numel] that belongs to a parameter, in the parameter's shape."""
         return bucket[slot.offset : slot.offset + slot.numel].view(self._shapes[slot])
 
+    def shape_of(self, parameter: int) -> torch.Size:
+        """The shape of the parameter with this number."""
+        return next(shape for slot, shape in self._shapes.items() if slot.parameter == parameter)
+
     def take_initial(self) -> Tensor:
         """The values that the parameters had before they were rounded, fp32, for the masters; forgotten here."""
         assert self._initial is not None

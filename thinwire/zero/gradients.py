@@ -43,6 +43,10 @@ class BucketGradients:
         assert self._flat is not None, "average follows wait()"
         return self._flat if self.stage == 0 else self.bucket.shard_of(self._flat)
 
+    def keep(self, slot: Slot, parameter: Tensor) -> None:
+        """Let further backwards add to the gradient in the bucket's own memory."""
+        self.take(slot, parameter)
+
     def take(self, slot: Slot, parameter: Tensor) -> None:
         """Move a parameter's gradient into the bucket; at stages 0 and 1 `.grad` becomes a view of it."""
         gradient = parameter.grad
@@ -89,6 +93,10 @@ class BucketGradients:
     def end_step(self) -> None:
         """Forget the averages; the next backward starts new ones."""
         self._accumulating = False
+
+    def release(self) -> None:
+        """Give back the memory: gradients go another way from now on."""
+        self._flat = self._shard = None
 
     def _add_to_shard(self, average: Tensor) -> None:
         assert self._shard is not None

@@ -46,11 +46,10 @@ class BucketMasters:
         self.runs = bucket.runs(0, bucket.layout.numel) if whole else bucket.own_runs
         self.weights = self._make_masters()
         self.parts = [self.weights[run.place] for run in self.runs]
-        used = sorted({group_of[run.parameter] for run in self.runs})
-        self._used_groups = used
+        self._used_groups = sorted({group_of[run.parameter] for run in self.runs})
+        self._optimizer_class = optimizer_class
         self.optimizer: torch.optim.Optimizer | None = None
-        if used:
-            self.optimizer = optimizer_class([self._inner_group(number) for number in used])
+        self.keep_state(True)
 
     @property
     def _replica(self) -> Tensor:
@@ -60,6 +59,13 @@ class BucketMasters:
     def separate(self) -> bool:
         """Whether masters are other tensors than the parameters' own."""
         return self._offload or self.bucket.dtype != torch.float32
+
+    def keep_state(self, keep: bool) -> None:
+        """Let the optimizer go, for one that steps the weights by itself, or have a new one."""
+        if not keep or not self.runs:
+            self.optimizer = None
+        elif self.optimizer is None:
+            self.optimizer = self._optimizer_class([self._inner_group(number) for number in self._used_groups])
 
     def step(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
         """Step with `coefficient * average`, a tensor like `weights` in the gradients' dtype; `absent` parameters stay.
@@ -88,8 +94,9 @@ class BucketMasters:
         return self.bucket.gather(shard.to(device=self.bucket.flat.device, dtype=self.bucket.dtype))
 
     def state_of(self, part: int) -> dict[str, Any]:
-        """The optimizer's state of `parts[part]`."""
-        assert self.optimizer is not None
+        """The optimizer's state of `parts[part]`; empty where it was let go."""
+        if self.optimizer is None:
+            return {}
         state: dict[str, Any] = self.optimizer.state[self.parts[part]]
         return state
 
@@ -116,10 +123,13 @@ class BucketMasters:
         return pieces
 
     @torch.no_grad()
-    def load(self, source: PieceSource, names: Sequence[str]) -> None:
-        """Take over masters and state; the parameters hold their weights already."""
+    def load_weights(self, source: PieceSource, names: Sequence[str]) -> None:
+        """Take over the masters; the parameters hold their weights already."""
         for run, part in zip(self.runs, self.parts, strict=True):
             part.copy_(read_weight(source, torch.float32, names[run.parameter], run.start, run.numel))
+
+    def load_state(self, source: PieceSource, names: Sequence[str]) -> None:
+        """Take over the optimizer's state, where there is an optimizer."""
         if self.optimizer is not None:
             state = {number: self._saved_state(source, names, number) for number in range(len(self.runs))}
             order = [self._number_of(part) for group in self.optimizer.param_groups for part in group["params"]]

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
@@ -21,11 +21,11 @@ from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.masters import BucketMasters, OptimizerClass, read_weight
 from thinwire.zero.pieces import Piece, PieceSource
 from thinwire.zero.placement import Placement
+from thinwire.zero.prefetch import WeightGate
 from thinwire.zero.rounds import BackwardRounds
 
 __all__ = ["ShardedOptimizer", "StepResult"]
 
-_BLOCK = 2048
 _BUCKET_BYTES = 16 << 20
 
 
@@ -39,6 +39,18 @@ class StepResult:
 
     applied: bool
     grad_norm: float
+
+
+class Vote(NamedTuple):
+    """What the ranks find out together before a step is applied.
+
+    `finite`: the averaged gradient is. `norm`: of the averaged gradient, loss scale divided out. `absent`: the
+    parameters that had a gradient on no rank.
+    """
+
+    finite: bool
+    norm: float
+    absent: frozenset[int]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,6 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named_parameters: names, and the order in which forward uses them; by default that of the groups.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, keeping fp32 masters on the owner.
         bucket_bytes: gradients that leave together.
+        block_size: shards are whole blocks of so many elements.
         max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
         offload: keep masters and optimizer state in CPU memory, for parameters on a GPU.
         options: for the optimizer class: lr, betas, ...
@@ -79,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = _BUCKET_BYTES,
         max_norm: float = 0.0,
         offload: bool = False,
+        block_size: int = 2048,
         **options: Any,
     ) -> None:
         self.comm = comm if comm is not None else communication.init()
@@ -86,9 +100,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.max_norm = max_norm
         self.loss_scale = 1.0
         self.last_step = StepResult(applied=False, grad_norm=math.nan)
+        self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         error: Exception | None = None
         try:
-            _check_options(stage, param_dtype, bucket_bytes, max_norm)
+            self._check_options(
+                stage=stage,
+                param_dtype=param_dtype,
+                bucket_bytes=bucket_bytes,
+                max_norm=max_norm,
+                block_size=block_size,
+            )
             defaults = optimizer_class([torch.zeros(1)], **options).defaults
             super().__init__(params, defaults)
             self._placement = Placement(self.param_groups, named_parameters)
@@ -98,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise_together(self.comm, error, "build its optimizer")
         self._agree(param_dtype, bucket_bytes)
         self._exchange_comm = self.comm.duplicate()
-        layouts = self._placement.partition(self.comm.size, _BLOCK, bucket_bytes, param_dtype)
+        layouts = self._placement.partition(self.comm.size, block_size, bucket_bytes, param_dtype)
         self._buckets: list[FlatBucket] = []
         self._masters: list[BucketMasters] = []
         for index, (layout, dtype) in enumerate(layouts):
@@ -106,6 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket = FlatBucket(self._exchange_comm, index, layout, self._placement.parameters, dtype, masters_are)
             self._buckets.append(bucket)
             self._masters.append(self._make_masters(bucket, optimizer_class, options, offload))
+        self._gate: WeightGate | None = None
         self._gradients = [BucketGradients(bucket, self._exchange_comm, stage) for bucket in self._buckets]
         self._rounds = BackwardRounds(self._placement, self._gradients, keeps_gradients=stage < 2)
 
@@ -113,6 +135,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _extent(self) -> Literal["whole", "shard"]:
         """How much of each bucket this rank holds masters and state of."""
         return "whole" if self.stage == 0 else "shard"
+
+    def gather_during_forward(self, module: nn.Module) -> None:
+        """Let `step` return while new weights are on their way, and each part of `module` wait for its own.
+
+        Weights may then be read through forward, `state_dict` and this optimizer; before reading parameters in any
+        other way call `wait_for_weights`.
+        """
+        bucket_of = {id(parameter): bucket.index for bucket in self._buckets for parameter in bucket.parameters}
+        self._gate = WeightGate(module, bucket_of)
+
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the last step's weights."""
+        if self._gate is not None:
+            self._gate.open()
 
     @property
     def bytes_sent(self) -> int:
@@ -142,13 +178,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._placement.check_none_unfrozen()
+        self.wait_for_weights()
         self._rounds.finish()
-        norm, absent = self._vote()
-        present = len(absent) < len(self._placement.parameters)
-        applied = present and math.isfinite(norm)
+        vote = self._vote()
+        applied = vote.finite and len(vote.absent) < len(self._placement.parameters)
         if applied:
-            self._apply(self._coefficient(norm), absent)
-        self.last_step = StepResult(applied, norm)
+            self._apply(vote.norm, vote.absent)
+        self.last_step = StepResult(applied, vote.norm)
         self._rounds.end_step()
         return loss
 
@@ -168,12 +204,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Release the communicator, on every rank; the optimizer cannot step afterwards."""
+        self.wait_for_weights()
         self._exchange_comm.close()
 
     # Checkpoints
 
     def pieces(self) -> list[Piece]:
         """What this rank owns of weights, masters and optimizer state; the ranks' union holds everything once."""
+        self.wait_for_weights()
         names = self._placement.names
         return [piece for masters in self._masters for piece in masters.pieces(names)]
 
@@ -183,14 +221,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def counters(self) -> dict[str, Any]:
         """The groups' settings, as plain values: the same on every rank."""
-        return {"groups": [_plain(group) for group in self.param_groups]}
+        return {"optimizer": self._name, "groups": [_plain(group) for group in self.param_groups]}
 
     @torch.no_grad()
     def load(self, source: PieceSource) -> None:
         """Take over what `pieces` and `counters` gave, of any stage and number of ranks. Collective.
 
+        Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
+        """
+        saved = source.counters()
+        if saved["optimizer"] != self._name or len(saved["groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"this state was saved by {saved['optimizer']} with {len(saved['groups'])} parameter groups, this is "
+                f"{self._name} with {len(self.param_groups)}: build the same optimizer, or use load_weights()"
+            )
+        self.load_weights(source)
+        for masters in self._masters:
+            masters.load_state(source, self._placement.names)
+        for group, settings in zip(self.param_groups, saved["groups"], strict=True):
+            group.update({key: _like(group.get(key), value) for key, value in settings.items()})
+
+    @torch.no_grad()
+    def load_weights(self, source: PieceSource) -> None:
+        """Take over the weights alone, whatever optimizer they were trained with; its own state stays as it is.
+
         Raises KeyError where a parameter was not saved.
         """
+        self.wait_for_weights()
         self.zero_grad()
         for bucket in self._buckets:
             for slot in bucket.layout.slots:
@@ -198,14 +255,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 values = read_weight(source, bucket.dtype, name, 0, slot.numel)
                 bucket.view(bucket.flat, slot).copy_(values.view(bucket.view(bucket.flat, slot).shape))
         for masters in self._masters:
-            masters.load(source, self._placement.names)
-        for group, saved in zip(self.param_groups, source.counters()["groups"], strict=True):
-            group.update({key: _like(group.get(key), value) for key, value in saved.items()})
+            masters.load_weights(source, self._placement.names)
 
     # One step
 
-    def _vote(self) -> tuple[float, frozenset[int]]:
-        """The global norm of the averaged gradient, and the parameters that had a gradient on no rank."""
+    def _vote(self) -> Vote:
         missing = self._rounds.missing
         norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in self._own_averages()]
         square = torch.stack(norms).double().square().sum()
@@ -213,7 +267,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._exchange_comm.all_reduce(votes)
         total, anything_missing = votes.tolist()
         absent = self._agree_on_absent(missing) if anything_missing else frozenset[int]()
-        return math.sqrt(total) / self.loss_scale if total >= 0 else math.nan, absent
+        norm = math.sqrt(total) / self.loss_scale if total >= 0 else math.nan
+        return Vote(math.isfinite(norm), norm, absent)
 
     def _own_averages(self) -> list[Tensor]:
         return [
@@ -228,18 +283,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         of_rank = self._exchange_comm.all_gather_bytes(bytes(mask))
         return frozenset(index for index in range(len(mask)) if all(other[index] for other in of_rank))
 
-    def _coefficient(self, norm: float) -> float:
-        """What the averaged gradient is multiplied by: torch's clip_grad_norm_, and one over the loss scale."""
-        clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
-        return clip / self.loss_scale
+    def _clip(self, norm: float) -> float:
+        """What a gradient of this norm is multiplied by: torch's clip_grad_norm_."""
+        return min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
 
-    def _apply(self, coefficient: float, absent: frozenset[int]) -> None:
+    def _apply(self, norm: float, absent: frozenset[int]) -> None:
+        """Move the weights of all ranks."""
+        coefficient = self._clip(norm) / self.loss_scale
+        # The buckets that forward uses first come last in backward: their weights leave first.
         waits = []
-        for masters, gradients in zip(self._masters, self._gradients, strict=True):
+        for masters, gradients in reversed(list(zip(self._masters, self._gradients, strict=True))):
             masters.step(gradients.average, coefficient, absent)
-            waits.append(masters.publish())
-        for wait in waits:
-            wait()
+            waits.append((masters.bucket.index, masters.publish()))
+        for bucket, wait in waits:
+            if self._gate is None:
+                wait()
+            else:
+                self._gate.close(bucket, wait)
 
     # Setting up
 
@@ -261,19 +321,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             offload=offload,
         )
 
-
-def _check_options(stage: int, param_dtype: torch.dtype | None, bucket_bytes: int, max_norm: float) -> None:
-    if stage not in (0, 1, 2):
-        raise ValueError(
-            f"stage must be 0, 1 or 2, got {stage!r}: stage 3 shards the model itself, which thinwire.initialize does "
-            "with torch's fully_shard"
-        )
-    if param_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {param_dtype!r}")
-    if not bucket_bytes >= 4:
-        raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be at least 0, which does not clip, got {max_norm}")
+    def _check_options(
+        self, *, stage: int, param_dtype: torch.dtype | None, bucket_bytes: int, max_norm: float, block_size: int
+    ) -> None:
+        """Raise ValueError or TypeError for options that cannot work, before anything is built."""
+        if stage not in (0, 1, 2):
+            raise ValueError(
+                f"stage must be 0, 1 or 2, got {stage!r}: stage 3 shards the model itself, which "
+                "thinwire.initialize does with torch's fully_shard"
+            )
+        if param_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {param_dtype!r}")
+        if not bucket_bytes >= 4:
+            raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, which does not clip, got {max_norm}")
+        if isinstance(block_size, bool) or not block_size >= 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size!r}")
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

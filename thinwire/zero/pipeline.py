@@ -21,7 +21,7 @@ class Legs(Protocol):
 class Pipeline:
     """Moves buckets on as later ones start: start(0), start(1), advance(0), start(2), advance(1), wait(0), ...
 
-    `hold` keeps every bucket in leg 1 until `drain`: for sums that need all of them before leg 2 may leave.
+    `hold` keeps every bucket in leg 1 until `drain`, for what must be known of all of them before leg 2.
     """
 
     def __init__(self, hold: bool = False) -> None:

@@ -3,7 +3,7 @@ overlaps with computation; knows when a backward, and when a step, is over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -25,8 +25,11 @@ class GradientTransport(Legs, Protocol):
     def layout(self) -> BucketLayout:
         """The bucket's parameters."""
 
+    def keep(self, slot: Slot, parameter: Tensor) -> None:
+        """Note a gradient that a later backward will add to, before it is taken."""
+
     def take(self, slot: Slot, parameter: Tensor) -> None:
-        """Take a parameter's gradient."""
+        """Take a parameter's gradient, to be sent."""
 
     def leave_out(self, slot: Slot) -> None:
         """Note that a parameter has no gradient on this rank."""
@@ -48,18 +51,26 @@ class BackwardRounds:
 
     def __init__(self, placement: Placement, transports: Sequence[GradientTransport], keeps_gradients: bool) -> None:
         self._placement = placement
-        self._keeps_gradients = keeps_gradients
         self._synchronize = True
-        self._pipeline = Pipeline()
         self._arrived_in_step: set[int] = set()
-        self.use(transports)
+        self.use(transports, keeps_gradients)
         for number, parameter in enumerate(placement.parameters):
             ArrivalHook(self._on_gradient, number).register(parameter)
 
-    def use(self, transports: Sequence[GradientTransport], hold: bool = False) -> None:
-        """Send through these from the next backward on; `hold` keeps all of them in leg 1 until `finish`."""
+    def use(
+        self,
+        transports: Sequence[GradientTransport],
+        keeps_gradients: bool,
+        between_legs: Callable[[], None] | None = None,
+    ) -> None:
+        """Send through these from the next backward on.
+
+        `between_legs`, where given, is called by `finish` when every bucket has left and none has begun leg 2.
+        """
         self._transports = list(transports)
-        self._pipeline = Pipeline(hold)
+        self._keeps_gradients = keeps_gradients
+        self._between_legs = between_legs
+        self._pipeline = Pipeline(hold=between_legs is not None)
         self._places = {
             slot.parameter: (number, slot)
             for number, transport in enumerate(self._transports)
@@ -100,6 +111,8 @@ class BackwardRounds:
         """Bring everything of this step to its end. Collective."""
         if self._arrived or not self._sent:
             self._send_rest()
+        if self._between_legs is not None:
+            self._between_legs()
         self._pipeline.drain()
 
     def end_step(self) -> None:
@@ -138,9 +151,11 @@ class BackwardRounds:
         if number in self._arrived and sending:
             self._begin_next_backward(number)
         index, slot = self._places[number]
-        self._transports[index].take(slot, parameter)
         self._arrived_in_step.add(number)
-        if sending:
+        if not sending:
+            self._transports[index].keep(slot, parameter)
+        else:
+            self._transports[index].take(slot, parameter)
             self._arrived.add(number)
             self._waiting[index] -= 1
             while (following := self._pipeline.started) < len(self._transports) and not self._waiting[following]:
@@ -157,9 +172,8 @@ class BackwardRounds:
 
     def _send(self, index: int) -> None:
         transport = self._transports[index]
-        known = self._arrived_in_step if self._keeps_gradients else self._arrived
         for slot in transport.layout.slots:
-            if slot.parameter not in known:
+            if slot.parameter not in self._arrived:
                 self._take_unannounced(transport, slot)
         transport.start()
         self._pipeline.follow(transport)
@@ -169,7 +183,7 @@ class BackwardRounds:
         parameter = self._placement.parameters[slot.parameter]
         if parameter.grad is None:
             transport.leave_out(slot)
-        else:  # set by hand, which no hook hears of
+        else:  # from an earlier backward in no_sync, or set by hand
             transport.take(slot, parameter)
             self._arrived_in_step.add(slot.parameter)
 

@@ -12,11 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.cpu_kernels import DECODE, ENCODE
+from thinwire.compress.kernels import cpu_momentum
+from thinwire.compress.kernels.cpu_decode import DECODE
+from thinwire.compress.kernels.cpu_encode import ENCODE, ENCODE_ROUNDED
+from thinwire.compress.kernels.cpu_halves import FORMATS, NO_VALUES
+from thinwire.compress.kernels.noise import keys
 
-__all__ = ["decode", "decode_mean", "encode"]
+__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload"]
 
 _NO_RESIDUAL = np.empty(0, dtype=np.float32)
+_NO_BYTES = np.empty(0, dtype=np.uint8)
 
 # Below this many elements a thread, handing work over takes longer than doing it.
 _ELEMENTS_PER_THREAD = 1 << 17
@@ -37,6 +42,29 @@ def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor
 
     def work(first: int, last: int) -> None:
         kernel(payload_array, residual_array, flat, first, last, numel, block_size, row_blocks, row_bytes)
+
+    _workers.share(work, row_blocks * rows, block_size)
+
+
+def encode_rounded(
+    codec: str,
+    payload: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor,
+    packets: Tensor,
+    numel: int,
+    block_size: int,
+) -> None:
+    """Encode with bf16 residuals; see `thinwire.compress.kernels.encode_rounded`."""
+    kernel = ENCODE_ROUNDED[codec]
+    payload_array, flat = _array(payload), _array(packets).reshape(-1)
+    residual_bytes = _NO_BYTES if residual is None else _byte_array(residual)
+    new_bytes = _byte_array(new_residual)
+    rows, row_bytes = packets.shape
+    row_blocks = payload.numel() // rows // block_size
+
+    def work(first: int, last: int) -> None:
+        kernel(payload_array, residual_bytes, new_bytes, flat, first, last, numel, block_size, row_blocks, row_bytes)
 
     _workers.share(work, row_blocks * rows, block_size)
 
@@ -74,6 +102,99 @@ def _decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size:
         )
 
     _workers.share(work, row_blocks * groups, block_size)
+
+
+def momentum_payload(
+    packets: Tensor,
+    gradient: Tensor | None,
+    codes: Tensor,
+    table: Tensor,
+    payload: Tensor,
+    first: int,
+    shard: int,
+    block_size: int,
+    beta1: float,
+    loss_scale: float,
+) -> None:
+    """The payload of leg 1; see `thinwire.compress.kernels.momentum_payload`."""
+    gradient_bytes = _NO_BYTES if gradient is None else _byte_array(gradient)
+    kind = NO_VALUES if gradient is None else FORMATS[gradient.dtype]
+    flat, row_bytes = _array(packets).reshape(-1), packets.size(1)
+    codes_array, table_array, payload_array = _array(codes), _array(table), _array(payload)
+    # Groups of sixteen are counted from the start of the bucket: that is where the payload has to be aligned.
+    aligned = (payload.data_ptr() - payload.element_size() * first) % _STREAM_ALIGNMENT == 0
+    streaming = aligned and payload.numel() >= _STREAM_ELEMENTS
+    factors = np.float32(beta1), np.float32(1.0 - beta1), np.float32(loss_scale)
+
+    def work(first_block: int, last_block: int) -> None:
+        cpu_momentum.momentum_payload(
+            flat,
+            gradient_bytes,
+            kind,
+            codes_array,
+            table_array,
+            payload_array,
+            first_block,
+            last_block,
+            first,
+            block_size,
+            shard // block_size,
+            row_bytes,
+            *factors,
+            streaming,
+        )
+
+    _share_elements(work, first, codes.numel(), block_size)
+
+
+def apply_signs(
+    weights: Tensor,
+    packets: Tensor,
+    codes: Tensor,
+    first: int,
+    shard: int,
+    block_size: int,
+    lr: float,
+    decay: float,
+    seed: int,
+) -> None:
+    """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
+    weight_bytes, kind, codes_array = _byte_array(weights), FORMATS[weights.dtype], _array(codes)
+    flat, row_bytes = _array(packets).reshape(-1), packets.size(1)
+    first_key, second_key = map(np.uint32, keys(seed))
+    step, factor = np.float32(lr), np.float32(decay)
+
+    def work(first_block: int, last_block: int) -> None:
+        cpu_momentum.apply_signs(
+            weight_bytes,
+            kind,
+            flat,
+            codes_array,
+            first_block,
+            last_block,
+            first,
+            block_size,
+            shard // block_size,
+            row_bytes,
+            step,
+            factor,
+            first_key,
+            second_key,
+        )
+
+    _share_elements(work, first, codes.numel(), block_size)
+
+
+def _share_elements(work: Callable[[int, int], None], first: int, numel: int, block_size: int) -> None:
+    """Run work(first_block, last_block) over ranges of the blocks in which elements first to first + numel lie."""
+    if not numel:
+        return
+    begin, end = first // block_size, -(-(first + numel) // block_size)
+    _workers.share(lambda low, high: work(begin + low, begin + high), end - begin, block_size)
+
+
+def _byte_array(tensor: Tensor) -> NDArray[Any]:
+    return _array(tensor.detach().view(torch.uint8))
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

@@ -14,9 +14,12 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_BLOCK_SIZE",
     "SCALE_BYTES",
+    "check_apply_signs",
     "check_decode",
     "check_decode_mean",
     "check_encode",
+    "check_encode_rounded",
+    "check_momentum_payload",
     "codes_offset",
     "packet_bytes",
 ]
@@ -26,6 +29,10 @@ SCALE_BYTES = 4
 BLOCK_MULTIPLE = 64
 MAX_BLOCK_SIZE = 65536
 CODE_BITS = {"sign1": 1, "int8": 8}
+
+_FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TABLE_ENTRIES = 256
+_SINGLE = torch.finfo(torch.float32)
 
 
 def codes_offset(shard: int, block_size: int) -> int:
@@ -55,11 +62,26 @@ def check_encode(
     _check_packets(codec, packets)
     _check_vector("payload", payload, packets)
     if residual is not None:
-        _check_vector("residual", residual, packets)
-        if residual.numel() != payload.numel():
-            raise ValueError(
-                f"residual has {residual.numel()} elements and payload {payload.numel()}: give both the same"
-            )
+        _check_like("residual", residual, (torch.float32,), "payload", payload, packets)
+    _check_rows(codec, "payload", payload.numel(), packets.size(0), packets, block_size)
+    _check_numel(numel, "payload", payload.numel())
+
+
+def check_encode_rounded(
+    codec: str,
+    payload: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor,
+    packets: Tensor,
+    numel: int,
+    block_size: int,
+) -> None:
+    """Raise TypeError or ValueError unless the arguments of `encode_rounded` fit together."""
+    _check_packets(codec, packets)
+    _check_vector("payload", payload, packets)
+    if residual is not None:
+        _check_like("residual", residual, (torch.bfloat16,), "payload", payload, packets)
+    _check_like("new_residual", new_residual, (torch.bfloat16,), "payload", payload, packets)
     _check_rows(codec, "payload", payload.numel(), packets.size(0), packets, block_size)
     _check_numel(numel, "payload", payload.numel())
 
@@ -78,6 +100,55 @@ def check_decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, b
     _check_vector("output", output, packets)
     _check_rows(codec, "output", output.numel(), 1, packets, block_size)
     _check_numel(numel, "output", output.numel())
+
+
+def check_momentum_payload(
+    packets: Tensor,
+    gradient: Tensor | None,
+    codes: Tensor,
+    table: Tensor,
+    payload: Tensor,
+    first: int,
+    shard: int,
+    block_size: int,
+    beta1: float,
+    loss_scale: float,
+) -> None:
+    """Raise TypeError or ValueError unless the arguments of `momentum_payload` fit together."""
+    _check_packets("sign1", packets)
+    _check_vector("payload", payload, packets)
+    _check_like("codes", codes, (torch.uint8,), "payload", payload, packets)
+    if gradient is not None:
+        _check_like("gradient", gradient, _FLOAT_TYPES, "payload", payload, packets)
+    _check_vector("table", table, packets)
+    if table.numel() != _TABLE_ENTRIES:
+        raise ValueError(f"table has {table.numel()} entries: give one for each of the {_TABLE_ENTRIES} codes")
+    _check_range(first, payload.numel(), shard, packets, block_size)
+    if not 0.0 <= beta1 <= 1.0:
+        raise ValueError(f"beta1 is {beta1}: it must lie between 0 and 1")
+    if not _SINGLE.tiny <= loss_scale <= _SINGLE.max:
+        raise ValueError(f"loss_scale is {loss_scale}: it must be positive and finite, in float32")
+
+
+def check_apply_signs(
+    weights: Tensor,
+    packets: Tensor,
+    codes: Tensor,
+    first: int,
+    shard: int,
+    block_size: int,
+    lr: float,
+    decay: float,
+    seed: int,
+) -> None:
+    """Raise TypeError or ValueError unless the arguments of `apply_signs` fit together."""
+    _check_packets("sign1", packets)
+    _check_vector("weights", weights, packets, _FLOAT_TYPES)
+    _check_like("codes", codes, (torch.uint8,), "weights", weights, packets)
+    _check_range(first, weights.numel(), shard, packets, block_size)
+    for name, factor in (("lr", lr), ("decay", decay)):
+        if not -_SINGLE.max <= factor <= _SINGLE.max:
+            raise ValueError(f"{name} is {factor}: it must be finite, in float32")
 
 
 def _code_bits(codec: str) -> int:
@@ -106,9 +177,11 @@ def _check_packets(codec: str, packets: Tensor) -> None:
         raise ValueError("packets must be contiguous: call .contiguous() first")
 
 
-def _check_vector(name: str, vector: Tensor, packets: Tensor) -> None:
-    if vector.dtype != torch.float32:
-        raise TypeError(f"{name} must be torch.float32, got {vector.dtype}: convert it first")
+def _check_vector(
+    name: str, vector: Tensor, packets: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> None:
+    if vector.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {vector.dtype}: convert it first")
     if vector.dim() != 1 or not vector.is_contiguous():
         raise ValueError(
             f"{name} must be a contiguous vector, got shape {tuple(vector.shape)} "
@@ -118,13 +191,35 @@ def _check_vector(name: str, vector: Tensor, packets: Tensor) -> None:
         raise ValueError(f"{name} is on {vector.device} and packets on {packets.device}: use one device")
 
 
+def _check_like(
+    name: str, vector: Tensor, dtypes: tuple[torch.dtype, ...], other_name: str, other: Tensor, packets: Tensor
+) -> None:
+    _check_vector(name, vector, packets, dtypes)
+    if vector.numel() != other.numel():
+        raise ValueError(f"{name} has {vector.numel()} elements and {other_name} {other.numel()}: give both the same")
+
+
+def _check_range(first: int, numel: int, shard: int, packets: Tensor, block_size: int) -> None:
+    rows = packets.size(0)
+    _check_row_bytes("sign1", shard, packets, block_size)
+    if first < 0 or first + numel > rows * shard:
+        raise ValueError(
+            f"{numel} elements from number {first} on do not lie in the {rows} rows of {shard} elements that "
+            f"packets has: count from the start of the bucket"
+        )
+
+
 def _check_rows(codec: str, name: str, numel: int, rows: int, packets: Tensor, block_size: int) -> None:
     if numel % rows:
         raise ValueError(f"{name} has {numel} elements, not a multiple of the {rows} rows of packets")
-    expected = packet_bytes(codec, numel // rows, block_size)
+    _check_row_bytes(codec, numel // rows, packets, block_size)
+
+
+def _check_row_bytes(codec: str, shard: int, packets: Tensor, block_size: int) -> None:
+    expected = packet_bytes(codec, shard, block_size)
     if packets.size(1) != expected:
         raise ValueError(
-            f"packets has rows of {packets.size(1)} bytes, but a {codec} row of {numel // rows} elements in "
+            f"packets has rows of {packets.size(1)} bytes, but a {codec} row of {shard} elements in "
             f"blocks of {block_size} takes {expected}: size it with packet_bytes()"
         )
 

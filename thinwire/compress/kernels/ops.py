@@ -10,12 +10,21 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.layout import CODE_BITS, check_decode, check_decode_mean, check_encode
+from thinwire.compress.kernels.layout import (
+    CODE_BITS,
+    check_apply_signs,
+    check_decode,
+    check_decode_mean,
+    check_encode,
+    check_encode_rounded,
+    check_momentum_payload,
+)
 
 __all__ = ["Backend", "backends"]
 
@@ -34,11 +43,52 @@ class Backend(Protocol):
     ) -> None:
         """Encode payload + residual; see `thinwire.compress.kernels.encode`."""
 
+    def encode_rounded(
+        self,
+        codec: str,
+        payload: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor,
+        packets: Tensor,
+        numel: int,
+        block_size: int,
+    ) -> None:
+        """Encode with bf16 residuals; see `thinwire.compress.kernels.encode_rounded`."""
+
     def decode(self, codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
         """Decode every row; see `thinwire.compress.kernels.decode`."""
 
     def decode_mean(self, codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
         """Average the rows; see `thinwire.compress.kernels.decode_mean`."""
+
+    def momentum_payload(
+        self,
+        packets: Tensor,
+        gradient: Tensor | None,
+        codes: Tensor,
+        table: Tensor,
+        payload: Tensor,
+        first: int,
+        shard: int,
+        block_size: int,
+        beta1: float,
+        loss_scale: float,
+    ) -> None:
+        """The payload of leg 1; see `thinwire.compress.kernels.momentum_payload`."""
+
+    def apply_signs(
+        self,
+        weights: Tensor,
+        packets: Tensor,
+        codes: Tensor,
+        first: int,
+        shard: int,
+        block_size: int,
+        lr: float,
+        decay: float,
+        seed: int,
+    ) -> None:
+        """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
 
 
 def backends() -> dict[str, Backend]:
@@ -79,36 +129,62 @@ def _cuda_backend() -> Backend:
         ) from error
 
 
-_SCHEMAS = {
-    "encode": "(Tensor(a!) payload, Tensor? residual, Tensor(b!) packets, int numel, int block_size) -> ()",
-    "decode": "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()",
-    "decode_mean": "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()",
+@dataclass(frozen=True)
+class _Operation:
+    """Arguments, after the codec where there is one, and what refuses bad ones."""
+
+    schema: str
+    check: Callable[..., None]
+
+
+_CODEC_OPERATIONS = {
+    "encode": _Operation(
+        "(Tensor(a!) payload, Tensor? residual, Tensor(b!) packets, int numel, int block_size) -> ()", check_encode
+    ),
+    "encode_rounded": _Operation(
+        "(Tensor payload, Tensor? residual, Tensor(a!) new_residual, Tensor(b!) packets, int numel, int block_size) "
+        "-> ()",
+        check_encode_rounded,
+    ),
+    "decode": _Operation("(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", check_decode),
+    "decode_mean": _Operation(
+        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", check_decode_mean
+    ),
 }
-_CHECKS: dict[str, Callable[..., None]] = {
-    "encode": check_encode,
-    "decode": check_decode,
-    "decode_mean": check_decode_mean,
+_MOMENTUM_OPERATIONS = {
+    "momentum_payload": _Operation(
+        "(Tensor packets, Tensor? gradient, Tensor codes, Tensor table, Tensor(a!) payload, int first, int shard, "
+        "int block_size, float beta1, float loss_scale) -> ()",
+        check_momentum_payload,
+    ),
+    "apply_signs": _Operation(
+        "(Tensor(a!) weights, Tensor packets, Tensor codes, int first, int shard, int block_size, float lr, "
+        "float decay, int seed) -> ()",
+        check_apply_signs,
+    ),
 }
 _DEVICES = {"cpu": _cpu_backend, "cuda": _cuda_backend}
 
 
-def _register(codec: str, operation: str) -> None:
-    name = f"thinwire::{codec}_{operation}"
-    check = functools.partial(_CHECKS[operation], codec)
+def _register(name: str, function: str, operation: _Operation, *codec: str) -> None:
+    """Define thinwire::`name`: `function` of the device's backend, given the codec, if any, before the arguments."""
+    check = functools.partial(operation.check, *codec)
 
     def implementation(backend: Callable[[], Backend]) -> Callable[..., None]:
         def run(*args: Any, **kwargs: Any) -> None:
             check(*args, **kwargs)
-            getattr(backend(), operation)(codec, *args, **kwargs)
+            getattr(backend(), function)(*codec, *args, **kwargs)
 
         return run
 
-    torch.library.define(name, _SCHEMAS[operation], tags=torch.Tag.pt2_compliant_tag)
-    torch.library.register_fake(name, check)
+    torch.library.define(f"thinwire::{name}", operation.schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.register_fake(f"thinwire::{name}", check)
     for device, backend in _DEVICES.items():
-        torch.library.impl(name, device, implementation(backend))
+        torch.library.impl(f"thinwire::{name}", device, implementation(backend))
 
 
 for _codec in CODE_BITS:
-    for _operation in _SCHEMAS:
-        _register(_codec, _operation)
+    for _name, _operation in _CODEC_OPERATIONS.items():
+        _register(f"{_codec}_{_name}", _name, _operation, _codec)
+for _name, _operation in _MOMENTUM_OPERATIONS.items():
+    _register(_name, _name, _operation)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.kernels.layout import HEADER_BYTES, codes_offset
+from thinwire.compress.kernels.noise import random_bits
 
-__all__ = ["decode", "decode_mean", "encode"]
+__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload"]
 
 
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
@@ -39,6 +40,21 @@ def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor
     packets[:, split:] = codes.view(rows, -1)
 
 
+def encode_rounded(
+    codec: str,
+    payload: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor,
+    packets: Tensor,
+    numel: int,
+    block_size: int,
+) -> None:
+    """Encode payload + residual into `packets`, and leave u - decoded(u), rounded to nearest, in `new_residual`."""
+    lost = payload.clone()
+    encode(codec, lost, None if residual is None else residual.to(payload.dtype), packets, numel, block_size)
+    new_residual.copy_(lost)
+
+
 def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
     """Write the values that `packets` carries to `output`, row after row, and 0 on the padding."""
     blocks = _values(codec, packets, output, output.numel() // packets.size(0), block_size)
@@ -54,6 +70,93 @@ def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_s
         total = total + row
     blocks = (total / packets.size(0)).view(-1, block_size)
     output.copy_(torch.where(_valid(blocks, numel), blocks, 0.0).view(-1))
+
+
+def momentum_payload(
+    packets: Tensor,
+    gradient: Tensor | None,
+    codes: Tensor,
+    table: Tensor,
+    payload: Tensor,
+    first: int,
+    shard: int,
+    block_size: int,
+    beta1: float,
+    loss_scale: float,
+) -> None:
+    """Write beta1 · u + ((1 - beta1) · (gradient / loss_scale)) · table[codes] to `payload`, in float32."""
+    moving = codes != 0
+    kept = _signed_scales(packets, _numbers(payload, first), shard, block_size) * _single(beta1, payload)
+    preconditioner = torch.where(moving, table[codes.long()], 0.0)
+    change = torch.zeros_like(payload) if gradient is None else gradient.float() / _single(loss_scale, payload)
+    payload.copy_(torch.where(moving, kept, 0.0) + (change * _single(1.0 - beta1, payload)) * preconditioner)
+
+
+def apply_signs(
+    weights: Tensor,
+    packets: Tensor,
+    codes: Tensor,
+    first: int,
+    shard: int,
+    block_size: int,
+    lr: float,
+    decay: float,
+    seed: int,
+) -> None:
+    """Leave decay · w - lr · u in `weights`, calculated in float32, with u = 0 where the code is 0."""
+    numbers = _numbers(weights, first)
+    step = _signed_scales(packets, numbers, shard, block_size) * _single(lr, weights)
+    values = weights.float() * _single(decay, weights) - torch.where(codes != 0, step, 0.0)
+    if weights.dtype == torch.bfloat16:
+        values = _round_bfloat16(values, random_bits(seed, numbers))
+    elif weights.dtype == torch.float16:
+        values = _round_float16(values, random_bits(seed, numbers))
+    weights.copy_(values)
+
+
+def _single(value: float, like: Tensor) -> Tensor:
+    """A float32 scalar tensor: a number would be divided by in other ways on some devices."""
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
+
+
+def _numbers(vector: Tensor, first: int) -> Tensor:
+    return torch.arange(first, first + vector.numel(), device=vector.device)
+
+
+def _signed_scales(packets: Tensor, numbers: Tensor, shard: int, block_size: int) -> Tensor:
+    """What sign1 packets carry for the elements with these numbers, counted over all rows laid end to end."""
+    row_bytes, split = packets.size(1), codes_offset(shard, block_size)
+    scales = packets[:, HEADER_BYTES:split].clone().view(-1).view(torch.float32)[numbers // block_size]
+    rows, places = numbers // max(shard, 1), numbers % max(shard, 1)
+    codes = packets.view(-1)[rows * row_bytes + split + places // 8]
+    return torch.where((codes >> (places % 8)) & 1 == 1, scales, -scales)
+
+
+def _round_bfloat16(values: Tensor, random: Tensor) -> Tensor:
+    """Neighbouring bfloat16 of float32 values, the upper one with the probability that keeps the mean.
+
+    The noise is below the last bit kept: what is representable, infinities among it, stays as it is, and beyond
+    the largest finite value the neighbour is infinity.
+    """
+    rounded = values.view(torch.int32).long() + random >> 16 << 16
+    return torch.where(values.isnan(), values, _floats_of(rounded))
+
+
+def _round_float16(values: Tensor, random: Tensor) -> Tensor:
+    """The same for float16, with 13 random bits, as many as float32 has more.
+
+    Below 2^-14 the spacing of float16 stays what it is just above: there, 2^-14 is added while rounding, which
+    first brings the value, to nearest, to a multiple of 2^-37. What reaches 65536 is infinity.
+    """
+    magnitudes = values.abs()
+    lift = (magnitudes < 2.0**-14).float() * 2.0**-14
+    rounded = (magnitudes + lift).view(torch.int32).long() + (random >> 3) >> 13 << 13
+    rounded_values = (_floats_of(rounded) - lift).copysign(values)
+    return torch.where(values.isfinite(), rounded_values, values)
+
+
+def _floats_of(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def _valid(blocks: Tensor, numel: int) -> Tensor:

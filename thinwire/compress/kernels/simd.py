@@ -12,8 +12,17 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+
+from thinwire.compress.kernels.simd_building import (
+    LANES,
+    add_intrinsic,
+    call,
+    loader,
+    operation,
+    splat,
+    storer,
+    vector_type,
+)
 
 __all__ = [
     "LANES",
@@ -25,6 +34,7 @@ __all__ = [
     "clamp",
     "divide",
     "drain_streams",
+    "floats",
     "load",
     "load_bits",
     "load_int8",
@@ -33,6 +43,7 @@ __all__ = [
     "multiply",
     "nearest",
     "nonnegative",
+    "not_a_number",
     "reduce_max",
     "reduce_sum",
     "select",
@@ -44,8 +55,6 @@ __all__ = [
     "subtract",
 ]
 
-LANES = 16
-
 _FLOAT = ir.FloatType()
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -53,68 +62,15 @@ _INTS = ir.VectorType(ir.IntType(32), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
 _VECTOR_BYTES = 4 * LANES
 
-
-class _Float32x16(types.Type):
-    def __init__(self) -> None:
-        super().__init__(name="float32x16")
-
-
-@register_model(_Float32x16)
-class _Float32x16Model(models.PrimitiveModel):
-    def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _FLOATS)  # type: ignore[no-untyped-call]
-
-
-_vector = _Float32x16()
+floats = vector_type("float32x16", _FLOATS)
 
 # What a type checker sees of numba's values.
 Vector = Any
 Scalar = Any
 
 
-def _intrinsic(define: Callable[..., Any]) -> Any:
-    """Decorator of numba, typed by what compiled code may do with the result: call it."""
-    return intrinsic(define)
-
-
-def _unary(build: Callable[..., Any], argument: Any = _vector, result: Any = _vector) -> Any:
-    """Intrinsic of one value, from `build(builder, value)`."""
-
-    @_intrinsic
-    def operation(typing_context: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return build(builder, *values)
-
-        return result(argument), generate
-
-    return operation
-
-
 def _binary(build: Callable[..., Any]) -> Any:
-    """Intrinsic of two vectors, from `build(builder, left, right)`."""
-
-    @_intrinsic
-    def operation(typing_context: Any, left: Any, right: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return build(builder, *values)
-
-        return _vector(_vector, _vector), generate
-
-    return operation
-
-
-def _call(builder: Any, name: str, value: Any) -> Any:
-    """Call of the LLVM intrinsic `name`, which maps one vector to another."""
-    function_type = ir.FunctionType(_FLOATS, [_FLOATS])
-    function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-        builder.module, function_type, f"{name}.v{LANES}f32"
-    )
-    return builder.call(function, [value])
-
-
-def _splat(builder: Any, value: Any) -> Any:
-    single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(single, single, ir.Constant(_INTS, None))
+    return operation(build, floats, floats, floats)
 
 
 def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -140,48 +96,45 @@ def _nonnegative(builder: Any, value: Any) -> Any:
     return builder.bitcast(builder.fcmp_ordered(">=", value, zero), ir.IntType(16))
 
 
-broadcast = _unary(_splat, argument=types.float32)
+def _not_a_number(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.fcmp_unordered("uno", value, value), ir.IntType(16))
+
+
+def _select(builder: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
+    return builder.select(builder.bitcast(bits, _BITS), where_set, where_clear)
+
+
+def _clamp(builder: Any, value: Any, bottom: Any, top: Any) -> Any:
+    value = builder.select(builder.fcmp_ordered("<", value, top), value, top)
+    return builder.select(builder.fcmp_ordered(">", value, bottom), value, bottom)
+
+
+broadcast = operation(splat, floats, types.float32)
 add = _binary(lambda builder, left, right: builder.fadd(left, right))
 subtract = _binary(lambda builder, left, right: builder.fsub(left, right))
 multiply = _binary(lambda builder, left, right: builder.fmul(left, right))
 divide = _binary(lambda builder, left, right: builder.fdiv(left, right))
-absolute = _unary(lambda builder, value: _call(builder, "llvm.fabs", value))
+absolute = operation(lambda builder, value: call(builder, "llvm.fabs", value), floats, floats)
 # To the nearest integer, ties to even.
-nearest = _unary(lambda builder, value: _call(builder, "llvm.rint", value))
+nearest = operation(lambda builder, value: call(builder, "llvm.rint", value), floats, floats)
 # The larger of two values >= 0; NaN if either is NaN. Bits of such floats order as integers, NaN on top, and
 # that comparison is one instruction where the floating-point one with this treatment of NaN takes five.
 maximum = _binary(_maximum)
 # Bit k is set where lane k is >= 0: -0.0 counts, NaN does not.
-nonnegative = _unary(_nonnegative, result=types.uint16)
-reduce_sum = _unary(lambda builder, value: _fold(builder, value, builder.fadd), result=types.float32)
-reduce_max = _unary(
-    lambda builder, value: _fold(builder, value, functools.partial(_maximum, builder)), result=types.float32
+nonnegative = operation(_nonnegative, types.uint16, floats)
+# Bit k is set where lane k is NaN.
+not_a_number = operation(_not_a_number, types.uint16, floats)
+reduce_sum = operation(lambda builder, value: _fold(builder, value, builder.fadd), types.float32, floats)
+reduce_max = operation(
+    lambda builder, value: _fold(builder, value, functools.partial(_maximum, builder)), types.float32, floats
 )
+# Lane k of the first vector where bit k is set, of the second elsewhere.
+select = operation(_select, floats, types.uint16, floats, floats)
+# A value that is not NaN, brought into [bottom, top].
+clamp = operation(_clamp, floats, floats, floats, floats)
 
 
-@_intrinsic
-def select(typing_context: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
-    """Lane k of the first vector where bit k is set, of the second elsewhere."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.select(builder.bitcast(values[0], _BITS), values[1], values[2])
-
-    return _vector(types.uint16, _vector, _vector), generate
-
-
-@_intrinsic
-def clamp(typing_context: Any, value: Any, bottom: Any, top: Any) -> Any:
-    """Bring `value`, not NaN, into [bottom, top]."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        value, bottom, top = values
-        value = builder.select(builder.fcmp_ordered("<", value, top), value, top)
-        return builder.select(builder.fcmp_ordered(">", value, bottom), value, bottom)
-
-    return _vector(_vector, _vector, _vector), generate
-
-
-@_intrinsic
+@add_intrinsic
 def drain_streams(typing_context: Any) -> Any:
     """Order streamed stores, which bypass the cache, before whatever tells other threads about them."""
 
@@ -192,54 +145,12 @@ def drain_streams(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, memory: Any) -> Any:
-    """Address of array[index] as a pointer to the LLVM type `memory`."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), memory.as_pointer())
-
-
-def _unchanged(builder: Any, value: Any) -> Any:
-    return value
-
-
-def _loader(memory: Any, result: Any, convert: Callable[[Any, Any], Any] = _unchanged) -> Any:
-    """Intrinsic (array, index) -> result: read `memory` at array[index], whatever its alignment."""
-
-    @_intrinsic
-    def operation(typing_context: Any, array: Any, index: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            pointer = _pointer(context, builder, array, values[0], values[1], memory)
-            return convert(builder, builder.load(pointer, align=1))
-
-        return result(array, types.intp), generate
-
-    return operation
-
-
-def _storer(memory: Any, stored: Any, convert: Callable[[Any, Any], Any] = _unchanged, streamed: bool = False) -> Any:
-    """Intrinsic (array, index, value): write `memory` at array[index]; `streamed` stores must be aligned."""
-
-    @_intrinsic
-    def operation(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            pointer = _pointer(context, builder, array, values[0], values[1], memory)
-            store = builder.store(convert(builder, values[2]), pointer, align=_VECTOR_BYTES if streamed else 1)
-            if streamed:
-                one = ir.Constant(ir.IntType(32), 1)
-                store.set_metadata("nontemporal", builder.module.add_metadata([one]))
-            return context.get_dummy_value()
-
-        return types.void(array, types.intp, stored), generate
-
-    return operation
-
-
-load = _loader(_FLOATS, _vector)
-load_scalar = _loader(_FLOAT, types.float32)
-load_bits = _loader(ir.IntType(16), types.uint16)
-load_int8 = _loader(_BYTES, _vector, lambda builder, value: builder.sitofp(value, _FLOATS))
-store = _storer(_FLOATS, _vector)
-stream = _storer(_FLOATS, _vector, streamed=True)
-store_scalar = _storer(_FLOAT, types.float32)
-store_bits = _storer(ir.IntType(16), types.uint16)
-store_int8 = _storer(_BYTES, _vector, lambda builder, value: builder.trunc(builder.fptosi(value, _INTS), _BYTES))
+load = loader(_FLOATS, floats)
+load_scalar = loader(_FLOAT, types.float32)
+load_bits = loader(ir.IntType(16), types.uint16)
+load_int8 = loader(_BYTES, floats, lambda builder, value: builder.sitofp(value, _FLOATS))
+store = storer(_FLOATS, floats)
+stream = storer(_FLOATS, floats, aligned=_VECTOR_BYTES)
+store_scalar = storer(_FLOAT, types.float32)
+store_bits = storer(ir.IntType(16), types.uint16)
+store_int8 = storer(_BYTES, floats, lambda builder, value: builder.trunc(builder.fptosi(value, _INTS), _BYTES))

@@ -1,0 +1,9 @@
+// The layout of a packet row: a header, a float scale a block, then the codes. And what is given with -D:
+//   BLOCK_SIZE           elements a scale covers, a multiple of 64
+//   THREADS              threads a thread block, a multiple of 32
+//   ELEMENTS_PER_THREAD  of kernels whose thread blocks are not the blocks of a packet
+
+constexpr int HEADER_BYTES = 16;
+constexpr int SCALE_BYTES = 4;
+
+static_assert(BLOCK_SIZE % 64 == 0, "a block is a multiple of 64 elements");

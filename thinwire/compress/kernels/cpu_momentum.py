@@ -1,0 +1,216 @@
+"""The inner loops of the CPU backend over a momentum kept as sign1 packets, on a range of elements of its bucket.
+
+Elements are taken sixteen at a time where the packet's bits fill two bytes; a group of which the range covers
+only a part goes through a scratch of sixteen, so that there is one way to calculate an element.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.compress.kernels import simd, simd_integers
+from thinwire.compress.kernels.compiling import helper, kernel
+from thinwire.compress.kernels.cpu_blocks import locate
+from thinwire.compress.kernels.cpu_halves import ELEMENT_BYTES, round_and_store, widen
+from thinwire.compress.kernels.simd import LANES
+
+__all__ = ["apply_signs", "momentum_payload"]
+
+_Floats = NDArray[np.float32]
+_Bytes = NDArray[np.uint8]
+
+
+@helper
+def _ranges(block: int, block_size: int, first: int, numel: int) -> tuple[int, int, int, int]:
+    """Indices of a block's elements among `numel` from number `first` on: begin, whole groups' begin and end, end."""
+    begin, end = max(first, block * block_size), min(first + numel, block * block_size + block_size)
+    whole = min((begin + LANES - 1) // LANES * LANES, end)
+    behind = max(end // LANES * LANES, whole)
+    return begin - first, whole - first, behind - first, end - first
+
+
+@helper
+def _moving(codes: _Bytes, at: int) -> simd.Scalar:
+    """Bit k is set where code at + k is not 0."""
+    zero = simd_integers.broadcast(np.uint32(0))
+    return simd_integers.below(zero, simd_integers.load_8_bits(codes, at))
+
+
+@helper
+def _signed(signs: simd.Scalar, moving: simd.Scalar, magnitude: np.float32) -> simd.Vector:
+    """± magnitude, and 0 where nothing moves."""
+    value = simd.select(signs, simd.broadcast(magnitude), simd.broadcast(-magnitude))
+    return simd.select(moving, value, simd.broadcast(np.float32(0.0)))
+
+
+@helper
+def _payload(
+    gradient: _Bytes,
+    codes: _Bytes,
+    table: _Floats,
+    at: int,
+    kind: int,
+    signs: simd.Scalar,
+    kept: np.float32,
+    gain: np.float32,
+    loss_scale: np.float32,
+) -> simd.Vector:
+    moving = _moving(codes, at)
+    preconditioner = simd.select(moving, simd_integers.look_up(table, codes, at), simd.broadcast(np.float32(0.0)))
+    change = simd.divide(widen(gradient, at, kind), simd.broadcast(loss_scale))
+    change = simd.multiply(simd.multiply(simd.broadcast(gain), change), preconditioner)
+    return simd.add(_signed(signs, moving, kept), change)
+
+
+@helper
+def _part_of_payload(
+    gradient: _Bytes,
+    codes: _Bytes,
+    table: _Floats,
+    payload: _Floats,
+    at: int,
+    end: int,
+    lane: int,
+    kind: int,
+    signs: simd.Scalar,
+    kept: np.float32,
+    gain: np.float32,
+    loss_scale: np.float32,
+) -> None:
+    """Elements at to end of the arrays, fewer than sixteen, of which the first belongs to the given lane."""
+    size = ELEMENT_BYTES[kind]
+    some_gradient = np.zeros(4 * LANES, dtype=np.uint8)
+    some_codes = np.zeros(LANES, dtype=np.uint8)
+    some_payload = np.zeros(LANES, dtype=np.float32)
+    for i in range((end - at) * size):
+        some_gradient[lane * size + i] = gradient[at * size + i]
+    for i in range(end - at):
+        some_codes[lane + i] = codes[at + i]
+    value = _payload(some_gradient, some_codes, table, 0, kind, signs, kept, gain, loss_scale)
+    simd.store(some_payload, 0, value)
+    for i in range(end - at):
+        payload[at + i] = some_payload[lane + i]
+
+
+@kernel
+def momentum_payload(
+    packets: _Bytes,
+    gradient: _Bytes,
+    kind: int,
+    codes: _Bytes,
+    table: _Floats,
+    payload: _Floats,
+    first_block: int,
+    last_block: int,
+    first: int,
+    block_size: int,
+    row_blocks: int,
+    row_bytes: int,
+    beta1: np.float32,
+    gain: np.float32,
+    loss_scale: np.float32,
+    streaming: bool,
+) -> None:
+    """Elements first, first + 1, ... as far as they lie in the given blocks; see `reference.momentum_payload`."""
+    for block in range(first_block, last_block):
+        scale_at, bits_at = locate(block, row_blocks, row_bytes, 1, block_size, 1)
+        kept = simd.load_scalar(packets, scale_at) * beta1
+        at, whole, behind, end = _ranges(block, block_size, first, codes.size)
+        origin = block * block_size - first  # index of the block's start; whole groups are counted from there
+        if at < whole:
+            lane = (at - origin) % LANES
+            signs = simd.load_bits(packets, bits_at + (at - origin - lane) // 8)
+            _part_of_payload(gradient, codes, table, payload, at, whole, lane, kind, signs, kept, gain, loss_scale)
+        for i in range(whole, behind, LANES):
+            signs = simd.load_bits(packets, bits_at + (i - origin) // 8)
+            value = _payload(gradient, codes, table, i, kind, signs, kept, gain, loss_scale)
+            if streaming:
+                simd.stream(payload, i, value)
+            else:
+                simd.store(payload, i, value)
+        if behind < end:
+            signs = simd.load_bits(packets, bits_at + (behind - origin) // 8)
+            _part_of_payload(gradient, codes, table, payload, behind, end, 0, kind, signs, kept, gain, loss_scale)
+    if streaming:
+        simd.drain_streams()
+
+
+@helper
+def _step(
+    weights: _Bytes,
+    kind: int,
+    codes: _Bytes,
+    at: int,
+    signs: simd.Scalar,
+    step: np.float32,
+    decay: np.float32,
+    random: simd_integers.Integers,
+) -> None:
+    moved = _signed(signs, _moving(codes, at), step)
+    value = simd.multiply(widen(weights, at, kind), simd.broadcast(decay))
+    round_and_store(weights, at, kind, simd.subtract(value, moved), random)
+
+
+@helper
+def _part_of_step(
+    weights: _Bytes,
+    kind: int,
+    codes: _Bytes,
+    at: int,
+    end: int,
+    lane: int,
+    signs: simd.Scalar,
+    step: np.float32,
+    decay: np.float32,
+    random: simd_integers.Integers,
+) -> None:
+    """Elements at to end of the arrays, fewer than sixteen, of which the first belongs to the given lane."""
+    size = ELEMENT_BYTES[kind]
+    some_weights = np.zeros(4 * LANES, dtype=np.uint8)
+    some_codes = np.zeros(LANES, dtype=np.uint8)
+    for i in range((end - at) * size):
+        some_weights[lane * size + i] = weights[at * size + i]
+    for i in range(end - at):
+        some_codes[lane + i] = codes[at + i]
+    _step(some_weights, kind, some_codes, 0, signs, step, decay, random)
+    for i in range((end - at) * size):
+        weights[at * size + i] = some_weights[lane * size + i]
+
+
+@kernel
+def apply_signs(
+    weights: _Bytes,
+    kind: int,
+    packets: _Bytes,
+    codes: _Bytes,
+    first_block: int,
+    last_block: int,
+    first: int,
+    block_size: int,
+    row_blocks: int,
+    row_bytes: int,
+    lr: np.float32,
+    decay: np.float32,
+    first_key: np.uint32,
+    second_key: np.uint32,
+) -> None:
+    """Elements first, first + 1, ... as far as they lie in the given blocks; see `reference.apply_signs`."""
+    for block in range(first_block, last_block):
+        scale_at, bits_at = locate(block, row_blocks, row_bytes, 1, block_size, 1)
+        step = simd.load_scalar(packets, scale_at) * lr
+        at, whole, behind, end = _ranges(block, block_size, first, codes.size)
+        origin = block * block_size - first  # index of the block's start; whole groups are counted from there
+        if at < whole:
+            lane = (at - origin) % LANES
+            signs = simd.load_bits(packets, bits_at + (at - origin - lane) // 8)
+            random = simd_integers.random_bits(first + at - lane, first_key, second_key)
+            _part_of_step(weights, kind, codes, at, whole, lane, signs, step, decay, random)
+        for i in range(whole, behind, LANES):
+            signs = simd.load_bits(packets, bits_at + (i - origin) // 8)
+            random = simd_integers.random_bits(first + i, first_key, second_key)
+            _step(weights, kind, codes, i, signs, step, decay, random)
+        if behind < end:
+            signs = simd.load_bits(packets, bits_at + (behind - origin) // 8)
+            random = simd_integers.random_bits(first + behind, first_key, second_key)
+            _part_of_step(weights, kind, codes, behind, end, 0, signs, step, decay, random)

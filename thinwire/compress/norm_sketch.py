@@ -1,0 +1,69 @@
+"""The norm of an averaged gradient that nobody holds: from random projections of every rank's own, which are small
+enough to be averaged exactly."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+
+__all__ = ["NormSketch"]
+
+_PERIOD = 1 << 20
+
+
+class NormSketch:
+    """Estimates the 2-norm of the mean over ranks of vectors of which each rank holds its own.
+
+    Every element is multiplied by a random sign and added to one of `width` sums (Charikar et al. 2002, Count sketch;
+    Alon et al. 1999). The sums are linear in the vector, so their mean over ranks is the mean vector's sketch, and its
+    square norm is an unbiased estimate of the vector's, with a relative standard deviation of at most √(2 / width):
+    1.1% of the square, 0.55% of the norm, for 64 KB on the wire whatever the model's size."""
+
+    def __init__(self, comm: Communicator, device: torch.device, *, width: int = 16384, seed: int = 0) -> None:
+        self._comm = comm
+        self._width = width
+        self._sums = torch.zeros(width, device=device)
+        self._round = 0
+        # One period of signs serves every vector, from another place, into other columns and under another sign each
+        # time, so that no two elements share both sign and column more often than by chance.
+        generator = torch.Generator().manual_seed(seed)
+        signs = torch.randint(2, (_PERIOD,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        self._signs = signs.to(device)
+
+    def add(self, vector: Tensor, number: int) -> None:
+        """Count the elements of this rank's vector `number`, floats of any shape; every number once between `norm`s."""
+        chance = random.Random((self._round << 32) + number)  # the same on every rank
+        flat = vector.reshape(-1)
+        while flat.numel():
+            place, column = chance.randrange(_PERIOD), chance.randrange(self._width)
+            length = min(flat.numel(), _PERIOD - place)
+            signed = flat[:length].float() * self._signs[place : place + length]
+            self._fold(signed, column, chance.choice((-1, 1)))
+            flat = flat[length:]
+
+    def norm(self) -> float:
+        """The estimate for everything added since the last call; not finite where any rank's was not. Collective."""
+        self._comm.all_reduce(self._sums, "mean")
+        square = float(self._sums.double().square().sum())
+        self.discard()
+        return math.sqrt(square) if square >= 0 else math.nan
+
+    def discard(self) -> None:
+        """Forget what was added."""
+        self._sums.zero_()
+        self._round += 1
+
+    def _fold(self, signed: Tensor, column: int, sign: int) -> None:
+        """Add `signed` to the sums, from `column` on and round again."""
+        head = signed[: self._width - column]
+        self._sums[column : column + head.numel()].add_(head, alpha=sign)
+        rest = signed[head.numel() :]
+        rows = rest.numel() // self._width
+        self._sums.add_(rest[: rows * self._width].view(rows, self._width).sum(dim=0), alpha=sign)
+        tail = rest[rows * self._width :]
+        self._sums[: tail.numel()].add_(tail, alpha=sign)

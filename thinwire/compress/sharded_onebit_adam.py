@@ -1,0 +1,270 @@
+"""1-bit Adam whose masters, variance and owner residuals are sharded: one bit an element on the wire, and ZeRO's
+memory. Warmup is sharded AdamW; the freeze turns its state into what every worker needs to go on with one bit."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire import comm as communication
+from thinwire.compress import agreement
+from thinwire.compress.adam_math import AdamSettings
+from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, make_codec
+from thinwire.compress.freeze import make_freeze_rule
+from thinwire.compress.freezing import FrozenState, freeze, variance_norm
+from thinwire.compress.frozen_bucket import FrozenBucket, StepSettings
+from thinwire.compress.frozen_state_io import load_frozen, load_worker_residual, save_frozen, worker_residuals
+from thinwire.compress.norm_sketch import NormSketch
+from thinwire.zero import Piece, PieceSource, ShardedOptimizer
+from thinwire.zero.optimizer import Vote
+
+__all__ = ["ReplicaDriftError", "ShardedOneBitAdam"]
+
+_BUCKET_BYTES = 16 << 20
+
+
+class ReplicaDriftError(RuntimeError):
+    """Ranks' replicas of the weights differ, where every one of them should hold the same bits."""
+
+
+class ShardedOneBitAdam(ShardedOptimizer):
+    """Error-compensated 1-bit Adam (Tang et al. 2021, arXiv 2102.02888) on ZeRO stage 0, 1 or 2.
+
+    In the warmup this is `ShardedOptimizer(..., torch.optim.AdamW)`. At the freeze owners publish 1 / (√v̂ + ε) in 8
+    bits; from then on every worker sends the momentum, divided by it, in one bit an element, and moves its own replica
+    of the weights by what comes back. 16-bit replicas are rounded stochastically, with one seed on all ranks, and are
+    taken from the fp32 masters again every `resync_interval` steps. Bytes an element of a 16-bit model once frozen:
+    weights 2, worker residual 2, preconditioner 1, momentum 1/8, and (master 4 + owner residual 4) / ranks; `max_norm`
+    and fp16 training add 2, for the residual before the step.
+
+    Args:
+        params, comm, named_parameters, param_dtype, bucket_bytes, offload: as in ShardedOptimizer. A group may hold
+            `exp_avg_mask`, a tensor that broadcasts to its parameters: once frozen they stay where the mask is zero.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        freeze_step: warmup steps before the variance is frozen; "auto" freezes when it has settled.
+        stage: 0, 1 or 2; gradients live for the bucket in flight only once frozen, whatever the stage, unless
+            `no_sync` accumulates them.
+        max_norm: global norm that gradients are clipped to, 0 for none. Once frozen the averaged gradient's norm is
+            estimated from random projections (`NormSketch`) to 0.5%, and the second leg waits for it.
+        block_size: elements that share one scale.
+        resync_interval: frozen steps between two comparisons of all replicas, and new copies of the masters.
+        on_drift: what a comparison that fails does: "repair" with a warning, or "raise" a ReplicaDriftError.
+        reversible: keep the residuals of before a step until it is applied, so that a skipped step leaves them
+            untouched; by default for fp16 parameters and with `max_norm`.
+
+    A step that is not finite on any rank is skipped on all of them: see `last_step`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int | Literal["auto"] = "auto",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        stage: int = 1,
+        comm: communication.Communicator | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        param_dtype: torch.dtype | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+        max_norm: float = 0.0,
+        offload: bool = False,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        resync_interval: int = 100,
+        on_drift: Literal["repair", "raise"] = "repair",
+        reversible: bool | None = None,
+    ) -> None:
+        self.steps = 0
+        self.frozen_at: int | None = None
+        self._frozen: list[FrozenBucket] = []
+        self._resync_interval = resync_interval
+        self._on_drift = on_drift
+        self._reversible = reversible
+        self._freeze_step = freeze_step
+        self._block_size = block_size
+        self._first_beta2 = betas[1]
+        super().__init__(
+            params,
+            torch.optim.AdamW,
+            stage=stage,
+            comm=comm,
+            named_parameters=named_parameters,
+            param_dtype=param_dtype,
+            bucket_bytes=bucket_bytes,
+            max_norm=max_norm,
+            offload=offload,
+            block_size=block_size,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
+        self._name = type(self).__name__
+        self._rule = make_freeze_rule(freeze_step, max(group["betas"][1] for group in self.param_groups))
+        self._sketch = NormSketch(self._exchange_comm, self._buckets[0].flat.device) if max_norm else None
+        self._settings = StepSettings(self._group_settings, lambda: self.loss_scale, lambda: self.steps, self._sketch)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the variance is frozen, so that steps send one bit an element."""
+        return self.frozen_at is not None
+
+    # Checkpoints
+
+    def pieces(self) -> list[Piece]:
+        """See ShardedOptimizer; once frozen, u, the preconditioner and the owners' residuals take the moments'
+        place."""
+        return super().pieces() + save_frozen(self._frozen, self._placement.names)
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """The error-feedback residuals of this rank, by parameter."""
+        return worker_residuals(self._frozen, self._placement.names)
+
+    def counters(self) -> dict[str, Any]:
+        """Settings, steps, and how far the freeze is."""
+        mine = {"steps": self.steps, "frozen_at": self.frozen_at, "rule": self._rule.state()}
+        return super().counters() | {"onebit": mine}
+
+    @torch.no_grad()
+    def load(self, source: PieceSource) -> None:
+        """Take over what another run saved, of any stage and number of ranks. Collective.
+
+        Where the number of ranks differs, every rank's residual becomes the mean of the saved ones, which is all that
+        the average over ranks depends on.
+        """
+        saved = source.counters().get("onebit")
+        if saved is None:
+            raise ValueError(
+                f"this state was saved by {source.counters().get('optimizer')}, which has no frozen stage: load the "
+                "weights only, and let 1-bit Adam warm up"
+            )
+        self.frozen_at = None
+        self._frozen = []
+        for masters in self._masters:
+            masters.keep_state(saved["frozen_at"] is None)
+        self._rounds.use(self._gradients, self.stage < 2)
+        super().load(source)
+        self.steps = saved["steps"]
+        if (
+            saved["rule"].keys() == self._rule.state().keys()
+        ):  # else freeze_step was changed: the new rule starts afresh
+            self._rule.load(saved["rule"])
+        if saved["frozen_at"] is not None:
+            states = load_frozen(self._buckets, self._placement.names, source, self._codec)
+            self._begin_frozen_stage(states, saved["frozen_at"])
+            for bucket in self._frozen:
+                load_worker_residual(bucket, self._placement.names, source, self.comm.rank, self.comm.size)
+
+    # One step
+
+    def _vote(self) -> Vote:
+        if not self.frozen:
+            return super()._vote()
+        outcomes = [bucket.outcome() for bucket in self._frozen]
+        absent = frozenset[int]()
+        if any(outcome.incomplete for outcome in outcomes):
+            absent = self._agree_on_absent(self._rounds.missing)
+        finite = all(outcome.finite for outcome in outcomes)
+        return Vote(finite, self._settings.norm if finite else math.inf, absent)
+
+    def _apply(self, norm: float, absent: frozenset[int]) -> None:
+        if self.frozen:
+            self._frozen_step()
+        else:
+            super()._apply(norm, absent)
+            self._decide_on_freeze()
+
+    def _decide_on_freeze(self) -> None:
+        self.steps += 1
+        rates = [float(group["lr"]) for group in self.param_groups]
+        reached = self._rule.reached(self.steps, rates, self._variance_norm)
+        if self._rule.looks_at(self.steps):
+            agreement.check_same_freeze(self._exchange_comm, reached, rates)
+        if reached:
+            states = freeze(
+                self._exchange_comm,
+                self._buckets,
+                self._masters,
+                self.param_groups,
+                self._placement.group_of,
+                self._codec,
+            )
+            self._begin_frozen_stage(states, self.steps)
+
+    def _frozen_step(self) -> None:
+        for bucket in self._frozen:
+            bucket.apply(seed=(self.steps << 20) + bucket.bucket.index)
+        self.steps += 1
+        assert self.frozen_at is not None
+        if (self.steps - self.frozen_at) % self._resync_interval == 0:
+            self._resynchronize()
+
+    def _find_clip(self) -> None:
+        """Between the legs: the averaged gradient's norm, and what it makes of this step."""
+        assert self._sketch is not None
+        norm = self._sketch.norm() / self.loss_scale
+        self._settings.norm = norm
+        self._settings.clip = self._clip(norm) if math.isfinite(norm) else 1.0
+
+    def _resynchronize(self) -> None:
+        sums = [bucket.checksum() for bucket in self._frozen]
+        mine = b"".join(value.to_bytes(8, "little") for value in sums)
+        of_rank = self._exchange_comm.all_gather_bytes(mine)
+        drifted = [rank for rank, other in enumerate(of_rank) if other != of_rank[0]]
+        if drifted:
+            self._report_drift(drifted)
+        if drifted or (self.stage > 0 and any(masters.separate for masters in self._masters)):
+            for wait in [bucket.synchronize_replica() for bucket in self._frozen]:
+                wait()
+
+    def _report_drift(self, ranks: list[int]) -> None:
+        message = (
+            f"the weights of ranks {ranks} differ from rank 0's after step {self.steps}: something changed them "
+            "outside of the optimizer, or a rank's hardware computes differently"
+        )
+        if self._on_drift == "raise":
+            raise ReplicaDriftError(message)
+        if self.comm.rank == 0:
+            warnings.warn(f"{message}. They were repaired from the owners' masters", RuntimeWarning, stacklevel=4)
+
+    # Parts
+
+    def _begin_frozen_stage(self, states: list[FrozenState], frozen_at: int) -> None:
+        fp16 = any(bucket.dtype == torch.float16 for bucket in self._buckets)
+        reversible = self._reversible if self._reversible is not None else fp16 or bool(self.max_norm)
+        self._frozen = [
+            FrozenBucket(
+                bucket, masters, self._exchange_comm, self._codec, self._settings, state, reversible=reversible
+            )
+            for bucket, masters, state in zip(self._buckets, self._masters, states, strict=True)
+        ]
+        for masters in self._masters:
+            masters.keep_state(False)
+        for gradients in self._gradients:
+            gradients.release()
+        self.frozen_at = frozen_at
+        self._rounds.use(self._frozen, True, self._find_clip if self._sketch is not None else None)
+
+    def _variance_norm(self) -> float:
+        return variance_norm(self._exchange_comm, self._masters, lambda number: self._group_settings(number).beta2)
+
+    def _group_settings(self, number: int) -> AdamSettings:
+        group = self.param_groups[self._placement.group_of[number]]
+        return AdamSettings.of_group({"bias_correction": True, "eps_inside_sqrt": False, **group})
+
+    def _check_options(self, **settings: Any) -> None:
+        super()._check_options(**settings)
+        make_freeze_rule(self._freeze_step, self._first_beta2)
+        self._codec = make_codec("sign1", self._block_size)
+        if isinstance(self._resync_interval, bool) or not self._resync_interval >= 1:
+            raise ValueError(f"resync_interval must be at least 1 step, got {self._resync_interval!r}")
+        if self._on_drift not in ("repair", "raise"):
+            raise ValueError(f"on_drift must be 'repair' or 'raise', got {self._on_drift!r}")
