@@ -1,0 +1,161 @@
+"""No key slips through: misspelt ones at any depth, ones that DeepSpeed has and thinwire has not, and "auto"."""
+
+from __future__ import annotations
+
+import copy
+import string
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from thinwire.engine.config import ConfigError, load_config
+from thinwire.engine.config_declined import DECLINED
+from thinwire.engine.config_keys import AUTO
+from thinwire.engine.config_models import EngineConfig, Section
+
+WORKS: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "SGD"}}
+SECTIONS = (
+    "fp16",
+    "bf16",
+    "zero_optimization",
+    "tensorboard",
+    "csv_monitor",
+    "checkpoint",
+    "thinwire",
+    "activation_checkpointing",
+)
+
+
+def all_keys() -> list[str]:
+    keys = list(EngineConfig.model_fields)
+    for name in SECTIONS:
+        section = EngineConfig.model_fields[name].annotation
+        assert isinstance(section, type)
+        assert issubclass(section, Section)
+        keys += [f"{name}.{key}" for key in section.model_fields]
+    keys += [f"zero_optimization.offload_optimizer.{key}" for key in ("device", "pin_memory")]
+    return keys
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """A configuration that works, with `value` at the dotted `path`."""
+    *parents, key = path.split(".")
+    tree = copy.deepcopy(WORKS)
+    section = tree
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[key] = value
+    return tree
+
+
+def refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree, 1)
+    return str(caught.value)
+
+
+@st.composite
+def misspelt(draw: st.DrawFn) -> tuple[str, str]:
+    """A known key, and the same with one letter changed, dropped, doubled or swapped with the next."""
+    path = draw(st.sampled_from([key for key in all_keys() if len(key.rpartition(".")[2]) >= 6]))
+    parent, dot, key = path.rpartition(".")
+    place = draw(st.integers(0, len(key) - 2))
+    letter = draw(st.sampled_from(string.ascii_lowercase + "_"))
+    wrong = draw(
+        st.sampled_from(
+            [
+                key[:place] + letter + key[place + 1 :],
+                key[:place] + key[place + 1 :],
+                key[:place] + key[place] + key[place:],
+                key[:place] + key[place + 1] + key[place] + key[place + 2 :],
+                key.upper(),
+            ]
+        )
+    )
+    assume(wrong != key)
+    return path, parent + dot + wrong
+
+
+@settings(deadline=None)
+@given(misspelt())
+def test_a_misspelt_key_is_told_with_its_path_and_the_nearest_known_one(pair: tuple[str, str]) -> None:
+    path, wrong = pair
+    message = refusal(nested(wrong, 1))
+    assert f'"{wrong}" is not a known key. Did you mean ' in message
+    assert f'"{path.rpartition(".")[2]}"' in message
+
+
+@settings(deadline=None)
+@given(st.sampled_from(all_keys()), st.text(min_size=1, max_size=12))
+def test_no_other_key_is_accepted_in_any_section(path: str, key: str) -> None:
+    parent, dot, _ = path.rpartition(".")
+    known = {name.rpartition(".")[2] for name in (*all_keys(), *DECLINED) if name.rpartition(".")[0] == parent}
+    assume(key not in known and "." not in key and key != "allgather_bucket_size")
+    assert f'"{parent}{dot}{key}" is not a known key' in refusal(nested(parent + dot + key, 0))
+
+
+def test_a_key_in_the_wrong_place_is_told_where_it_belongs() -> None:
+    assert '"stage" is not a known key. It belongs at "zero_optimization.stage"' in refusal(nested("stage", 1))
+    assert 'It belongs at "gradient_clipping"' in refusal(nested("zero_optimization.gradient_clipping", 1.0))
+
+
+def test_a_key_like_no_other_is_told_what_there_is() -> None:
+    assert "Known here: device, pin_memory." in refusal(nested("zero_optimization.offload_param.xyzzy", 1))
+
+
+def test_a_key_that_is_no_string() -> None:
+    assert '"7" is not a known key' in refusal({"train_batch_size": 4, 7: 1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("path", DECLINED)
+def test_what_thinwire_does_not_do_is_refused_and_what_it_does_anyway_is_not(path: str) -> None:
+    declined = DECLINED[path]
+    for match in declined.matches:
+        assert load_config(nested(path, match), 1) == load_config(WORKS, 1)
+    message = refusal(nested(path, "something else"))
+    assert f'"{path}"' in message
+    assert declined.instead in message
+
+
+@pytest.mark.parametrize("section", ["wandb", "amp", "flops_profiler", "elasticity", "sparse_attention", "aio"])
+def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
+    assert load_config(nested(section, {"enabled": False, "whatever": 1}), 1)
+    assert f'"{section}" is not supported' in refusal(nested(section, {"enabled": True}))
+    assert f'"{section}" is not supported' in refusal(nested(section, {"whatever": 1}))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("zero_optimization.reduce_scatter", False, "can only be true, got false: sharded gradients are always"),
+        (
+            "zero_optimization.overlap_comm",
+            False,
+            "can only be true, got false: gradients always leave during backward",
+        ),
+        ("prescale_gradients", True, "can only be false, got true: gradients are averaged after they are summed"),
+        ("zero_optimization.stage3_max_live_parameters", 1e9, "is not supported: stage 3 is FSDP2"),
+        ("zero_optimization.offload_optimizer.nvme_path", "/nvme", "offloads to CPU memory only"),
+        ("communication_data_type", "fp16", "is not supported: gradients travel in the parameters' dtype"),
+        ("wandb", {"enabled": True}, 'use "tensorboard" or "csv_monitor"'),
+        ("zero_optimization.cpu_offload", True, 'write "offload_optimizer": {"device": "cpu"}'),
+        ("bfloat16", {"enabled": True}, 'is not supported: write "bf16"'),
+    ],
+)
+def test_refusals_say_what_to_do(path: str, value: Any, message: str) -> None:
+    assert message in refusal(nested(path, value))
+
+
+@pytest.mark.parametrize("path", sorted(AUTO))
+def test_auto_is_the_default(path: str) -> None:
+    tree = nested(path, "auto")
+    if path == "train_batch_size":
+        tree["train_micro_batch_size_per_gpu"] = 4
+    assert load_config(tree, 1) == load_config(WORKS, 1)
+
+
+@pytest.mark.parametrize("path", ["seed", "steps_per_print", "fp16.hysteresis", "optimizer", "tensorboard.output_path"])
+def test_auto_is_refused_where_nothing_could_be_meant(path: str) -> None:
+    assert f'"{path}" cannot be "auto"' in refusal(nested(path, "auto"))

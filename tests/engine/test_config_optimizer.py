@@ -1,0 +1,221 @@
+"""The optimizer and scheduler sections: every class that can be named, its parameters, and why others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.engine.config import ConfigError, EngineConfig, load_config
+from thinwire.engine.config_params import Expected
+from thinwire.engine.schedules import build_schedule
+
+TORCH_CLASSES = [
+    name
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+]
+REFUSED_CLASSES = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
+
+
+def load(section: str, kind: str, **params: Any) -> EngineConfig:
+    return load_config({"train_batch_size": 4, section: {"type": kind, "params": params}}, 1)
+
+
+def refusal(section: str, kind: str, **params: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(section, kind, **params)
+    return str(caught.value)
+
+
+def optimizer_of(kind: str, **params: Any) -> tuple[str, dict[str, Any]]:
+    section = load("optimizer", kind, **params).optimizer
+    assert section is not None
+    return section.type, dict(section.params)
+
+
+@pytest.mark.parametrize("kind", TORCH_CLASSES)
+def test_every_class_of_torch_is_accepted_or_refused_with_a_reason(kind: str) -> None:
+    if kind in REFUSED_CLASSES:
+        assert "is not supported: it" in refusal("optimizer", kind)
+        return
+    name, params = optimizer_of(kind.upper(), lr=0.25)
+    assert name == kind
+    built = getattr(torch.optim, name)([torch.zeros(3)], **params)
+    assert built.param_groups[0]["lr"] == 0.25
+
+
+def test_adam_decouples_its_decay_unless_told_otherwise() -> None:
+    assert optimizer_of("Adam", lr=0.1) == ("Adam", {"lr": 0.1, "decoupled_weight_decay": True})
+    assert optimizer_of("Adam", adam_w_mode=False) == ("Adam", {"decoupled_weight_decay": False})
+    assert optimizer_of("Adam", decoupled_weight_decay=False) == ("Adam", {"decoupled_weight_decay": False})
+    assert optimizer_of("Adam", torch_adam=True, bias_correction=True)[1] == {"decoupled_weight_decay": True}
+    assert "mean the same: give one" in refusal("optimizer", "Adam", adam_w_mode=True, decoupled_weight_decay=False)
+
+
+def test_decoupled_adam_is_adamw() -> None:
+    weights = [torch.ones(5, requires_grad=True) for _ in range(2)]
+    adam = torch.optim.Adam([weights[0]], **optimizer_of("Adam", lr=0.1, weight_decay=0.3)[1])
+    adamw = torch.optim.AdamW([weights[1]], lr=0.1, weight_decay=0.3)
+    for step in range(4):
+        for weight in weights:
+            weight.grad = torch.full((5,), 0.5 - step)
+        adam.step()
+        adamw.step()
+    assert torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OnebitAdam", "onebitadam"])
+def test_onebit_adam_under_every_spelling(kind: str) -> None:
+    params = {
+        "lr": 4e-4,
+        "freeze_step": 23000,
+        "betas": [0.9, 0.95],
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "bias_correction": False,
+        "compress": "momentum",
+        "codec": "int8",
+        "block_size": 1024,
+        "comm_backend_name": "mpi",
+    }
+    assert optimizer_of(kind, **params) == ("OneBitAdam", {**params, "betas": (0.9, 0.95)})
+    assert optimizer_of(kind, freeze_step="auto", lr="auto", amsgrad=False) == ("OneBitAdam", {"freeze_step": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("Adma", {}, '"optimizer.type" "Adma" is not a known optimizer. Did you mean "Adam"?'),
+        ("Lamb", {}, "norm over a whole layer"),
+        ("Lion", {}, "torch has none; pass an optimizer of your own to thinwire.initialize"),
+        ("OneBitLamb", {}, "use OneBitAdam"),
+        ("AdamW", {"beta": [0.9, 0.99]}, '"optimizer.params.beta" is not a parameter of AdamW. Did you mean "betas"?'),
+        ("AdamW", {"lr": "big"}, '"optimizer.params.lr" must be a number, got "big"'),
+        ("AdamW", {"lr": True}, '"optimizer.params.lr" must be a number, got true'),
+        ("AdamW", {"lr": float("nan")}, '"optimizer.params.lr" must be a number, got NaN'),
+        ("AdamW", {"lr": -1.0}, '"optimizer.params" cannot work: Invalid learning rate: -1.0'),
+        ("AdamW", {"betas": [0.9]}, '"optimizer.params.betas" must be a list of 2 numbers, got [0.9]'),
+        ("AdamW", {"betas": [0.9, 1.5]}, "Invalid beta parameter at index 1"),
+        ("AdamW", {"amsgrad": 1}, '"optimizer.params.amsgrad" must be true or false, got 1'),
+        ("AdamW", {"max_grad_norm": 1.0}, '"optimizer.params.max_grad_norm" can only be 0'),
+        ("AdamW", {"max_grad_norm": 1.0}, 'use "gradient_clipping"'),
+        ("AdamW", {"torch_adam": False}, "Adam is always torch's"),
+        ("AdamW", {"differentiable": True}, "can only be false"),
+        ("SGD", {"nesterov": True}, "Nesterov momentum requires a momentum"),
+        ("OneBitAdam", {"cuda_aware": True}, "thinwire finds out itself whether MPI can send from GPU memory"),
+        ("OneBitAdam", {"cuda_aware": False}, "THINWIRE_MPI_CUDA_AWARE"),
+        ("OneBitAdam", {"freeze_steps": 3}, 'Did you mean "freeze_step"?'),
+        ("OneBitAdam", {"freeze_step": 0}, "freeze_step must be at least 1 warmup step, got 0"),
+        ("OneBitAdam", {"freeze_step": "soon"}, 'must be a whole number or "auto", got "soon"'),
+        ("OneBitAdam", {"compress": "gradient"}, 'must be "update" or "momentum", got "gradient"'),
+        ("OneBitAdam", {"codec": "sign2"}, '"optimizer.params.codec" must be "sign1" or "int8" or "bf16" or "none"'),
+        ("OneBitAdam", {"block_size": 100}, "block_size must be a multiple of 64"),
+        ("OneBitAdam", {"comm_backend_name": "ucx"}, '"nccl" or "gloo" or "mpi", got "ucx"'),
+        ("OneBitAdam", {"amsgrad": True}, "a frozen variance has no maximum to keep"),
+    ],
+)
+def test_optimizers_that_cannot_work(kind: str, params: dict[str, Any], message: str) -> None:
+    assert message in refusal("optimizer", kind, **params)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["weight_decay", "lr", "momentum", "dampening", "nesterov", "maximize"]), st.integers(0, 40))
+def test_a_misspelt_parameter_names_the_nearest(name: str, place: int) -> None:
+    place %= len(name)
+    wrong = name[: place + 1] + name[place:]
+    assert f'Did you mean "{name}"?' in refusal("optimizer", "SGD", **{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        (
+            "WarmupLR",
+            {"warmup_num_steps": 1e2, "warmup_max_lr": "auto"},
+            {"warmup_num_steps": 100, "warmup_max_lr": None},
+        ),
+        ("WarmupDecayLR", {"total_num_steps": 2000, "warmup_min_lr": "auto"}, {"total_num_steps": 2000}),
+        ("WarmupLR", {"last_batch_iteration": -1, "warmup_max_lr": [0.1, 0.2]}, {"warmup_max_lr": [0.1, 0.2]}),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 0.1}, {"cycle_min_lr": 0, "cycle_max_lr": 0.1}),
+        ("CosineAnnealingLR", {"T_max": 50}, {"T_max": 50}),
+        ("CyclicLR", {"base_lr": [0.1, 0.2], "max_lr": 0.5}, {"base_lr": [0.1, 0.2], "max_lr": 0.5}),
+        ("OneCycleLR", {"max_lr": [0.1, 0.2, 0.3], "total_steps": 9}, {"max_lr": [0.1, 0.2, 0.3], "total_steps": 9}),
+    ],
+)
+def test_schedules_that_work(kind: str, params: dict[str, Any], expected: dict[str, Any]) -> None:
+    section = load("scheduler", kind, **params).scheduler
+    assert section is not None
+    assert section.params == expected
+    groups = max((len(value) for value in expected.values() if isinstance(value, list)), default=1)
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.5, momentum=0.9)
+    assert type(build_schedule(section, optimizer)).__name__ == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("WarmUpLr", {}, '"scheduler.type" "WarmUpLr" is not a known schedule. Did you mean "WarmupLR"?'),
+        ("LRScheduler", {}, "is not a known schedule"),
+        ("ReduceLROnPlateau", {}, "its step() needs a metric"),
+        ("LambdaLR", {}, "it takes a function. Pass a schedule of your own to thinwire.initialize"),
+        ("SequentialLR", {}, "it is made of other schedules"),
+        ("WarmupLR", {"warmup_steps": 3}, 'Did you mean "warmup_num_steps"?'),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, '"scheduler.params.warmup_num_steps" must be a whole number, got 1.5'),
+        ("WarmupLR", {"warmup_type": "cosine"}, 'must be "log" or "linear", got "cosine"'),
+        ("WarmupLR", {"warmup_num_steps": -3}, '"scheduler.params" cannot work: warmup_num_steps must be at least 0'),
+        ("WarmupLR", {"last_batch_iteration": 12}, "a checkpoint says where to resume"),
+        ("WarmupDecayLR", {}, '"scheduler.params.total_num_steps" is missing: WarmupDecayLR needs it'),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, '"scheduler.params.total_num_steps" cannot be "auto"'),
+        ("WarmupDecayLR", {"total_num_steps": 10}, "total_num_steps must be at least warmup_num_steps 1000, got 10"),
+        ("OneCycle", {"cycle_max_lr": 0.1}, '"scheduler.params.cycle_min_lr" is missing'),
+        ("CosineAnnealingLR", {"t_max": 3}, 'Did you mean "T_max"?'),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.2, "scale_fn": "x"}, "it is a function"),
+        ("StepLR", {"step_size": "4"}, '"scheduler.params.step_size" must be a whole number, got "4"'),
+        ("MultiStepLR", {"milestones": [1, "x"]}, "must be a list of numbers"),
+        ("OneCycleLR", {"max_lr": 0.1}, '"scheduler.params" cannot work: You must define either total_steps OR'),
+    ],
+)
+def test_schedules_that_cannot_work(kind: str, params: dict[str, Any], message: str) -> None:
+    assert message in refusal("scheduler", kind, **params)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        ("float | torch.Tensor", 2, 2),
+        ("Union[float, torch.Tensor]", 2.5, 2.5),
+        ("Union[float, list[float]]", [1, 2], [1, 2]),
+        ("Optional[int]", None, None),
+        ("typing.Optional[int]", 4.0, 4),
+        ("tuple[float | torch.Tensor, float | torch.Tensor]", [0.5, 1], (0.5, 1)),
+        ("Tuple[float, float]", (0.5, 1), (0.5, 1)),
+        ("\"Literal['cos', 'linear']\"", "linear", "linear"),
+        ("'Iterable[int]'", [3, 4], [3, 4]),
+        ("bool | None", False, False),
+        ("str | None", "x", "x"),
+    ],
+)
+def test_annotations_of_every_style_are_read(annotation: str, value: Any, expected: Any) -> None:
+    converted = Expected(annotation).convert(value)
+    assert converted == expected
+    assert type(converted) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "phrase"),
+    [
+        ("Union[float, list[float]]", "x", "a number or a list of numbers"),
+        ("Optional[int]", 0.5, "a whole number or null"),
+        ("tuple[float, float, float]", [1, 2], "a list of 3 numbers"),
+        ("list[float]", [1, float("inf")], "a list of numbers"),
+        ("float | Tensor", float("nan"), "a number"),
+        ("bool", 0, "true or false"),
+    ],
+)
+def test_values_that_do_not_fit_an_annotation(annotation: str, value: Any, phrase: str) -> None:
+    with pytest.raises(TypeError, match=f"^{phrase}$"):
+        Expected(annotation).convert(value)

@@ -1,0 +1,12 @@
+"""Checkpoints that survive a kill at any moment: safetensors files with a manifest of checksums, published whole,
+verified before use, and read by any number of ranks."""
+
+from __future__ import annotations
+
+from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.exporting import export_weights
+from thinwire.engine.checkpoint.reading import LoadedCheckpoint
+from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
+from thinwire.engine.checkpoint.store import CheckpointStore
+
+__all__ = ["CheckpointError", "CheckpointStore", "LoadedCheckpoint", "ModelDescription", "Snapshot", "export_weights"]

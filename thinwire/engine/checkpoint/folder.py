@@ -1,0 +1,223 @@
+"""The folder in which a job keeps its checkpoints: how one appears there whole or not at all, whatever is killed when,
+and which of them is the newest."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.engine.checkpoint.durable import sync_folder, write_whole
+from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, rank_file, read_manifest
+from thinwire.engine.checkpoint.pickles import ADVICE, find_pickle, is_pickle
+
+__all__ = ["LATEST", "Candidate", "CheckpointFolder", "check_tag"]
+
+LATEST = "latest"
+
+_LONGEST_TAG = 200
+# A folder's name while a save is under way or being undone; the hexadecimal number is the save's own.
+_HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.(?P<state>partial|replaced|removed)(\.unfinished)?", re.DOTALL)
+
+
+def check_tag(tag: str) -> None:
+    """Raise ValueError for what cannot be the name of a checkpoint's folder."""
+    printable = isinstance(tag, str) and tag.isprintable() and 0 < len(tag.encode()) <= _LONGEST_TAG
+    if not printable or "/" in tag or "\\" in tag or tag.startswith(".") or tag == LATEST:
+        raise ValueError(
+            f"{tag!r} cannot be a checkpoint's tag: give a name of 1 to {_LONGEST_TAG} bytes without slashes that does "
+            f"not start with a dot and is not {LATEST!r}, such as 'step-100'"
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that looks like a checkpoint, whole or not. `manifest` is None where it cannot be read."""
+
+    tag: str
+    path: Path
+    manifest: Manifest | None
+
+    @property
+    def serial(self) -> float:
+        """Its place in the order of saves; after all others where that cannot be read, as it may be the newest."""
+        return self.manifest.serial if self.manifest else math.inf
+
+    @property
+    def has_all_files(self) -> bool:
+        """Whether every file is there in its full length; no more than that is cheap to know."""
+        if self.manifest is None:
+            return False
+        try:
+            return all((self.path / part.file).stat().st_size == part.size for part in self.manifest.parts)
+        except OSError:
+            return False
+
+
+class CheckpointFolder:
+    """`path`/latest, `path`/TAG/ for each checkpoint, and names with a leading dot for what is not one (yet)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def partial(self, tag: str, nonce: str) -> Path:
+        """Where the files of a save lie while they are written."""
+        return self._hidden(tag, nonce, "partial")
+
+    def check_free(self, tag: str) -> None:
+        """Raise ValueError where a checkpoint of this tag would replace something that is none."""
+        path = self.path / tag
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is not a folder: give one in which checkpoints can be kept")
+        if path.exists() and not _looks_like_one(path):
+            raise ValueError(f"{path} exists and is no checkpoint: give another tag, or move it away")
+
+    def prepare(self, tag: str, nonce: str) -> Path:
+        """Make the folder of a save, and clear up behind saves that were killed. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._clear_up()
+        partial = self.partial(tag, nonce)
+        partial.mkdir()
+        return partial
+
+    def publish(self, tag: str, nonce: str) -> None:
+        """Give a save, complete in its partial folder, its name, then name it in `latest`. Raises OSError.
+
+        A checkpoint of the same tag is moved aside before and removed after; a load finds it where it was moved to.
+        """
+        partial, whole, replaced = self.partial(tag, nonce), self.path / tag, self._hidden(tag, nonce, "replaced")
+        sync_folder(partial)
+        # Whatever needs space comes first: from here on there are only renames.
+        pointer = self._hidden(LATEST, nonce, "partial")
+        write_whole(pointer, f"{tag}\n".encode())
+        if whole.exists():
+            os.rename(whole, replaced)
+        try:
+            os.rename(partial, whole)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, whole)
+            raise
+        sync_folder(self.path)
+        os.replace(pointer, self.path / LATEST)
+        sync_folder(self.path)
+
+    def discard(self, tag: str, nonce: str) -> None:
+        """Remove what a failed save has left, as far as it lets itself be removed."""
+        shutil.rmtree(self.partial(tag, nonce), ignore_errors=True)
+        for name in (self._hidden(LATEST, nonce, "partial"), self._hidden(LATEST, nonce, "partial.unfinished")):
+            name.unlink(missing_ok=True)
+
+    def prune(self, keep: int, nonce: str) -> None:
+        """Remove all that are older than the newest `keep` with all their files. Raises OSError."""
+        self._clear_up()
+        # A checkpoint that somebody has copied or renamed is theirs to remove.
+        ours = [one for one in self._newest_first() if one.manifest and one.manifest.tag == one.tag]
+        complete = 0
+        for candidate in ours:
+            if complete >= keep:
+                # Half removed under its own name it would look like a damaged checkpoint.
+                removed = self._hidden(candidate.tag, nonce, "removed")
+                os.rename(candidate.path, removed)
+                shutil.rmtree(removed)
+            complete += candidate.has_all_files
+
+    def next_serial(self) -> int:
+        """The number of the next save."""
+        return 1 + max((one.manifest.serial for one in self._found() if one.manifest), default=0)
+
+    def candidates(self) -> list[Candidate]:
+        """What a load should look at, in this order: what `latest` names, then the newest.
+
+        Raises CheckpointError where there is none and pickles are offered in their place.
+        """
+        found = self._newest_first()
+        if not found:
+            self._refuse_pickles()
+        latest = self._latest()
+        return sorted(found, key=lambda one: one.tag != latest)
+
+    def complaint_about_latest(self, candidates: list[Candidate]) -> str | None:
+        """Why the first of the candidates may not be the one that is expected."""
+        latest = self._latest()
+        if latest is None or not candidates:
+            return None
+        first = candidates[0]
+        if first.tag != latest:
+            return f"{self.path / LATEST} names {latest!r}, which is not there"
+        newer = [one.tag for one in candidates if one.manifest and one.serial > first.serial]
+        if newer:
+            return (
+                f"{self.path / LATEST} names {latest!r}, although {newer[0]!r} is newer; give its tag if that is the "
+                "one to load"
+            )
+        return None
+
+    def refuse_pickle(self, tag: str) -> None:
+        """Raise CheckpointError if what lies under a tag is made of pickles instead of a checkpoint."""
+        path = self.path / tag
+        if path.is_file() and is_pickle(path):
+            raise CheckpointError(f"{path} is no checkpoint but {ADVICE}")
+        if path.is_dir() and not _looks_like_one(path) and (pickle := find_pickle(path)):
+            raise CheckpointError(f"{path} is no thinwire checkpoint: {pickle} is {ADVICE}")
+
+    def _refuse_pickles(self) -> None:
+        if self.path.is_file():
+            what = ADVICE if is_pickle(self.path) else "a file: give the folder that holds the checkpoints"
+            raise CheckpointError(f"{self.path} is no folder of checkpoints but {what}")
+        if pickle := find_pickle(self.path):
+            raise CheckpointError(f"{self.path} holds no thinwire checkpoint: {pickle} is {ADVICE}")
+
+    def _latest(self) -> str | None:
+        """The tag that `latest` names."""
+        try:
+            content = (self.path / LATEST).read_bytes()
+        except OSError:
+            return None
+        return content.decode(errors="backslashreplace").removesuffix("\n")
+
+    def _newest_first(self) -> list[Candidate]:
+        return sorted(self._found(), key=lambda one: one.serial, reverse=True)
+
+    def _found(self) -> list[Candidate]:
+        if not self.path.is_dir():
+            return []
+        found = []
+        for path in sorted(self.path.iterdir()):
+            hidden = _HIDDEN.fullmatch(path.name)
+            if hidden and hidden["state"] == "replaced" and not (self.path / hidden["tag"]).exists():
+                found.append(_candidate(hidden["tag"], path))
+            elif not path.name.startswith(".") and _looks_like_one(path):
+                found.append(_candidate(path.name, path))
+        return found
+
+    def _clear_up(self) -> None:
+        """Bring back what a killed save had moved aside, and remove everything else that has no name of its own."""
+        for path in sorted(self.path.iterdir()):
+            hidden = _HIDDEN.fullmatch(path.name)
+            if not hidden:
+                continue
+            if hidden["state"] == "replaced" and not (self.path / hidden["tag"]).exists():
+                os.rename(path, self.path / hidden["tag"])
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _hidden(self, tag: str, nonce: str, state: str) -> Path:
+        return self.path / f".{tag}.{nonce}.{state}"
+
+
+def _candidate(tag: str, path: Path) -> Candidate:
+    try:
+        return Candidate(tag, path, read_manifest(path))
+    except CheckpointError:
+        return Candidate(tag, path, None)
+
+
+def _looks_like_one(path: Path) -> bool:
+    return (path / MANIFEST).exists() or (path / rank_file(0)).exists() or any(path.glob("rank-*.safetensors"))

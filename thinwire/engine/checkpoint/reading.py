@@ -1,0 +1,127 @@
+"""A checkpoint that has been verified, to be read in whatever runs the reader needs, whoever wrote them in whichever
+file: so any number of ranks can continue from what another saved."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from thinwire.engine.checkpoint.manifest import Manifest, PieceEntry, RankPart
+from thinwire.engine.checkpoint.snapshot import ModelDescription
+from thinwire.engine.checkpoint.tensor_file import dtype_from_name
+
+__all__ = ["LoadedCheckpoint"]
+
+_OPEN_FILES = 16
+
+
+class LoadedCheckpoint:
+    """A PieceSource over the files of one checkpoint.
+
+    Files are opened when they are first read from, a few at a time; `close`, or leaving a `with`, closes them.
+    `shared` holds the JSON values of the whole job.
+    """
+
+    def __init__(self, path: Path, tag: str, manifest: Manifest) -> None:
+        self.path = path
+        self.tag = tag
+        self.manifest = manifest
+        self.shared = manifest.shared
+        self._files: OrderedDict[str, Any] = OrderedDict()
+        self._entries: dict[tuple[str, str], list[PieceEntry]] = defaultdict(list)
+        for entry in sorted(manifest.pieces, key=lambda entry: (entry.start, entry.numel)):
+            self._entries[entry.kind, entry.name].append(entry)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job that saved."""
+        return self.manifest.world_size
+
+    @property
+    def model(self) -> ModelDescription:
+        """Of the model that was saved."""
+        return self.manifest.model
+
+    def counters(self) -> dict[str, Any]:
+        """What the optimizer's `counters` returned."""
+        counters: dict[str, Any] = self.shared["optimizer"]
+        return counters
+
+    def rank_values(self, rank: int) -> dict[str, Any]:
+        """The JSON values of that rank of the saving job; KeyError where there was none."""
+        return self._part(rank).values
+
+    def kinds(self) -> set[str]:
+        """The roles that any parameter has values for."""
+        return {kind for kind, _ in self._entries}
+
+    def dtype_of(self, kind: str, name: str) -> torch.dtype | None:
+        """What this parameter's values of this kind were saved in, or None where there are none."""
+        entries = self._entries.get((kind, name))
+        return dtype_from_name(entries[0].dtype) if entries else None
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """These values, [numel] on the CPU; KeyError where nobody saved them."""
+        if kind == "weight" and numel == 0 and name in self.model.parameters and not self.model.numel(name):
+            return torch.empty(0, dtype=self.model.parameters[name][1])  # an empty parameter is nobody's piece
+        entries = self._entries.get((kind, name))
+        stop = start + numel
+        if not entries or start < 0 or numel < 0 or stop > entries[-1].start + entries[-1].numel:
+            raise KeyError(f"elements {start} to {stop} of {kind} of {name!r} are not in checkpoint {self.tag!r}")
+        values = torch.empty(numel, dtype=dtype_from_name(entries[0].dtype))
+        first = bisect_right(entries, start, key=lambda entry: entry.start) - 1
+        for entry in entries[first:]:
+            low, high = max(start, entry.start), min(stop, entry.start + entry.numel)
+            if entry.start >= stop:
+                break
+            if low < high:
+                held = self._file(entry.file).get_slice(entry.key)
+                values[low - start : high - start] = held[low - entry.start : high - entry.start]
+        return values
+
+    def read_rank(self, key: str, rank: int) -> Tensor:
+        """`rank_tensors[key]` of that rank of the saving job; KeyError where there is none."""
+        part = self._part(rank)
+        if key not in part.rank_tensors:
+            raise KeyError(f"rank {rank} saved no {key!r} in checkpoint {self.tag!r}")
+        return self._whole(part.file, part.rank_tensors[key])
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers, on the CPU."""
+        return {name: self._whole(part.file, key) for part in self.manifest.parts for name, key in part.buffers.items()}
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        self._files.clear()
+
+    def __enter__(self) -> LoadedCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _part(self, rank: int) -> RankPart:
+        if not 0 <= rank < self.world_size:
+            raise KeyError(f"there is no rank {rank} in checkpoint {self.tag!r}, saved by {self.world_size} ranks")
+        return self.manifest.parts[rank]
+
+    def _whole(self, file: str, key: str) -> Tensor:
+        tensor: Tensor = self._file(file).get_tensor(key)
+        return tensor.clone()  # not a view of the file
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self.path / name, framework="pt")
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+        self._files.move_to_end(name)
+        return self._files[name]

@@ -1,0 +1,219 @@
+"""Saves and loads the checkpoints of a job, on all its ranks together: whole or absent, and never one at the cost of
+another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import threading
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import raise_together
+from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.folder import CheckpointFolder, check_tag
+from thinwire.engine.checkpoint.reading import LoadedCheckpoint
+from thinwire.engine.checkpoint.selection import select
+from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
+from thinwire.engine.checkpoint.writing import SaveUnderWay, write_manifest, write_part
+
+__all__ = ["CheckpointStore"]
+
+
+class CheckpointStore:
+    """The checkpoints of a job in one folder, on a file system that all its ranks share.
+
+    Args:
+        folder: made at the first save.
+        comm: the job's ranks. Every method is collective.
+        keep: older checkpoints are removed once there are more than this many newer ones with all their files; at
+            least 2, so that there is another should one be damaged later.
+        asynchronous: `save` copies the tensors to CPU memory and returns; threads write them, without communicating. A
+            process that ends first finishes its part, for at most the communicator's timeout.
+
+    Raises ValueError for a `keep` below 2.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], comm: Communicator, keep: int = 2, asynchronous: bool = False
+    ) -> None:
+        if keep < 2:
+            raise ValueError(f"keep must be at least 2, so that one damaged checkpoint is not the end; got {keep}")
+        self.folder = Path(folder)
+        self._folder = CheckpointFolder(self.folder)
+        self._comm = comm
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._under_way: SaveUnderWay | None = None
+
+    def save(self, tag: str, snapshot: Snapshot) -> bool:
+        """Save under `tag`, replacing a checkpoint of that tag. Returns whether it is published.
+
+        An asynchronous save waits for the one before, and returns True once the new one is under way; its own outcome
+        is what `wait` returns. A save that cannot be written, as on a full disk, leaves the earlier checkpoints as they
+        are, warns on rank 0 and returns False, on every rank.
+
+        Raises, on every rank: ValueError or TypeError for a snapshot that could not be loaded again; CheckpointError
+        where a rank does not see the folder that rank 0 has made.
+        """
+        self.wait()
+        nonce = self._agree(tag, snapshot)
+        if not self._prepare(tag, nonce):
+            return False
+        if self._asynchronous:
+            snapshot = self._copy(snapshot)
+        _finish_computing(snapshot)
+        folder = self._folder.partial(tag, nonce)
+        publish = partial(self._publish, tag, nonce, snapshot) if self._comm.rank == 0 else None
+        self._under_way = SaveUnderWay(tag, nonce, partial(write_part, folder, self._comm.rank, snapshot), publish)
+        return True if self._asynchronous else self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save that is under way, and return whether it is published; True where there is none.
+
+        Raises what writing has failed with where that is not the disk's fault.
+        """
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return True
+        try:
+            error = save.write_error()
+            failures = self._failures(error)
+            if not failures:
+                error = save.publish_error()
+                failures = self._failures(error)
+        finally:
+            save.abandon()
+        if failures:
+            self._discard(save)
+            raise_together(self._comm, _unexpected(error), f"save checkpoint {save.tag!r}")
+            self._warn_of_failure(save.tag, failures)
+            return False
+        if complaint := save.complaint():
+            self._warn(f"checkpoint {save.tag!r} is saved, but older ones could not be removed: {complaint}")
+        return True
+
+    def close(self) -> None:
+        """Wait for the save that is under way."""
+        self.wait()
+
+    def load(self, tag: str | None = None, description: ModelDescription | None = None) -> LoadedCheckpoint | None:
+        """Verify a checkpoint, every byte of it, the files divided among the ranks, and open it.
+
+        Without a tag it is the one that `latest` names, else the newest; one that is damaged, or of another model than
+        `description`, is passed over for the one before it, with a RuntimeWarning on rank 0 that says why. With a tag
+        it is that one. None where there is no checkpoint at all and no tag.
+
+        Raises CheckpointError, on every rank: there are checkpoints but none is whole; the one asked for is missing or
+        damaged; the model has changed since; pickles are offered as a checkpoint.
+        """
+        self.wait()
+        return select(self._folder, self._comm, tag, description)
+
+    # One save
+
+    def _agree(self, tag: str, snapshot: Snapshot) -> str:
+        """Check that all ranks save the same; returns a number that no other save uses."""
+        error: Exception | None = None
+        try:
+            check_tag(tag)
+            if self._comm.rank == 0:
+                self._folder.check_free(tag)
+            snapshot.check()
+        except (TypeError, ValueError) as raised:
+            error = raised
+        raise_together(self._comm, error, "save a checkpoint")
+        model = hashlib.sha256(json.dumps(snapshot.model.to_json()).encode()).hexdigest()
+        mine = {"tag": tag, "model": model, "nonce": secrets.token_hex(4)}
+        everyones = [json.loads(message) for message in self._comm.all_gather_bytes(json.dumps(mine).encode())]
+        first = everyones[0]
+        for rank, other in enumerate(everyones):
+            if (other["tag"], other["model"]) != (first["tag"], first["model"]):
+                what = "another model" if other["tag"] == first["tag"] else f"tag {other['tag']!r}"
+                raise ValueError(
+                    f"rank {rank} saves {what}, rank 0 tag {first['tag']!r}: every rank must save the same checkpoint"
+                )
+        nonce: str = first["nonce"]
+        return nonce
+
+    def _prepare(self, tag: str, nonce: str) -> bool:
+        error: OSError | None = None
+        if self._comm.rank == 0:
+            try:
+                self._folder.prepare(tag, nonce)
+            except OSError as raised:
+                error = raised
+        if failures := self._failures(error):
+            self._warn_of_failure(tag, failures)
+            return False
+        blind: CheckpointError | None = None
+        if not self._folder.partial(tag, nonce).is_dir():
+            blind = CheckpointError(
+                f"rank {self._comm.rank} does not see what rank 0 writes to {self.folder.absolute()}: checkpoints need "
+                "a folder on a file system that all ranks share"
+            )
+        self._raise_on_every_rank(blind)
+        return True
+
+    def _copy(self, snapshot: Snapshot) -> Snapshot:
+        copy, error = snapshot, None
+        try:
+            copy = snapshot.copied_to_cpu()
+        except (MemoryError, RuntimeError) as raised:
+            error = raised
+        raise_together(self._comm, error, "copy its tensors for an asynchronous save")
+        return copy
+
+    def _publish(self, tag: str, nonce: str, snapshot: Snapshot, abandoned: threading.Event) -> str | None:
+        folder, comm = self._folder, self._comm
+        serial = folder.next_serial()
+        write_manifest(folder.partial(tag, nonce), tag, serial, snapshot, comm.size, comm.timeout, abandoned)
+        folder.publish(tag, nonce)
+        try:
+            folder.prune(self._keep, nonce)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _discard(self, save: SaveUnderWay) -> None:
+        save.publish_error()  # it must have stopped writing
+        if self._comm.rank == 0:
+            self._folder.discard(save.tag, save.nonce)
+
+    # Agreement
+
+    def _failures(self, error: BaseException | None) -> dict[int, str]:
+        """What has failed on which rank, the same on every rank."""
+        mine = "" if error is None else str(error) or type(error).__name__
+        messages = self._comm.all_gather_bytes(mine.encode())
+        return {rank: message.decode() for rank, message in enumerate(messages) if message}
+
+    def _raise_on_every_rank(self, error: CheckpointError | None) -> None:
+        for message in self._failures(error).values():
+            raise error or CheckpointError(message)
+
+    def _warn_of_failure(self, tag: str, failures: dict[int, str]) -> None:
+        what = "; ".join(f"rank {rank}: {message}" for rank, message in failures.items())
+        self._warn(f"checkpoint {tag!r} was not saved to {self.folder}: {what}. The checkpoints before it stay")
+
+    def _warn(self, message: str) -> None:
+        if self._comm.rank == 0:
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _finish_computing(snapshot: Snapshot) -> None:
+    """Let the GPUs finish what they compute, as the thread that reads the tensors has streams of its own."""
+    for device in {tensor.device for tensor in snapshot.tensors()}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _unexpected(error: BaseException | None) -> Exception | None:
+    """An error that no disk causes."""
+    return error if isinstance(error, Exception) and not isinstance(error, OSError) else None

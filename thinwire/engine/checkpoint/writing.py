@@ -1,0 +1,123 @@
+"""Writes a checkpoint without a collective, so that it can be done in the background: every rank its own file and a
+receipt for it, and rank 0, once all receipts are there, the manifest."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from thinwire.engine.checkpoint.durable import sync_folder, write_whole
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, PieceEntry, RankPart, rank_file
+from thinwire.engine.checkpoint.snapshot import Snapshot
+from thinwire.engine.checkpoint.tensor_file import TensorToWrite, dtype_name, write_tensors
+
+__all__ = ["Abandoned", "SaveUnderWay", "write_manifest", "write_part"]
+
+_POLL_SECONDS = 0.002
+_SLOWEST_POLL_SECONDS = 0.1
+
+
+class Abandoned(Exception):  # noqa: N818 - it is not a fault
+    """Nobody waits for this save any more."""
+
+
+class SaveUnderWay:
+    """One rank's work for one save, on a thread of its own: `write`, then on rank 0 `publish`.
+
+    `publish` gets an event that says when to give up, and returns what could not be cleared up after it, if so.
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        nonce: str,
+        write: Callable[[], None],
+        publish: Callable[[threading.Event], str | None] | None,
+    ) -> None:
+        self.tag = tag
+        self.nonce = nonce
+        self._abandoned = threading.Event()
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint {tag}")
+        self._written: Future[None] = executor.submit(write)
+        self._published = executor.submit(publish, self._abandoned) if publish else None
+        executor.shutdown(wait=False)
+
+    def write_error(self) -> BaseException | None:
+        """What writing has failed with, once it is over."""
+        return self._written.exception()
+
+    def publish_error(self) -> BaseException | None:
+        """What publishing has failed with, once it is over; None on ranks that do not publish."""
+        return self._published.exception() if self._published else None
+
+    def complaint(self) -> str | None:
+        """What publishing returned, where it has not failed."""
+        return self._published.result() if self._published else None
+
+    def abandon(self) -> None:
+        """Have rank 0 wait for no more receipts."""
+        self._abandoned.set()
+
+
+def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
+    """Write this rank's tensors, then a receipt with what the manifest must say of them. Raises OSError."""
+    file = rank_file(rank)
+    tensors: dict[str, TensorToWrite] = {}
+    entries = []
+    for piece in snapshot.pieces:
+        key = f"piece/{piece.kind}/{piece.name}/{piece.start}"
+        dtype = dtype_name(piece.tensor.dtype)
+        entries.append(PieceEntry(piece.kind, piece.name, piece.start, piece.tensor.numel(), dtype, file, key))
+        tensors[key] = TensorToWrite.of(piece.tensor)
+    rank_keys = {name: f"rank/{name}" for name in snapshot.rank_tensors}
+    tensors |= {rank_keys[name]: TensorToWrite.of(tensor) for name, tensor in snapshot.rank_tensors.items()}
+    buffers = snapshot.buffers if rank == 0 else {}
+    buffer_keys = {name: f"buffer/{name}" for name in buffers}
+    tensors |= {buffer_keys[name]: TensorToWrite.of(tensor) for name, tensor in buffers.items()}
+    size, sha256 = write_tensors(folder / file, tensors)
+    part = RankPart(file, size, sha256, entries, rank_keys, buffer_keys, snapshot.rank_values)
+    write_whole(_receipt(folder, rank), json.dumps(part.to_json()).encode())
+
+
+def write_manifest(
+    folder: Path, tag: str, serial: int, snapshot: Snapshot, world_size: int, timeout: float, abandoned: threading.Event
+) -> None:
+    """Wait for the receipts of all ranks, for `timeout` seconds at most, and replace them by the manifest.
+
+    Raises TimeoutError, OSError, Abandoned; ValueError where the ranks' pieces are not every parameter once.
+    """
+    deadline = time.monotonic() + timeout
+    parts = [_await_part(folder, rank, deadline, abandoned) for rank in range(world_size)]
+    manifest = Manifest(tag, serial, snapshot.model, parts, snapshot.shared)
+    if problem := manifest.incompleteness():
+        raise ValueError(f"the ranks' pieces do not make a checkpoint: {problem}")
+    write_whole(folder / MANIFEST, manifest.encode())
+    for rank in range(world_size):
+        _receipt(folder, rank).unlink()
+    sync_folder(folder)
+
+
+def _await_part(folder: Path, rank: int, deadline: float, abandoned: threading.Event) -> RankPart:
+    pause = _POLL_SECONDS
+    while True:
+        try:
+            part = RankPart.from_json(json.loads(_receipt(folder, rank).read_bytes()))
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} did not finish writing its part in time") from None
+            if abandoned.wait(pause):
+                raise Abandoned from None
+            pause = min(2 * pause, _SLOWEST_POLL_SECONDS)
+            continue
+        written = (folder / part.file).stat().st_size
+        if written != part.size:
+            raise OSError(f"{part.file} of rank {rank} has {written} bytes instead of {part.size}")
+        return part
+
+
+def _receipt(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"

@@ -1,0 +1,132 @@
+"""Reads a configuration and either returns one that can work, complete, or says everything that is wrong with it.
+DeepSpeed's users bring their files as they are; nothing in them is accepted and then ignored."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from thinwire.engine.config_batch import complete_batch_sizes
+from thinwire.engine.config_errors import ConfigError
+from thinwire.engine.config_keys import keep_known_keys
+from thinwire.engine.config_models import EngineConfig
+from thinwire.engine.config_optimizer import check_optimizer
+from thinwire.engine.config_rules import check_combinations
+from thinwire.engine.config_scheduler import check_scheduler
+from thinwire.engine.config_types import explain
+
+__all__ = ["ConfigError", "EngineConfig", "load_config"]
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, world_size: int) -> EngineConfig:
+    """The configuration in `source` (the path of a JSON file, a dict, or one already loaded) for `world_size` ranks.
+
+    Local: ranks that may read different files have to agree on the outcome.
+
+    Raises ConfigError, with every problem in one message: an unknown key or one that thinwire does not support, a wrong
+    type or range, sizes that do not multiply out, options that exclude each other, a file that is not a JSON object.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size must be a whole number of ranks, at least 1, got {world_size!r}")
+    if isinstance(source, EngineConfig):
+        return _load(source.describe(), world_size, "the configuration")
+    if isinstance(source, Mapping):
+        return _load(source, world_size, "the configuration")
+    if isinstance(source, str | os.PathLike):
+        return _load(_read(Path(source)), world_size, str(source))
+    raise ConfigError(f"a configuration is the path of a JSON file or a dict, not {type(source).__name__}")
+
+
+def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
+    problems: list[str] = []
+    tree = keep_known_keys(tree, problems)
+    if isinstance(section := tree.get("optimizer"), Mapping):
+        tree["optimizer"] = check_optimizer(section, problems)
+    if isinstance(section := tree.get("scheduler"), Mapping):
+        tree["scheduler"] = check_scheduler(section, problems)
+    allgather_bucket_size = _take_allgather_bucket_size(tree)
+    _fill_batch_sizes(tree, world_size, problems)
+    try:
+        config = EngineConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(problems + explain(error), label) from None
+    problems += check_combinations(config, allgather_bucket_size)
+    if problems:
+        raise ConfigError(problems, label)
+    return config
+
+
+def _take_allgather_bucket_size(tree: dict[str, Any]) -> Any:
+    section = tree.get("zero_optimization")
+    return section.pop("allgather_bucket_size", None) if isinstance(section, dict) else None
+
+
+def _fill_batch_sizes(tree: dict[str, Any], world_size: int, problems: list[str]) -> None:
+    """Puts the sizes that follow into `tree`; where one is no positive number, the model is left to say so."""
+    train, micro, accumulation = (tree.get(key) for key in _BATCH_KEYS)
+    sizes = (1, 1, 1)
+    if all(size is None or _is_positive(size) for size in (train, micro, accumulation)):
+        try:
+            found = complete_batch_sizes(_whole(train), _whole(micro), _whole(accumulation), world_size)
+            sizes = (found.train, found.micro, found.accumulation)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    for key, size in zip(_BATCH_KEYS, sizes, strict=True):
+        if tree.get(key) is None:
+            tree[key] = size
+
+
+def _is_positive(size: Any) -> bool:
+    return isinstance(size, int | float) and not isinstance(size, bool) and size >= 1 and float(size).is_integer()
+
+
+def _whole(size: Any) -> int | None:
+    return None if size is None else int(size)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 text, at byte {error.start}", str(path)) from error
+    try:
+        tree = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"is not JSON, at line {error.lineno} column {error.colno}: {error.msg}. JSON has no comments and no "
+            "comma after the last entry",
+            str(path),
+        ) from error
+    except _NotStrictJsonError as error:
+        raise ConfigError(str(error), str(path)) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"must hold a JSON object, {{...}}, not a {type(tree).__name__}", str(path))
+    return tree
+
+
+class _NotStrictJsonError(Exception):
+    """What Python's reader takes and JSON does not."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in tree:
+            raise _NotStrictJsonError(
+                f'"{key}" is there twice in one object: {json.dumps(tree[key])} and {json.dumps(value)}'
+            )
+        tree[key] = value
+    return tree
+
+
+def _refuse_constant(name: str) -> Any:
+    raise _NotStrictJsonError(f"{name} is not JSON: write a number")

@@ -1,0 +1,154 @@
+"""What a configuration holds once it is loaded: frozen models whose attributes are DeepSpeed's keys.
+Every key in here has an effect in the engine; what has none is refused (config_keys.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+__all__ = [
+    "ActivationCheckpointingConfig",
+    "Bf16Config",
+    "CheckpointConfig",
+    "EngineConfig",
+    "Fp16Config",
+    "MonitorConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "Section",
+    "ThinwireConfig",
+    "ZeroConfig",
+]
+
+
+def _without_exponent(value: Any) -> Any:
+    # DeepSpeed's users write 5e8 for a number of elements, which JSON reads as a float.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_without_exponent)]
+
+_DEFAULT_BUCKET_ELEMENTS = 4 << 20  # 16 MiB of fp32: large enough for the wire, small enough to overlap with backward
+
+
+class Section(BaseModel):
+    """A frozen object of the configuration: no other keys than its fields, no silent conversion of types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class OptimizerConfig(Section):
+    """`type`: "OneBitAdam", or the name of a class in torch.optim. `params`: exactly that class's keyword arguments."""
+
+    type: str
+    params: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class SchedulerConfig(Section):
+    """`type`: one of `thinwire.engine.schedules`, or the name of a class in torch.optim.lr_scheduler."""
+
+    type: str
+    params: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class Fp16Config(Section):
+    """fp16 with fp32 masters. `loss_scale` 0 is dynamic: it starts at 2^`initial_scale_power`, doubles after
+    `loss_scale_window` steps without an overflow, halves after `hysteresis` overflows, down to `min_loss_scale`."""
+
+    enabled: bool = False
+    loss_scale: float = Field(default=0.0, ge=0, le=2.0**64, allow_inf_nan=False)
+    initial_scale_power: WholeNumber = Field(default=16, ge=0, le=64)
+    loss_scale_window: WholeNumber = Field(default=1000, ge=1)
+    hysteresis: WholeNumber = Field(default=2, ge=1)
+    min_loss_scale: float = Field(default=1.0, gt=0, le=2.0**64, allow_inf_nan=False)
+
+
+class Bf16Config(Section):
+    """bf16 with fp32 masters."""
+
+    enabled: bool = False
+
+
+class OffloadConfig(Section):
+    """Where sharded state rests between steps; `pin_memory` page-locks it for faster copies."""
+
+    device: Literal["none", "cpu"] = "none"
+    pin_memory: bool = False
+
+
+class ZeroConfig(Section):
+    """`stage` 1 shards masters and optimizer state, 2 gradients as well, 3 parameters as well (FSDP2).
+
+    `reduce_bucket_size`: elements of gradients that leave together, stages 0 to 2.
+    """
+
+    stage: WholeNumber = Field(default=0, ge=0, le=3)
+    reduce_bucket_size: WholeNumber = Field(default=_DEFAULT_BUCKET_ELEMENTS, ge=1)
+    offload_optimizer: OffloadConfig = OffloadConfig()
+    offload_param: OffloadConfig = OffloadConfig()
+
+
+class MonitorConfig(Section):
+    """Rank 0 writes `output_path`/`job_name`; an empty path is the working directory."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = Field(default="thinwire", min_length=1)
+
+
+class ActivationCheckpointingConfig(Section):
+    """Recompute the forward of some modules in backward instead of keeping their activations.
+
+    `modules`: class names, or names as in `model.named_modules()`; empty: nothing is recomputed. `cpu_checkpointing`
+    keeps their inputs in CPU memory.
+    """
+
+    modules: list[str] = Field(default_factory=list)
+    cpu_checkpointing: bool = False
+
+
+class CheckpointConfig(Section):
+    """`keep_last`: whole checkpoints that stay on disk. `async_save`: write while training goes on."""
+
+    keep_last: WholeNumber = Field(default=2, ge=2)
+    async_save: bool = False
+
+
+class ThinwireConfig(Section):
+    """What DeepSpeed has no key for. `resync_interval`: steps between re-gatherings of 1-bit Adam's 16-bit weights."""
+
+    resync_interval: WholeNumber = Field(default=100, ge=1)
+
+
+class EngineConfig(Section):
+    """A whole configuration, checked and complete; `thinwire.engine.config.load_config` makes it.
+
+    `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · world size, in samples.
+    """
+
+    train_batch_size: WholeNumber = Field(ge=1)
+    train_micro_batch_size_per_gpu: WholeNumber = Field(ge=1)
+    gradient_accumulation_steps: WholeNumber = Field(ge=1)
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    gradient_clipping: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
+    steps_per_print: WholeNumber | None = Field(default=None, ge=1)
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    tensorboard: MonitorConfig = MonitorConfig()
+    csv_monitor: MonitorConfig = MonitorConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    dataloader_drop_last: bool = False
+    seed: WholeNumber = Field(default=0, ge=0, lt=2**63)
+    thinwire: ThinwireConfig = ThinwireConfig()
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as JSON can hold it, defaults included; `load_config` reads it back as the same."""
+        return self.model_dump(mode="json")

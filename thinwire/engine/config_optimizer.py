@@ -1,0 +1,149 @@
+"""The optimizer section: which classes can be sharded, and why the others cannot; DeepSpeed's names for what torch
+calls otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from thinwire.compress import make_codec
+from thinwire.engine.config_declined import Declined
+from thinwire.engine.config_errors import did_you_mean, dotted
+from thinwire.engine.config_params import Expected, check_params, expected_by
+
+__all__ = ["ONEBIT_ADAM", "check_optimizer"]
+
+ONEBIT_ADAM = "OneBitAdam"
+
+# torch.optim's elementwise classes: a shard steps as it would inside the whole tensor.
+_ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+_REFUSED = {
+    "Adafactor": "its variance is factored over a matrix's rows and columns, so that a shard cannot step alone",
+    "Lamb": "its trust ratio is a norm over a whole layer, so that a shard cannot step alone; use AdamW",
+    "LBFGS": "its line search needs a closure and products over all parameters, so that a shard cannot step alone",
+    "Lion": "torch has none; pass an optimizer of your own to thinwire.initialize",
+    "Muon": "it orthogonalises whole matrices, so that a shard cannot step alone",
+    "MuAdam": "scale the learning rate of your parameter groups and use Adam",
+    "MuAdamW": "scale the learning rate of your parameter groups and use AdamW",
+    "MuSGD": "scale the learning rate of your parameter groups and use SGD",
+    "OneBitLamb": "use OneBitAdam",
+    "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
+    "ZeroOneAdam": "use OneBitAdam",
+}
+
+_ONEBIT_ADAM_EXPECTS = {
+    "lr": Expected("float"),
+    "freeze_step": Expected("int | Literal['auto']"),
+    "betas": Expected("tuple[float, float]"),
+    "eps": Expected("float"),
+    "weight_decay": Expected("float"),
+    "bias_correction": Expected("bool"),
+    "compress": Expected("Literal['update', 'momentum']"),
+    "codec": Expected("Literal['sign1', 'int8', 'bf16', 'none']"),
+    "block_size": Expected("int"),
+    "comm_backend_name": Expected("Literal['nccl', 'gloo', 'mpi']"),
+}
+
+_ONEBIT_ADAM_DECLINES = {
+    "cuda_aware": Declined(
+        "thinwire finds out itself whether MPI can send from GPU memory; to overrule it, set THINWIRE_MPI_CUDA_AWARE"
+    ),
+    "exp_avg_mask": Declined("give it in a parameter group of thinwire.OneBitAdam"),
+    "eps_inside_sqrt": Declined("use thinwire.OneBitAdam without the engine", (False,)),
+    "amsgrad": Declined("a frozen variance has no maximum to keep", (False,)),
+}
+
+_EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"', (0, 0.0))}
+
+_TORCH_DECLINES = {
+    "differentiable": Declined("a sharded step cannot be differentiated", (False,)),
+    "torch_adam": Declined("Adam is always torch's", (True,)),
+    "bias_correction": Declined("torch's Adam always corrects", (True,)),
+    "set_grad_none": Declined("gradients are always set to None after a step", (True,)),
+}
+
+_NOT_PARAMETERS = frozenset({"self", "params", "defaults", "differentiable"})
+
+
+def check_optimizer(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """{"type", "params"} with the type's proper name and exactly the keyword arguments its class takes.
+
+    `type` in any case. As in DeepSpeed, "Adam" decouples its weight decay (AdamW) unless `adam_w_mode` is false.
+    What cannot work joins `problems`.
+    """
+    given, params = tree.get("type"), tree.get("params", {})
+    if not isinstance(given, str) or not isinstance(params, Mapping):
+        return dict(tree)  # the model says what is wrong with them
+    name = _proper_name(given, problems)
+    if name is None:
+        return dict(tree)
+    before = len(problems)
+    if name == ONEBIT_ADAM:
+        declined = _EVERY_OPTIMIZER_DECLINES | _ONEBIT_ADAM_DECLINES
+        params = check_params("optimizer.params", name, params, _ONEBIT_ADAM_EXPECTS, declined, problems)
+    else:
+        params = _check_torch_params(name, params, problems)
+    if len(problems) == before:
+        _check_values(name, params, problems)
+    return {**tree, "type": name, "params": params}
+
+
+def _proper_name(given: str, problems: list[str]) -> str | None:
+    names = (ONEBIT_ADAM, *_ELEMENTWISE)
+    by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
+    name = by_lower.get(given.lower())
+    if name is None:
+        problems.append(f'"optimizer.type" "{given}" is not a known optimizer.{did_you_mean(given, names)}')
+    elif name in _REFUSED:
+        problems.append(f'"optimizer.type" "{given}" is not supported: {_REFUSED[name]}')
+        return None
+    return name
+
+
+def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    expected = expected_by(getattr(torch.optim, name).__init__, _NOT_PARAMETERS)
+    if name == "Adam":
+        expected["adam_w_mode"] = Expected("bool")
+    declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES
+    params = check_params("optimizer.params", name, params, expected, declined, problems)
+    if name == "Adam":
+        if "adam_w_mode" in params and "decoupled_weight_decay" in params:
+            problems.append('"optimizer.params": "adam_w_mode" and "decoupled_weight_decay" mean the same: give one')
+        params.setdefault("decoupled_weight_decay", params.pop("adam_w_mode", True))
+    return params
+
+
+def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> None:
+    """What the class itself says about its values, on a parameter of one element."""
+    try:
+        if name == ONEBIT_ADAM:
+            _check_onebit_adam(params)
+        else:
+            getattr(torch.optim, name)([torch.zeros(1)], **params)
+    except (ValueError, TypeError, RuntimeError) as error:
+        problems.append(f'"{dotted("optimizer", "params")}" cannot work: {error}')
+
+
+def _check_onebit_adam(params: Mapping[str, Any]) -> None:
+    torch.optim.AdamW(
+        [torch.zeros(1)], **{key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
+    )
+    make_codec(params.get("codec", "sign1"), **{key: params[key] for key in ("block_size",) if key in params})
+    freeze_step = params.get("freeze_step", "auto")
+    if freeze_step != "auto" and freeze_step < 1:
+        raise ValueError(f"freeze_step must be at least 1 warmup step, got {freeze_step}")

@@ -1,0 +1,107 @@
+"""Options that each are fine and together are not: what excludes what, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from thinwire.engine.config_errors import shown
+from thinwire.engine.config_models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
+from thinwire.engine.config_optimizer import ONEBIT_ADAM
+
+__all__ = ["check_combinations"]
+
+
+def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list[str]:
+    """A sentence for each combination in `config` that cannot work, or in which a value would have no effect.
+
+    `allgather_bucket_size` as it was given, None where it was not: one bucket size serves both ways.
+    """
+    return [
+        *_precision(config),
+        *_buckets(config.zero_optimization, allgather_bucket_size),
+        *_stage_3(config),
+        *_offload(config.zero_optimization),
+        *_onebit_only(config),
+        *_activations(config),
+    ]
+
+
+def _precision(config: EngineConfig) -> Iterator[str]:
+    fp16 = config.fp16
+    if fp16.enabled and config.bf16.enabled:
+        yield '"fp16.enabled" and "bf16.enabled" are both true: a model trains in one precision; keep one of them'
+    if not fp16.enabled:
+        return
+    if fp16.loss_scale:
+        default = Fp16Config()
+        for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
+            if getattr(fp16, key) != getattr(default, key):
+                yield (
+                    f'"fp16.{key}" has no effect while "fp16.loss_scale" is {fp16.loss_scale:g}, a fixed scale: delete '
+                    "it, or set loss_scale to 0 for a dynamic one"
+                )
+    elif fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+        yield (
+            f'"fp16.min_loss_scale" {fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}: '
+            "lower it, or raise fp16.initial_scale_power"
+        )
+
+
+def _buckets(zero: ZeroConfig, allgather_bucket_size: Any) -> Iterator[str]:
+    if allgather_bucket_size is not None and allgather_bucket_size != zero.reduce_bucket_size:
+        yield (
+            f'"zero_optimization.allgather_bucket_size" must be reduce_bucket_size, {zero.reduce_bucket_size}, got '
+            f"{shown(allgather_bucket_size)}: the same buckets are reduced and gathered; give reduce_bucket_size alone"
+        )
+    if zero.stage == 3 and zero.reduce_bucket_size != ZeroConfig().reduce_bucket_size:
+        yield (
+            '"zero_optimization.reduce_bucket_size" has no effect in stage 3, where FSDP2 reduces one layer at a time: '
+            'delete it, or write "auto"'
+        )
+
+
+def _stage_3(config: EngineConfig) -> Iterator[str]:
+    if config.zero_optimization.stage != 3:
+        return
+    if config.optimizer is not None and config.optimizer.type == ONEBIT_ADAM:
+        yield (
+            f'"zero_optimization.stage" 3 does not go with {ONEBIT_ADAM}: stage 3 gathers every layer\'s parameters, '
+            "and would have to gather its momentum, in full precision, and each worker of the 1-bit exchange needs its "
+            "own whole residual and momentum, which stage 3 would shard. Use stage 0, 1 or 2, or AdamW with stage 3"
+        )
+
+
+def _offload(zero: ZeroConfig) -> Iterator[str]:
+    for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if offload.device == "none" and offload.pin_memory:
+            yield f'"zero_optimization.{key}.pin_memory" has no effect while "device" is "none": delete it'
+    if zero.stage < 3 and zero.offload_param.device == "cpu":
+        yield (
+            f'"zero_optimization.offload_param" needs stage 3, got stage {zero.stage}, where every rank computes with '
+            "its own whole parameters: use stage 3, or offload_optimizer alone"
+        )
+    if zero.stage == 3 and zero.offload_param != zero.offload_optimizer:
+        yield (
+            '"zero_optimization.offload_param" and "offload_optimizer" must be alike in stage 3, where FSDP2 offloads '
+            f"parameters and optimizer state together, got {shown(zero.offload_param.model_dump())} and "
+            f"{shown(zero.offload_optimizer.model_dump())}"
+        )
+
+
+def _onebit_only(config: EngineConfig) -> Iterator[str]:
+    optimizer = config.optimizer.type if config.optimizer is not None else None
+    if config.thinwire.resync_interval != ThinwireConfig().resync_interval and optimizer != ONEBIT_ADAM:
+        yield (
+            f'"thinwire.resync_interval" only matters to {ONEBIT_ADAM}, and the optimizer is '
+            f"{optimizer or 'not in the configuration'}: delete it"
+        )
+
+
+def _activations(config: EngineConfig) -> Iterator[str]:
+    activations = config.activation_checkpointing
+    if activations.cpu_checkpointing and not activations.modules:
+        yield (
+            '"activation_checkpointing.cpu_checkpointing" has no effect without "modules": name the modules to '
+            "recompute, by class or by their name in the model"
+        )

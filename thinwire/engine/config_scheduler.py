@@ -1,0 +1,66 @@
+"""The scheduler section: DeepSpeed's schedules and torch's, with their parameters checked before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from thinwire.engine.config_declined import Declined
+from thinwire.engine.config_errors import did_you_mean
+from thinwire.engine.config_models import SchedulerConfig
+from thinwire.engine.config_params import check_params, expected_by
+from thinwire.engine.schedules import build_schedule, schedule_names, why_refused
+
+__all__ = ["check_scheduler"]
+
+_DECLINES = {
+    "last_batch_iteration": Declined("a checkpoint says where to resume", (-1,)),
+    "last_epoch": Declined("a checkpoint says where to resume", (-1,)),
+    "scale_fn": Declined("it is a function; pass a schedule of your own to thinwire.initialize", (None,)),
+    "verbose": Declined('use "steps_per_print"', (False,)),
+}
+
+_NOT_PARAMETERS = frozenset({"self", "optimizer", *_DECLINES})
+
+# "auto" in Hugging Face's files: the optimizer's own rate, where the class would take another by default.
+_OWN_RATE = "warmup_max_lr"
+
+
+def check_scheduler(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """{"type", "params"} with exactly the keyword arguments that the schedule takes besides the optimizer.
+
+    "auto" is left out, save for `warmup_max_lr`: there it is None, each group's own rate. What cannot work joins
+    `problems`.
+    """
+    name, params = tree.get("type"), tree.get("params", {})
+    if not isinstance(name, str) or not isinstance(params, Mapping):
+        return dict(tree)  # the model says what is wrong with them
+    known = schedule_names()
+    if name not in known:
+        if (reason := why_refused(name)) is not None:
+            problems.append(
+                f'"scheduler.type" "{name}" is not supported: {reason}. Pass a schedule of your own to '
+                "thinwire.initialize, or step it yourself"
+            )
+        else:
+            problems.append(f'"scheduler.type" "{name}" is not a known schedule.{did_you_mean(name, list(known))}')
+        return dict(tree)
+    before = len(problems)
+    expected = expected_by(known[name].__init__, _NOT_PARAMETERS)
+    params = {key: None if key == _OWN_RATE and value == "auto" else value for key, value in params.items()}
+    params = check_params("scheduler.params", name, params, expected, _DECLINES, problems)
+    if len(problems) == before:
+        _check_values(name, params, problems)
+    return {"type": name, "params": params}
+
+
+def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> None:
+    """What the class itself says about its values, on an optimizer with as many groups as the values ask for."""
+    groups = max([len(value) for key, value in params.items() if "lr" in key and isinstance(value, list)], default=1)
+    optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)]} for _ in range(groups)])
+    try:
+        build_schedule(SchedulerConfig(type=name, params=dict(params)), optimizer)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        problems.append(f'"scheduler.params" cannot work: {error}')

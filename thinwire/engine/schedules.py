@@ -1,0 +1,82 @@
+"""Schedules by name: DeepSpeed's five, and torch's own. Builds what a configuration names, and keeps what of its state
+a checkpoint's JSON can hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from thinwire.engine.config_models import SchedulerConfig
+from thinwire.engine.schedules_cycle import LRRangeTest, OneCycle
+from thinwire.engine.schedules_warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_schedule",
+    "load_schedule_state",
+    "schedule_names",
+    "schedule_state",
+    "why_refused",
+]
+
+_OWN = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+
+# What a configuration cannot write down, or the engine cannot step.
+_REFUSED = {
+    "ChainedScheduler": "it is made of other schedules",
+    "LambdaLR": "it takes a function",
+    "MultiplicativeLR": "it takes a function",
+    "ReduceLROnPlateau": "its step() needs a metric, and the engine steps the schedule without one",
+    "SequentialLR": "it is made of other schedules",
+}
+
+
+def schedule_names() -> dict[str, type[LRScheduler]]:
+    """Every schedule that a configuration can name."""
+    classes: dict[str, type[LRScheduler]] = {schedule.__name__: schedule for schedule in _OWN}
+    for name, found in vars(torch.optim.lr_scheduler).items():
+        is_schedule = isinstance(found, type) and issubclass(found, LRScheduler) and found is not LRScheduler
+        if is_schedule and not name.startswith("_") and name not in _REFUSED:
+            classes.setdefault(name, found)
+    return classes
+
+
+def why_refused(name: str) -> str | None:
+    """Why torch's schedule `name` cannot be named in a configuration; None for every other name."""
+    return _REFUSED.get(name)
+
+
+def build_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule of a loaded configuration, which sets `optimizer`'s rates for step 0.
+
+    Raises ValueError where it does not fit the optimizer: a list of rates for another number of groups, say.
+    """
+    build: Any = schedule_names()[config.type]
+    schedule: LRScheduler = build(optimizer, **config.params)
+    return schedule
+
+
+def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
+    """The part of `schedule.state_dict()` that JSON keeps as it is; the rest follows from how it was built."""
+    return {name: value for name, value in schedule.state_dict().items() if _survives_json(value)}
+
+
+def load_schedule_state(schedule: LRScheduler, state: dict[str, Any]) -> None:
+    """Continue from `schedule_state`, the optimizer's rates included: some of torch's schedules start from those."""
+    schedule.load_state_dict(dict(state))
+    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def _survives_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False

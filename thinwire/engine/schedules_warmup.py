@@ -1,0 +1,136 @@
+"""Schedules that raise the rate first, then hold it or let it fall.
+
+DeepSpeed counts steps from -1, hence i = t - 1 in the formulas, and two steps at the lowest rate to begin with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from thinwire.engine.schedules_closed_form import ClosedFormSchedule, one_each, require
+
+__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+
+
+class WarmupLR(ClosedFormSchedule):
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` and holds it there.
+
+    With i = t - 1 at step t, and W = `warmup_num_steps` (1 counts as 2, as in DeepSpeed; 0 is no warmup), the part of
+    the way that is gone at i < W is log(i + 1) / log(W), or i / W where `warmup_type` is "linear"; 0 at step 0.
+
+    `warmup_max_lr` None, or "auto" in a configuration, is each group's own rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: Literal["log", "linear"] = "log",
+    ) -> None:
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.min_lrs = one_each(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.max_lrs: list[float] | None = None
+        if warmup_max_lr is not None:
+            self.max_lrs = one_each(optimizer, warmup_max_lr, "warmup_max_lr")
+        super().__init__(optimizer)
+
+    def rates(self, step: int) -> list[float]:
+        """min_lr + (max_lr - min_lr) · the part of the way that is gone."""
+        part = self._part(step)
+        highs = self.base_lrs if self.max_lrs is None else self.max_lrs
+        return [low + (float(high) - low) * part for low, high in zip(self.min_lrs, highs, strict=True)]
+
+    def _part(self, step: int) -> float:
+        return 1.0 if self.warmup.over(step) else self.warmup.part(step)
+
+
+class WarmupDecayLR(WarmupLR):
+    """`WarmupLR`, then a straight line towards `warmup_min_lr`: the part is (T - i) / (T - W), with T
+    `total_num_steps`, and 0 from i = T on."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = 1e-3,
+        warmup_num_steps: int = 1000,
+        warmup_type: Literal["log", "linear"] = "log",
+    ) -> None:
+        self.total = _total(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+
+    def _part(self, step: int) -> float:
+        if not self.warmup.over(step):
+            return self.warmup.part(step)
+        return max(0.0, (self.total - max(0, step - 1)) / max(1, self.total - self.warmup.steps))
+
+
+class WarmupCosineLR(ClosedFormSchedule):
+    """Each group's own rate, times a ratio: from `warmup_min_ratio` to 1 as `WarmupLR` warms up, then half a cosine
+    down to `cos_min_ratio`: c + (1 - c) · (1 + cos(π · min(1, (i - W + 1) / (T - W)))) / 2, T = `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 1e-4,
+        warmup_type: Literal["log", "linear"] = "log",
+    ) -> None:
+        require(0 <= warmup_min_ratio <= 1, "warmup_min_ratio", "from 0 to 1", warmup_min_ratio)
+        require(0 <= cos_min_ratio <= 1, "cos_min_ratio", "from 0 to 1", cos_min_ratio)
+        self.total = _total(total_num_steps, warmup_num_steps)
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        super().__init__(optimizer)
+
+    def rates(self, step: int) -> list[float]:
+        """Each group's own rate times `ratio(step)`."""
+        return [float(base) * self.ratio(step) for base in self.base_lrs]
+
+    def ratio(self, step: int) -> float:
+        """The rate at `step`, as a part of the group's own."""
+        if not self.warmup.over(step):
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.part(step)
+        progress = (step - self.warmup.steps) / max(1, self.total - self.warmup.steps)
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+
+
+class _Warmup:
+    """The way from the lowest rate to the highest, shared by the warmup schedules."""
+
+    def __init__(self, num_steps: int, kind: str) -> None:
+        require(num_steps >= 0, "warmup_num_steps", "at least 0", num_steps)
+        require(kind in ("log", "linear"), "warmup_type", "'log' or 'linear'", repr(kind))
+        # log(1) is 0: DeepSpeed, too, warms up over at least 2 steps.
+        self.steps = max(2, num_steps) if num_steps else 0
+        self.kind = kind
+
+    def over(self, step: int) -> bool:
+        """Whether the highest rate is reached at `step`."""
+        return step - 1 >= self.steps if self.steps else True
+
+    def part(self, step: int) -> float:
+        """The part of the way that is gone at `step`, before the warmup is over."""
+        since = max(0, step - 1)
+        return since / self.steps if self.kind == "linear" else math.log(since + 1) / math.log(self.steps)
+
+
+def _total(total_num_steps: int, warmup_num_steps: int) -> int:
+    require(total_num_steps >= 1, "total_num_steps", "at least 1", total_num_steps)
+    require(
+        total_num_steps >= warmup_num_steps,
+        "total_num_steps",
+        f"at least warmup_num_steps {warmup_num_steps}",
+        total_num_steps,
+    )
+    return total_num_steps
