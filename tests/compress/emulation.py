@@ -60,6 +60,7 @@ def compile_source(source: Path, definitions: Sequence[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernels.so"
         command = [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
+        command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # as a GPU does
         command += ["-include", str(_HEADER), "-x", "c++", str(source), "-o", str(path)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr

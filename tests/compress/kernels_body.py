@@ -234,3 +234,28 @@ class KernelsBody:
         zeros = encode(subject, codec, payload, torch.zeros_like(payload), 1, 3 * block_size - 9, block_size)
         assert torch.equal(without.lost, zeros.lost)
         assert torch.equal(without.packets, zeros.packets)
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_encode_with_rounded_residuals_is_encode(self, subject: Subject, codec: str, data: st.DataObject) -> None:
+        block_size = data.draw(st.sampled_from(subject.block_sizes), "block_size")
+        rows = data.draw(st.integers(1, 3), "rows")
+        capacity = rows * block_size * data.draw(st.integers(0, 3), "blocks")
+        numel = data.draw(st.integers(0, capacity), "numel")
+        torch.manual_seed(data.draw(st.integers(0, 2**31), "seed"))
+        payload = torch.randn(capacity)
+        if capacity and data.draw(st.booleans(), "non-finite"):
+            payload[int(torch.randint(capacity, ()))] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        residual = data.draw(st.sampled_from([None, torch.randn(capacity).to(subject.device).bfloat16()]))
+        wide = None if residual is None else residual.float()
+        wanted = encode(subject, codec, payload, wide, rows, numel, block_size)
+        in_place = residual is not None and data.draw(st.booleans(), "in place")
+        new_residual = residual if in_place else torch.full_like(wanted.lost, math.nan, dtype=torch.bfloat16)
+        packets = torch.full_like(wanted.packets, HEADER_FILL)
+        given_payload = payload.to(subject.device)
+        subject.backend.encode_rounded(codec, given_payload, residual, new_residual, packets, numel, block_size)
+        assert same(new_residual, wanted.lost.bfloat16())
+        assert torch.equal(packets, wanted.packets)
+        assert same(given_payload, payload.to(subject.device)), "the payload must only be read"
+        if residual is not None and not in_place:
+            assert same(residual.float(), wide), "the residual must only be read"

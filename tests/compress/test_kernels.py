@@ -155,6 +155,7 @@ def operator_arguments(codec: str, operation: str) -> tuple[Tensor | int | None,
     kernels.encode(codec, payload.clone(), residual, packets, 300, 64)
     return {
         "encode": (payload, residual, packets, 300, 64),
+        "encode_rounded": (payload, residual.bfloat16(), torch.zeros(3 * 128).bfloat16(), packets, 300, 64),
         "decode": (packets, torch.zeros(3 * 128), 300, 64),
         "decode_mean": (packets, torch.zeros(128), 100, 64),
     }[operation]
@@ -162,7 +163,7 @@ def operator_arguments(codec: str, operation: str) -> tuple[Tensor | int | None,
 
 @pytest.mark.parametrize("codec", CODECS)
 class TestOperators:
-    @pytest.mark.parametrize("operation", ["encode", "decode", "decode_mean"])
+    @pytest.mark.parametrize("operation", ["encode", "encode_rounded", "decode", "decode_mean"])
     def test_opcheck(self, codec: str, operation: str) -> None:
         operator = getattr(torch.ops.thinwire, f"{codec}_{operation}").default
         torch.library.opcheck(operator, operator_arguments(codec, operation))
@@ -219,6 +220,15 @@ class TestOperators:
         refused(ValueError, "is on meta", payload.to("meta"), None, packets, numel, block_size)
         for wrong in (0, -64, 32, 65, 65536 + 64):
             refused(ValueError, f"block_size is {wrong}", payload, residual, packets, numel, wrong)
+
+    def test_bad_rounded_residuals_are_refused(self, codec: str) -> None:
+        payload, residual, new_residual, *rest = operator_arguments(codec, "encode_rounded")
+        with pytest.raises(TypeError, match=r"new_residual must be torch\.bfloat16, got torch\.float16"):
+            kernels.encode_rounded(codec, payload, residual, new_residual.half(), *rest)
+        with pytest.raises(TypeError, match=r"residual must be torch\.bfloat16, got torch\.float32"):
+            kernels.encode_rounded(codec, payload, residual.float(), new_residual, *rest)
+        with pytest.raises(ValueError, match="new_residual has 383 elements and payload 384"):
+            kernels.encode_rounded(codec, payload, None, new_residual[1:], *rest)
 
     def test_bad_outputs_are_refused(self, codec: str) -> None:
         packets, output, _, block_size = operator_arguments(codec, "decode")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
 import torch
 
 from tests.compress.kernels_body import CODECS, KernelsBody, Subject, uninitialised_packets
+from tests.compress.kernels_momentum_body import MomentumBody, make_momentum, same_bits
 from thinwire.compress import kernels
 
 pytestmark = [
@@ -23,6 +25,27 @@ class TestCuda(KernelsBody):
     def subject(self) -> Subject:
         backend = kernels.backends()["cuda"]
         return Subject("cuda", backend, device="cuda", block_sizes=(64, 128, 192, 320, 1024, 2048, 65536))
+
+
+class TestMomentumOnCuda(MomentumBody):
+    @pytest.fixture
+    def subject(self) -> Subject:
+        backend = kernels.backends()["cuda"]
+        return Subject("cuda", backend, device="cuda", block_sizes=(64, 192, 1024, 2048, 65536))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("first", [0, 3])
+    def test_large_ranges_have_the_bits_of_the_cpu(self, dtype: torch.dtype, first: int) -> None:
+        """As operators, and over many thread blocks."""
+        shard = 700 * 2048
+        on_cpu = make_momentum(Subject("operators", kernels), 2, shard, 2048, first, 2 * shard - 7)
+        tensors = {name: getattr(on_cpu, name).cuda() for name in ("packets", "codes", "table")}
+        on_cuda = dataclasses.replace(on_cpu, **tensors)
+        values = torch.randn(on_cpu.numel).to(dtype)
+        payload = on_cuda.payload(Subject("operators", kernels, "cuda"), values.cuda())
+        assert same_bits(payload.cpu(), on_cpu.payload(Subject("operators", kernels), values))
+        moved = on_cuda.apply(Subject("operators", kernels, "cuda"), values.cuda(), 1e-3, 0.999, seed=11)
+        assert same_bits(moved.cpu(), on_cpu.apply(Subject("operators", kernels), values, 1e-3, 0.999, seed=11))
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -43,6 +43,14 @@ class Codec(ABC):
         step that is skipped can keep it. Headers are not touched.
         """
 
+    def encode_rounded(
+        self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
+    ) -> None:
+        """Like `encode`, with residuals in bf16 [rows · shard]; `new_residual` may be `residual`. Spends `payload`."""
+        payload.add_(residual)
+        self.encode(payload, None, packets, numel)
+        new_residual.copy_(payload)
+
     @abstractmethod
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
         """Read `packets`, uint8 [rows, packet_bytes], into `output`, fp32 [rows · shard]."""
@@ -65,6 +73,11 @@ class _BlockCodec(Codec):
 
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
         kernels.encode(self.name, payload, residual, packets, numel, self.block_size)
+
+    def encode_rounded(
+        self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
+    ) -> None:
+        kernels.encode_rounded(self.name, payload, residual, new_residual, packets, numel, self.block_size)
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
         kernels.decode(self.name, packets, output, numel, self.block_size)

@@ -81,10 +81,14 @@ class LeanExchange(Exchange):
 
     def _encode_payload(self, packets: Tensor) -> None:
         assert self.worker_residual is not None
-        self.payload.add_(self.worker_residual)
-        self.codec.encode(self.payload, None, packets, self.numel)
-        if self._reversible:
-            self._next = self.payload.to(self.worker_residual.dtype, copy=True)
+        if self.worker_residual.dtype == torch.float32:
+            self.codec.encode(self.payload, self.worker_residual, packets, self.numel)
+            new = self.payload
         else:
-            self.worker_residual.copy_(self.payload)
+            new = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
+            self.codec.encode_rounded(self.payload, self.worker_residual, new, packets, self.numel)
         self._payload = None
+        if self._reversible:
+            self._next = new
+        else:
+            self.worker_residual = new
