@@ -88,12 +88,13 @@ def _load_bucket(bucket: FlatBucket, names: Sequence[str], source: PieceSource, 
     u = torch.zeros(layout.padded_numel, device=device)
     ranges = torch.ones(len(layout.slots), 2, device=device)
     for number, slot in enumerate(layout.slots):
+        if not slot.numel:  # nothing of it was saved
+            continue
         name = names[slot.parameter]
         place = slice(slot.offset, slot.offset + slot.numel)
         codes[place].copy_(source.read(_CODES, name, 0, slot.numel))
         u[place].copy_(source.read(_MOMENTUM, name, 0, slot.numel))
-        if slot.numel:
-            ranges[number] = torch.cat([source.read(kind, name, 0, 1) for kind in (_LOW, _HIGH)]).to(device)
+        ranges[number] = torch.cat([source.read(kind, name, 0, 1) for kind in (_LOW, _HIGH)]).to(device)
     owner_residual = torch.zeros(layout.shard, device=device)
     for run in bucket.own_runs:
         owner_residual[run.place].copy_(source.read(_OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
