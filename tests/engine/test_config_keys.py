@@ -130,11 +130,6 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
     ("path", "value", "message"),
     [
         ("zero_optimization.reduce_scatter", False, "can only be true, got false: sharded gradients are always"),
-        (
-            "zero_optimization.overlap_comm",
-            False,
-            "can only be true, got false: gradients always leave during backward",
-        ),
         ("prescale_gradients", True, "can only be false, got true: gradients are averaged after they are summed"),
         ("zero_optimization.stage3_max_live_parameters", 1e9, "is not supported: stage 3 is FSDP2"),
         ("zero_optimization.offload_optimizer.nvme_path", "/nvme", "offloads to CPU memory only"),

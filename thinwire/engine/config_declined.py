@@ -73,7 +73,6 @@ DECLINED: Mapping[str, Declined] = {
     "zero_allow_untested_optimizer": _always("any elementwise optimizer runs sharded"),
     "zero_force_ds_cpu_optimizer": _off("offloaded state is stepped by torch's own optimizer"),
     # ZeRO
-    "zero_optimization.overlap_comm": _always("gradients always leave during backward"),
     "zero_optimization.contiguous_gradients": _always("a bucket's gradients are always contiguous"),
     "zero_optimization.reduce_scatter": _always("sharded gradients are always reduce-scattered"),
     "zero_optimization.allgather_partitions": _always("a bucket's weights are always gathered at once"),

@@ -82,11 +82,13 @@ class OffloadConfig(Section):
 class ZeroConfig(Section):
     """`stage` 1 shards masters and optimizer state, 2 gradients as well, 3 parameters as well (FSDP2).
 
-    `reduce_bucket_size`: elements of gradients that leave together, stages 0 to 2.
+    `reduce_bucket_size`: elements of gradients that leave together, stages 0 to 2. `overlap_comm`: step() returns while
+    new weights are still on their way, and the next forward waits for them layer by layer (stage 3 always works so).
     """
 
     stage: WholeNumber = Field(default=0, ge=0, le=3)
     reduce_bucket_size: WholeNumber = Field(default=_DEFAULT_BUCKET_ELEMENTS, ge=1)
+    overlap_comm: bool = False
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
 

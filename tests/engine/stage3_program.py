@@ -1,0 +1,204 @@
+"""What every rank of a stage 3 job runs, under torchrun or mpirun: FSDP2 needs real processes. Takes a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tests.engine.tiny import Tiny, batch, loss_of, make_engine, settings, train
+from thinwire import comm as communication
+from thinwire.comm import Communicator
+from thinwire.engine import Engine, NonFiniteError, initialize
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    comm = communication.init(quiet=True)
+    losses_are_those_of_stage_0(comm)
+    layers_are_sharded_apart(comm)
+    sixteen_bits(comm)
+    what_is_not_finite(comm)
+    evaluation_in_between(comm)
+    one_file(comm, folder)
+    user_optimizer_and_recomputed_layers(comm)
+    bad_models(comm)
+    checkpoints(comm, folder)
+    comm.barrier()
+    if comm.rank == 0:
+        print(f"all held on {comm.backend} with {comm.size} ranks", flush=True)
+
+
+def losses_are_those_of_stage_0(comm: Communicator) -> None:
+    for steps, accumulation, max_norm in ((100, 1, 0.0), (20, 2, 0.2)):
+        changes: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clipping": max_norm}
+        expected = torch.tensor(train(make_engine(comm, settings(0, **changes)), range(steps)))
+        found = torch.tensor(train(make_engine(comm, settings(3, **changes)), range(steps)))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def layers_are_sharded_apart(comm: Communicator) -> None:
+    model = make_engine(comm, settings(3)).module
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(layer, FSDPModule) for layer in model.layers)
+    assert model.mix.weight is model.unmix.weight
+    owned = sum(parameter.to_local().numel() for parameter in model.parameters() if hasattr(parameter, "to_local"))
+    assert owned <= math.ceil(sum(parameter.numel() for parameter in model.parameters()) / comm.size) * 1.1
+
+    engine = make_engine(comm, settings(3))
+    train(engine, range(1))
+    # A gathering for forward and one for backward, but for what is no layer, and the averaging: 3 times the model.
+    numel, of_layers = (sum(one.numel() for one in part.parameters()) for part in (model, model.layers))
+    least = 4 * (2 * numel + of_layers - 20 * comm.size) * (comm.size - 1) / comm.size
+    assert least <= engine.optimizer.bytes_sent <= least * 1.1 + 1000 * comm.size * (comm.size > 1)
+
+    class TiedLayers(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].up.weight = self.layers[0].up.weight
+
+    tied = [initialize(model=seeded(TiedLayers()), comm=comm, config=settings(stage))[0] for stage in (0, 3)]
+    assert [isinstance(layer, FSDPModule) for layer in tied[1].module.layers] == [False, True, False]
+    expected, found = (torch.tensor(train(engine, range(20))) for engine in tied)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2, generator=generator)
+    return model
+
+
+def sixteen_bits(comm: Communicator) -> None:
+    expected = sum(train(make_engine(comm, settings(0)), range(40))[-10:])
+    for precision in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}):
+        engine = make_engine(comm, settings(3, **precision))
+        assert abs(sum(train(engine, range(40))[-10:]) / expected - 1) < 0.03
+        assert {piece.tensor.dtype for piece in engine.optimizer.pieces() if piece.kind == "master"} == {torch.float32}
+
+
+def everything(engine: Engine) -> torch.Tensor:
+    return torch.cat([piece.tensor.clone() for piece in engine.optimizer.pieces() if piece.kind == "weight"])
+
+
+def what_is_not_finite(comm: Communicator) -> None:
+    engine = make_engine(comm, settings(3))
+    before = everything(engine)
+    engine.backward(loss_of(engine, comm.rank, 0) + (math.inf if comm.rank == comm.size - 1 else 0))
+    with pytest.raises(NonFiniteError, match=f"loss was not finite on rank {comm.size - 1}"):
+        engine.step()
+    assert torch.equal(everything(engine), before)
+    train(engine, range(1, 3))
+    assert not torch.equal(everything(engine), before)
+    engine = make_engine(comm, settings(3, fp16={"enabled": True, "initial_scale_power": 8}))
+    before = everything(engine)
+    engine.backward(loss_of(engine, comm.rank, 0) * (1e30 if comm.rank == 0 else 1))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert torch.equal(everything(engine), before)
+
+
+def evaluation_in_between(comm: Communicator) -> None:
+    engines = [make_engine(comm, settings(stage)) for stage in (0, 3)]
+    for step in range(4):
+        losses = []
+        for engine in engines:
+            loss = loss_of(engine, comm.rank, step)
+            engine.backward(loss)
+            # Leaves the root's parameters gathered, before they change.
+            engine.eval()
+            with torch.no_grad():
+                engine(batch(comm.rank, 0)[0])
+            engine.train()
+            engine.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+def one_file(comm: Communicator, folder: Path) -> None:
+    for stage in (0, 3):
+        engine = make_engine(comm, settings(stage, bf16={"enabled": True}))
+        assert engine.save_16bit_model(folder, f"stage-{stage}.safetensors")
+    expected, found = (load_file(folder / f"stage-{stage}.safetensors") for stage in (0, 3))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def user_optimizer_and_recomputed_layers(comm: Communicator) -> None:
+    results = []
+    for stage in (0, 3):
+        model = seeded(Tiny())
+        groups = [{"params": list(model.layers.parameters())}, {"params": [model.mix.weight], "lr": 0.002}]
+        optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        config = settings(stage, activation_checkpointing={"modules": ["Layer"]})
+        del config["optimizer"]
+        engine, *_ = initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, comm=comm)
+        results.append((torch.tensor(train(engine, range(10))), engine.get_lr()))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=0)
+    assert results[1][1] == results[0][1] == [0.00125, 0.00025]
+
+
+def bad_models(comm: Communicator) -> None:
+    class Scalar(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(1.0))
+
+    with pytest.raises(ValueError, match="'factor' has no dimension"):
+        initialize(model=Scalar(), comm=comm, config=settings(3))
+    mixed = Tiny()
+    mixed.layers[1].to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"'layers.1.up.weight' is torch.bfloat16"):
+        initialize(model=mixed, comm=comm, config=settings(3))
+    if comm.size > 1:
+        part = comm.split(comm.rank)
+        assert part is not None
+        with pytest.raises(ValueError, match="over all ranks of the job"):
+            initialize(model=Tiny(), comm=part, config=settings(3))
+
+
+def checkpoints(comm: Communicator, folder: Path) -> None:
+    expected = {}
+    for name, changes in (("fp32", {}), ("bf16", {"bf16": {"enabled": True}})):
+        engine = make_engine(comm, settings(3, **changes))
+        train(engine, range(5))
+        assert engine.save_checkpoint(folder / name, client_state={"name": name})
+        expected[name] = [same_data(engine, step) for step in range(5, 9)]
+        for stage in (1, 3):
+            resumed = make_engine(comm, settings(stage, **changes), seed=1)
+            assert resumed.load_checkpoint(folder / name)[1] == {"name": name}
+            found = [same_data(resumed, step) for step in range(5, 9)]
+            tolerance = 1e-5 if name == "fp32" else 0.02
+            assert found == pytest.approx(expected[name], rel=tolerance)
+            assert float(resumed.module.calls) == 9
+        at_stage_2 = make_engine(comm, settings(2, **changes))
+        train(at_stage_2, range(5))
+        at_stage_2.save_checkpoint(folder / f"{name} of stage 2")
+        resumed = make_engine(comm, settings(3, **changes), seed=1)
+        resumed.load_checkpoint(folder / f"{name} of stage 2")
+        again, found = ([same_data(one, step) for step in range(5, 9)] for one in (at_stage_2, resumed))
+        assert found == pytest.approx(again, rel=1e-5 if name == "fp32" else 0.02)
+    if comm.rank == 0:
+        (folder / "expected.json").write_text(json.dumps(expected))
+
+
+def same_data(engine: Engine, step: int) -> float:
+    loss = loss_of(engine, 0, step)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

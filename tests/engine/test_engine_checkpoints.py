@@ -1,0 +1,229 @@
+"""What an engine saves, an engine goes on from: on other ranks, at another stage, as if nothing had happened."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.tiny import Tiny, loss_of, make_engine, make_model, settings, train
+from thinwire.comm import threads
+from thinwire.engine import CheckpointError, initialize
+
+SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 30, "warmup_num_steps": 5}}
+
+
+def save_after(path, world: int, stage: int, steps: int, **changes) -> list[float]:
+    """Train, save, train on: the losses after the save."""
+
+    def body(comm):
+        engine = make_engine(comm, settings(stage, scheduler=SCHEDULE, gradient_clipping=0.5, **changes))
+        train(engine, range(steps))
+        assert engine.save_checkpoint(path, client_state={"note": ["a", 1, None]})
+        return train_same_data(engine, range(steps, steps + 10))
+
+    return threads.run(body, world)[0]
+
+
+def train_same_data(engine, steps) -> list[float]:
+    """Mean losses of steps in which all ranks take the same data, whose average does not depend on their number."""
+    losses = []
+    for step in steps:
+        loss = loss_of(engine, 0, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize(("saved_stage", "stage"), [(1, 1), (2, 0), (0, 2)])
+def test_resume_on_other_ranks_and_stages(tmp_path, precision, saved_stage, stage) -> None:
+    expected = save_after(tmp_path, 4, saved_stage, 12, **precision)
+
+    def body(comm):
+        engine = make_engine(comm, settings(stage, scheduler=SCHEDULE, gradient_clipping=0.5, **precision), seed=1)
+        path, client_state = engine.load_checkpoint(tmp_path)
+        assert path.endswith("global_step12")
+        assert client_state == {"note": ["a", 1, None]}
+        assert (engine.global_steps, engine.micro_steps) == (12, 12)
+        assert float(engine.module.calls) == 12
+        return train_same_data(engine, range(12, 22)), engine.get_lr()
+
+    tolerance = 1e-5 if not precision else 2e-2
+    for world in (1, 2, 3, 4, 8):
+        for losses, _ in threads.run(body, world):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=0)
+
+
+def test_fp16_continues_with_its_scale(tmp_path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 3}
+
+    def body(comm):
+        engine = make_engine(comm, settings(fp16=fp16))
+        train(engine, range(2))
+        engine.backward(loss_of(engine, comm.rank, 2) * math.inf)
+        engine.step()
+        assert engine.save_checkpoint(tmp_path, "one")
+        resumed = make_engine(comm, settings(fp16=fp16), seed=1)
+        resumed.load_checkpoint(tmp_path, "one")
+        assert resumed.skipped_steps == 1
+        expected = train(engine, range(3, 9))
+        assert train(resumed, range(3, 9)) == expected
+        assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale == 512
+
+    threads.run(body, 2)
+
+
+def test_random_numbers_and_data_go_on(tmp_path) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(20, 2))
+
+    def make():
+        model = torch.nn.Linear(2, 1)
+        return initialize(
+            model=model, training_data=data, config=settings(train_micro_batch_size_per_gpu=3), model_parameters=None
+        )
+
+    engine, _, loader, _ = make()
+    batches = loader.repeat()
+    for _ in range(9):
+        engine.backward(engine(next(batches)[0]).mean())
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    drawn = (torch.rand(3), random.random(), np.random.rand())
+    following = [next(batches)[0] for _ in range(4)]
+    resumed, _, loader, _ = make()
+    torch.rand(1)
+    assert resumed.load_checkpoint(tmp_path)[0]
+    again = (torch.rand(3), random.random(), np.random.rand())
+    assert torch.equal(again[0], drawn[0])
+    assert again[1:] == drawn[1:]
+    batches = loader.repeat()
+    for expected in following:
+        assert torch.equal(next(batches)[0], expected)
+
+
+def test_another_number_of_ranks_draws_what_follows_from_the_seed(tmp_path) -> None:
+    threads.run(lambda comm: make_engine(comm, settings()).save_checkpoint(tmp_path), 2)
+
+    def drawn(seed: int):
+        make_engine(None, settings(seed=seed), seed=1).load_checkpoint(tmp_path)
+        return float(torch.rand(1)), random.random(), np.random.rand()
+
+    assert drawn(3) == drawn(3)
+    assert all(one != other for one, other in zip(drawn(3), drawn(4), strict=True))
+
+
+def test_parts_of_a_checkpoint(tmp_path) -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(scheduler=SCHEDULE))
+        train(engine, range(7))
+        engine.save_checkpoint(tmp_path)
+        weights = make_engine(comm, settings(), seed=1)
+        assert weights.load_checkpoint(tmp_path, load_module_only=True)[0]
+        assert weights.global_steps == 0
+        assert torch.equal(weights.module.mix.weight, engine.module.mix.weight)
+        fresh = make_engine(comm, settings(scheduler=SCHEDULE), seed=1)
+        fresh.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert (fresh.global_steps, fresh.get_lr()) == (7, engine.get_lr())
+        assert {piece.kind for piece in fresh.optimizer.pieces()} == {"weight"}
+        other = make_engine(comm, settings(scheduler={"type": "WarmupLR", "params": {}}), seed=1)
+        with pytest.raises(ValueError, match="saved with the schedule WarmupCosineLR, this job has WarmupLR"):
+            other.load_checkpoint(tmp_path)
+        assert other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)[0]
+        sgd = make_engine(comm, settings(optimizer={"type": "SGD", "params": {"lr": 0.1}}))
+        with pytest.raises(ValueError, match="saved by AdamW"):
+            sgd.load_checkpoint(tmp_path)
+        assert sgd.load_checkpoint(tmp_path, load_optimizer_states=False)[0]
+
+    threads.run(body, 2)
+
+
+def test_there_is_none(tmp_path) -> None:
+    engine = make_engine(None, settings())
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path, "best")
+
+
+def test_another_model(tmp_path) -> None:
+    make_engine(None, settings()).save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="bfloat16"):
+        make_engine(None, settings(bf16={"enabled": True})).load_checkpoint(tmp_path)
+    engine, *_ = initialize(model=torch.nn.Linear(2, 3), config=settings())
+    with pytest.raises(CheckpointError, match="'weight'"):
+        engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"best": torch.ones(1)}, r"client_state\['best'\] is a Tensor"),
+        ({"a": {"b": [1, {2}]}}, r"client_state\['a'\]\['b'\]\[1\] is a set"),
+        ({"a": math.nan}, r"client_state\['a'\] is nan"),
+        ({"a": {1: 2}}, r"client_state\['a'\] has the key 1"),
+        ([1], "must be a dict, got list"),
+    ],
+)
+def test_bad_client_states(tmp_path, state, message) -> None:
+    def body(comm):
+        engine = make_engine(comm, settings())
+        with pytest.raises((TypeError, ValueError), match=message):
+            engine.save_checkpoint(tmp_path, client_state=state if comm.rank == 1 else {})
+        assert engine.load_checkpoint(tmp_path) == (None, {})
+
+    threads.run(body, 2)
+
+
+def test_in_the_middle_of_a_step(tmp_path) -> None:
+    engine = make_engine(None, settings(gradient_accumulation_steps=2))
+    engine.backward(loss_of(engine, 0, 0))
+    engine.step()
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        engine.save_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_is_a_warning(tmp_path, asynchronous) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    engine = make_engine(None, settings(checkpoint={"async_save": asynchronous}))
+    train(engine, range(1))
+    with pytest.warns(RuntimeWarning, match="was not saved"):
+        assert not engine.save_checkpoint(blocked / "checkpoints")
+    with pytest.warns(RuntimeWarning, match="could not be written"):
+        assert not engine.save_16bit_model(blocked / "model")
+    assert train(engine, range(1, 3))
+    assert engine.save_checkpoint(tmp_path / "good")
+    engine.close()
+    assert make_engine(None, settings()).load_checkpoint(tmp_path / "good")[0]
+
+
+def test_keep_last(tmp_path) -> None:
+    engine = make_engine(None, settings(checkpoint={"keep_last": 3}))
+    for step in range(5):
+        train(engine, [step])
+        engine.save_checkpoint(tmp_path)
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert kept == ["global_step3", "global_step4", "global_step5"]
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+def test_the_model_in_one_file(tmp_path, precision) -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(2, **precision))
+        train(engine, range(3))
+        assert engine.save_16bit_model(tmp_path)
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+    expected = threads.run(body, 2)[0]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys() - {"unmix.weight"}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    model = make_model(1).to(torch.bfloat16 if precision else torch.float32)
+    assert model.load_state_dict(found, strict=False).missing_keys == ["unmix.weight"]
+    assert isinstance(model, Tiny)

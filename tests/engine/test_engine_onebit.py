@@ -1,0 +1,71 @@
+"""1-bit Adam by name: the engine trains with it, clips, skips, saves and resumes as with any other optimizer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.engine.test_engine_checkpoints import train_same_data
+from tests.engine.tiny import make_engine, settings, train
+from thinwire.comm import threads
+from thinwire.engine import NonFiniteError
+
+ONEBIT = {"type": "OneBitAdam", "params": {"lr": 3e-3, "freeze_step": 8, "block_size": 64}}
+
+
+def onebit(stage: int, **changes):
+    return settings(stage, optimizer=ONEBIT, thinwire={"resync_interval": 5}, **changes)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_it_trains(stage, precision) -> None:
+    def body(comm):
+        engine = make_engine(comm, onebit(stage, gradient_clipping=1.0, gradient_accumulation_steps=2, **precision))
+        warmup = train(engine, range(8))
+        assert engine.optimizer.frozen
+        frozen = train(engine, range(8, 60))
+        assert sum(frozen[-5:]) < sum(warmup[:5])
+        return engine.module.state_dict()
+
+    weights = threads.run(body, 3)
+    assert all(torch.equal(weights[0][name], other[name]) for other in weights for name in other)
+
+
+def test_a_loss_that_is_not_finite_once_frozen() -> None:
+    def body(comm):
+        engine = make_engine(comm, onebit(1, gradient_clipping=1.0))
+        train(engine, range(10))
+        inputs = torch.ones(6, 16)
+        engine.backward(engine(inputs).mean() * (math.nan if comm.rank == 1 else 1))
+        with pytest.raises(NonFiniteError, match="step 11: the loss was not finite on rank 1"):
+            engine.step()
+        assert all(math.isfinite(loss) for loss in train(engine, range(11, 14)))
+
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize("steps", [5, 14])
+def test_resume(tmp_path, steps) -> None:
+    def save(comm):
+        engine = make_engine(comm, onebit(1))
+        train(engine, range(steps))
+        engine.save_checkpoint(tmp_path)
+        return train_same_data(engine, range(steps, steps + 6))
+
+    def resume(comm):
+        engine = make_engine(comm, onebit(1), seed=1)
+        assert engine.load_checkpoint(tmp_path)[0]
+        return train_same_data(engine, range(steps, steps + 6))
+
+    expected = threads.run(save, 4)[0]
+    assert threads.run(resume, 4)[0] == expected
+    for world in (1, 3):
+        assert sum(threads.run(resume, world)[0]) == pytest.approx(sum(expected), rel=0.02)
+
+
+def test_stage_3_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 does not go with OneBitAdam"):
+        make_engine(None, onebit(3))

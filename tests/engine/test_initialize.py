@@ -1,0 +1,307 @@
+"""Everything that initialize takes, in every form that it takes it, and what it refuses, on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import MICRO, Tiny, loss_of, make_engine, make_model, settings, train
+from thinwire.comm import threads
+from thinwire.engine import ConfigError, initialize
+
+
+def without_optimizer(**changes):
+    return {key: value for key, value in settings(**changes).items() if key != "optimizer"}
+
+
+def test_a_file_and_the_command_line(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings()))
+    for given in ({"config": path}, {"config": str(path)}, {"args": argparse.Namespace(deepspeed_config=str(path))}):
+        assert initialize(model=make_model(), **given)[0].train_batch_size() == MICRO
+    args = argparse.Namespace(deepspeed_config=None, thinwire_config=path)
+    assert initialize(args, make_model())[0].train_batch_size() == MICRO
+    with pytest.raises(ConfigError, match="two configurations"):
+        initialize(args, make_model(), config=settings())
+    with pytest.raises(ConfigError, match="there is none"):
+        initialize(model=make_model())
+
+
+def sgd(model):
+    decayed, rest = list(model.layers.parameters()), [model.mix.weight, model.unmix.bias]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.005}]
+    return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+
+
+def plain_losses(steps: int, scheduler=None) -> list[float]:
+    model = make_model()
+    optimizer = sgd(model)
+    schedule = scheduler(optimizer) if scheduler else None
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, step)
+        loss.backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def decaying(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler.*")
+@pytest.mark.parametrize(
+    ("form", "schedule_form"),
+    [
+        ("instance", None),
+        ("instance", "instance"),
+        ("instance", "function"),
+        ("function", None),
+        ("function", "function"),
+    ],
+)
+def test_the_users_optimizer_and_schedule(form, schedule_form) -> None:
+    model = make_model()
+    optimizer = sgd(model) if form == "instance" else lambda parameters: sgd(model)
+    schedule = {None: None, "function": decaying}.get(schedule_form)
+    if schedule_form == "instance":
+        schedule = decaying(optimizer)
+    engine, sharded, loader, returned = initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=without_optimizer(stage=1)
+    )
+    assert loader is None
+    assert engine.lr_scheduler is returned
+    assert (returned is None) == (schedule_form is None)
+    assert engine.optimizer is sharded
+    assert engine.get_lr() == [0.01, 0.005]
+    losses = train(engine, range(20))
+    expected = plain_losses(20, decaying if schedule_form else None)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+def test_parameters_to_train() -> None:
+    model = make_model()
+    before = model.mix.weight.clone()
+    groups = [{"params": list(model.layers.parameters()), "lr": 0.05}]
+    engine, *_ = initialize(model=model, model_parameters=groups, config=settings())
+    assert engine.get_lr() == [0.05]
+    train(engine, range(2))
+    assert torch.equal(model.mix.weight, before)
+    assert model.mix.weight.grad is None
+
+
+def test_an_optimizer_class_of_ones_own() -> None:
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params, lr, beta=0.9) -> None:
+            super().__init__(params, {"lr": lr, "beta": beta})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in filter(lambda one: one.grad is not None, group["params"]):
+                    state = self.state[parameter]
+                    average = state.setdefault("average", torch.zeros_like(parameter))
+                    average.lerp_(parameter.grad, 1 - group["beta"])
+                    parameter.sub_(average.sign(), alpha=group["lr"])
+
+    def body(comm):
+        model = make_model()
+        optimizer = Lion(model.parameters(), 1e-3)
+        engine, *_ = initialize(model=model, comm=comm, optimizer=optimizer, config=without_optimizer(stage=2))
+        losses = train(engine, range(30))
+        assert losses[-1] < losses[0]
+        assert any(piece.kind == "average" for piece in engine.optimizer.pieces()) or comm.rank
+
+    threads.run(body, 2)
+
+
+def test_adagrads_first_state_is_not_a_used_one() -> None:
+    model = make_model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=without_optimizer())
+    assert train(engine, range(2))
+
+
+def stepped(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (lambda model: {"optimizer": torch.optim.SGD(model.parameters())}, ValueError, "two optimizers: SGD passed"),
+        (lambda model: {"config": without_optimizer()}, ValueError, "there is no optimizer"),
+        (lambda model: {"config": without_optimizer(), "optimizer": stepped(model)}, ValueError, "stepped already"),
+        (
+            lambda model: {"config": without_optimizer(), "optimizer": torch.optim.LBFGS(model.parameters())},
+            ValueError,
+            "cannot be sharded.*LBFGS",
+        ),
+        (lambda model: {"config": without_optimizer(), "optimizer": 3}, TypeError, "must be a torch.optim.Optimizer"),
+        (
+            lambda model: {"config": without_optimizer(), "optimizer": lambda parameters: None},
+            TypeError,
+            "returned None",
+        ),
+        (
+            lambda model: {
+                "config": without_optimizer(),
+                "optimizer": torch.optim.SGD(model.parameters()),
+                "model_parameters": [model.mix.weight],
+            },
+            ValueError,
+            "model_parameters are not",
+        ),
+        (lambda model: {"model_parameters": nn.Linear(2, 2).parameters()}, ValueError, "2 of 2 parameters"),
+        (lambda model: {"lr_scheduler": decaying(sgd(model))}, ValueError, "built on another optimizer"),
+        (lambda model: {"lr_scheduler": 3}, TypeError, "got int"),
+        (lambda model: {"lr_scheduler": lambda optimizer: None}, TypeError, "returned None"),
+        (
+            lambda model: {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            ValueError,
+            "ReduceLROnPlateau cannot be stepped",
+        ),
+        (
+            lambda model: {"lr_scheduler": decaying, "config": settings(scheduler={"type": "WarmupLR"})},
+            ValueError,
+            "two schedules",
+        ),
+        (lambda model: {"model": None}, TypeError, "must be a torch.nn.Module, got NoneType"),
+        (lambda model: {"model": nn.ReLU()}, ValueError, "ReLU has no parameters"),
+        (lambda model: {"model": model.double()}, TypeError, "'mix.weight'|'nothing'.*float64"),
+        (lambda model: {"model": nn.Linear(2, 2, dtype=torch.complex64)}, TypeError, "'weight'.*complex64"),
+        (lambda model: {"model": nn.Linear(2, 2, device="meta")}, ValueError, "'weight' is on the meta device"),
+        (lambda model: {"model": model.requires_grad_(False)}, ValueError, "no parameter requires a gradient"),
+        (lambda model: {"config": settings(train_batch_size=7)}, ConfigError, "train_batch_size 7"),
+        (lambda model: {"training_data": []}, ValueError, "dataset is empty"),
+        (
+            lambda model: {"config": settings(activation_checkpointing={"modules": ["Leyer"]})},
+            ValueError,
+            "'Leyer' is neither",
+        ),
+        (lambda model: {"config": settings(3)}, ValueError, "needs processes, and these ranks are threads"),
+    ],
+)
+def test_bad_input(given, error, message) -> None:
+    def body(comm):
+        model = make_model()
+        with pytest.raises(error, match=message):
+            initialize(**{"model": model, "config": settings(), "comm": comm} | given(model))
+        comm.barrier()
+
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: {"config": settings(gradient_clipping=1.0)}, '"gradient_clipping" is 0.0 on rank 0 and 1.0 on rank 1'),
+        (lambda: {"config": {"nonsense": 1}}, "rank 1 could not load its configuration|nonsense"),
+        (lambda: {"model": nn.Linear(3, 2)}, "ranks have different models"),
+        (lambda: {"model": make_model().requires_grad_(False)}, 'requires_grad=True" on rank 0 and .*False" on rank 1'),
+        (lambda: {"model": nn.Linear(2, 2).double()}, "rank 1 could not train this model|float64"),
+        (lambda: {"lr_scheduler": 3}, "rank 1 could not build its optimizer|got int"),
+    ],
+)
+def test_ranks_that_differ(given, message) -> None:
+    def body(comm):
+        mine = {"model": make_model(), "config": settings(), "comm": comm}
+        with pytest.raises((ValueError, TypeError), match=message):
+            initialize(**mine | (given() if comm.rank == 1 else {}))
+        comm.barrier()
+
+    threads.run(body, 3)
+
+
+def test_every_rank_gets_rank_0s_values() -> None:
+    def body(comm):
+        model = make_model(seed=comm.rank)
+        model.calls += comm.rank
+        engine, *_ = initialize(model=model, config=settings(), comm=comm)
+        return engine.module.state_dict()
+
+    first, second = threads.run(body, 2)
+    expected = make_model().state_dict()
+    assert all(torch.equal(first[name], expected[name]) for name in expected)
+    assert all(torch.equal(second[name], expected[name]) for name in expected)
+
+
+def test_a_loader_deals_to_the_ranks() -> None:
+    data = [(torch.full((16,), float(index)), torch.zeros(16)) for index in range(29)]
+
+    def body(comm):
+        engine, _, loader, _ = initialize(model=make_model(), config=settings(seed=3), comm=comm, training_data=data)
+        assert engine.training_dataloader is loader
+        seen = []
+        for inputs, wanted in loader:
+            assert len(inputs) == MICRO or len(seen) == 12
+            engine.backward((engine(inputs) - wanted).square().mean())
+            engine.step()
+            seen += inputs[:, 0].int().tolist()
+        return seen
+
+    seen = threads.run(body, 2)
+    assert set(seen[0] + seen[1]) == set(range(29))
+
+
+def test_a_batch_of_another_size_is_a_warning() -> None:
+    engine = make_engine(None, settings())
+    engine.eval()
+    engine(torch.ones(1, 16))
+    engine.train()
+    with pytest.warns(RuntimeWarning, match="first batch of 2 samples, and train_micro_batch_size_per_gpu is 6"):
+        engine(torch.ones(2, 16))
+    engine(torch.ones(3, 16))
+
+
+def test_recomputed_layers_give_the_same_gradients() -> None:
+    plain = make_engine(None, settings())
+    recomputed = make_engine(None, settings(activation_checkpointing={"modules": ["Layer"], "cpu_checkpointing": True}))
+    assert train(plain, range(4)) == train(recomputed, range(4))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_may_arrive_during_the_next_forward(stage, tmp_path) -> None:
+    def body(comm):
+        plain = make_engine(comm, settings(stage))
+        config = settings(stage)
+        overlapping = make_engine(
+            comm, config | {"zero_optimization": config["zero_optimization"] | {"overlap_comm": True}}
+        )
+        assert train(overlapping, range(5)) == train(plain, range(5))
+        overlapping.save_16bit_model(tmp_path, "overlapping.safetensors")
+        plain.save_16bit_model(tmp_path, "plain.safetensors")
+
+    threads.run(body, 3)
+    assert (tmp_path / "overlapping.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+
+
+def test_reports(tmp_path, capsys) -> None:
+    config = settings(
+        steps_per_print=2,
+        wall_clock_breakdown=True,
+        memory_breakdown=True,
+        csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    )
+    engine, *_ = initialize(model=Tiny(), config=config)
+    losses = train(engine, range(4))
+    engine.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("step")] == ["step 2", "step 4"]
+    assert sum(line.startswith("time (ms): forward") for line in lines) == 2
+    assert sum(line.startswith("optimizer state") for line in lines) == 2
+    written = {path.stem: path.read_text().splitlines() for path in (tmp_path / "job").iterdir()}
+    rows = next(rows for name, rows in written.items() if "loss" in name and "scale" not in name)
+    assert [float(row.split(",")[-1]) for row in rows[-4:]] == pytest.approx(losses, rel=1e-4)
+    assert [int(row.split(",")[0]) for row in rows[-4:]] == [MICRO, 2 * MICRO, 3 * MICRO, 4 * MICRO]

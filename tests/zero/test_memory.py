@@ -1,0 +1,235 @@
+"""Bytes by accounting: every storage once, under its category, whatever holds it; and the formulas beside it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thinwire.comm import Communicator, threads
+from thinwire.zero import ShardedOptimizer
+from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
+from thinwire.zero.memory import MemoryReport, model_state_formula
+
+
+def on_cpu(*roots: Any) -> dict[str, int]:
+    held = live_tensor_bytes(*roots)
+    assert {device for _, device in held} <= {"cpu"}
+    return {category: nbytes for (category, _), nbytes in held.items()}
+
+
+def test_a_module_and_its_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters())
+    elements = 5 * 3 + 3 + 3 + 3
+    buffers = 4 * (3 + 3) + 8
+    assert on_cpu(model, optimizer) == {"weights": 4 * elements, "buffers": buffers}
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    assert on_cpu(optimizer, model) == {
+        "weights": 4 * elements,
+        "buffers": buffers,
+        "gradients": 4 * elements,
+        "optimizer state": 8 * elements + 4 * 4,  # and a step number for each of four parameters
+    }
+    assert on_cpu(optimizer)["weights"] == 4 * elements
+
+
+def test_tied_weights_and_views_count_once_and_whole() -> None:
+    flat = torch.zeros(100, dtype=torch.bfloat16)
+    model = nn.Linear(4, 4, bias=False)
+    model.weight.data = flat[10:26].view(4, 4)
+    model.tied = model.weight
+    assert on_cpu(model, flat[:1], {"another": flat.view(10, 10)}) == {"weights": 200}
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("inside", "unset")
+    inside: Any
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.worker_residual = torch.zeros(3)
+        self._masters = [SimpleNamespace(weights=torch.zeros(5, dtype=torch.float64))]
+        self.anything = deque([(torch.zeros(7, dtype=torch.int8), {1: frozenset([torch.zeros(2)])})])
+        self.me = self
+        self.slotted = Slotted(torch.zeros(1, dtype=torch.uint8))
+        hidden = torch.zeros(1000)
+        self.function = lambda: hidden
+        self.method = self.run
+        self.kind = Holder
+        self.module = torch
+        self.weak = weakref.ref(self.worker_residual)
+        self.grad_accumulators = {"a": torch.zeros(11)}
+
+    def run(self) -> None: ...
+
+
+def test_any_object_is_walked_and_cycles_end() -> None:
+    assert on_cpu(Holder()) == {"masters": 40, "gradients": 44, "residuals": 12, "other": 7 + 8 + 1}
+
+
+def test_communicators_are_left_out() -> None:
+    def rank(comm: Communicator) -> dict[str, int]:
+        comm.secret = torch.zeros(100)  # type: ignore[attr-defined]
+        output = torch.zeros(comm.size * 5)
+        work = comm.all_gather(output, torch.ones(5), async_op=True)
+        held = on_cpu([comm, work, output])
+        work.wait()
+        return held
+
+    assert threads.run(rank, 3) == [{"other": 4 * 15}] * 3
+
+
+def test_nothing_without_memory_counts() -> None:
+    assert live_tensor_bytes(torch.empty(0), torch.empty(10**9, device="meta"), None, 3, "x", torch.Size([3])) == {}
+    assert live_tensor_bytes() == {}
+    with FakeTensorMode():
+        assert live_tensor_bytes(torch.zeros(100), torch.zeros(100, device="cuda")) == {}
+
+
+class Wrapped(Tensor):
+    """A tensor subclass without memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        made = Tensor._make_wrapper_subclass(cls, (1000,), dtype=inner.dtype, requires_grad=True)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func} is not needed to count memory")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
+def test_tensors_made_of_others() -> None:
+    assert on_cpu(Wrapped(torch.zeros(13))) == {"other": 52}
+    embedding = nn.Embedding(50, 4, sparse=True)
+    embedding(torch.tensor([3, 7])).sum().backward()
+    assert on_cpu(embedding) == {"weights": 800, "gradients": 2 * 8 + 2 * 16}
+    rows, columns, values = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 1]), torch.ones(3)
+    assert on_cpu(torch.sparse_csr_tensor(rows, columns, values, (3, 2), check_invariants=True)) == {
+        "other": 4 * 8 + 3 * 8 + 3 * 4
+    }
+    assert on_cpu(torch.sparse_csc_tensor(rows, columns, values, (2, 3), check_invariants=True)) == {
+        "other": 4 * 8 + 3 * 8 + 3 * 4
+    }
+
+
+@given(shapes=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))))
+def test_the_sum_is_that_of_the_storages(shapes) -> None:
+    tensors = [torch.zeros(numel, dtype=dtype) for numel, dtype in shapes]
+    views = [tensor[: numel // 2] for tensor, (numel, _) in zip(tensors, shapes, strict=True)]
+    expected = sum(tensor.nbytes for tensor in tensors)
+    assert sum(on_cpu(views, tensors).values()) == expected
+    assert sum(on_cpu(dict(enumerate(views)), tuple(reversed(tensors))).values()) == expected
+
+
+def test_the_process_knows_its_tensors() -> None:
+    gc.collect()  # what earlier tests left must not go away in between
+    before = process_tensor_bytes().get("cpu", 0)
+    kept = torch.zeros(1_000_003, dtype=torch.uint8)
+    views = [kept[:5], kept.view(-1)]
+    assert process_tensor_bytes()["cpu"] - before == 1_000_003
+    del kept, views
+    assert process_tensor_bytes().get("cpu", 0) == before
+
+
+@pytest.mark.parametrize(
+    ("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)], ids=["data parallel", "1", "2", "3"]
+)
+def test_the_published_figures(stage: int, gigabytes: float) -> None:
+    formula = model_state_formula(stage, 7_500_000_000, 64)
+    assert round(sum(formula.values()) / 1e9, 1) == gigabytes
+
+
+@given(parameters=st.integers(0, 10**12), ranks=st.integers(1, 10**4))
+def test_formulas(parameters: int, ranks: int) -> None:
+    def each(stage: int, **options: Any) -> float:
+        return sum(model_state_formula(stage, parameters, ranks, **options).values())
+
+    fp32 = {"dtype": torch.float32}
+    for expected, measured in [
+        (16, each(0)),
+        (4 + 12 / ranks, each(1, dtype=torch.float16)),
+        (2 + 14 / ranks, each(2)),
+        (16 / ranks, each(3)),
+        (16, each(0, **fp32)),
+        (8 + 8 / ranks, each(1, **fp32)),
+        (4 + 12 / ranks, each(2, **fp32)),
+        (16 / ranks, each(3, **fp32)),
+        (8 + 4 / ranks, each(1, state_bytes=4, **fp32)),
+        (5.125 + 8 / ranks, each(1, frozen=True)),
+        (9.125 + 4 / ranks, each(2, frozen=True, **fp32)),
+    ]:
+        assert measured == pytest.approx(parameters * expected)
+
+
+@pytest.mark.parametrize("options", [{"stage": 4}, {"stage": 1, "dtype": torch.int8}, {"stage": 3, "frozen": True}])
+def test_formulas_that_do_not_exist(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="formula"):
+        model_state_formula(**options, parameters=1, world_size=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_sharded_optimizers_hold_what_the_formula_says(stage: int, dtype: torch.dtype) -> None:
+    """To 3%: buckets are padded, and a step number is kept for each parameter."""
+
+    def rank(comm: Communicator) -> MemoryReport:
+        model = nn.Sequential(nn.Linear(91, 170), nn.Tanh(), nn.Linear(170, 60))
+        optimizer = ShardedOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            stage=stage,
+            comm=comm,
+            param_dtype=None if dtype == torch.float32 else dtype,
+            block_size=16,
+            bucket_bytes=8000,
+            lr=1e-3,
+        )
+        for _ in range(2):
+            model(torch.randn(3, 91, dtype=dtype)).float().sum().backward()
+            optimizer.end_backward()
+            optimizer.step()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        formula = model_state_formula(stage, parameters, comm.size, dtype=dtype)
+        return MemoryReport(live_tensor_bytes(model, optimizer), formula)
+
+    for report in threads.run(rank, 3):
+        assert report.measured == pytest.approx(report.expected, rel=0.03)
+        for category, expected in report.formula.items():
+            measured = sum(nbytes for (held, _), nbytes in report.held.items() if held == category)
+            assert measured == pytest.approx(expected, rel=0.03)
+
+
+def test_the_table() -> None:
+    report = MemoryReport(
+        {("weights", "cuda:0"): 2_020_000, ("masters", "cpu"): 1_000_000, ("buffers", "cuda:0"): 4_000},
+        {"weights": 2_000_000.0, "masters": 1_000_000.0, "gradients": 0.0},
+    )
+    assert report.table().splitlines() == [
+        "MB                         cpu        cuda:0       formula",
+        "weights                  0.000         2.020         2.000",
+        "buffers                  0.000         0.004              ",
+        "masters                  1.000         0.000         1.000",
+        "total                    1.000         2.024         3.000",
+        "model state 3.020 MB, +0.7% of the formula",
+    ]
+    assert MemoryReport({}, {}).table().splitlines()[-1].split() == ["total", "0.000"]

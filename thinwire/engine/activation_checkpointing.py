@@ -1,0 +1,199 @@
+"""Trades time for memory: chosen modules keep only their inputs in forward, and run again in backward. The model's
+parameter names, results and gradients stay the same, to the bit."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["ActivationCheckpoints", "checkpoint_activations"]
+
+_CACHES = ("past_key_value", "past_key_values", "layer_past")
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoints:
+    """Which modules of a model run again in backward: `names`, as in `model.named_modules()`."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+
+    def restore(self) -> None:
+        """Let the modules keep their activations again."""
+        for name in self.names:
+            module = self.model.get_submodule(name)
+            recomputed = module.__dict__.get("forward")
+            if isinstance(recomputed, _RecomputedForward):
+                recomputed.restore()
+
+
+def checkpoint_activations(
+    model: nn.Module, modules: Sequence[str] | None = None, *, cpu_checkpointing: bool = False
+) -> ActivationCheckpoints:
+    """Let `modules` recompute their activations in backward (Chen et al. 2016, arXiv 1604.06174).
+
+    Random numbers, dropout's for one, are the same in both runs, and so is autocast. Do this before FSDP's
+    `fully_shard`, so that its hooks stay outside.
+
+    Args:
+        model: any; its `state_dict` keeps its keys. Copies of it recompute as well.
+        modules: class names, or names as in `model.named_modules()`, where a ModuleList stands for its elements; by
+            default the layers of every stack: the elements of the outermost ModuleLists whose elements are all of one
+            class and have parts.
+        cpu_checkpointing: keep the inputs that need gradients in CPU memory, page-locked where they come from a GPU.
+
+    Raises ValueError for names that match nothing, modules inside others that are chosen, modules that recompute
+    already, and a model without stacks. At a forward, ValueError for a module that fills a cache of keys and values,
+    which a second run would fill twice.
+    """
+    names = _stacked_layers(model) if modules is None else _matches(model, modules)
+    _check_apart(names)
+    for name in names:
+        _check_plain(name, model.get_submodule(name))
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.__dict__["forward"] = _RecomputedForward(layer, cpu_checkpointing)
+    return ActivationCheckpoints(model, tuple(names))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for an input that needs a gradient, among those that do not."""
+
+    number: int
+
+
+class _RecomputedForward:
+    """A module's `forward` that keeps its inputs instead of its activations.
+
+    An object rather than a closure, so that a deep copy of the module runs the copy's parameters.
+    """
+
+    def __init__(self, module: nn.Module, cpu_checkpointing: bool) -> None:
+        self._module = module
+        self._cpu_checkpointing = cpu_checkpointing
+        self._before = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(args, kwargs)
+        self._check_uncached(kwargs)
+        differentiable: list[Tensor] = []
+
+        def set_aside(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                return value
+            differentiable.append(value)
+            return _Place(len(differentiable) - 1)
+
+        # Only these are saved by autograd, and so moved to the CPU: masks and the like are shared by all layers.
+        shared_args = tuple(map(set_aside, args))
+        shared_kwargs = {key: set_aside(value) for key, value in kwargs.items()}
+        on_gpu = any(tensor.is_cuda for tensor in differentiable)
+        with save_on_cpu(pin_memory=on_gpu) if self._cpu_checkpointing else nullcontext():
+            return checkpoint(self._run, shared_args, shared_kwargs, *differentiable, use_reentrant=False)
+
+    def restore(self) -> None:
+        """Give the module its own forward back."""
+        if self._before is None:
+            del self._module.__dict__["forward"]
+        else:
+            self._module.__dict__["forward"] = self._before
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *differentiable: Tensor) -> Any:
+        def put_back(value: Any) -> Any:
+            return differentiable[value.number] if isinstance(value, _Place) else value
+
+        values = map(put_back, args)
+        named = {key: put_back(value) for key, value in kwargs.items()}
+        if self._before is not None:
+            return self._before(*values, **named)
+        return type(self._module).forward(self._module, *values, **named)
+
+    def _check_uncached(self, kwargs: Mapping[str, Any]) -> None:
+        cache = next((key for key in _CACHES if kwargs.get(key) is not None), None)
+        if cache is not None:
+            raise ValueError(
+                f"{type(self._module).__name__} got {cache}, which running it again in backward would fill twice: set "
+                "model.config.use_cache = False for training"
+            )
+
+
+def _stacked_layers(model: nn.Module) -> list[str]:
+    names = list(_outermost_stacks("", model, set()))
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.ModuleList of equal layers to recompute: name the modules, by class or "
+            "as in model.named_modules()"
+        )
+    return names
+
+
+def _outermost_stacks(prefix: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[str]:
+    """The names of all layers, each module under its first name only."""
+    for child_name, child in module.named_children():
+        name = prefix + child_name
+        if child in seen:
+            continue
+        seen.add(child)
+        if _is_layer(child) and _is_stack(module):
+            yield name
+        else:
+            yield from _outermost_stacks(f"{name}.", child, seen)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and len({type(element) for element in module}) == 1
+
+
+def _is_layer(module: nn.Module) -> bool:
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return not isinstance(module, containers) and next(module.children(), None) is not None
+
+
+def _matches(model: nn.Module, wanted: Sequence[str]) -> list[str]:
+    modules = dict(model.named_modules())
+    classes = {type(module).__name__ for module in modules.values()}
+    chosen: dict[str, None] = {}
+    for name in wanted:
+        if name in classes:
+            found = [path for path, module in modules.items() if type(module).__name__ == name]
+        elif name and isinstance(modules.get(name), nn.ModuleList):
+            found = [path for path in modules if path.rpartition(".")[0] == name]
+        elif name and name in modules:
+            found = [name]
+        else:
+            near = difflib.get_close_matches(name, [*classes, *filter(None, modules)], n=3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ValueError(f"{name!r} is neither a class nor the name of a module in {type(model).__name__}{hint}")
+        chosen.update(dict.fromkeys(found))
+    if not chosen:
+        raise ValueError("no modules were named: name some, or give None for the layers of every stack")
+    return list(chosen)
+
+
+def _check_apart(names: Sequence[str]) -> None:
+    for outer in names:
+        inner = next((name for name in names if name != outer and (not outer or name.startswith(f"{outer}."))), None)
+        if inner is not None:
+            raise ValueError(f"{inner!r} lies inside {outer or 'the model'!r} and would run three times: name one")
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    if isinstance(module.__dict__.get("forward"), _RecomputedForward):
+        raise ValueError(f"{name!r} recomputes its activations already: call restore() first")
+    if getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{name!r} recomputes its activations already, by its own gradient checkpointing: call "
+            "model.gradient_checkpointing_disable() first"
+        )
+    if isinstance(module, nn.ModuleDict):
+        raise ValueError(f"{name!r} is a ModuleDict, which has no forward: name what is in it")

@@ -1,0 +1,312 @@
+"""The training loop's three calls, `engine(batch)`, `engine.backward(loss)`, `engine.step()`, over any ZeRO stage,
+precision and communicator."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.engine.batch_size import warn_of_another_size
+from thinwire.engine.errors import NonFiniteError
+from thinwire.engine.losses import StepLosses
+from thinwire.engine.parts import Parts
+from thinwire.engine.reporting import Reporter, StepSummary
+from thinwire.engine.saving import Checkpoints
+
+__all__ = ["Engine"]
+
+_PROGRESS = ("global_steps", "global_samples", "skipped_steps")
+
+_OF_AN_UNSHARDED_MODEL = frozenset(
+    {
+        "bfloat16",
+        "cpu",
+        "cuda",
+        "double",
+        "float",
+        "half",
+        "load_state_dict",
+        "requires_grad_",
+        "to",
+        "to_empty",
+        "type",
+    }
+)
+
+
+class Engine:
+    """A model in training; `thinwire.initialize` makes it. DeepSpeed's names.
+
+    Call it like the model. Every micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; the
+    weights move at every `gradient_accumulation_steps`-th step(), on all ranks together. Attributes that the engine
+    lacks are the model's.
+
+    `module`, `optimizer`, `lr_scheduler`, `training_dataloader`, `device`: what it works with. `settings`: the loaded
+    configuration. `global_steps`: taken or skipped so far; `skipped_steps` of them moved nothing. `global_samples`:
+    seen in them by all ranks. `micro_steps`: calls of step().
+    """
+
+    def __init__(self, parts: Parts, checkpoints: Checkpoints, reporter: Reporter) -> None:
+        self.module = parts.model
+        self.optimizer = parts.optimizer
+        self.lr_scheduler = parts.schedule
+        self.training_dataloader = parts.loader
+        self.settings = parts.config
+        self.comm = parts.comm
+        self.device = parts.device
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self.micro_steps = 0
+        self._precision = parts.precision
+        self._loss_scale = parts.loss_scale
+        self._checkpoints = checkpoints
+        self._reporter = reporter
+        self._timers = reporter.timers
+        self._losses = StepLosses()
+        self._inside_no_sync = False
+        self._synchronized = False  # whether a backward outside of no_sync has run since the last step()
+        self._boundary: bool | None = None
+        self._applied = False
+        self._seen_batch = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, tensors among the inputs moved to its device and, floating-point ones, to its dtype."""
+        if self.module.training and not self._inside_no_sync and not self._seen_batch:
+            warn_of_another_size((args, kwargs), self.train_micro_batch_size_per_gpu(), self.comm.rank)
+            self._seen_batch = True
+        with self._timers("forward"):
+            args, kwargs = self._precision.place((args, kwargs), self.device)
+            return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not there yet: do not look for it in itself
+            raise AttributeError(name)
+        if name in _OF_AN_UNSHARDED_MODEL:
+            raise AttributeError(
+                f"an engine has no {name}(): its optimizer holds the weights too, and would not follow. Call it on the "
+                "model before thinwire.initialize, or load a checkpoint"
+            )
+        return getattr(self.module, name)
+
+    # One step
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Compute gradients of `loss`, one value, and average them over the ranks at the accumulation boundary.
+
+        The loss is divided by `gradient_accumulation_steps`, and in fp16 multiplied by the loss scale, for this only:
+        it is returned as it was given. Collective at the boundary.
+
+        Raises TypeError, ValueError or RuntimeError, before anything is sent, for what is no new loss, or where step()
+        has not been called since the last backward.
+        """
+        self._losses.check(loss)
+        if self._synchronized:
+            raise RuntimeError(
+                "backward() was called twice without step(): call step() after every backward(), it moves the weights "
+                "at accumulation boundaries only; or put the earlier backwards inside `with engine.no_sync():`"
+            )
+        scale = self._loss_scale.value if self._loss_scale is not None else 1.0
+        self.optimizer.loss_scale = scale
+        start = self._losses.start(loss, scale / self.gradient_accumulation_steps())
+        only_add_up = self._inside_no_sync or not self.is_gradient_accumulation_boundary()
+        with self._timers("backward"), self.optimizer.no_sync() if only_add_up else nullcontext():
+            loss.backward(start)  # type: ignore[no-untyped-call]
+            self.optimizer.end_backward()
+        self._synchronized = not self._inside_no_sync
+        return loss
+
+    def step(self) -> None:
+        """End a micro-batch; at the accumulation boundary clip, move the weights, and forget the gradients. Collective.
+
+        In fp16, a step whose gradients overflow is skipped on every rank.
+
+        Raises NonFiniteError, on every rank, for a loss or gradient that is not finite in fp32 or bf16, or in fp16 at
+        the smallest loss scale: nothing has moved, and the next micro-batch begins another step.
+        """
+        if self._inside_no_sync:
+            raise RuntimeError("step() was called inside no_sync(), where gradients only add up: call it after")
+        if not self._synchronized:
+            raise RuntimeError("step() was called without backward(): call engine.backward(loss) first")
+        boundary = self.is_gradient_accumulation_boundary()
+        self._synchronized = self._applied = False
+        self.micro_steps += 1
+        if boundary:
+            try:
+                self._take_step()
+            finally:
+                self._losses.clear()
+
+    def zero_grad(self) -> None:
+        """Drop the step under way, as after a backward that failed; on every rank or none. step() does it by itself."""
+        self.optimizer.zero_grad()
+        self.module.zero_grad()  # parameters that no optimizer holds
+        self._losses.clear()
+        self._synchronized = False
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add up, beyond what `gradient_accumulation_steps` does; they take no step()."""
+        before, self._inside_no_sync = self._inside_no_sync, True
+        try:
+            yield
+        finally:
+            self._inside_no_sync = before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the step() that ends the current micro-batch moves the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide it yourself, before backward() and alike on every rank; None leaves it to the count again."""
+        self._boundary = is_boundary
+
+    # What there is to know
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's averaged gradient before clipping; None before the first step."""
+        return self.optimizer.last_step.grad_norm if self.global_steps else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() moved the weights."""
+        return self._applied
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, over all ranks."""
+        return self.settings.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one rank."""
+        return self.settings.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.settings.gradient_accumulation_steps
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Save all that training depends on, for any number of ranks and any ZeRO stage. Collective.
+
+        Args:
+            save_dir: on a file system that all ranks share.
+            tag: the checkpoint's name, by default "global_step" and the number.
+            client_state: what you want back from `load_checkpoint`: what JSON can hold.
+
+        Returns whether it is saved, or with async_save whether saving has begun. Where the disk is full, say, it is
+        not: rank 0 warns, the earlier checkpoints stay, and training goes on.
+
+        Raises RuntimeError between accumulation boundaries, whose gradients would be lost; TypeError for a client
+        state that JSON cannot hold.
+        """
+        if not self._losses.empty:
+            raise RuntimeError(
+                "save_checkpoint() was called in the middle of a step, whose gradients would be lost: call it after a "
+                "step() at a gradient accumulation boundary"
+            )
+        progress = {name: getattr(self, name) for name in _PROGRESS}
+        return self._checkpoints.save(save_dir, tag or f"global_step{self.global_steps}", progress, client_state)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, the newest whole one without a `tag`; returns (its path, its client state).
+
+        (None, {}) where there is none. Without `load_optimizer_states` the optimizer starts afresh, without
+        `load_lr_scheduler_states` the schedule goes on as it is; `load_module_only` loads weights and buffers and
+        nothing else. Gradients of a step under way are dropped. Collective.
+
+        Raises CheckpointError where no checkpoint is whole, or the model is another; ValueError where the optimizer,
+        the schedule or the order of the data is.
+        """
+        restored = self._checkpoints.load(
+            load_dir,
+            tag,
+            optimizer=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            weights_only=load_module_only,
+        )
+        if restored is None:
+            return None, {}
+        self._losses.clear()
+        self._synchronized = False
+        if restored.progress is not None:
+            for name in _PROGRESS:
+                setattr(self, name, restored.progress[name])
+            # Accumulation may be configured otherwise now; checkpoints lie on boundaries.
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        return restored.path, restored.client_state
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], filename: str = "model.safetensors") -> bool:
+        """Write the whole model, in the dtype it computes in, to one safetensors file. Collective.
+
+        Hugging Face's from_pretrained and safetensors.torch.load_model read it. Returns whether it is written: where
+        the disk is full, say, rank 0 warns, and a file of that name that was there before stays.
+        """
+        return self._checkpoints.export(save_dir, filename)
+
+    def close(self) -> None:
+        """Wait for checkpoints that are being written, close logs, and release the communicator. Collective."""
+        self._checkpoints.close()
+        self._reporter.close()
+        self.optimizer.close()
+
+    destroy = close
+
+    def _take_step(self) -> None:
+        with self._timers("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.module.zero_grad()  # parameters that no optimizer holds
+        outcome = self.optimizer.last_step
+        self._applied = outcome.applied
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if not outcome.applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        scale = self._loss_scale.value if self._loss_scale is not None else None
+        self._reporter.report(self._summary(outcome.grad_norm, scale), self._losses)
+        # Once 1-bit Adam is frozen, the norm of a step that moved may be unknown.
+        overflow = not outcome.applied and not math.isfinite(outcome.grad_norm)
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow)
+        elif overflow:
+            self._raise_not_finite()
+
+    def _summary(self, grad_norm: float, loss_scale: float | None) -> StepSummary:
+        rates, skipped = self.get_lr(), self.skipped_steps
+        return StepSummary(self.global_steps, self.global_samples, skipped, rates, grad_norm, loss_scale)
+
+    def _raise_not_finite(self) -> None:
+        ranks = self._losses.ranks_not_finite(self.comm)
+        if ranks:
+            where = f"the loss was not finite on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        else:
+            where = "every rank's loss was finite, but the averaged gradient is not"
+        raise NonFiniteError(
+            f"step {self.global_steps}: {where}. Nothing has moved. Look at the data of this step and at the learning "
+            "rate; training can go on with the next batch, or from a checkpoint"
+        )

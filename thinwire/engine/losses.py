@@ -1,0 +1,76 @@
+"""The losses of one step: where backward starts from, what is logged, and whose loss was not finite, at no cost to
+steps in which nothing goes wrong."""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+
+__all__ = ["StepLosses"]
+
+
+class StepLosses:
+    """The losses that this rank has called backward on since the last step. Nothing here waits for the device."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Tensor] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Start another step."""
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether no backward was called since the last step."""
+        return self._sum is None
+
+    def check(self, loss: Tensor) -> None:
+        """Raise TypeError or ValueError for what backward cannot start from."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward() takes the loss that the model returned, a tensor, got {type(loss).__name__}")
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise ValueError(
+                f"backward() takes a loss of one floating-point value, got {loss.dtype} of shape {tuple(loss.shape)}: "
+                "reduce it with .mean()"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss has no graph: it was computed under torch.no_grad(), detached, or depends on no parameter "
+                "that requires a gradient"
+            )
+        if self._last is not None and self._last() is loss:
+            raise RuntimeError("backward() was called with this loss before: run the model again for a new one")
+
+    def start(self, loss: Tensor, factor: float) -> Tensor:
+        """Note a loss, and give the gradient that its backward starts from: `factor`.
+
+        NaN for a loss that is not finite, whose gradients might be: with them every rank's average is not finite
+        either, so that all of them skip the step without having to ask each other.
+        """
+        self._last = weakref.ref(loss)
+        detached = loss.detach()
+        value = detached.reshape(()).float()
+        self._sum = value if self._sum is None else self._sum + value
+        self._count += 1
+        start = torch.full_like(detached, factor)
+        return torch.where(detached.isfinite(), start, torch.full_like(detached, math.nan))
+
+    def mean(self, comm: Communicator) -> float:
+        """The mean over micro-batches and ranks. Collective."""
+        assert self._sum is not None, "a step follows a backward"
+        mean = (self._sum / self._count).reshape(1)
+        comm.all_reduce(mean, op="mean")
+        return float(mean)
+
+    def ranks_not_finite(self, comm: Communicator) -> list[int]:
+        """The ranks that had a loss that was not finite. Collective."""
+        assert self._sum is not None, "a step follows a backward"
+        finite = bool(self._sum.isfinite())
+        return [rank for rank, other in enumerate(comm.all_gather_bytes(b"\1" if finite else b"\0")) if other == b"\0"]

@@ -1,0 +1,33 @@
+"""What a training job is made of, for those that work on all of it: the engine, its checkpoints, its reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from thinwire.comm import Communicator
+from thinwire.engine.config import EngineConfig
+from thinwire.engine.data import ResumableLoader
+from thinwire.engine.loss_scale import LossScale
+from thinwire.engine.optimizers import EngineOptimizer
+from thinwire.engine.precision import Precision
+
+__all__ = ["Parts"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`loss_scale`, `schedule`, `loader`: None where there is none. `device`: this rank's, of model and inputs."""
+
+    model: nn.Module
+    optimizer: EngineOptimizer
+    schedule: LRScheduler | None
+    loader: ResumableLoader | None
+    loss_scale: LossScale | None
+    precision: Precision
+    config: EngineConfig
+    comm: Communicator
+    device: torch.device

@@ -1,0 +1,54 @@
+"""Counts what FSDP2 sends, which no Communicator carries, so that stage 3 can be compared with the other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from thinwire.comm.traffic import Traffic, sent_bytes
+
+__all__ = ["count_traffic"]
+
+# torch 2.13 renamed both and warns at the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def count_traffic(model: nn.Module) -> Traffic:
+    """The bytes that this rank will send for `model`, whose parts `fully_shard` has been applied to."""
+    traffic = Traffic()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_AllGather(traffic))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(traffic))  # type: ignore[arg-type]
+    return traffic
+
+
+class _Collective:
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        self._traffic.add("all_gather", sent_bytes("all_gather", input_tensor.nbytes, group.size()))
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        # As an all-to-all: every rank sends the others their parts.
+        self._traffic.add("reduce_scatter", sent_bytes("all_to_all", input_tensor.nbytes, group.size()))
+        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
