@@ -17,11 +17,13 @@ from experiments.command_line import Parser, positive
 from experiments.corpus import load
 from experiments.errors import on_every_rank
 from experiments.launching import launch
+from experiments.learners import OPTIMIZERS, PlainLearner
+from experiments.plans import Plan
 from experiments.plotting import LABELS
 from experiments.reporting import reporter
 from experiments.results import RESULTS, check_writable, write_json
 from experiments.subjects import SUBJECTS, Subject
-from experiments.training import OPTIMIZERS, Outcome, Plan, Trainer
+from experiments.training import Outcome, Trainer
 from thinwire.comm import Communicator
 
 __all__ = ["main", "parse", "study"]
@@ -73,7 +75,8 @@ def _tune(subject: Subject, comm: Communicator) -> dict[str, float]:
 
 
 def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, variant: str) -> Outcome:
-    trainer = Trainer(subject.task, plan, optimizer, comm)
+    learner = PlainLearner(subject.task.build_model(plan.seed), plan, optimizer, comm)
+    trainer = Trainer(subject.task, plan, learner, comm)
     with reporter(
         f"{subject.unit}, {LABELS[optimizer]}, {variant}",
         first_step=0,

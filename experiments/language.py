@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from transformers import BertForMaskedLM
 
 from experiments.batches import MaskedBatches, Purpose, random_at
-from experiments.models import build_bert, masked_loss
+from experiments.masking import IGNORED
+from experiments.models import MaskedBert, build_bert
 from experiments.sizes import BertSize
 from experiments.tokens import Tokens
 
-__all__ = ["MaskedLanguageTask"]
+__all__ = ["GlobalBatchTask", "MaskedLanguageTask"]
+
+Losses = Callable[[Tensor, Tensor], tuple[Tensor, int]]
+"""A `MaskedBert`, or what runs one."""
 
 
 class MaskedLanguageTask:
@@ -27,23 +32,42 @@ class MaskedLanguageTask:
         self._training = MaskedBatches(tokens.training, tokens.vocabulary)
         self._validation = MaskedBatches(tokens.validation, tokens.vocabulary)
 
-    def build_model(self, seed: int) -> BertForMaskedLM:
+    def build_model(self, seed: int) -> MaskedBert:
         """A BERT for this vocabulary and sequence length."""
         return build_bert(self.size, self.vocabulary, self.length, self.dropout, seed)
 
-    def training_loss(self, model: BertForMaskedLM, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    def training_loss(self, model: Losses, seed: int, step: int, rank: int, ranks: int) -> Tensor:
         """Mean over this rank's chosen tokens; dropout, too, depends on (seed, step, rank) only."""
         inputs, labels = self._training.training(seed, step, rank, ranks, self.batch_size)
         torch.manual_seed(int(random_at(Purpose.DROPOUT, seed, step, rank).integers(2**63)))
-        total, count = masked_loss(model, inputs, labels)
+        total, count = model(inputs, labels)
         return total / max(1, count)
 
-    def validation_sum(self, model: BertForMaskedLM, rank: int, ranks: int) -> tuple[float, int]:
+    def validation_sum(self, model: Losses, rank: int, ranks: int) -> tuple[float, int]:
         """Every `ranks`-th batch of the held-out sequences, under masks that never change."""
         sequences = len(self._validation.sequences)
         total, count = 0.0, 0
-        for start in range(rank * self.batch_size, sequences, ranks * self.batch_size):
+        for first in range(0, sequences, ranks * self.batch_size):
+            start = first + rank * self.batch_size
             rows = range(start, min(start + self.batch_size, sequences))
-            loss, chosen = masked_loss(model, *self._validation.fixed(rows))
-            total, count = total + loss.item(), count + chosen
+            # ZeRO stage 3 gathers layers in every forward: a rank that has no batch left takes part all the same.
+            loss, chosen = model(*self._validation.fixed(rows or range(1)))
+            if rows:
+                total, count = total + loss.item(), count + chosen
         return total, count
+
+
+class GlobalBatchTask(MaskedLanguageTask):
+    """The same batch for any number of ranks: `batch_size` counts sequences over all of them, dropout is off."""
+
+    def __init__(self, tokens: Tokens, size: BertSize, batch_size: int) -> None:
+        """Takes the sequences, the model's size, and sequences a step."""
+        super().__init__(tokens, size, batch_size, dropout=0.0)
+
+    def training_loss(self, model: Losses, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+        """The rank's share of the batch, scaled so that the mean over ranks is the mean over all chosen tokens."""
+        inputs, labels = self._training.training(seed, step, 0, 1, self.batch_size)
+        mine = slice(rank * self.batch_size // ranks, (rank + 1) * self.batch_size // ranks)
+        total, _ = model(inputs[mine], labels[mine])
+        chosen = int((labels != IGNORED).sum())
+        return total * (ranks / max(1, chosen))

@@ -16,10 +16,25 @@ from transformers import BertConfig, BertForMaskedLM
 from experiments.masking import IGNORED
 from experiments.sizes import BertSize
 
-__all__ = ["build_bert", "masked_loss"]
+__all__ = ["MaskedBert", "build_bert"]
 
 
-def build_bert(size: BertSize, vocabulary: int, positions: int, dropout: float, seed: int) -> BertForMaskedLM:
+class MaskedBert(BertForMaskedLM):
+    """Hugging Face's BERT, whose forward is the loss: what wraps or shards it sees nothing but calls of the module."""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        """Summed cross-entropy, in nats, over the chosen tokens, and how many those are.
+
+        `inputs` and `labels` are int64 `[sequences, length]`. The vocabulary's logits are computed where a label asks
+        for them only: 15% of the places, and the widest product of a small model.
+        """
+        hidden = self.bert(input_ids=inputs).last_hidden_state
+        chosen = labels != IGNORED
+        logits = self.cls(hidden[chosen])
+        return F.cross_entropy(logits.float(), labels[chosen], reduction="sum"), int(chosen.sum())
+
+
+def build_bert(size: BertSize, vocabulary: int, positions: int, dropout: float, seed: int) -> MaskedBert:
     """A BERT with random weights that depend on the seed only, in training mode."""
     torch.manual_seed(seed)
     config = BertConfig(
@@ -32,16 +47,4 @@ def build_bert(size: BertSize, vocabulary: int, positions: int, dropout: float, 
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    return BertForMaskedLM(config).train()
-
-
-def masked_loss(model: BertForMaskedLM, inputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    """Summed cross-entropy, in nats, over the chosen tokens, and how many those are.
-
-    `inputs` and `labels` are int64 `[sequences, length]`. The vocabulary's logits are computed where a
-    label asks for them only: 15% of the places, and the widest product of a small model.
-    """
-    hidden = model.bert(input_ids=inputs).last_hidden_state
-    chosen = labels != IGNORED
-    logits = model.cls(hidden[chosen])
-    return F.cross_entropy(logits, labels[chosen], reduction="sum"), int(chosen.sum())
+    return MaskedBert(config).train()

@@ -12,17 +12,20 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from experiments import findings, machine, plotting
-from experiments.checkpoints import CheckpointFolder
-from experiments.errors import on_every_rank
+from experiments.checkpoints import RunCheckpoints
+from experiments.engine_settings import load
+from experiments.errors import InputError, on_every_rank
 from experiments.launching import launch
+from experiments.learners import OPTIMIZERS, EngineLearner
 from experiments.plotting import LABELS
 from experiments.pretrain_settings import DEFAULT_RANKS, PretrainSettings, parse
 from experiments.reporting import human_bytes, reporter
 from experiments.results import write_json
 from experiments.sizes import SIZES
 from experiments.tokens import Tokens, share_tokens, unigram_entropy
-from experiments.training import OPTIMIZERS, Outcome, Trainer
+from experiments.training import Outcome, StepReport, Trainer
 from thinwire.comm import Communicator
+from thinwire.engine import NonFiniteError
 
 if TYPE_CHECKING:
     from experiments.language import MaskedLanguageTask
@@ -54,36 +57,52 @@ def pretrain(comm: Communicator, settings: PretrainSettings) -> None:
         settings.sequence_length,
         settings.validation_sequences,
     )
-    task = MaskedLanguageTask(tokens, SIZES[settings.model], settings.batch_size, settings.dropout)
-    runs = {name: _train(name, task, settings, comm) for name in settings.optimizers}
-    on_every_rank(comm, lambda: _write_results(runs, tokens, settings, comm))
+    first = on_every_rank(comm, lambda: load(settings.engine.config(settings.engine.optimizers[0]), comm.size))
+    batch_size = first.train_batch_size
+    task = MaskedLanguageTask(tokens, SIZES[settings.model], first.train_micro_batch_size_per_gpu, settings.dropout)
+    runs = {name: _train(name, task, batch_size, settings, comm) for name in settings.engine.optimizers}
+    on_every_rank(comm, lambda: _write_results(runs, tokens, batch_size, settings, comm))
 
 
-def _train(optimizer: str, task: MaskedLanguageTask, settings: PretrainSettings, comm: Communicator) -> Outcome:
+def _train(
+    optimizer: str, task: MaskedLanguageTask, batch_size: int, settings: PretrainSettings, comm: Communicator
+) -> Outcome:
     """One run, taken up from its last checkpoint if asked."""
-    trainer = Trainer(task, settings.plan, optimizer, comm)
-    folder = CheckpointFolder(settings.checkpoints / _NAME / optimizer, comm, settings.describe())
+    plan = settings.plan
+    learner = EngineLearner(task.build_model(plan.seed), plan, settings.engine.config(optimizer), comm)
+    trainer = Trainer(task, plan, learner, comm)
+    checkpoints = RunCheckpoints(settings.checkpoints / _NAME / optimizer, comm, settings.describe(batch_size))
     if not settings.resume:
-        folder.clear()
-    elif folder.load(trainer) and comm.rank == 0:
+        checkpoints.clear()
+    elif checkpoints.load(trainer, learner) and comm.rank == 0:
         print(f"{LABELS[optimizer]}: continuing after step {trainer.step}", file=sys.stderr)
     with reporter(
         LABELS[optimizer],
         first_step=trainer.step,
-        steps=settings.plan.steps,
-        items_a_step=settings.tokens_a_step(comm.size),
+        steps=plan.steps,
+        items_a_step=batch_size * settings.sequence_length,
         unit="tokens",
         every=settings.print_every,
         rank=comm.rank,
     ) as progress:
         while not trainer.finished:
-            progress.update(trainer.advance())
+            progress.update(_advance(trainer))
             if trainer.finished or trainer.step % settings.checkpoint_every == 0:
-                folder.save(trainer)
+                checkpoints.save(trainer, learner)
+    learner.engine.close()
     return trainer.outcome
 
 
-def _write_results(runs: dict[str, Outcome], tokens: Tokens, settings: PretrainSettings, comm: Communicator) -> None:
+def _advance(trainer: Trainer) -> StepReport:
+    try:
+        return trainer.advance()
+    except NonFiniteError as error:
+        raise InputError(f"training broke down at {error}") from error
+
+
+def _write_results(
+    runs: dict[str, Outcome], tokens: Tokens, batch_size: int, settings: PretrainSettings, comm: Communicator
+) -> None:
     """JSON, picture and a summary, on rank 0: the one that has the tokenizer."""
     if tokens.tokenizer is None:
         return
@@ -92,11 +111,11 @@ def _write_results(runs: dict[str, Outcome], tokens: Tokens, settings: PretrainS
     finding = None
     if len(runs) == len(OPTIMIZERS) and comm.size > 1:
         finding = findings.compare([runs["adamw"]], [runs["onebit-adam"]])
-    tokens_trained = settings.plan.steps * settings.tokens_a_step(comm.size)
+    tokens_trained = settings.plan.steps * batch_size * settings.sequence_length
     write_json(
         settings.output / f"{_NAME}.json",
         {
-            "settings": settings.describe(),
+            "settings": settings.describe(batch_size),
             "ranks": comm.size,
             "backend": comm.backend,
             "machine": machine.describe(),
@@ -124,7 +143,8 @@ def _draw(
     ranks: int,
 ) -> None:
     millions = next(iter(runs.values())).parameters / 1e6
-    subtitle = f"BERT-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}, on {ranks} ranks"
+    subject = f"BERT-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}"
+    subtitle = f"{subject}, on {ranks} ranks, ZeRO stage {settings.zero}"
     title = "BERT pretraining" if finding is None else f"1-bit Adam: {finding.claim}"
     figure, axes = plotting.new_figure(1, title, subtitle)
     series = [plotting.Series.of(name, [run]) for name, run in runs.items()]

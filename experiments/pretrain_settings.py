@@ -10,10 +10,12 @@ from typing import Any
 
 from experiments.command_line import Parser, fraction, freeze_step, positive, rate, seed
 from experiments.corpus import Corpus, load
+from experiments.engine_settings import EngineSettings
 from experiments.errors import InputError
+from experiments.learners import OPTIMIZERS
+from experiments.plans import Plan
 from experiments.results import RESULTS, check_writable
 from experiments.sizes import SIZES
-from experiments.training import OPTIMIZERS, Plan
 
 __all__ = ["DEFAULT_RANKS", "PretrainSettings", "parse"]
 
@@ -31,10 +33,9 @@ class PretrainSettings:
     corpus: tuple[Path, ...] | None
     vocab_size: int
     sequence_length: int
-    batch_size: int
     dropout: float
-    optimizers: tuple[str, ...]
     plan: Plan
+    engine: EngineSettings
     ranks: int | None
     validation_sequences: int
     print_every: int
@@ -52,28 +53,31 @@ class PretrainSettings:
         """What the picture calls the text."""
         return ", ".join(path.name for path in self.corpus) if self.corpus else "Python's standard library"
 
-    def tokens_a_step(self, ranks: int) -> int:
-        """Tokens that all ranks together read in one step."""
-        return ranks * self.batch_size * self.sequence_length
-
-    def describe(self) -> dict[str, Any]:
-        """What makes the numbers what they are: no folder, no machine."""
+    def describe(self, batch_size: int) -> dict[str, Any]:
+        """What makes the numbers what they are: no folder, no machine. `batch_size`: sequences of a step, all ranks."""
         return {
             "model": self.model,
             "corpus": self.corpus_name,
             "vocab_size": self.vocab_size,
             "sequence_length": self.sequence_length,
-            "batch_size": self.batch_size,
+            "train_batch_size": batch_size,
             "dropout": self.dropout,
             "validation_sequences": self.validation_sequences,
             "steps": self.plan.steps,
-            "warmup_steps": self.plan.warmup_steps,
+            "warmup_steps": None if self.engine.scheduled else self.plan.warmup_steps,
             "learning_rate": self.plan.learning_rate,
             "weight_decay": self.plan.weight_decay,
             "freeze_step": self.plan.freeze_step,
             "evaluate_every": self.plan.evaluate_every,
             "seed": self.plan.seed,
+            "zero": self.zero,
+            "config": self.engine.file,
         }
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage."""
+        return self.engine.check(self.engine.optimizers[0]).zero_optimization.stage
 
 
 def parse(arguments: Sequence[str]) -> PretrainSettings:
@@ -90,6 +94,9 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
         raise InputError(f"--sequence-length {options.sequence_length} must be at least {_SHORTEST_SEQUENCE}")
     if options.corpus:
         load(options.corpus)
+    engine = EngineSettings(options, max(1, options.steps // 5))
+    params = [engine.check(optimizer).optimizer.params for optimizer in engine.optimizers]
+    seed = engine.check(engine.optimizers[0]).seed
     check_writable(options.output, "--output")
     check_writable(options.checkpoints, "--checkpoints")
     return PretrainSettings(
@@ -97,18 +104,17 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
         corpus=tuple(options.corpus) if options.corpus else None,
         vocab_size=options.vocab_size,
         sequence_length=options.sequence_length,
-        batch_size=options.batch_size,
         dropout=options.dropout,
-        optimizers=tuple(dict.fromkeys(options.optimizer)),
         plan=Plan(
             steps=options.steps,
             warmup_steps=warmup,
-            learning_rate=options.lr,
-            weight_decay=options.weight_decay,
-            freeze_step=options.freeze_step or max(1, options.steps // 5),
+            learning_rate=params[-1]["lr"],
+            weight_decay=params[-1]["weight_decay"],
+            freeze_step=params[-1].get("freeze_step", "auto"),
             evaluate_every=options.evaluate_every or max(1, options.steps // 50),
-            seed=options.seed,
+            seed=seed,
         ),
+        engine=engine,
         ranks=options.ranks,
         validation_sequences=options.validation_sequences,
         print_every=options.print_every,
@@ -132,16 +138,22 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--validation-sequences", type=positive, default=1024, metavar="N", help="held out, at most")
     data.add_argument("--dropout", type=fraction, default=0.0, metavar="P", help="0 suits a single pass over the text")
     training = parser.add_argument_group("training")
-    training.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS, help="in this order")
-    training.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences a rank a step")
+    training.add_argument(
+        "--optimizer", nargs="+", choices=tuple(OPTIMIZERS), help="in this order; else both, at ZeRO stage 3 adamw"
+    )
+    training.add_argument("--zero", type=int, choices=range(4), metavar="0|1|2|3", help="ZeRO stage; else 1")
+    training.add_argument(
+        "--config", type=Path, metavar="FILE", help="the engine's configuration, with DeepSpeed's keys, in JSON"
+    )
+    training.add_argument("--batch-size", type=positive, metavar="N", help="sequences a rank a micro-batch; else 16")
     training.add_argument("--steps", type=positive, default=3000, metavar="N", help="optimizer steps")
     training.add_argument("--warmup-steps", type=positive, metavar="N", help="of the learning rate; else a tenth")
-    training.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="at its peak; it then falls to 0")
-    training.add_argument("--weight-decay", type=fraction, default=0.01, metavar="RATE", help="of matrices")
+    training.add_argument("--lr", type=rate, metavar="RATE", help="at its peak; it then falls to 0; else 0.001")
+    training.add_argument("--weight-decay", type=fraction, metavar="RATE", help="of matrices; else 0.01")
     training.add_argument(
         "--freeze-step", type=freeze_step, metavar="N", help="of 1-bit Adam, or auto; else a fifth of the steps"
     )
-    training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, order and masks")
+    training.add_argument("--seed", type=seed, metavar="N", help="of weights, order and masks; else 0")
     running = parser.add_argument_group("running")
     running.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {DEFAULT_RANKS}")
     running.add_argument("--evaluate-every", type=positive, metavar="N", help="steps; else a fiftieth of them")

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.errors import InputError
 
-__all__ = ["RESULTS", "check_writable", "write_json"]
+__all__ = ["RESULTS", "check_writable", "read_json", "write_json"]
 
 RESULTS = Path(__file__).parent / "results"
 """Where the committed numbers and pictures live."""
@@ -30,6 +30,12 @@ def check_writable(folder: Path, option: str) -> None:
         raise InputError(
             f"{option} {folder} cannot be written ({error.strerror}): give a folder you may write to"
         ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.corpus import load
+from experiments.plans import Plan
 from experiments.plotting import Reference
 from experiments.sizes import SIZES
 from experiments.tokens import share_tokens, unigram_entropy
-from experiments.training import Plan, Task
+from experiments.training import Task
 from thinwire.comm import Communicator
 
 __all__ = ["SUBJECTS", "Subject"]

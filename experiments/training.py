@@ -1,22 +1,20 @@
-"""One training loop for every experiment: the same data and weights, one optimizer or the other."""
+"""One training loop for every experiment: the same data and weights, one learner or the other."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from statistics import mean
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from experiments.baseline import AveragedAdamW
-from thinwire import OneBitAdam
+from experiments.learners import Learner
+from experiments.plans import Plan
 from thinwire.comm import Communicator
 
-__all__ = ["OPTIMIZERS", "Curve", "Outcome", "Plan", "StepReport", "Task", "Trainer"]
-
-OPTIMIZERS = ("adamw", "onebit-adam")
-
+__all__ = ["Curve", "Outcome", "StepReport", "Task", "Trainer"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -27,40 +25,11 @@ class Task(Protocol[Model]):
     def build_model(self, seed: int) -> Model:
         """A model whose weights depend on the seed only."""
 
-    def training_loss(self, model: Model, seed: int, step: int, rank: int, ranks: int) -> Tensor:
-        """Mean loss of the batch that this rank takes at this step, with its graph."""
+    def training_loss(self, model: Any, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+        """Mean loss of the batch that this rank takes at this step, with its graph; `model` is called like one."""
 
-    def validation_sum(self, model: Model, rank: int, ranks: int) -> tuple[float, int]:
+    def validation_sum(self, model: Any, rank: int, ranks: int) -> tuple[float, int]:
         """Summed loss of the held-out examples that fall to this rank, and how many they are."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long and how fast to train.
-
-    Attributes:
-        steps: optimizer steps in all.
-        warmup_steps: steps over which the learning rate rises linearly; then it falls linearly to zero.
-        learning_rate: its peak.
-        weight_decay: decoupled, on matrices only.
-        freeze_step: when 1-bit Adam freezes the variance; "auto" lets it decide.
-        evaluate_every: steps between validations; the last step is always validated.
-        seed: of the weights and the batches.
-    """
-
-    steps: int
-    warmup_steps: int
-    learning_rate: float
-    weight_decay: float
-    freeze_step: int | Literal["auto"]
-    evaluate_every: int
-    seed: int
-
-    def rate_at(self, step: int) -> float:
-        """Learning rate of step 0, 1, ..., steps - 1."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        return self.learning_rate * (self.steps - step) / max(1, self.steps - self.warmup_steps)
 
 
 @dataclass
@@ -79,8 +48,8 @@ class StepReport:
     Attributes:
         step: steps done.
         loss: of this rank's batch, in nats.
-        bytes_sent: by this rank in this step, for gradients or momentum.
-        stage: "exact" for AdamW; "warmup" or "1-bit" for 1-bit Adam.
+        bytes_sent: by this rank in this step, for gradients, weights or momentum.
+        stage: as in `Learner`.
         validation_loss: over all ranks, if this step was validated.
     """
 
@@ -99,7 +68,7 @@ class Outcome:
         seed: of the weights and the batches.
         parameters: elements of the model.
         final_loss: validation loss after the last step, in nats.
-        bytes_sent: by one rank in the whole run, for gradients or momentum.
+        bytes_sent: by one rank in the whole run, for gradients, weights or momentum.
         last_step_bytes: by one rank in the last step.
         frozen_at: the step at which 1-bit Adam froze its variance; None if it did not.
         seconds: of training and validation, checkpoints left out.
@@ -117,15 +86,14 @@ class Outcome:
 
 
 class Trainer:
-    """Trains one model with one optimizer, a step at a call, and keeps its curve."""
+    """Has a learner learn a task, a step at a call, and keeps its curve."""
 
-    def __init__(self, task: Task[Any], plan: Plan, optimizer: str, comm: Communicator) -> None:
-        """Builds the model from the plan's seed, and one of `OPTIMIZERS` over all ranks of `comm`."""
+    def __init__(self, task: Task[Any], plan: Plan, learner: Learner, comm: Communicator) -> None:
+        """Takes a learner whose model is the task's, made from the plan's seed, over all ranks of `comm`."""
         self.task = task
         self.plan = plan
+        self.learner = learner
         self.comm = comm
-        self.model = task.build_model(plan.seed)
-        self.optimizer = _build_optimizer(optimizer, self.model, plan, comm)
         self.step = 0
         self.bytes_sent = 0
         self.step_bytes = 0
@@ -138,22 +106,15 @@ class Trainer:
         return self.step >= self.plan.steps
 
     @property
-    def stage(self) -> str:
-        """How this optimizer communicates now."""
-        if isinstance(self.optimizer, OneBitAdam):
-            return "1-bit" if self.optimizer.frozen else "warmup"
-        return "exact"
-
-    @property
     def outcome(self) -> Outcome:
         """What the results say about this run, once it is finished."""
         return Outcome(
             seed=self.plan.seed,
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=sum(parameter.numel() for parameter in self.learner.module.parameters()),
             final_loss=self.curve.losses[-1],
             bytes_sent=self.bytes_sent,
             last_step_bytes=self.step_bytes,
-            frozen_at=self.optimizer.freeze_step_taken if isinstance(self.optimizer, OneBitAdam) else None,
+            frozen_at=self.learner.frozen_at,
             seconds=round(self.seconds, 1),
             curve=self.curve,
         )
@@ -161,20 +122,15 @@ class Trainer:
     def advance(self) -> StepReport:
         """Does one step on every rank, and validates when it is time to."""
         started = time.perf_counter()
-        sent_before = self.optimizer.bytes_sent
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate_at(self.step)
-        loss = self.task.training_loss(self.model, self.plan.seed, self.step, self.comm.rank, self.comm.size)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        sent_before = self.learner.bytes_sent
+        loss = mean([self._learn(micro_batch) for micro_batch in range(self.learner.micro_batches)])
         self.step += 1
-        self.step_bytes = self.optimizer.bytes_sent - sent_before
+        self.step_bytes = self.learner.bytes_sent - sent_before
         self.bytes_sent += self.step_bytes
         due = self.finished or self.step % self.plan.evaluate_every == 0
         validation_loss = self._record() if due else None
         self.seconds += time.perf_counter() - started
-        return StepReport(self.step, loss.item(), self.step_bytes, self.stage, validation_loss)
+        return StepReport(self.step, loss, self.step_bytes, self.learner.stage, validation_loss)
 
     def progress(self) -> dict[str, Any]:
         """All that is not in the model or the optimizer, as plain values."""
@@ -196,13 +152,19 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean validation loss over all ranks' shares, in nats; the model is not changed."""
-        self.model.eval()
+        self.learner.module.eval()
         with torch.no_grad():
-            total, count = self.task.validation_sum(self.model, self.comm.rank, self.comm.size)
-        self.model.train()
+            total, count = self.task.validation_sum(self.learner, self.comm.rank, self.comm.size)
+        self.learner.module.train()
         sums = torch.tensor([total, count], dtype=torch.float64)
         self.comm.all_reduce(sums)
         return float(sums[0] / sums[1])
+
+    def _learn(self, micro_batch: int) -> float:
+        batch = self.step * self.learner.micro_batches + micro_batch
+        loss = self.task.training_loss(self.learner, self.plan.seed, batch, self.comm.rank, self.comm.size)
+        self.learner.learn(loss)
+        return loss.item()
 
     def _record(self) -> float:
         loss = self.validate()
@@ -210,19 +172,3 @@ class Trainer:
         self.curve.bytes_sent.append(self.bytes_sent)
         self.curve.losses.append(loss)
         return loss
-
-
-def _build_optimizer(name: str, model: nn.Module, plan: Plan, comm: Communicator) -> AveragedAdamW | OneBitAdam:
-    groups = _parameter_groups(model, plan.weight_decay)
-    if name == "adamw":
-        return AveragedAdamW(groups, comm, lr=plan.learning_rate)
-    return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay; biases and normalisation weights do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.training import Plan
+from experiments.learners import OPTIMIZERS
+from experiments.plans import Plan
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -46,6 +47,18 @@ class LineTask:
     def _loss(self, model: nn.Module, key: int, count: int) -> Tensor:
         inputs = torch.randn(count, 7, generator=torch.Generator().manual_seed(key))
         return (model(inputs) - inputs[:, :3]).square().mean()
+
+
+def engine_config(optimizer: str, stage: int, plan: Plan = PLAN) -> dict[str, Any]:
+    """The engine's configuration for `LineTask`."""
+    params: dict[str, Any] = {"lr": plan.learning_rate}
+    if optimizer == "onebit-adam":
+        params["freeze_step"] = plan.freeze_step
+    return {
+        "train_micro_batch_size_per_gpu": 16,
+        "optimizer": {"type": OPTIMIZERS[optimizer], "params": params},
+        "zero_optimization": {"stage": stage},
+    }
 
 
 def run_module(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import convergence
+from experiments.engine_settings import load
 from experiments.errors import InputError
 from experiments.pretrain_settings import parse
 from experiments.sizes import SIZES
@@ -19,7 +20,8 @@ def folders(tmp_path: Path) -> list[str]:
 
 def test_defaults_train_both_optimizers_and_freeze_after_a_fifth(folders: list[str]) -> None:
     settings = parse(folders)
-    assert settings.optimizers == ("adamw", "onebit-adam")
+    assert settings.engine.optimizers == ("adamw", "onebit-adam")
+    assert settings.zero == 1
     assert settings.plan.freeze_step == settings.plan.steps // 5
     assert settings.ranks is None
     assert settings.corpus is None
@@ -30,8 +32,8 @@ def test_options_reach_the_plan(folders: list[str]) -> None:
     settings = parse([*given.split(), *folders])
     plan = settings.plan
     assert (plan.steps, plan.warmup_steps, plan.learning_rate, plan.freeze_step, plan.seed) == (50, 5, 0.5, 7, 3)
-    assert settings.optimizers == ("onebit-adam",)
-    assert settings.tokens_a_step(4) == 72
+    assert settings.engine.optimizers == ("onebit-adam",)
+    assert load(settings.engine.config("onebit-adam"), 4).train_batch_size == 8
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -57,6 +59,9 @@ def test_every_size_is_offered(size: str, folders: list[str]) -> None:
         ("--steps 5 --warmup-steps 5", "--warmup-steps 5 must be less"),
         ("--sequence-length 3", "--sequence-length 3"),
         ("--seed -1", "--seed"),
+        ("--zero 4", "--zero"),
+        ("--config absent.json", "absent.json cannot be read"),
+        ("--zero 3 --optimizer onebit-adam", "stage 3 .*momentum"),
         ("--corpus", "--corpus"),
         ("--unheard-of", "--unheard-of"),
     ],

@@ -91,6 +91,19 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(
 
 
 @pytest.mark.launch
+def test_stage_3_and_a_configuration_file(tmp_path: Path, corpus: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
+    ended = pretrain(tmp_path, corpus, "--config", str(config))
+    assert ended.returncode == 0, ended.stderr
+    found = results(tmp_path)
+    assert list(found["runs"]) == ["adamw"]
+    assert found["settings"]["zero"] == 3
+    assert found["settings"]["config"]["gradient_clipping"] == 1.0
+    assert found["runs"]["adamw"]["bytes_sent"] > 0
+
+
+@pytest.mark.launch
 def test_a_corpus_that_is_too_short_is_refused_once(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("abc abd abe")

@@ -1,0 +1,161 @@
+"""What the training loop drives: a model with an optimizer of its own, or with thinwire's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from experiments.baseline import AveragedAdamW
+from experiments.plans import Plan
+from thinwire import OneBitAdam, ShardedOneBitAdam
+from thinwire.comm import Communicator
+from thinwire.engine import Engine, initialize, load_config
+
+__all__ = ["OPTIMIZERS", "EngineLearner", "Learner", "PlainLearner", "parameter_groups"]
+
+OPTIMIZERS = {"adamw": "AdamW", "onebit-adam": "OneBitAdam"}
+"""Names on command lines and in results, and in the engine's configurations."""
+
+
+class Learner(Protocol):
+    """A model and what moves its weights.
+
+    Attributes:
+        module: the model.
+        micro_batches: losses that it learns from in one step.
+    """
+
+    module: nn.Module
+    micro_batches: int
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Runs the model."""
+
+    def learn(self, loss: Tensor) -> None:
+        """Takes a micro-batch's gradients, and moves the weights after a step's last one. Collective."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent for gradients, weights or momentum."""
+
+    @property
+    def stage(self) -> str:
+        """How it communicates now: "exact" for AdamW; "warmup" or "1-bit" for 1-bit Adam."""
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step at which 1-bit Adam froze its variance; None if it did not."""
+
+
+class PlainLearner:
+    """A model on every rank beside an optimizer that synchronises them by itself, as in a loop written by hand."""
+
+    micro_batches = 1
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator) -> None:
+        """Builds one of `OPTIMIZERS` over all ranks of `comm`."""
+        self.module = model
+        groups = parameter_groups(model, plan.weight_decay)
+        self.optimizer: AveragedAdamW | OneBitAdam
+        if optimizer == "adamw":
+            self.optimizer = AveragedAdamW(groups, comm, lr=plan.learning_rate)
+        else:
+            self.optimizer = OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+        self._plan = plan
+        self._steps = 0
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """See `Learner`."""
+        return self.module(*inputs)
+
+    def learn(self, loss: Tensor) -> None:
+        """See `Learner`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._plan.rate_at(self._steps)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._steps += 1
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Learner`."""
+        return self.optimizer.bytes_sent
+
+    @property
+    def stage(self) -> str:
+        """See `Learner`."""
+        if isinstance(self.optimizer, OneBitAdam):
+            return "1-bit" if self.optimizer.frozen else "warmup"
+        return "exact"
+
+    @property
+    def frozen_at(self) -> int | None:
+        """See `Learner`."""
+        return self.optimizer.freeze_step_taken if isinstance(self.optimizer, OneBitAdam) else None
+
+
+class EngineLearner:
+    """A model in `thinwire.initialize`'s engine: ZeRO stages, precisions, accumulation and checkpoints."""
+
+    def __init__(self, model: nn.Module, plan: Plan, config: Mapping[str, Any], comm: Communicator) -> None:
+        """Trains as `config` says, at the plan's learning rates where that has no scheduler.
+
+        Raises:
+            ValueError: on every rank, for a configuration that cannot work.
+        """
+        loaded = load_config(config, comm.size)
+        scheduled = loaded.scheduler is not None
+        self.engine: Engine
+        self.engine, self._optimizer, _, _ = initialize(
+            model=model,
+            model_parameters=parameter_groups(model, plan.weight_decay),
+            lr_scheduler=None if scheduled else lambda optimizer: _schedule(optimizer, plan),
+            config=loaded,
+            comm=comm,
+        )
+        self.module = self.engine.module
+        self.micro_batches = self.engine.gradient_accumulation_steps()
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """See `Learner`."""
+        return self.engine(*inputs)
+
+    def learn(self, loss: Tensor) -> None:
+        """See `Learner`."""
+        self.engine.backward(loss)
+        self.engine.step()
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Learner`."""
+        return self._optimizer.bytes_sent
+
+    @property
+    def stage(self) -> str:
+        """See `Learner`."""
+        if isinstance(self._optimizer, ShardedOneBitAdam):
+            return "1-bit" if self._optimizer.frozen else "warmup"
+        return "exact"
+
+    @property
+    def frozen_at(self) -> int | None:
+        """See `Learner`."""
+        return self._optimizer.frozen_at if isinstance(self._optimizer, ShardedOneBitAdam) else None
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices decay; biases and normalisation weights do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: plan.rate_at(step) / plan.learning_rate)
