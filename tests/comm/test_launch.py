@@ -119,3 +119,18 @@ def test_mpi4py_over_another_mpi_is_recognised():
     done = run_alone("join", "", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
     assert done.returncode != 0
     assert "mpirun started 2 ranks but mpi4py sees 1" in done.stderr
+
+
+def test_nothing_of_a_process_group_outlives_python():
+    """What torch imports for an optimizer would keep the group; its threads can abort a process that has finished."""
+    code = (
+        "import atexit, os\n"
+        "atexit.register(lambda: print(len(os.listdir('/proc/self/task')), flush=True))\n"
+        "from thinwire import comm\n"
+        "comm.init(backend='gloo')\n"
+        "print(len(os.listdir('/proc/self/task')))\n"
+        "import torch._dynamo\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True, text=True)
+    during, at_exit = map(int, done.stdout.split())
+    assert during > at_exit == 1

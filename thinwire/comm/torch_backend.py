@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -25,6 +26,9 @@ from thinwire.comm.store_roll_call import StoreRollCall
 from thinwire.comm.work import Pending
 
 __all__ = ["TorchCommunicator", "group_timeout"]
+
+# torch.distributed.nn.functional keeps the process group of the moment it is imported, and torch._dynamo imports it:
+# after init_process_group that group would outlive Python, whose shutdown Gloo's threads then abort. Import it before.
 
 # torch 2.13 renamed all_gather_into_tensor and warns at the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
