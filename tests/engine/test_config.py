@@ -101,7 +101,7 @@ def test_defaults() -> None:
         },
         {
             "train_batch_size": 6,
-            "optimizer": {"type": "OnebitAdam", "params": {"freeze_step": "auto", "codec": "int8"}},
+            "optimizer": {"type": "OnebitAdam", "params": {"freeze_step": "auto", "block_size": 1024}},
             "thinwire": {"resync_interval": 7},
             "activation_checkpointing": {"modules": ["BertLayer"], "cpu_checkpointing": True},
         },

@@ -101,9 +101,24 @@ def test_what_the_engine_lacks_is_the_models() -> None:
         engine.half()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_on_their_way_are_there_through_module(stage) -> None:
+    def body(comm):
+        zero = settings(stage)["zero_optimization"]
+        waiting = make_engine(comm, settings(stage, zero_optimization=zero | {"overlap_comm": True}))
+        plain = make_engine(comm, settings(stage))
+        for step in range(4):
+            assert train(waiting, [step]) == train(plain, [step])
+            weights = [list(engine.module.parameters()) for engine in (waiting, plain)]
+            assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+    threads.run(body, 3)
+
+
 def test_no_sync_adds_up_what_one_backward_gives() -> None:
     def body(comm, stage):
-        split, whole = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))
+        whole = make_engine(comm, settings(stage))
+        split = make_engine(comm, settings(stage, train_micro_batch_size_per_gpu=MICRO // 2))
         for step in range(5):
             inputs, wanted = batch(comm.rank, step)
             with split.no_sync():

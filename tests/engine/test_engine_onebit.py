@@ -47,6 +47,21 @@ def test_a_loss_that_is_not_finite_once_frozen() -> None:
     threads.run(body, 2)
 
 
+def test_the_norm_is_told_where_it_is_known() -> None:
+    def body(comm, clipping):
+        engine = make_engine(comm, onebit(1, gradient_clipping=clipping))
+        norms = []
+        for step in range(10):
+            train(engine, [step])
+            norms.append(engine.get_global_grad_norm())
+        return norms
+
+    for clipping, known in ((0.0, 8), (1.0, 10)):
+        norms = threads.run(lambda comm, clipping=clipping: body(comm, clipping), 2)[0]
+        assert [norm is not None for norm in norms] == [True] * known + [False] * (10 - known)
+        assert all(math.isfinite(norm) for norm in norms[:known])
+
+
 @pytest.mark.parametrize("steps", [5, 14])
 def test_resume(tmp_path, steps) -> None:
     def save(comm):

@@ -44,8 +44,8 @@ class ShardedOneBitAdam(ShardedOptimizer):
     and fp16 training add 2, for the residual before the step.
 
     Args:
-        params, comm, named_parameters, param_dtype, bucket_bytes, offload: as in ShardedOptimizer. A group may hold
-            `exp_avg_mask`, a tensor that broadcasts to its parameters: once frozen they stay where the mask is zero.
+        params, comm, named_parameters, param_dtype, bucket_bytes, offload, pin_memory: as in ShardedOptimizer. A group
+            may hold `exp_avg_mask`, a tensor that broadcasts to its parameters: once frozen they stay where it is zero.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         freeze_step: warmup steps before the variance is frozen; "auto" freezes when it has settled.
         stage: 0, 1 or 2; gradients live for the bucket in flight only once frozen, whatever the stage, unless
@@ -77,6 +77,7 @@ class ShardedOneBitAdam(ShardedOptimizer):
         bucket_bytes: int = _BUCKET_BYTES,
         max_norm: float = 0.0,
         offload: bool = False,
+        pin_memory: bool = True,
         block_size: int = DEFAULT_BLOCK_SIZE,
         resync_interval: int = 100,
         on_drift: Literal["repair", "raise"] = "repair",
@@ -101,6 +102,7 @@ class ShardedOneBitAdam(ShardedOptimizer):
             bucket_bytes=bucket_bytes,
             max_norm=max_norm,
             offload=offload,
+            pin_memory=pin_memory,
             block_size=block_size,
             lr=lr,
             betas=betas,

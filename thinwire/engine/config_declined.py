@@ -142,7 +142,7 @@ DECLINED: Mapping[str, Declined] = {
     "wandb": Declined('use "tensorboard" or "csv_monitor"'),
     "comet": Declined('use "tensorboard" or "csv_monitor"'),
     "trackio": Declined('use "tensorboard" or "csv_monitor"'),
-    "dump_state": _off("print engine.config.describe()"),
+    "dump_state": _off("print engine.settings.describe()"),
     "log_level": Declined("set the level in Python's logging"),
     "flops_profiler": Declined('use "wall_clock_breakdown", or torch.utils.flop_counter'),
     "comms_logger": Declined("read bytes_sent of the optimizer"),

@@ -52,14 +52,14 @@ _ONEBIT_ADAM_EXPECTS = {
     "betas": Expected("tuple[float, float]"),
     "eps": Expected("float"),
     "weight_decay": Expected("float"),
-    "bias_correction": Expected("bool"),
-    "compress": Expected("Literal['update', 'momentum']"),
-    "codec": Expected("Literal['sign1', 'int8', 'bf16', 'none']"),
     "block_size": Expected("int"),
     "comm_backend_name": Expected("Literal['nccl', 'gloo', 'mpi']"),
 }
 
 _ONEBIT_ADAM_DECLINES = {
+    "bias_correction": Declined("warmup is torch's AdamW, which always corrects", (True,)),
+    "codec": Declined("on sharded state it is sign1; thinwire.OneBitAdam has others", ("sign1",)),
+    "compress": Declined("on sharded state it is the update; thinwire.OneBitAdam has the momentum too", ("update",)),
     "cuda_aware": Declined(
         "thinwire finds out itself whether MPI can send from GPU memory; to overrule it, set THINWIRE_MPI_CUDA_AWARE"
     ),
@@ -143,7 +143,7 @@ def _check_onebit_adam(params: Mapping[str, Any]) -> None:
     torch.optim.AdamW(
         [torch.zeros(1)], **{key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
     )
-    make_codec(params.get("codec", "sign1"), **{key: params[key] for key in ("block_size",) if key in params})
+    make_codec("sign1", **{key: params[key] for key in ("block_size",) if key in params})
     freeze_step = params.get("freeze_step", "auto")
     if freeze_step != "auto" and freeze_step < 1:
         raise ValueError(f"freeze_step must be at least 1 warmup step, got {freeze_step}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.engine.batch_size import warn_of_another_size
 from thinwire.engine.errors import NonFiniteError
@@ -52,7 +52,7 @@ class Engine:
     """
 
     def __init__(self, parts: Parts, checkpoints: Checkpoints, reporter: Reporter) -> None:
-        self.module = parts.model
+        self._module = parts.model
         self.optimizer = parts.optimizer
         self.lr_scheduler = parts.schedule
         self.training_dataloader = parts.loader
@@ -77,17 +77,17 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, tensors among the inputs moved to its device and, floating-point ones, to its dtype."""
-        if self.module.training and not self._inside_no_sync and not self._seen_batch:
+        if self._module.training and not self._inside_no_sync and not self._seen_batch:
             warn_of_another_size((args, kwargs), self.train_micro_batch_size_per_gpu(), self.comm.rank)
             self._seen_batch = True
         with self._timers("forward"):
             args, kwargs = self._precision.place((args, kwargs), self.device)
-            return self.module(*args, **kwargs)
+            return self._module(*args, **kwargs)
 
     forward = __call__
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not there yet: do not look for it in itself
+        if name == "_module":  # not there yet: do not look for it in itself
             raise AttributeError(name)
         if name in _OF_AN_UNSHARDED_MODEL:
             raise AttributeError(
@@ -95,6 +95,12 @@ class Engine:
                 "model before thinwire.initialize, or load a checkpoint"
             )
         return getattr(self.module, name)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, all its weights there: with `overlap_comm` reach them through this, or through forward."""
+        self.optimizer.wait_for_weights()
+        return self._module
 
     # One step
 
@@ -147,7 +153,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop the step under way, as after a backward that failed; on every rank or none. step() does it by itself."""
         self.optimizer.zero_grad()
-        self.module.zero_grad()  # parameters that no optimizer holds
+        self._module.zero_grad()  # parameters that no optimizer holds
         self._losses.clear()
         self._synchronized = False
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
@@ -178,8 +184,13 @@ class Engine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm of the last step's averaged gradient before clipping; None before the first step."""
-        return self.optimizer.last_step.grad_norm if self.global_steps else None
+        """2-norm of the last step's averaged gradient before clipping; None where it is not known.
+
+        That is before the first step and, without clipping, once 1-bit Adam is frozen: nobody sees the whole average.
+        """
+        outcome = self.optimizer.last_step
+        unknown = outcome.applied and math.isnan(outcome.grad_norm)
+        return outcome.grad_norm if self.global_steps and not unknown else None
 
     def was_step_applied(self) -> bool:
         """Whether the last step() moved the weights."""
@@ -278,7 +289,7 @@ class Engine:
         with self._timers("step"):
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.module.zero_grad()  # parameters that no optimizer holds
+            self._module.zero_grad()  # parameters that no optimizer holds
         outcome = self.optimizer.last_step
         self._applied = outcome.applied
         self.global_steps += 1
@@ -288,17 +299,16 @@ class Engine:
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
         scale = self._loss_scale.value if self._loss_scale is not None else None
-        self._reporter.report(self._summary(outcome.grad_norm, scale), self._losses)
-        # Once 1-bit Adam is frozen, the norm of a step that moved may be unknown.
+        self._reporter.report(self._summary(scale), self._losses)
         overflow = not outcome.applied and not math.isfinite(outcome.grad_norm)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow)
         elif overflow:
             self._raise_not_finite()
 
-    def _summary(self, grad_norm: float, loss_scale: float | None) -> StepSummary:
-        rates, skipped = self.get_lr(), self.skipped_steps
-        return StepSummary(self.global_steps, self.global_samples, skipped, rates, grad_norm, loss_scale)
+    def _summary(self, loss_scale: float | None) -> StepSummary:
+        norm, rates = self.get_global_grad_norm(), self.get_lr()
+        return StepSummary(self.global_steps, self.global_samples, self.skipped_steps, rates, norm, loss_scale)
 
     def _raise_not_finite(self) -> None:
         ranks = self._losses.ranks_not_finite(self.comm)

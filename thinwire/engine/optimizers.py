@@ -110,6 +110,7 @@ def build_optimizer(
         "bucket_bytes": zero.reduce_bucket_size * width,
         "max_norm": config.gradient_clipping,
         "offload": zero.offload_optimizer.device == "cpu",
+        "pin_memory": zero.offload_optimizer.pin_memory,
     }
     if recipe.onebit:
         options = dict(recipe.options)
@@ -132,9 +133,7 @@ def _build_stage_3(
     precision: Precision,
 ) -> FullyShardedOptimizer:
     offload = config.zero_optimization.offload_param
-
     groups = _groups(recipe.parameters)
-
     held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
     broadcast_from_rank_0(comm, held)
 

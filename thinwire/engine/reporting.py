@@ -17,13 +17,14 @@ __all__ = ["Reporter", "StepSummary"]
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One step. `samples`: that all ranks have seen so far. `loss_scale`: None but in fp16."""
+    """One step. `samples`: that all ranks have seen so far. `grad_norm`: None where it is not known. `loss_scale`: None
+    but in fp16."""
 
     step: int
     samples: int
     skipped: int
     rates: list[float]
-    grad_norm: float
+    grad_norm: float | None
     loss_scale: float | None
 
 
@@ -85,10 +86,14 @@ class Reporter:
         self._monitor.close()
 
     def _write(self, summary: StepSummary, loss: float) -> None:
-        scalars = {"Train/loss": loss, "Train/lr": summary.rates[0], "Train/grad_norm": summary.grad_norm}
-        if summary.loss_scale is not None:
-            scalars["Train/loss_scale"] = summary.loss_scale
-        self._monitor.write([(name, value, summary.samples) for name, value in scalars.items()])
+        scalars = {
+            "Train/loss": loss,
+            "Train/lr": summary.rates[0],
+            "Train/grad_norm": summary.grad_norm,
+            "Train/loss_scale": summary.loss_scale,
+        }
+        known = [(name, value, summary.samples) for name, value in scalars.items() if value is not None]
+        self._monitor.write(known)
 
     def _memory(self) -> MemoryReport:
         optimizer, stage = self._parts.optimizer, self._parts.config.zero_optimization.stage

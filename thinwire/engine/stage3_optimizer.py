@@ -15,11 +15,18 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator, Traffic
 from thinwire.engine.stage3 import local_run
 from thinwire.zero import Piece, PieceSource, StepResult
-from thinwire.zero.masters import OptimizerClass, read_weight
+from thinwire.zero.masters import OptimizerClass
+from thinwire.zero.saved_state import (
+    check_same_optimizer,
+    counters_of,
+    group_settings,
+    read_state,
+    read_weight,
+    state_pieces,
+    take_over_settings,
+)
 
 __all__ = ["FullyShardedOptimizer"]
-
-_SCALAR = "scalar."
 
 
 @dataclass(frozen=True)
@@ -128,11 +135,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             pieces.append(Piece("weight", part.name, part.start, part.values.to(self._dtype)))
             if self._dtype != torch.float32:
                 pieces.append(Piece("master", part.name, part.start, part.values))
-            for kind, value in self._state_of(part).items():
-                if isinstance(value, Tensor) and value.dim() == 1:
-                    pieces.append(Piece(kind, part.name, part.start, value))
-                elif part.start == 0 and value is not None:
-                    pieces.append(Piece(_SCALAR + kind, part.name, 0, torch.as_tensor(value).reshape(1).detach()))
+            pieces += state_pieces(self._state_of(part), part.name, part.start, slice(None))
         return pieces
 
     def rank_tensors(self) -> dict[str, Tensor]:
@@ -141,7 +144,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
 
     def counters(self) -> dict[str, Any]:
         """The groups' settings, as plain values: the same on every rank."""
-        return {"optimizer": self._name, "groups": [_plain(group) for group in self.param_groups]}
+        return counters_of(self._name, self.param_groups)
 
     @torch.no_grad()
     def load(self, source: PieceSource) -> None:
@@ -150,19 +153,14 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
         """
         saved = source.counters()
-        if saved["optimizer"] != self._name or len(saved["groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"this state was saved by {saved['optimizer']} with {len(saved['groups'])} parameter groups, this is "
-                f"{self._name} with {len(self.param_groups)}: build the same optimizer, or load the weights alone"
-            )
+        check_same_optimizer(saved, self._name, self.param_groups)
         self.load_weights(source)
         if self._optimizer is not None:
             packed = self._optimizer.state_dict()
-            states = [_saved_state(source, part) for part in self._in_order()]
+            states = [read_state(source, one.name, one.start, one.values.numel()) for one in self._in_order()]
             packed["state"] = {place: state for place, state in enumerate(states) if state}
             self._optimizer.load_state_dict(packed)
-        for group, settings in zip(self.param_groups, saved["groups"], strict=True):
-            group.update({key: _like(group.get(key), value) for key, value in settings.items()})
+        take_over_settings(saved, self.param_groups)
 
     @torch.no_grad()
     def load_weights(self, source: PieceSource) -> None:
@@ -194,14 +192,14 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
                 gradient.mul_(coefficient)
             part.values.grad = gradient
         for number, inner in zip(self._used_groups, self._optimizer.param_groups, strict=True):
-            inner.update(_settings(self.param_groups[number]))
+            inner.update(group_settings(self.param_groups[number]))
         self._optimizer.step()
         for part in self._parts:
             part.values.grad = None
 
     def _inner_group(self, number: int) -> dict[str, Any]:
         parts = [part.values for part in self._parts if part.group == number and part.values.numel()]
-        return {**_settings(self.param_groups[number]), "params": parts}
+        return {**group_settings(self.param_groups[number]), "params": parts}
 
     def _in_order(self) -> list[_Part]:
         """The parts as the torch optimizer numbers them."""
@@ -218,31 +216,3 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
 
 def _gradient(parameter: Tensor) -> Tensor | None:
     return None if parameter.grad is None else local_run(parameter.grad)[1]
-
-
-def _saved_state(source: PieceSource, part: _Part) -> dict[str, Tensor]:
-    state = {}
-    for kind in source.kinds() - {"weight", "master"}:
-        try:
-            if kind.startswith(_SCALAR):
-                state[kind.removeprefix(_SCALAR)] = source.read(kind, part.name, 0, 1)[0]
-            else:
-                state[kind] = source.read(kind, part.name, part.start, part.values.numel())
-        except KeyError:
-            continue  # a parameter that never had a gradient has no state
-    return state
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: float(value) if isinstance(value, Tensor) else value for key, value in _settings(group).items()}
-
-
-def _like(mine: Any, saved: Any) -> Any:
-    """A saved plain value in the type that this optimizer uses for it."""
-    if isinstance(mine, Tensor):
-        return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
-    return tuple(saved) if isinstance(mine, tuple) else saved

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.zero.flat import FlatBucket, Run
+from thinwire.zero.flat import FlatBucket
 from thinwire.zero.pieces import Piece, PieceSource
+from thinwire.zero.saved_state import group_settings, read_state, read_weight, state_pieces
 
-__all__ = ["BucketMasters", "OptimizerClass", "read_weight"]
+__all__ = ["BucketMasters", "OptimizerClass"]
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
-
-_WEIGHTS = ("weight", "master")
-_SCALAR = "scalar."
 
 
 class BucketMasters:
@@ -25,7 +23,7 @@ class BucketMasters:
 
     The optimizer sees every parameter's part as a parameter of its own, one-dimensional, in the parameter's group:
     elementwise optimizers do not care where a tensor was cut. fp32 parameters are their own masters, unless `offload`
-    keeps masters and state in CPU memory.
+    keeps masters and state in CPU memory, the masters page-locked with `pin_memory`.
     """
 
     def __init__(
@@ -37,12 +35,14 @@ class BucketMasters:
         *,
         whole: bool,
         offload: bool,
+        pin_memory: bool,
     ) -> None:
         self.bucket = bucket
         self.whole = whole
         self._groups = groups
         self._group_of = group_of
         self._offload = offload and bucket.flat.device.type != "cpu"
+        self._pin_memory = pin_memory
         self.runs = bucket.runs(0, bucket.layout.numel) if whole else bucket.own_runs
         self.weights = self._make_masters()
         self.parts = [self.weights[run.place] for run in self.runs]
@@ -115,11 +115,7 @@ class BucketMasters:
             name, start = names[run.parameter], run.start + cut.start
             if self.separate:
                 pieces.append(Piece("master", name, start, self.parts[number][cut]))
-            for kind, value in self.state_of(number).items():
-                if isinstance(value, Tensor) and value.dim() == 1:
-                    pieces.append(Piece(kind, name, start, value[cut]))
-                elif start == 0 and value is not None:
-                    pieces.append(Piece(_SCALAR + kind, name, 0, torch.as_tensor(value).reshape(1).detach()))
+            pieces += state_pieces(self.state_of(number), name, start, cut)
         return pieces
 
     @torch.no_grad()
@@ -131,25 +127,11 @@ class BucketMasters:
     def load_state(self, source: PieceSource, names: Sequence[str]) -> None:
         """Take over the optimizer's state, where there is an optimizer."""
         if self.optimizer is not None:
-            state = {number: self._saved_state(source, names, number) for number in range(len(self.runs))}
+            state = [read_state(source, names[run.parameter], run.start, run.numel) for run in self.runs]
             order = [self._number_of(part) for group in self.optimizer.param_groups for part in group["params"]]
             packed = self.optimizer.state_dict()
             packed["state"] = {place: state[number] for place, number in enumerate(order) if state[number]}
             self.optimizer.load_state_dict(packed)
-
-    def _saved_state(self, source: PieceSource, names: Sequence[str], number: int) -> dict[str, Tensor]:
-        run = self.runs[number]
-        name = names[run.parameter]
-        state = {}
-        for kind in source.kinds() - set(_WEIGHTS):
-            try:
-                if kind.startswith(_SCALAR):
-                    state[kind.removeprefix(_SCALAR)] = source.read(kind, name, 0, 1)[0]
-                else:
-                    state[kind] = _read(source, kind, name, run)
-            except KeyError:
-                continue  # a parameter that never had a gradient has no state
-        return state
 
     def _number_of(self, part: Tensor) -> int:
         return next(number for number, mine in enumerate(self.parts) if mine is part)
@@ -158,35 +140,20 @@ class BucketMasters:
         if not self.separate:
             return self._replica.detach()
         if self.bucket.dtype == torch.float32:
-            return self._replica.detach().to("cpu", copy=True).pin_memory()
+            return self._rest(self._replica.detach().to("cpu", copy=True))
         masters = self.bucket.take_initial()
-        return masters.to("cpu").pin_memory() if self._offload else masters
+        return self._rest(masters.to("cpu")) if self._offload else masters
+
+    def _rest(self, masters: Tensor) -> Tensor:
+        return masters.pin_memory() if self._pin_memory else masters
 
     def _inner_group(self, number: int) -> dict[str, Any]:
         parts = [
             part for run, part in zip(self.runs, self.parts, strict=True) if self._group_of[run.parameter] == number
         ]
-        return {**_settings(self._groups[number]), "params": parts}
+        return {**group_settings(self._groups[number]), "params": parts}
 
     def _take_over_settings(self) -> None:
         assert self.optimizer is not None
         for number, inner in zip(self._used_groups, self.optimizer.param_groups, strict=True):
-            inner.update(_settings(self._groups[number]))
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def read_weight(source: PieceSource, dtype: torch.dtype, name: str, start: int, numel: int) -> Tensor:
-    """A parameter's saved values for use in `dtype`: the masters' where fp32 is wanted and there are masters."""
-    if dtype == torch.float32:
-        try:
-            return source.read("master", name, start, numel)
-        except KeyError:  # it was saved from a parameter in fp32, its own master
-            return source.read("weight", name, start, numel)
-    return source.read("weight", name, start, numel)
-
-
-def _read(source: PieceSource, kind: str, name: str, run: Run) -> Tensor:
-    return source.read(kind, name, run.start, run.numel)
+            inner.update(group_settings(self._groups[number]))

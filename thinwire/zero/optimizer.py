@@ -18,11 +18,12 @@ from thinwire.comm.agreement import raise_together
 from thinwire.zero.agreement import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.flat import FlatBucket
 from thinwire.zero.gradients import BucketGradients
-from thinwire.zero.masters import BucketMasters, OptimizerClass, read_weight
+from thinwire.zero.masters import BucketMasters, OptimizerClass
 from thinwire.zero.pieces import Piece, PieceSource
 from thinwire.zero.placement import Placement
 from thinwire.zero.prefetch import WeightGate
 from thinwire.zero.rounds import BackwardRounds
+from thinwire.zero.saved_state import check_same_optimizer, counters_of, read_weight, take_over_settings
 
 __all__ = ["ShardedOptimizer", "StepResult"]
 
@@ -71,7 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_bytes: gradients that leave together.
         block_size: shards are whole blocks of so many elements.
         max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
-        offload: keep masters and optimizer state in CPU memory, for parameters on a GPU.
+        offload: keep masters and optimizer state in CPU memory, for parameters on a GPU; with `pin_memory` the masters
+            are page-locked, for faster copies.
         options: for the optimizer class: lr, betas, ...
 
     A parameter without a gradient on some ranks counts as zero there; without one on any rank it is left alone, as in
@@ -92,6 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = _BUCKET_BYTES,
         max_norm: float = 0.0,
         offload: bool = False,
+        pin_memory: bool = True,
         block_size: int = 2048,
         **options: Any,
     ) -> None:
@@ -126,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters_are = None if dtype == torch.float32 else self._extent
             bucket = FlatBucket(self._exchange_comm, index, layout, self._placement.parameters, dtype, masters_are)
             self._buckets.append(bucket)
-            self._masters.append(self._make_masters(bucket, optimizer_class, options, offload))
+            self._masters.append(self._make_masters(bucket, optimizer_class, options, offload, pin_memory))
         self._gate: WeightGate | None = None
         self._gradients = [BucketGradients(bucket, self._exchange_comm, stage) for bucket in self._buckets]
         self._rounds = BackwardRounds(self._placement, self._gradients, keeps_gradients=stage < 2)
@@ -221,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def counters(self) -> dict[str, Any]:
         """The groups' settings, as plain values: the same on every rank."""
-        return {"optimizer": self._name, "groups": [_plain(group) for group in self.param_groups]}
+        return counters_of(self._name, self.param_groups)
 
     @torch.no_grad()
     def load(self, source: PieceSource) -> None:
@@ -230,16 +233,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
         """
         saved = source.counters()
-        if saved["optimizer"] != self._name or len(saved["groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"this state was saved by {saved['optimizer']} with {len(saved['groups'])} parameter groups, this is "
-                f"{self._name} with {len(self.param_groups)}: build the same optimizer, or use load_weights()"
-            )
+        check_same_optimizer(saved, self._name, self.param_groups)
         self.load_weights(source)
         for masters in self._masters:
             masters.load_state(source, self._placement.names)
-        for group, settings in zip(self.param_groups, saved["groups"], strict=True):
-            group.update({key: _like(group.get(key), value) for key, value in settings.items()})
+        take_over_settings(saved, self.param_groups)
 
     @torch.no_grad()
     def load_weights(self, source: PieceSource) -> None:
@@ -310,7 +308,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         broadcast_from_rank_0(self.comm, self._placement.parameters)
 
     def _make_masters(
-        self, bucket: FlatBucket, optimizer_class: OptimizerClass, options: dict[str, Any], offload: bool
+        self,
+        bucket: FlatBucket,
+        optimizer_class: OptimizerClass,
+        options: dict[str, Any],
+        offload: bool,
+        pin_memory: bool,
     ) -> BucketMasters:
         return BucketMasters(
             bucket,
@@ -319,6 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             lambda groups: optimizer_class(groups, **options),
             whole=self.stage == 0,
             offload=offload,
+            pin_memory=pin_memory,
         )
 
     def _check_options(
@@ -338,18 +342,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be at least 0, which does not clip, got {max_norm}")
         if isinstance(block_size, bool) or not block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {block_size!r}")
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: float(value) if isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-
-
-def _like(mine: Any, saved: Any) -> Any:
-    """A saved plain value in the type that this optimizer uses for it."""
-    if isinstance(mine, Tensor):
-        return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
-    return tuple(saved) if isinstance(mine, tuple) else saved
