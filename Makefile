@@ -8,15 +8,17 @@ READY := $(VENV)/.ready
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test lint plots bench gpu wheel clean
+.PHONY: help train test lint plots stages bench bench-engine gpu wheel clean
 
 help:
-	@echo "make train   pretrain a small BERT with AdamW and with 1-bit Adam, and draw both (under 10 minutes)"
-	@echo "make test    run every test"
-	@echo "make plots   reproduce the convergence plots"
-	@echo "make bench   measure the CPU kernels against this machine's copy bandwidth"
-	@echo "make gpu     run the GPU tests and kernel benchmark on the NVIDIA GPU present"
-	@echo "make lint    ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
+	@echo "make train         pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
+	@echo "make test          run every test"
+	@echo "make plots         reproduce the convergence plots"
+	@echo "make stages        compare losses by ZeRO stage, sharded or not, resumed or not (about 20 minutes)"
+	@echo "make bench         measure the CPU kernels against this machine's copy bandwidth"
+	@echo "make bench-engine  measure the engine's step time and memory beside torch's"
+	@echo "make gpu           run the GPU tests and kernel benchmark on the NVIDIA GPU present"
+	@echo "make lint          ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -40,8 +42,14 @@ lint: $(READY)
 plots: $(READY)
 	$(RUN) -m experiments.convergence $(ARGS)
 
+stages: $(READY)
+	$(RUN) -m experiments.stages $(ARGS)
+
 bench: $(READY)
 	$(RUN) -m experiments.bench_kernels $(ARGS)
+
+bench-engine: $(READY)
+	$(RUN) -m experiments.bench_engine $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu

@@ -15,41 +15,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from experiments import machine
 from experiments.command_line import Parser, positive
 from experiments.errors import InputError
-from experiments.kernel_peers import cpu_copies, eager_decode_mean, eager_encode, eager_encode_as_deepspeed
+from experiments.kernel_contenders import BLOCK_SIZE, Kind, Peer, contenders
 from experiments.results import RESULTS, check_writable, write_json
-from thinwire.compress import kernels
 
 __all__ = ["main"]
 
-_WORKERS = 4
-_BLOCK_SIZE = 2048
 _ELEMENTS = {"cpu": 64 << 20, "cuda": 256 << 20}
 _OUTPUT = {"cpu": RESULTS / "bench_kernels.json", "cuda": RESULTS / "gpu" / "kernels.json"}
-_ENCODE, _DECODE, _MEAN = "encode", "decode", f"decode and average {_WORKERS}"
 _COLOURS = {"copy": "#8a939e", "kernel": "#d1495b", "eager": "#5b6572"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WARMUP = 2
-
-Kind = Literal["copy", "kernel", "eager"]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One contender at a job: `bytes_per_element` is the least that the job must read and write."""
-
-    name: str
-    kind: Kind
-    job: str
-    bytes_per_element: float
-    run: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -72,15 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"bench_kernels: {error}", file=sys.stderr)
         return 2
-    buffers = _Buffers(options.device, options.elements)
-    peers = [*_copies(buffers), *_kernels(buffers, "sign1"), *_kernels(buffers, "int8"), *_eager(buffers)]
+    peers = contenders(options.device, options.elements)
     results = _summarise(peers, _measure(peers, options.device, options.repetitions), options.elements)
     _print_table(results)
     made_on = _describe(options.device)
     content = {
         "machine": made_on,
         "elements": options.elements,
-        "block_size": _BLOCK_SIZE,
+        "block_size": BLOCK_SIZE,
         "repetitions": options.repetitions,
         "finding": _finding(results),
         "results": [asdict(result) for result in results],
@@ -92,74 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _draw(results, made_on, picture)
         print(f"Written: {picture}")
     return 0
-
-
-class _Buffers:
-    """The memory that all peers share: equal conditions, and a working set far beyond the caches."""
-
-    def __init__(self, device: str, elements: int) -> None:
-        self.device, self.elements = device, elements
-        self.source, self.target, self.payload, self.residual = (torch.randn(elements, device=device) for _ in range(4))
-        self.packets = {codec: self._packets(codec) for codec in kernels.CODE_BITS}
-
-    def coded_bytes(self, codec: str) -> float:
-        """Bytes an element of one packet."""
-        return self.packets[codec].size(1) / self.elements
-
-    def _packets(self, codec: str) -> Tensor:
-        row_bytes = kernels.packet_bytes(codec, self.elements, _BLOCK_SIZE)
-        packets = torch.zeros(_WORKERS, row_bytes, dtype=torch.uint8, device=self.device)
-        for row in range(_WORKERS):
-            values = torch.randn_like(self.source)
-            kernels.encode(codec, values, None, packets[row : row + 1], self.elements, _BLOCK_SIZE)
-        return packets
-
-
-def _copies(buffers: _Buffers) -> list[Peer]:
-    if buffers.device == "cpu":
-        ways = cpu_copies(buffers.source, buffers.target)
-    else:
-        ways = {"copy, torch": lambda: _discard(buffers.target.copy_(buffers.source))}
-    return [Peer(name, "copy", "copy", 8, run) for name, run in ways.items()]
-
-
-def _kernels(buffers: _Buffers, codec: str) -> list[Peer]:
-    packets, coded = buffers.packets[codec], buffers.coded_bytes(codec)
-    elements, target = buffers.elements, buffers.target
-
-    def encode() -> None:
-        kernels.encode(codec, buffers.payload, buffers.residual, packets[:1], elements, _BLOCK_SIZE)
-
-    def decode() -> None:
-        kernels.decode(codec, packets[:1], target, elements, _BLOCK_SIZE)
-
-    def decode_mean() -> None:
-        kernels.decode_mean(codec, packets, target, elements, _BLOCK_SIZE)
-
-    jobs = ((_ENCODE, 12 + coded, encode), (_DECODE, 4 + coded, decode), (_MEAN, 4 + _WORKERS * coded, decode_mean))
-    return [Peer(f"{codec} {job}", "kernel", f"{codec} {job}", floor, run) for job, floor, run in jobs]
-
-
-def _eager(buffers: _Buffers) -> list[Peer]:
-    coded = buffers.coded_bytes("sign1")
-    bodies = torch.zeros_like(buffers.packets["sign1"][:, kernels.HEADER_BYTES :])
-    payload, residual, target = buffers.payload, buffers.residual, buffers.target
-
-    def as_deepspeed() -> None:
-        eager_encode_as_deepspeed(payload, residual, bodies[0], _BLOCK_SIZE)
-
-    def few_passes() -> None:
-        eager_encode(payload, residual, bodies[0], _BLOCK_SIZE)
-
-    def decode_mean() -> None:
-        eager_decode_mean(bodies, target, _BLOCK_SIZE)
-
-    encode, mean = f"sign1 {_ENCODE}", f"sign1 {_MEAN}"
-    return [
-        Peer(f"{encode}, eager, DeepSpeed's passes", "eager", encode, 12 + coded, as_deepspeed),
-        Peer(f"{encode}, eager, fewest passes", "eager", encode, 12 + coded, few_passes),
-        Peer(f"{mean}, eager", "eager", mean, 4 + _WORKERS * coded, decode_mean),
-    ]
 
 
 def _measure(peers: Sequence[Peer], device: str, repetitions: int) -> list[float]:
@@ -218,7 +131,7 @@ def _print_table(results: Sequence[Result]) -> None:
 
 
 def _finding(results: Sequence[Result]) -> str:
-    encode = next(result for result in results if result.name == f"sign1 {_ENCODE}")
+    encode = next(result for result in results if result.name == "sign1 encode")
     factor = max(encode.times_faster_than.values())
     return (
         f"The fused 1-bit encode moves its bytes at {encode.ratio_to_copy:.2f} of the speed of a memory copy, "
@@ -266,16 +179,12 @@ def _describe(device: str) -> dict[str, Any]:
     return made_on
 
 
-def _discard(_: object) -> None:
-    """Turn an expression into a statement."""
-
-
 def _elements(text: str) -> int:
     """A number of elements such as 64M; K, M and G are powers of 1024."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
     elements = int(match[1]) * _UNITS[match[2]] if match else 0
-    if elements < _BLOCK_SIZE or elements % _BLOCK_SIZE:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {_BLOCK_SIZE}, such as 64M")
+    if elements < BLOCK_SIZE or elements % BLOCK_SIZE:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {BLOCK_SIZE}, such as 64M")
     return elements
 
 
