@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +25,6 @@ from thinwire.comm.store_roll_call import StoreRollCall
 from thinwire.comm.work import Pending
 
 __all__ = ["TorchCommunicator", "group_timeout"]
-
-# torch.distributed.nn.functional keeps the process group of the moment it is imported, and torch._dynamo imports it:
-# after init_process_group that group would outlive Python, whose shutdown Gloo's threads then abort. Import it before.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
-    import torch.distributed.nn.functional
 
 # torch 2.13 renamed all_gather_into_tensor and warns at the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

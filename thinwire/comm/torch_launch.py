@@ -6,7 +6,9 @@ Chooses the backend by the GPUs there are, and finds a place where the ranks can
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -34,6 +36,7 @@ def init_process_group(launch: Launch, backend: Literal["gloo", "nccl", "mpi"] |
     name = choose_backend(launch, backend, gpus, os.environ)
     if "nccl" in name:
         torch.cuda.set_device((launch.local_rank or 0) % gpus)
+    _import_what_would_keep_the_group()
     limit = group_timeout(timeout)
     if launch.launcher == "torchrun":
         dist.init_process_group(name, timeout=limit)
@@ -78,6 +81,14 @@ def _meet(launch: Launch, size: int, timeout: float) -> Store:
         )
     serves = launch.rank == 0
     return TCPStore(address, port, size, serves, group_timeout(timeout), wait_for_workers=False)
+
+
+def _import_what_would_keep_the_group() -> None:
+    # This module keeps the process group there is when it is imported, and torch.optim imports it through torch._dynamo.
+    # The group would outlive Python, whose shutdown Gloo's threads then abort.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
+        importlib.import_module("torch.distributed.nn.functional")
 
 
 def _destroy_process_group() -> None:
