@@ -84,8 +84,8 @@ def _meet(launch: Launch, size: int, timeout: float) -> Store:
 
 
 def _import_what_would_keep_the_group() -> None:
-    # This module keeps the process group there is when it is imported, and torch.optim imports it through torch._dynamo.
-    # The group would outlive Python, whose shutdown Gloo's threads then abort.
+    # This module keeps the process group that there is when it is imported, and torch.optim imports it, through
+    # torch._dynamo. The group would outlive Python, whose shutdown Gloo's threads then abort.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
         importlib.import_module("torch.distributed.nn.functional")
