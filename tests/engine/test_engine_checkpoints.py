@@ -143,6 +143,27 @@ def test_parts_of_a_checkpoint(tmp_path) -> None:
     threads.run(body, 2)
 
 
+def test_going_on_with_other_data(tmp_path) -> None:
+    def make(samples):
+        data = torch.utils.data.TensorDataset(torch.arange(2.0 * samples).reshape(samples, 2))
+        config = settings(train_micro_batch_size_per_gpu=3)
+        return initialize(model=torch.nn.Linear(2, 1), training_data=data, config=config)
+
+    engine, _, loader, _ = make(20)
+    for batch in loader:
+        engine.backward(engine(batch[0]).mean())
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    tuned, _, others, _ = make(9)
+    before = tuned.module.weight.clone()
+    with pytest.raises(ValueError, match=r"saved with samples 20, this loader has 9.*load_data_position=False"):
+        tuned.load_checkpoint(tmp_path)
+    assert torch.equal(tuned.module.weight, before)
+    assert tuned.load_checkpoint(tmp_path, load_data_position=False)[0]
+    assert torch.equal(tuned.module.weight, engine.module.weight)
+    assert (others.epoch, others.consumed) == (0, 0)
+
+
 def test_there_is_none(tmp_path) -> None:
     engine = make_engine(None, settings())
     assert engine.load_checkpoint(tmp_path) == (None, {})

@@ -122,7 +122,7 @@ class ResumableLoader:
         """
         error: Exception | None = None
         try:
-            self._check_state(state)
+            self.check_state(state)
         except ValueError as raised:
             error = raised
         raise_together(self._comm, error, "load its data position")
@@ -130,6 +130,24 @@ class ResumableLoader:
         self._epoch = state["epoch"]
         self._consumed = state["consumed"]
         self._loop += 1
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state` would refuse `state`."""
+        missing = [key for key in ("epoch", "consumed", *self._order) if key not in state]
+        if missing:
+            raise ValueError(f"a data position has no {missing}: it must be what ResumableLoader.state() returned")
+        for key, mine in self._order.items():
+            if state[key] != mine:
+                raise ValueError(
+                    f"the data position was saved with {key} {state[key]}, this loader has {mine}: the samples are in "
+                    f"another order. Build the loader with the saved {key}, or begin the data anew: "
+                    "load_checkpoint(..., load_data_position=False)"
+                )
+        epoch, consumed = state["epoch"], state["consumed"]
+        if not (isinstance(epoch, int) and isinstance(consumed, int) and epoch >= 0):
+            raise ValueError(f"a data position must be whole numbers, not epoch {epoch!r}, consumed {consumed!r}")
+        if not 0 <= consumed <= state["samples"]:
+            raise ValueError(f"a data position of {consumed} does not lie in an epoch of {state['samples']} samples")
 
     @property
     def _order(self) -> dict[str, Any]:
@@ -158,22 +176,6 @@ class ResumableLoader:
                 "this loop over the data is out of date: another loop was begun, or a position was loaded, since. A "
                 "loader has one position; begin a new loop, or build a second ResumableLoader"
             )
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        missing = [key for key in ("epoch", "consumed", *self._order) if key not in state]
-        if missing:
-            raise ValueError(f"a data position has no {missing}: it must be what ResumableLoader.state() returned")
-        for key, mine in self._order.items():
-            if state[key] != mine:
-                raise ValueError(
-                    f"the data position was saved with {key} {state[key]}, this loader has {mine}: the samples are in "
-                    f"another order. Build the loader with the saved {key}, or begin the data anew by not loading it"
-                )
-        epoch, consumed = state["epoch"], state["consumed"]
-        if not (isinstance(epoch, int) and isinstance(consumed, int) and epoch >= 0):
-            raise ValueError(f"a data position must be whole numbers, not epoch {epoch!r}, consumed {consumed!r}")
-        if not 0 <= consumed <= state["samples"]:
-            raise ValueError(f"a data position of {consumed} does not lie in an epoch of {state['samples']} samples")
 
 
 class _Remaining(Sampler[RankBatch]):

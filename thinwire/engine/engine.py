@@ -241,12 +241,14 @@ class Engine:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint, the newest whole one without a `tag`; returns (its path, its client state).
 
         (None, {}) where there is none. Without `load_optimizer_states` the optimizer starts afresh, without
-        `load_lr_scheduler_states` the schedule goes on as it is; `load_module_only` loads weights and buffers and
-        nothing else. Gradients of a step under way are dropped. Collective.
+        `load_lr_scheduler_states` or `load_data_position` the schedule or the data loader goes on as it is;
+        `load_module_only` loads weights and buffers and nothing else. Gradients of a step under way are dropped.
+        Collective.
 
         Raises CheckpointError where no checkpoint is whole, or the model is another; ValueError where the optimizer,
         the schedule or the order of the data is.
@@ -256,6 +258,7 @@ class Engine:
             tag,
             optimizer=load_optimizer_states,
             schedule=load_lr_scheduler_states,
+            data_position=load_data_position,
             weights_only=load_module_only,
         )
         if restored is None:

@@ -86,13 +86,20 @@ class Checkpoints:
         return self._store(folder).save(tag, self._snapshot(progress, state))
 
     def load(
-        self, folder: str | os.PathLike[str], tag: str | None, *, optimizer: bool, schedule: bool, weights_only: bool
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        optimizer: bool,
+        schedule: bool,
+        data_position: bool,
+        weights_only: bool,
     ) -> Restored | None:
         """Load the checkpoint `tag`, or the newest whole one; None where there is none.
 
-        Without `optimizer` its state starts afresh, without `schedule` that goes on as it is; with `weights_only`
-        nothing but weights and buffers is loaded. On another number of ranks than that which saved, generators are
-        seeded afresh from the configuration's seed, the step and the rank.
+        Without `optimizer` its state starts afresh, without `schedule` or `data_position` those go on as they are; with
+        `weights_only` nothing but weights and buffers is loaded. On another number of ranks than that which saved,
+        generators are seeded afresh from the configuration's seed, the step and the rank.
 
         Raises CheckpointError, or ValueError where optimizer, schedule or data are others than those that were saved.
         """
@@ -101,14 +108,14 @@ class Checkpoints:
             return None
         with found:
             if not weights_only:
-                self._load_position(found, schedule)
+                self._check(found, schedule, data_position)
             if optimizer and not weights_only:
                 self._parts.optimizer.load(found)
             else:
                 self._parts.optimizer.load_weights(found)
             self._load_others(found)
             if not weights_only:
-                self._load_state(found, schedule)
+                self._load_state(found, schedule, data_position)
             progress = None if weights_only else found.shared["progress"]
             return Restored(str(found.path), progress, found.shared["client_state"])
 
@@ -179,8 +186,8 @@ class Checkpoints:
             if name in saved:
                 buffer.copy_(saved[name])
 
-    def _load_position(self, found: LoadedCheckpoint, schedule: bool) -> None:
-        """Check what could be refused, and move the data, before any weight changes."""
+    def _check(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
+        """Raise what schedule and data have against this checkpoint, before anything has changed."""
         parts, saved = self._parts, found.shared
         if schedule and parts.schedule is not None and saved["schedule"] is not None:
             mine, theirs = type(parts.schedule).__name__, saved["schedule"]["type"]
@@ -189,13 +196,15 @@ class Checkpoints:
                     f"checkpoint {found.tag!r} was saved with the schedule {theirs}, this job has {mine}: build the "
                     "same one, or load with load_lr_scheduler_states=False"
                 )
-        if parts.loader is not None and saved["data"] is not None:
-            parts.loader.load_state(saved["data"])
+        if data_position and parts.loader is not None and saved["data"] is not None:
+            parts.loader.check_state(saved["data"])
 
-    def _load_state(self, found: LoadedCheckpoint, schedule: bool) -> None:
+    def _load_state(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
         parts, saved = self._parts, found.shared
         if schedule and parts.schedule is not None and saved["schedule"] is not None:
             load_schedule_state(parts.schedule, saved["schedule"]["state"])
+        if data_position and parts.loader is not None and saved["data"] is not None:
+            parts.loader.load_state(saved["data"])
         if parts.loss_scale is not None and saved["loss_scale"] is not None:
             parts.loss_scale.load(saved["loss_scale"])
         rank = parts.comm.rank
