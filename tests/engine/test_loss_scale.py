@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.engine.config_models import Fp16Config
+from thinwire.engine.config.models import Fp16Config
 from thinwire.engine.errors import NonFiniteError
 from thinwire.engine.loss_scale import DynamicLossScale, FixedLossScale, make_loss_scale
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from thinwire.engine.config_models import SchedulerConfig
+from thinwire.engine.config.models import SchedulerConfig
 from thinwire.engine.schedules import (
     LRRangeTest,
     OneCycle,

@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire.comm import Communicator
 from thinwire.engine.config import ConfigError, EngineConfig
-from thinwire.engine.config_errors import dotted
+from thinwire.engine.config.errors import dotted
 
 __all__ = ["agree_on_config", "agree_on_model"]
 

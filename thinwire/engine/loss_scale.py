@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from thinwire.engine.config_models import Fp16Config
+from thinwire.engine.config.models import Fp16Config
 from thinwire.engine.errors import NonFiniteError
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "make_loss_scale"]

@@ -18,7 +18,7 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.compress import ShardedOneBitAdam
 from thinwire.engine import stage3
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config_optimizer import ONEBIT_ADAM, check_optimizer
+from thinwire.engine.config.optimizer import ONEBIT_ADAM, check_optimizer
 from thinwire.engine.precision import Precision
 from thinwire.engine.stage3_optimizer import FullyShardedOptimizer
 from thinwire.zero import ShardedOptimizer

@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from thinwire.engine.config import ConfigError, load_config
-from thinwire.engine.config_declined import DECLINED
-from thinwire.engine.config_keys import AUTO
-from thinwire.engine.config_models import EngineConfig, Section
+from thinwire.engine.config.declined import DECLINED
+from thinwire.engine.config.keys import AUTO
+from thinwire.engine.config.models import EngineConfig, Section
 
 WORKS: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "SGD"}}
 SECTIONS = (

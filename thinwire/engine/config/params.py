@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from thinwire.engine.config_declined import Declined
-from thinwire.engine.config_errors import did_you_mean, dotted, shown
+from thinwire.engine.config.declined import Declined
+from thinwire.engine.config.errors import did_you_mean, dotted, shown
 
 __all__ = ["Expected", "check_params", "expected_by"]
 

@@ -1,28 +1,22 @@
-"""Schedules by name: DeepSpeed's five, and torch's own. Builds what a configuration names, and keeps what of its state
-a checkpoint's JSON can hold."""
+"""Builds the schedule that a configuration names: one of DeepSpeed's five, or torch's own but for those that a file
+cannot describe."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from thinwire.engine.config_models import SchedulerConfig
-from thinwire.engine.schedules_cycle import LRRangeTest, OneCycle
-from thinwire.engine.schedules_warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from thinwire.engine.schedules.cycle import LRRangeTest, OneCycle
+from thinwire.engine.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+if TYPE_CHECKING:  # a configuration is checked with what is here
+    from thinwire.engine.config.models import SchedulerConfig
 
 __all__ = [
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
     "build_schedule",
-    "load_schedule_state",
     "schedule_names",
-    "schedule_state",
     "why_refused",
 ]
 
@@ -61,22 +55,3 @@ def build_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
     build: Any = schedule_names()[config.type]
     schedule: LRScheduler = build(optimizer, **config.params)
     return schedule
-
-
-def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
-    """The part of `schedule.state_dict()` that JSON keeps as it is; the rest follows from how it was built."""
-    return {name: value for name, value in schedule.state_dict().items() if _survives_json(value)}
-
-
-def load_schedule_state(schedule: LRScheduler, state: dict[str, Any]) -> None:
-    """Continue from `schedule_state`, the optimizer's rates included: some of torch's schedules start from those."""
-    schedule.load_state_dict(dict(state))
-    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = rate
-
-
-def _survives_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
-    except (TypeError, ValueError):
-        return False

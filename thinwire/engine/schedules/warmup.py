@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from thinwire.engine.schedules_closed_form import ClosedFormSchedule, one_each, require
+from thinwire.engine.schedules.closed_form import ClosedFormSchedule, one_each, require
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 

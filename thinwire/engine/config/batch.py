@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.engine.config_errors import ConfigError
+from thinwire.engine.config.errors import ConfigError
 
 __all__ = ["BatchSizes", "complete_batch_sizes"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from thinwire.compress import make_codec
-from thinwire.engine.config_declined import Declined
-from thinwire.engine.config_errors import did_you_mean, dotted
-from thinwire.engine.config_params import Expected, check_params, expected_by
+from thinwire.engine.config.declined import Declined
+from thinwire.engine.config.errors import did_you_mean, dotted
+from thinwire.engine.config.params import Expected, check_params, expected_by
 
 __all__ = ["ONEBIT_ADAM", "check_optimizer"]
 

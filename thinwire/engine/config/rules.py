@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from thinwire.engine.config_errors import shown
-from thinwire.engine.config_models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
-from thinwire.engine.config_optimizer import ONEBIT_ADAM
+from thinwire.engine.config.errors import shown
+from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
+from thinwire.engine.config.optimizer import ONEBIT_ADAM
 
 __all__ = ["check_combinations"]
 

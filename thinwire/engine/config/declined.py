@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.engine.config_errors import shown
+from thinwire.engine.config.errors import shown
 
 __all__ = ["DECLINED", "Declined"]
 

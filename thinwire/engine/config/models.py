@@ -1,5 +1,5 @@
 """What a configuration holds once it is loaded: frozen models whose attributes are DeepSpeed's keys.
-Every key in here has an effect in the engine; what has none is refused (config_keys.py)."""
+Every key in here has an effect in the engine; what has none is refused (keys.py)."""
 
 from __future__ import annotations
 

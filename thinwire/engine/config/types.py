@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from thinwire.engine.config_errors import dotted, shown
-from thinwire.engine.config_models import EngineConfig, Section
+from thinwire.engine.config.errors import dotted, shown
+from thinwire.engine.config.models import EngineConfig, Section
 
 __all__ = ["explain"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.config_declined import Declined
-from thinwire.engine.config_errors import did_you_mean
-from thinwire.engine.config_models import SchedulerConfig
-from thinwire.engine.config_params import check_params, expected_by
+from thinwire.engine.config.declined import Declined
+from thinwire.engine.config.errors import did_you_mean
+from thinwire.engine.config.models import SchedulerConfig
+from thinwire.engine.config.params import check_params, expected_by
 from thinwire.engine.schedules import build_schedule, schedule_names, why_refused
 
 __all__ = ["check_scheduler"]

@@ -11,16 +11,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from thinwire.engine.config_batch import complete_batch_sizes
-from thinwire.engine.config_errors import ConfigError
-from thinwire.engine.config_keys import keep_known_keys
-from thinwire.engine.config_models import EngineConfig
-from thinwire.engine.config_optimizer import check_optimizer
-from thinwire.engine.config_rules import check_combinations
-from thinwire.engine.config_scheduler import check_scheduler
-from thinwire.engine.config_types import explain
+from thinwire.engine.config.batch import complete_batch_sizes
+from thinwire.engine.config.errors import ConfigError
+from thinwire.engine.config.keys import keep_known_keys
+from thinwire.engine.config.models import EngineConfig
+from thinwire.engine.config.optimizer import check_optimizer
+from thinwire.engine.config.rules import check_combinations
+from thinwire.engine.config.scheduler import check_scheduler
+from thinwire.engine.config.types import explain
 
-__all__ = ["ConfigError", "EngineConfig", "load_config"]
+__all__ = ["load_config"]
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

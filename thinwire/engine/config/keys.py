@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from thinwire.engine.config_declined import DECLINED
-from thinwire.engine.config_errors import did_you_mean, dotted
-from thinwire.engine.config_models import EngineConfig, Section
+from thinwire.engine.config.declined import DECLINED
+from thinwire.engine.config.errors import did_you_mean, dotted
+from thinwire.engine.config.models import EngineConfig, Section
 
 __all__ = ["AUTO", "keep_known_keys"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.config_params import Expected
+from thinwire.engine.config.params import Expected
 from thinwire.engine.schedules import build_schedule
 
 TORCH_CLASSES = [
