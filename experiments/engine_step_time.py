@@ -83,7 +83,7 @@ def _systems(model: str, batch_size: int, comm: Communicator) -> dict[str, Calla
         ),
     }
     for stage in (0, 1, 2):
-        for overlap, suffix in ((False, ""), (True, ", overlap_comm")):
+        for overlap, suffix in ((False, ""), (True, ", overlap_comm"))[: 2 if stage else 1]:
             config = {
                 "train_micro_batch_size_per_gpu": batch_size,
                 "optimizer": adamw,

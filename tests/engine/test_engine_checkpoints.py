@@ -248,3 +248,50 @@ def test_the_model_in_one_file(tmp_path, precision) -> None:
     model = make_model(1).to(torch.bfloat16 if precision else torch.float32)
     assert model.load_state_dict(found, strict=False).missing_keys == ["unmix.weight"]
     assert isinstance(model, Tiny)
+
+
+def test_a_buffer_of_another_shape_is_refused_before_anything_moves(tmp_path) -> None:
+    class Counting(torch.nn.Linear):
+        def __init__(self, slots: int) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("seen", torch.zeros(slots))
+
+    initialize(model=Counting(3), config=settings())[0].save_checkpoint(tmp_path)
+    other = initialize(model=Counting(1), config=settings())[0]
+    before = other.module.weight.clone()
+    with pytest.raises(ValueError, match=r"buffer 'seen' has shape \(1,\), checkpoint 'global_step0' holds \(3,\)"):
+        other.load_checkpoint(tmp_path)
+    assert torch.equal(other.module.weight, before)
+
+
+def test_schedules_whose_state_json_cannot_hold(tmp_path) -> None:
+    def make():
+        optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        model = torch.nn.Module()
+        model.weight = weight
+        model.forward = lambda: model.weight.square().sum()
+        parts = [
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        ]
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
+        config = {key: value for key, value in settings().items() if key != "optimizer"}
+        return initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+
+    def rates(engine, steps):
+        found = []
+        for _ in range(steps):
+            engine.backward(engine())
+            engine.step()
+            found.append(engine.get_lr())
+        return found
+
+    engine = make()
+    rates(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    resumed = make()
+    resumed.load_checkpoint(tmp_path)
+    assert rates(resumed, 5) == rates(engine, 5)
+    fresh, again = make(), make()
+    again.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert rates(again, 5) == rates(fresh, 5)

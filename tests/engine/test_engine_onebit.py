@@ -84,3 +84,45 @@ def test_resume(tmp_path, steps) -> None:
 def test_stage_3_is_refused() -> None:
     with pytest.raises(ValueError, match="3 does not go with OneBitAdam"):
         make_engine(None, onebit(3))
+
+
+def test_resume_while_auto_is_looking(tmp_path) -> None:
+    auto = {"type": "OneBitAdam", "params": {"lr": 3e-3, "freeze_step": "auto", "block_size": 64}}
+
+    def save(comm):
+        engine = make_engine(comm, settings(1, optimizer=auto))
+        train(engine, range(25))
+        engine.save_checkpoint(tmp_path)
+        return train_same_data(engine, range(25, 45))
+
+    def resume(comm):
+        engine = make_engine(comm, settings(1, optimizer=auto), seed=1)
+        engine.load_checkpoint(tmp_path)
+        return train_same_data(engine, range(25, 45))
+
+    expected = threads.run(save, 2)
+    assert threads.run(resume, 2) == expected
+
+
+def test_beginning_the_optimizer_anew(tmp_path) -> None:
+    def body(comm):
+        engine = make_engine(comm, onebit(1))
+        train(engine, range(12))
+        engine.save_checkpoint(tmp_path)
+        assert engine.optimizer.frozen
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert not engine.optimizer.frozen
+        fresh = make_engine(comm, onebit(1), seed=1)
+        fresh.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert train_same_data(engine, range(12, 30)) == train_same_data(fresh, range(12, 30))
+
+    threads.run(body, 2)
+
+
+def test_a_group_with_a_mask_is_saved(tmp_path) -> None:
+    def body(comm):
+        engine = make_engine(comm, onebit(1))
+        engine.optimizer.param_groups[0]["exp_avg_mask"] = torch.ones(3, 1)
+        assert engine.save_checkpoint(tmp_path)
+
+    threads.run(body, 2)

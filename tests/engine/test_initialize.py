@@ -271,7 +271,7 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
     assert train(plain, range(4)) == train(recomputed, range(4))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_weights_may_arrive_during_the_next_forward(stage, tmp_path) -> None:
     def body(comm):
         plain = make_engine(comm, settings(stage))

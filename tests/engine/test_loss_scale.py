@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +74,19 @@ def test_a_fixed_scale_and_a_dynamic_one_take_up_each_others_checkpoints() -> No
     fresh = DynamicLossScale(32, 3, 2, 1)
     fresh.load(fixed.state())
     assert values(fresh, "xx") == [32, 16]
+
+
+def test_a_fixed_scale_that_the_loss_cannot_hold() -> None:
+    scale = FixedLossScale(65536.0)
+    with pytest.raises(ValueError, match="cannot hold the fixed loss scale 65536"):
+        scale.check(torch.float16)
+    scale.check(torch.float32)
+    FixedLossScale(128.0).check(torch.float16)
+
+
+def test_a_fixed_scale_warns_of_many_overflows_in_a_row() -> None:
+    scale = FixedLossScale(1024.0)
+    for _ in range(19):
+        scale.update(overflow=True)
+    with pytest.warns(RuntimeWarning, match="20 steps in a row overflowed"):
+        scale.update(overflow=True)

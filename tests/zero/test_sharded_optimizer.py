@@ -3,6 +3,7 @@ ranks, the optimizer class and the buckets."""
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -385,3 +386,30 @@ def test_buckets_leave_during_backward() -> None:
 
     for seen in threads.run(body, 2):
         assert seen == [4] or seen == [5]
+
+
+def test_weights_read_in_any_way_are_the_new_ones() -> None:
+    def body(comm):
+        torch.manual_seed(0)
+        model = nn.MultiheadAttention(8, 2, batch_first=True)  # computes with its child's weight without calling it
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.SGD, stage=1, comm=comm, bucket_bytes=256, block_size=8, lr=0.1
+        )
+        optimizer.gather_during_forward(model)
+        inputs = torch.ones(2, 3, 8) * (comm.rank + 1)
+        model(inputs, inputs, inputs)[0].square().sum().backward()
+        optimizer.step()
+        waited = set(optimizer._gate._pending)
+        assert waited
+        read = copy.deepcopy(model).out_proj.weight
+        assert not optimizer._gate._pending
+        model(inputs, inputs, inputs)[0].square().sum().backward()
+        optimizer.step()
+        assert optimizer._gate._pending
+        model(inputs, inputs, inputs)
+        assert not optimizer._gate._pending
+        optimizer.zero_grad()
+        return read
+
+    weights = threads.run(body, 2)
+    assert torch.equal(weights[0], weights[1])

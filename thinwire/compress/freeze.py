@@ -111,7 +111,7 @@ class SettledVariance:
 
     def load(self, state: dict[str, Any]) -> None:
         """See FreezeRule."""
-        self._norms = dict(state["norms"])
+        self._norms = {int(step): norm for step, norm in state["norms"].items()}  # JSON has made strings of the steps
         self._previous_rates = list(state["previous_rates"])
         self._settled_since = state["settled_since"]
 

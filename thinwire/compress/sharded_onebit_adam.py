@@ -23,6 +23,7 @@ from thinwire.compress.frozen_state_io import load_frozen, load_worker_residual,
 from thinwire.compress.norm_sketch import NormSketch
 from thinwire.zero import Piece, PieceSource, ShardedOptimizer
 from thinwire.zero.optimizer import Vote
+from thinwire.zero.saved_state import check_same_optimizer
 
 __all__ = ["ReplicaDriftError", "ShardedOneBitAdam"]
 
@@ -148,22 +149,25 @@ class ShardedOneBitAdam(ShardedOptimizer):
                 f"this state was saved by {source.counters().get('optimizer')}, which has no frozen stage: load the "
                 "weights only, and let 1-bit Adam warm up"
             )
-        self.frozen_at = None
-        self._frozen = []
-        for masters in self._masters:
-            masters.keep_state(saved["frozen_at"] is None)
-        self._rounds.use(self._gradients, self.stage < 2)
+        check_same_optimizer(source.counters(), self._name, self.param_groups)
+        self._begin_warmup(keep_state=saved["frozen_at"] is None)
         super().load(source)
         self.steps = saved["steps"]
-        if (
-            saved["rule"].keys() == self._rule.state().keys()
-        ):  # else freeze_step was changed: the new rule starts afresh
+        # Else freeze_step was changed: the new rule starts afresh.
+        if saved["rule"].keys() == self._rule.state().keys():
             self._rule.load(saved["rule"])
         if saved["frozen_at"] is not None:
             states = load_frozen(self._buckets, self._placement.names, source, self._codec)
             self._begin_frozen_stage(states, saved["frozen_at"])
             for bucket in self._frozen:
                 load_worker_residual(bucket, self._placement.names, source, self.comm.rank, self.comm.size)
+
+    def reset_state(self) -> None:
+        """Forget moments, residuals and the freeze: the warmup begins anew."""
+        self._begin_warmup(keep_state=True)
+        super().reset_state()
+        self.steps = 0
+        self._rule = make_freeze_rule(self._freeze_step, self._first_beta2)
 
     # One step
 
@@ -238,6 +242,14 @@ class ShardedOneBitAdam(ShardedOptimizer):
             warnings.warn(f"{message}. They were repaired from the owners' masters", RuntimeWarning, stacklevel=4)
 
     # Parts
+
+    def _begin_warmup(self, *, keep_state: bool) -> None:
+        self.zero_grad()
+        self.frozen_at = None
+        self._frozen = []
+        for masters in self._masters:
+            masters.keep_state(keep_state)
+        self._rounds.use(self._gradients, self.stage < 2)
 
     def _begin_frozen_stage(self, states: list[FrozenState], frozen_at: int) -> None:
         fp16 = any(bucket.dtype == torch.float16 for bucket in self._buckets)

@@ -48,7 +48,7 @@ class Engine:
 
     `module`, `optimizer`, `lr_scheduler`, `training_dataloader`, `device`: what it works with. `settings`: the loaded
     configuration. `global_steps`: taken or skipped so far; `skipped_steps` of them moved nothing. `global_samples`:
-    seen in them by all ranks. `micro_steps`: calls of step().
+    seen in them by all ranks, every micro-batch counted as a full one. `micro_steps`: calls of step().
     """
 
     def __init__(self, parts: Parts, checkpoints: Checkpoints, reporter: Reporter) -> None:
@@ -63,8 +63,11 @@ class Engine:
         self.global_samples = 0
         self.skipped_steps = 0
         self.micro_steps = 0
+        self._micro_in_step = 0  # of them since the last boundary
+        self._grad_norm: float | None = None
         self._precision = parts.precision
         self._loss_scale = parts.loss_scale
+        self._recomputed = parts.recomputed
         self._checkpoints = checkpoints
         self._reporter = reporter
         self._timers = reporter.timers
@@ -114,6 +117,8 @@ class Engine:
         has not been called since the last backward.
         """
         self._losses.check(loss)
+        if self._loss_scale is not None:
+            self._loss_scale.check(loss.dtype)
         if self._synchronized:
             raise RuntimeError(
                 "backward() was called twice without step(): call step() after every backward(), it moves the weights "
@@ -135,7 +140,7 @@ class Engine:
         In fp16, a step whose gradients overflow is skipped on every rank.
 
         Raises NonFiniteError, on every rank, for a loss or gradient that is not finite in fp32 or bf16, or in fp16 at
-        the smallest loss scale: nothing has moved, and the next micro-batch begins another step.
+        the smallest loss scale: no weight has moved, and the next micro-batch begins another step.
         """
         if self._inside_no_sync:
             raise RuntimeError("step() was called inside no_sync(), where gradients only add up: call it after")
@@ -144,11 +149,13 @@ class Engine:
         boundary = self.is_gradient_accumulation_boundary()
         self._synchronized = self._applied = False
         self.micro_steps += 1
+        self._micro_in_step += 1
         if boundary:
             try:
                 self._take_step()
             finally:
                 self._losses.clear()
+                self._micro_in_step = 0
 
     def zero_grad(self) -> None:
         """Drop the step under way, as after a backward that failed; on every rank or none. step() does it by itself."""
@@ -156,7 +163,8 @@ class Engine:
         self._module.zero_grad()  # parameters that no optimizer holds
         self._losses.clear()
         self._synchronized = False
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self.micro_steps -= self._micro_in_step
+        self._micro_in_step = 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -171,7 +179,7 @@ class Engine:
         """Whether the step() that ends the current micro-batch moves the weights."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._micro_in_step + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide it yourself, before backward() and alike on every rank; None leaves it to the count again."""
@@ -188,9 +196,7 @@ class Engine:
 
         That is before the first step and, without clipping, once 1-bit Adam is frozen: nobody sees the whole average.
         """
-        outcome = self.optimizer.last_step
-        unknown = outcome.applied and math.isnan(outcome.grad_norm)
-        return outcome.grad_norm if self.global_steps and not unknown else None
+        return self._grad_norm
 
     def was_step_applied(self) -> bool:
         """Whether the last step() moved the weights."""
@@ -265,6 +271,7 @@ class Engine:
             return None, {}
         self._losses.clear()
         self._synchronized = False
+        self._micro_in_step = 0
         if restored.progress is not None:
             for name in _PROGRESS:
                 setattr(self, name, restored.progress[name])
@@ -281,10 +288,12 @@ class Engine:
         return self._checkpoints.export(save_dir, filename)
 
     def close(self) -> None:
-        """Wait for checkpoints that are being written, close logs, and release the communicator. Collective."""
+        """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""
         self._checkpoints.close()
         self._reporter.close()
         self.optimizer.close()
+        if self._recomputed is not None:
+            self._recomputed.restore()
 
     destroy = close
 
@@ -295,8 +304,9 @@ class Engine:
             self._module.zero_grad()  # parameters that no optimizer holds
         outcome = self.optimizer.last_step
         self._applied = outcome.applied
+        self._grad_norm = None if outcome.applied and math.isnan(outcome.grad_norm) else outcome.grad_norm
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._micro_in_step * self.train_micro_batch_size_per_gpu() * self.comm.size
         if not outcome.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -310,8 +320,8 @@ class Engine:
             self._raise_not_finite()
 
     def _summary(self, loss_scale: float | None) -> StepSummary:
-        norm, rates = self.get_global_grad_norm(), self.get_lr()
-        return StepSummary(self.global_steps, self.global_samples, self.skipped_steps, rates, norm, loss_scale)
+        done = self.global_steps, self.global_samples, self.skipped_steps
+        return StepSummary(*done, self.get_lr(), self._grad_norm, loss_scale)
 
     def _raise_not_finite(self) -> None:
         ranks = self._losses.ranks_not_finite(self.comm)
@@ -320,6 +330,6 @@ class Engine:
         else:
             where = "every rank's loss was finite, but the averaged gradient is not"
         raise NonFiniteError(
-            f"step {self.global_steps}: {where}. Nothing has moved. Look at the data of this step and at the learning "
-            "rate; training can go on with the next batch, or from a checkpoint"
+            f"step {self.global_steps}: {where}. No weight has moved. Look at the data of this step and at the "
+            "learning rate; training can go on with the next batch, or from a checkpoint"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine.activation_checkpointing import checkpoint_activations
+from thinwire.engine.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.agreement import agree_on_config, agree_on_model
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
+from thinwire.engine.config.models import ActivationCheckpointingConfig
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.engine import Engine
 from thinwire.engine.given_schedule import GivenSchedule, check_schedule, make_schedule
@@ -80,30 +82,41 @@ def initialize(
 
     recipe = on_every_rank(comm, ingredients, "build its optimizer", _BAD_INPUT)
     precision = Precision.of(loaded)
-    precision.convert(trained)
+    held = recipe.trains()  # the optimizer gives those to all ranks
+    precision.convert(trained, held)
     if comm.backend == "nccl" and device.type == "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
         trained.to(device)
-    held = recipe.trains()  # the optimizer gives those to all ranks
     others = [parameter for parameter in trained.parameters() if id(parameter) not in held]
     broadcast_from_rank_0(comm, [*others, *trained.buffers()])
     names = ModelNames.of(trained, precision)
-    recomputed = loaded.activation_checkpointing
-    if recomputed.modules:
-        on_every_rank(
-            comm,
-            lambda: checkpoint_activations(trained, recomputed.modules, cpu_checkpointing=recomputed.cpu_checkpointing),
-            "recompute its activations",
-            _BAD_INPUT,
+    with ExitStack() as undo:
+        recomputed = _checkpoint_activations(trained, loaded.activation_checkpointing, comm)
+        if recomputed is not None:
+            undo.callback(recomputed.restore)
+        sharded = build_optimizer(recipe, trained, comm, device, loaded, precision)
+        schedule = on_every_rank(
+            comm, lambda: make_schedule(lr_scheduler, sharded, loaded), "build its schedule", _BAD_INPUT
         )
-    sharded = build_optimizer(recipe, trained, comm, device, loaded, precision)
-    schedule = on_every_rank(
-        comm, lambda: make_schedule(lr_scheduler, sharded, loaded), "build its schedule", _BAD_INPUT
+        loss_scale = make_loss_scale(loaded.fp16)
+        loader = None if training_data is None else _make_loader(training_data, collate_fn, loaded, comm, device)
+        parts = Parts(trained, sharded, schedule, loader, loss_scale, precision, loaded, comm, device, recomputed)
+        engine = Engine(parts, Checkpoints(parts, names), Reporter(parts))
+        undo.pop_all()
+    return engine, sharded, loader, schedule
+
+
+def _checkpoint_activations(
+    model: nn.Module, settings: ActivationCheckpointingConfig, comm: communication.Communicator
+) -> ActivationCheckpoints | None:
+    if not settings.modules:
+        return None
+    return on_every_rank(
+        comm,
+        lambda: checkpoint_activations(model, settings.modules, cpu_checkpointing=settings.cpu_checkpointing),
+        "recompute its activations",
+        _BAD_INPUT,
     )
-    loss_scale = make_loss_scale(loaded.fp16)
-    loader = None if training_data is None else _make_loader(training_data, collate_fn, loaded, comm, device)
-    parts = Parts(trained, sharded, schedule, loader, loss_scale, precision, loaded, comm, device)
-    return Engine(parts, Checkpoints(parts, names), Reporter(parts)), sharded, loader, schedule
 
 
 def _make_loader(

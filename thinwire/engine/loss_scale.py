@@ -3,12 +3,17 @@ the overflow it causes."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Protocol
+
+import torch
 
 from thinwire.engine.config.models import Fp16Config
 from thinwire.engine.errors import NonFiniteError
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "make_loss_scale"]
+
+_MANY = 20
 
 
 class LossScale(Protocol):
@@ -17,6 +22,9 @@ class LossScale(Protocol):
     @property
     def value(self) -> float:
         """The scale of the step to come."""
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise ValueError where no loss of this dtype can be scaled."""
 
     def update(self, overflow: bool) -> None:
         """Note whether a step's gradients overflowed. The same on every rank."""
@@ -29,13 +37,30 @@ class LossScale(Protocol):
 
 
 class FixedLossScale:
-    """The same scale for ever; steps that overflow are skipped."""
+    """The same scale for ever; steps that overflow are skipped, with a warning where many do in a row."""
 
     def __init__(self, value: float) -> None:
         self.value = value
+        self._overflows_in_a_row = 0
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise ValueError for a scale that this dtype cannot hold: every gradient would overflow."""
+        if self.value > torch.finfo(dtype).max:
+            raise ValueError(
+                f"the loss is {dtype}, which cannot hold the fixed loss scale {self.value:g}: return the loss in fp32 "
+                '(loss.float()), or lower "fp16.loss_scale"'
+            )
 
     def update(self, overflow: bool) -> None:
-        """Nothing to learn."""
+        """Note whether a step's gradients overflowed."""
+        self._overflows_in_a_row = self._overflows_in_a_row + 1 if overflow else 0
+        if self._overflows_in_a_row == _MANY:
+            warnings.warn(
+                f"{_MANY} steps in a row overflowed in fp16 and were skipped, at the fixed loss scale {self.value:g}: "
+                'lower it, or set "fp16.loss_scale" to 0 for a dynamic one',
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def state(self) -> dict[str, Any]:
         """Nothing: the configuration says it all."""
@@ -59,6 +84,9 @@ class DynamicLossScale:
         self._minimum = minimum
         self._forbearance = hysteresis
         self._steps_without_overflow = 0
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Any dtype: the scale goes down until it can hold it."""
 
     def update(self, overflow: bool) -> None:
         """Note whether a step's gradients overflowed."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.comm import Communicator
+from thinwire.engine.activation_checkpointing import ActivationCheckpoints
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.loss_scale import LossScale
@@ -20,7 +21,7 @@ __all__ = ["Parts"]
 
 @dataclass(frozen=True)
 class Parts:
-    """`loss_scale`, `schedule`, `loader`: None where there is none. `device`: this rank's, of model and inputs."""
+    """`loss_scale`, `schedule`, `loader`, `recomputed`: None where there is none. `device`: of model and inputs."""
 
     model: nn.Module
     optimizer: EngineOptimizer
@@ -31,3 +32,4 @@ class Parts:
     config: EngineConfig
     comm: Communicator
     device: torch.device
+    recomputed: ActivationCheckpoints | None

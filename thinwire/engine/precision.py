@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,23 +35,24 @@ class Precision:
         return self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
 
     @torch.no_grad()
-    def convert(self, model: nn.Module) -> None:
-        """Convert what no optimizer holds: buffers and frozen parameters, those with floating-point values.
+    def convert(self, model: nn.Module, held: Set[int]) -> None:
+        """Convert what no optimizer holds, buffers and the other parameters, those with floating-point values.
 
-        Parameters that train stay as they are, or become fp32 where they are in the other 16-bit dtype: the optimizer
-        takes fp32 masters from their values before it rounds them.
+        Parameters whose ids are in `held` stay as they are, or become fp32 where they are in the other 16-bit dtype:
+        the optimizer takes fp32 masters from their values before it rounds them.
         """
         if self.dtype is None:
             return
         for parameter in model.parameters():
-            if not parameter.requires_grad:
+            if id(parameter) not in held:
                 parameter.data = parameter.to(self.dtype_of(parameter))
             elif parameter.dtype != self.dtype:
                 parameter.data = parameter.to(torch.float32)
+        converted: dict[int, Tensor] = {}  # modules may share a buffer
         for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if buffer.is_floating_point():
-                    setattr(module, name, buffer.to(self.dtype))
+                    setattr(module, name, converted.setdefault(id(buffer), buffer.to(self.dtype)))
 
     def place(self, inputs: Any, device: torch.device) -> Any:
         """`inputs` with every tensor in it on `device`, floating-point ones in this precision's dtype.

@@ -109,10 +109,7 @@ class Checkpoints:
         with found:
             if not weights_only:
                 self._check(found, schedule, data_position)
-            if optimizer and not weights_only:
-                self._parts.optimizer.load(found)
-            else:
-                self._parts.optimizer.load_weights(found)
+            self._load_optimizer(found, optimizer, weights_only)
             self._load_others(found)
             if not weights_only:
                 self._load_state(found, schedule, data_position)
@@ -177,6 +174,16 @@ class Checkpoints:
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer for name, buffer in self._parts.model.named_buffers() if name in self._names.buffers}
 
+    def _load_optimizer(self, found: LoadedCheckpoint, state: bool, weights_only: bool) -> None:
+        optimizer = self._parts.optimizer
+        if weights_only:
+            optimizer.load_weights(found)
+        elif state:
+            optimizer.load(found)
+        else:
+            optimizer.reset_state()
+            optimizer.load_weights(found)
+
     @torch.no_grad()
     def _load_others(self, found: LoadedCheckpoint) -> None:
         for name, parameter in self._others.items():
@@ -187,7 +194,7 @@ class Checkpoints:
                 buffer.copy_(saved[name])
 
     def _check(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
-        """Raise what schedule and data have against this checkpoint, before anything has changed."""
+        """Raise what schedule, data and buffers have against this checkpoint, before anything has changed."""
         parts, saved = self._parts, found.shared
         if schedule and parts.schedule is not None and saved["schedule"] is not None:
             mine, theirs = type(parts.schedule).__name__, saved["schedule"]["type"]
@@ -198,11 +205,19 @@ class Checkpoints:
                 )
         if data_position and parts.loader is not None and saved["data"] is not None:
             parts.loader.check_state(saved["data"])
+        theirs = found.buffers()
+        for name, buffer in self._buffers().items():
+            if name in theirs and theirs[name].shape != buffer.shape:
+                raise ValueError(
+                    f"buffer {name!r} has shape {tuple(buffer.shape)}, checkpoint {found.tag!r} holds "
+                    f"{tuple(theirs[name].shape)}: build the model as it was"
+                )
 
     def _load_state(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
         parts, saved = self._parts, found.shared
-        if schedule and parts.schedule is not None and saved["schedule"] is not None:
-            load_schedule_state(parts.schedule, saved["schedule"]["state"])
+        if parts.schedule is not None:
+            saved_state = saved["schedule"]["state"] if schedule and saved["schedule"] is not None else {}
+            load_schedule_state(parts.schedule, saved_state)
         if data_position and parts.loader is not None and saved["data"] is not None:
             parts.loader.load_state(saved["data"])
         if parts.loss_scale is not None and saved["loss_scale"] is not None:

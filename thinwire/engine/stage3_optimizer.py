@@ -4,7 +4,7 @@ that the engine and its checkpoints know no difference."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +89,10 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             if parameter.requires_grad
         ]
         self._used_groups = sorted({part.group for part in self._parts if part.values.numel()})
-        self._optimizer: torch.optim.Optimizer | None = None
-        if self._used_groups:
-            self._optimizer = optimizer_class([self._inner_group(number) for number in self._used_groups], **options)
+        self._build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = lambda groups: optimizer_class(
+            groups, **options
+        )
+        self.reset_state()
 
     @property
     def bytes_sent(self) -> int:
@@ -161,6 +162,12 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             packed["state"] = {place: state for place, state in enumerate(states) if state}
             self._optimizer.load_state_dict(packed)
         take_over_settings(saved, self.param_groups)
+
+    def reset_state(self) -> None:
+        """Forget moments and step counts: the optimizer is as new, the weights and settings stay."""
+        self._optimizer: torch.optim.Optimizer | None = None
+        if self._used_groups:
+            self._optimizer = self._build([self._inner_group(number) for number in self._used_groups])
 
     @torch.no_grad()
     def load_weights(self, source: PieceSource) -> None:

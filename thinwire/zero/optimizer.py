@@ -140,10 +140,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return "whole" if self.stage == 0 else "shard"
 
     def gather_during_forward(self, module: nn.Module) -> None:
-        """Let `step` return while new weights are on their way, and each part of `module` wait for its own.
+        """Let `step` return while new weights are on their way, and wait for each when it is read.
 
-        Weights may then be read through forward, `state_dict` and this optimizer; before reading parameters in any
-        other way call `wait_for_weights`.
+        Read through `module`'s attributes, `parameters()`, `state_dict()` or this optimizer they are always the new
+        ones; before reading parameters that were kept from before call `wait_for_weights`.
         """
         bucket_of = {id(parameter): bucket.index for bucket in self._buckets for parameter in bucket.parameters}
         self._gate = WeightGate(module, bucket_of)
@@ -238,6 +238,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for masters in self._masters:
             masters.load_state(source, self._placement.names)
         take_over_settings(saved, self.param_groups)
+
+    def reset_state(self) -> None:
+        """Forget moments and step counts: the optimizer is as new, the weights and settings stay."""
+        for masters in self._masters:
+            masters.keep_state(False)
+            masters.keep_state(True)
 
     @torch.no_grad()
     def load_weights(self, source: PieceSource) -> None:

@@ -31,12 +31,8 @@ def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counters_of(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer's name and its groups' settings, as plain values."""
-    plain = [
-        {key: float(value) if isinstance(value, Tensor) else value for key, value in group_settings(group).items()}
-        for group in groups
-    ]
-    return {"optimizer": optimizer, "groups": plain}
+    """The optimizer's name and its groups' settings, as plain values; tensors of several values are left out."""
+    return {"optimizer": optimizer, "groups": [_plain(group_settings(group)) for group in groups]}
 
 
 def check_same_optimizer(saved: Mapping[str, Any], optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -88,6 +84,14 @@ def read_weight(source: PieceSource, dtype: torch.dtype, name: str, start: int, 
         except KeyError:  # it was saved from a parameter in fp32, its own master
             return source.read("weight", name, start, numel)
     return source.read("weight", name, start, numel)
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: float(value) if isinstance(value, Tensor) else value
+        for key, value in settings.items()
+        if not (isinstance(value, Tensor) and value.numel() != 1)
+    }
 
 
 def _like(mine: Any, saved: Any) -> Any:

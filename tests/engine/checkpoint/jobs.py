@@ -50,7 +50,7 @@ class Values:
             self.pieces[rank],
             self.model,
             rank_tensors=self.rank_tensors[rank],
-            shared={"optimizer": {"seed": self.seed}, "global_steps": self.seed, "loss": float("inf")},
+            shared={"optimizer": {"seed": self.seed}, "progress": {"global_steps": self.seed}, "loss": float("inf")},
             rank_values={"rank": rank},
             buffers=self.buffers,
         )

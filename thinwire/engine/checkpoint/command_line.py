@@ -120,7 +120,7 @@ def _describe(path: Path, manifest: Manifest) -> dict[str, Any]:
         "tag": manifest.tag,
         "path": str(path),
         "serial": manifest.serial,
-        "step": manifest.shared.get("global_steps"),
+        "step": manifest.shared.get("progress", {}).get("global_steps"),
         "world_size": manifest.world_size,
         "parameters": {
             "tensors": len(parameters),

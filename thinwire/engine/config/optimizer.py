@@ -71,6 +71,7 @@ _ONEBIT_ADAM_DECLINES = {
 _EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"', (0, 0.0))}
 
 _TORCH_DECLINES = {
+    "adam_w_mode": Declined('use "Adam", which "adam_w_mode" is for', (True,)),
     "differentiable": Declined("a sharded step cannot be differentiated", (False,)),
     "torch_adam": Declined("Adam is always torch's", (True,)),
     "bias_correction": Declined("torch's Adam always corrects", (True,)),

@@ -18,13 +18,33 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
     `allgather_bucket_size` as it was given, None where it was not: one bucket size serves both ways.
     """
     return [
+        *_without_enabled(config),
         *_precision(config),
         *_buckets(config.zero_optimization, allgather_bucket_size),
         *_stage_3(config),
+        *_overlap(config.zero_optimization),
         *_offload(config.zero_optimization),
         *_onebit_only(config),
         *_activations(config),
     ]
+
+
+def _without_enabled(config: EngineConfig) -> Iterator[str]:
+    for name in ("fp16", "bf16", "tensorboard", "csv_monitor"):
+        section = getattr(config, name)
+        if "enabled" in section.model_fields_set:
+            continue
+        for key in sorted(section.model_fields_set):
+            if getattr(section, key) != getattr(type(section)(), key):
+                yield f'"{name}.{key}" has no effect without "{name}.enabled": set that to true, or delete the section'
+
+
+def _overlap(zero: ZeroConfig) -> Iterator[str]:
+    if zero.overlap_comm and zero.stage == 0:
+        yield (
+            '"zero_optimization.overlap_comm" has no effect in stage 0, where no weights are gathered: delete '
+            "it, or use stage 1 or 2"
+        )
 
 
 def _precision(config: EngineConfig) -> Iterator[str]:
