@@ -136,7 +136,7 @@ def test_any_alignment_will_do_on_a_cpu(codec: str, name: str) -> None:
 def test_kernels_compile_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.core.caching import CacheImpl
 
-    from thinwire.compress.kernels import compiling
+    from thinwire.simd import compiling
 
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     filled = torch.zeros(3).numpy()

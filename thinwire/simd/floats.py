@@ -13,10 +13,11 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from thinwire.compress.kernels.simd_building import (
+from thinwire.simd.building import (
     LANES,
     add_intrinsic,
     call,
+    fused_multiply_add,
     loader,
     operation,
     splat,
@@ -30,17 +31,20 @@ __all__ = [
     "Vector",
     "absolute",
     "add",
+    "below",
     "broadcast",
     "clamp",
     "divide",
     "drain_streams",
-    "floats",
+    "equal",
+    "larger",
     "load",
     "load_bits",
     "load_int8",
     "load_scalar",
     "maximum",
     "multiply",
+    "multiply_add",
     "nearest",
     "nonnegative",
     "not_a_number",
@@ -53,6 +57,7 @@ __all__ = [
     "store_scalar",
     "stream",
     "subtract",
+    "vector",
 ]
 
 _FLOAT = ir.FloatType()
@@ -62,7 +67,7 @@ _INTS = ir.VectorType(ir.IntType(32), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
 _VECTOR_BYTES = 4 * LANES
 
-floats = vector_type("float32x16", _FLOATS)
+vector = vector_type("float32x16", _FLOATS)
 
 # What a type checker sees of numba's values.
 Vector = Any
@@ -70,7 +75,7 @@ Scalar = Any
 
 
 def _binary(build: Callable[..., Any]) -> Any:
-    return operation(build, floats, floats, floats)
+    return operation(build, vector, vector, vector)
 
 
 def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -100,6 +105,23 @@ def _not_a_number(builder: Any, value: Any) -> Any:
     return builder.bitcast(builder.fcmp_unordered("uno", value, value), ir.IntType(16))
 
 
+def _compare(relation: str) -> Any:
+    return operation(
+        lambda builder, left, right: builder.bitcast(builder.fcmp_ordered(relation, left, right), ir.IntType(16)),
+        types.uint16,
+        vector,
+        vector,
+    )
+
+
+def _larger(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+
+def _multiply_add(builder: Any, left: Any, right: Any, added: Any) -> Any:
+    return fused_multiply_add(builder, left, right, added)
+
+
 def _select(builder: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
     return builder.select(builder.bitcast(bits, _BITS), where_set, where_clear)
 
@@ -109,29 +131,36 @@ def _clamp(builder: Any, value: Any, bottom: Any, top: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", value, bottom), value, bottom)
 
 
-broadcast = operation(splat, floats, types.float32)
+broadcast = operation(splat, vector, types.float32)
 add = _binary(lambda builder, left, right: builder.fadd(left, right))
 subtract = _binary(lambda builder, left, right: builder.fsub(left, right))
 multiply = _binary(lambda builder, left, right: builder.fmul(left, right))
 divide = _binary(lambda builder, left, right: builder.fdiv(left, right))
-absolute = operation(lambda builder, value: call(builder, "llvm.fabs", value), floats, floats)
+absolute = operation(lambda builder, value: call(builder, "llvm.fabs", value), vector, vector)
 # To the nearest integer, ties to even.
-nearest = operation(lambda builder, value: call(builder, "llvm.rint", value), floats, floats)
+nearest = operation(lambda builder, value: call(builder, "llvm.rint", value), vector, vector)
 # The larger of two values >= 0; NaN if either is NaN. Bits of such floats order as integers, NaN on top, and
 # that comparison is one instruction where the floating-point one with this treatment of NaN takes five.
 maximum = _binary(_maximum)
 # Bit k is set where lane k is >= 0: -0.0 counts, NaN does not.
-nonnegative = operation(_nonnegative, types.uint16, floats)
+nonnegative = operation(_nonnegative, types.uint16, vector)
 # Bit k is set where lane k is NaN.
-not_a_number = operation(_not_a_number, types.uint16, floats)
-reduce_sum = operation(lambda builder, value: _fold(builder, value, builder.fadd), types.float32, floats)
+not_a_number = operation(_not_a_number, types.uint16, vector)
+reduce_sum = operation(lambda builder, value: _fold(builder, value, builder.fadd), types.float32, vector)
 reduce_max = operation(
-    lambda builder, value: _fold(builder, value, functools.partial(_maximum, builder)), types.float32, floats
+    lambda builder, value: _fold(builder, value, functools.partial(_maximum, builder)), types.float32, vector
 )
+# left * right + added, rounded once.
+multiply_add = operation(_multiply_add, vector, vector, vector, vector)
+# The larger of two values; the second where the first is NaN.
+larger = _binary(_larger)
+# Bit k is set where lane k of the first is equal to, or below, that of the second; NaN is neither.
+equal = _compare("==")
+below = _compare("<")
 # Lane k of the first vector where bit k is set, of the second elsewhere.
-select = operation(_select, floats, types.uint16, floats, floats)
+select = operation(_select, vector, types.uint16, vector, vector)
 # A value that is not NaN, brought into [bottom, top].
-clamp = operation(_clamp, floats, floats, floats, floats)
+clamp = operation(_clamp, vector, vector, vector, vector)
 
 
 @add_intrinsic
@@ -145,12 +174,12 @@ def drain_streams(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-load = loader(_FLOATS, floats)
+load = loader(_FLOATS, vector)
 load_scalar = loader(_FLOAT, types.float32)
 load_bits = loader(ir.IntType(16), types.uint16)
-load_int8 = loader(_BYTES, floats, lambda builder, value: builder.sitofp(value, _FLOATS))
-store = storer(_FLOATS, floats)
-stream = storer(_FLOATS, floats, aligned=_VECTOR_BYTES)
+load_int8 = loader(_BYTES, vector, lambda builder, value: builder.sitofp(value, _FLOATS))
+store = storer(_FLOATS, vector)
+stream = storer(_FLOATS, vector, aligned=_VECTOR_BYTES)
 store_scalar = storer(_FLOAT, types.float32)
 store_bits = storer(ir.IntType(16), types.uint16)
-store_int8 = storer(_BYTES, floats, lambda builder, value: builder.trunc(builder.fptosi(value, _INTS), _BYTES))
+store_int8 = storer(_BYTES, vector, lambda builder, value: builder.trunc(builder.fptosi(value, _INTS), _BYTES))

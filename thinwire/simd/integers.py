@@ -1,5 +1,5 @@
-"""Sixteen unsigned 32-bit integers as one value inside a numba function: the companion of `simd` for the bits of
-floats, for floats of 16 bits, with which numba cannot calculate, and for random numbers.
+"""Sixteen unsigned 32-bit integers as one value inside a numba function: for the bits of floats, for floats of 16 bits,
+with which numba cannot calculate, and for random numbers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from thinwire.compress.kernels import simd
-from thinwire.compress.kernels.noise import MULTIPLIERS, SHIFTS
-from thinwire.compress.kernels.simd_building import (
+from thinwire.simd import floats
+from thinwire.simd.building import (
     LANES,
     add_intrinsic,
     loader,
@@ -30,18 +29,21 @@ __all__ = [
     "below",
     "bit_and",
     "bit_or",
+    "bit_xor",
     "bits_of",
     "broadcast",
+    "lanes",
     "load_8_bits",
     "load_16_bits",
     "look_up",
-    "random_bits",
+    "multiply",
     "select",
     "shift_left",
     "shift_right",
     "store_16_bits",
     "subtract",
     "to_floats",
+    "vector",
 ]
 
 _INT = ir.IntType(32)
@@ -52,42 +54,27 @@ _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
-_integers = vector_type("uint32x16", _INTS)
+vector = vector_type("uint32x16", _INTS)
 
 # What a type checker sees of numba's values.
 Integers = Any
 
 
 def _binary(build: Callable[..., Any]) -> Any:
-    return operation(build, _integers, _integers, _integers)
+    return operation(build, vector, vector, vector)
 
 
 def _shift(build: Callable[..., Any]) -> Any:
     return operation(
         lambda builder, value, distance: build(builder, value, splat(builder, distance)),
-        _integers,
-        _integers,
+        vector,
+        vector,
         types.uint32,
     )
 
 
-def _random_bits(builder: Any, number: Any, first_key: Any, second_key: Any) -> Any:
-    """`noise.random_bits`; two elements share 32 bits, so that half a vector serves sixteen."""
-    pairs = ir.VectorType(_INT, LANES // 2)
-
-    def constant(value: int) -> Any:
-        return ir.Constant(pairs, [value] * (LANES // 2))
-
-    def fold(bits: Any, shift: int) -> Any:
-        return builder.xor(bits, builder.lshr(bits, constant(shift)))
-
-    first_pair = builder.trunc(builder.lshr(number, ir.Constant(number.type, 1)), _INT)
-    bits = builder.add(splat(builder, first_pair, LANES // 2), ir.Constant(pairs, list(range(LANES // 2))))
-    bits = builder.xor(builder.mul(bits, constant(MULTIPLIERS[0])), splat(builder, first_key, LANES // 2))
-    bits = builder.mul(fold(bits, SHIFTS[0]), constant(MULTIPLIERS[1]))
-    bits = builder.xor(bits, splat(builder, second_key, LANES // 2))
-    bits = builder.mul(fold(bits, SHIFTS[1]), constant(MULTIPLIERS[2]))
-    return builder.zext(builder.bitcast(fold(bits, SHIFTS[2]), _SHORTS), _INTS)
+def _lanes(builder: Any, first: Any) -> Any:
+    return builder.add(splat(builder, first), ir.Constant(_INTS, list(range(LANES))))
 
 
 def _below(builder: Any, left: Any, right: Any) -> Any:
@@ -98,27 +85,29 @@ def _select(builder: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
     return builder.select(builder.bitcast(bits, _BITS), where_set, where_clear)
 
 
-broadcast = operation(splat, _integers, types.uint32)
-# Of sixteen consecutive elements from an even number on, with the two keys of a seed.
-random_bits = operation(_random_bits, _integers, types.int64, types.uint32, types.uint32)
+broadcast = operation(splat, vector, types.uint32)
+# The value in the first lane, one more in each following one.
+lanes = operation(_lanes, vector, types.uint32)
 add = _binary(lambda builder, left, right: builder.add(left, right))
 subtract = _binary(lambda builder, left, right: builder.sub(left, right))
+multiply = _binary(lambda builder, left, right: builder.mul(left, right))
+bit_xor = _binary(lambda builder, left, right: builder.xor(left, right))
 bit_and = _binary(lambda builder, left, right: builder.and_(left, right))
 bit_or = _binary(lambda builder, left, right: builder.or_(left, right))
 shift_left = _shift(lambda builder, value, distance: builder.shl(value, distance))
 shift_right = _shift(lambda builder, value, distance: builder.lshr(value, distance))
 # Bit k is set where lane k of the first is below that of the second.
-below = operation(_below, types.uint16, _integers, _integers)
+below = operation(_below, types.uint16, vector, vector)
 # Lane k of the first vector where bit k is set, of the second elsewhere.
-select = operation(_select, _integers, types.uint16, _integers, _integers)
+select = operation(_select, vector, types.uint16, vector, vector)
 # The same bits as another type, and the same value.
-bits_of = operation(lambda builder, value: builder.bitcast(value, _INTS), _integers, simd.floats)
-as_floats = operation(lambda builder, value: builder.bitcast(value, _FLOATS), simd.floats, _integers)
-to_floats = operation(lambda builder, value: builder.uitofp(value, _FLOATS), simd.floats, _integers)
+bits_of = operation(lambda builder, value: builder.bitcast(value, _INTS), vector, floats.vector)
+as_floats = operation(lambda builder, value: builder.bitcast(value, _FLOATS), floats.vector, vector)
+to_floats = operation(lambda builder, value: builder.uitofp(value, _FLOATS), floats.vector, vector)
 
-load_8_bits = loader(_BYTES, _integers, lambda builder, value: builder.zext(value, _INTS))
-load_16_bits = loader(_SHORTS, _integers, lambda builder, value: builder.zext(value, _INTS))
-store_16_bits = storer(_SHORTS, _integers, lambda builder, value: builder.trunc(value, _SHORTS))
+load_8_bits = loader(_BYTES, vector, lambda builder, value: builder.zext(value, _INTS))
+load_16_bits = loader(_SHORTS, vector, lambda builder, value: builder.zext(value, _INTS))
+store_16_bits = storer(_SHORTS, vector, lambda builder, value: builder.trunc(value, _SHORTS))
 
 
 @add_intrinsic
@@ -140,4 +129,4 @@ def look_up(typing_context: Any, table: Any, codes: Any, index: Any) -> Any:
             result = builder.insert_element(result, builder.load(entry), ir.Constant(_INT, lane))
         return result
 
-    return simd.floats(table, codes, types.intp), generate
+    return floats.vector(table, codes, types.intp), generate

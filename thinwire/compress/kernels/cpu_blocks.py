@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from thinwire.compress.kernels.compiling import helper
 from thinwire.compress.kernels.layout import HEADER_BYTES, SCALE_BYTES
+from thinwire.simd.compiling import helper
 
 __all__ = ["locate", "valid_elements"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels import simd
-from thinwire.compress.kernels.compiling import helper, kernel
 from thinwire.compress.kernels.cpu_blocks import locate, valid_elements
 from thinwire.compress.kernels.cpu_halves import BFLOAT16, NO_VALUES, round_to_nearest, widen
-from thinwire.compress.kernels.simd import LANES
+from thinwire.simd import floats
+from thinwire.simd.compiling import helper, kernel
+from thinwire.simd.floats import LANES
 
 __all__ = ["ENCODE", "ENCODE_ROUNDED"]
 
@@ -37,17 +37,17 @@ def _needs_residual(payload: _Floats, residual: _Floats, start: int, valid: int,
 
 
 @helper
-def _corrected(payload: _Floats, residual: _Floats, at: int, correct: bool) -> simd.Vector:
-    value = simd.load(payload, at)
-    return simd.add(value, simd.load(residual, at)) if correct else value
+def _corrected(payload: _Floats, residual: _Floats, at: int, correct: bool) -> floats.Vector:
+    value = floats.load(payload, at)
+    return floats.add(value, floats.load(residual, at)) if correct else value
 
 
 @helper
 def _pack_signs(
     payload: _Floats, residual: _Floats, packets: _Bytes, start: int, codes: int, block_size: int, correct: bool
-) -> simd.Scalar:
+) -> floats.Scalar:
     """Payload += residual if `correct`; write its sign bits at byte `codes`; return the sum of magnitudes."""
-    zero = simd.broadcast(np.float32(0.0))
+    zero = floats.broadcast(np.float32(0.0))
     sum0, sum1, sum2, sum3 = zero, zero, zero, zero
     for i in range(0, block_size, _STEP):
         at = start + i
@@ -56,45 +56,45 @@ def _pack_signs(
         value2 = _corrected(payload, residual, at + 2 * LANES, correct)
         value3 = _corrected(payload, residual, at + 3 * LANES, correct)
         if correct:
-            simd.store(payload, at, value0)
-            simd.store(payload, at + LANES, value1)
-            simd.store(payload, at + 2 * LANES, value2)
-            simd.store(payload, at + 3 * LANES, value3)
-        sum0 = simd.add(sum0, simd.absolute(value0))
-        sum1 = simd.add(sum1, simd.absolute(value1))
-        sum2 = simd.add(sum2, simd.absolute(value2))
-        sum3 = simd.add(sum3, simd.absolute(value3))
+            floats.store(payload, at, value0)
+            floats.store(payload, at + LANES, value1)
+            floats.store(payload, at + 2 * LANES, value2)
+            floats.store(payload, at + 3 * LANES, value3)
+        sum0 = floats.add(sum0, floats.absolute(value0))
+        sum1 = floats.add(sum1, floats.absolute(value1))
+        sum2 = floats.add(sum2, floats.absolute(value2))
+        sum3 = floats.add(sum3, floats.absolute(value3))
         bits = codes + i // 8
-        simd.store_bits(packets, bits, simd.nonnegative(value0))
-        simd.store_bits(packets, bits + 2, simd.nonnegative(value1))
-        simd.store_bits(packets, bits + 4, simd.nonnegative(value2))
-        simd.store_bits(packets, bits + 6, simd.nonnegative(value3))
-    return simd.reduce_sum(simd.add(simd.add(sum0, sum1), simd.add(sum2, sum3)))
+        floats.store_bits(packets, bits, floats.nonnegative(value0))
+        floats.store_bits(packets, bits + 2, floats.nonnegative(value1))
+        floats.store_bits(packets, bits + 4, floats.nonnegative(value2))
+        floats.store_bits(packets, bits + 6, floats.nonnegative(value3))
+    return floats.reduce_sum(floats.add(floats.add(sum0, sum1), floats.add(sum2, sum3)))
 
 
 @helper
-def _largest(payload: _Floats, residual: _Floats, start: int, block_size: int, correct: bool) -> simd.Scalar:
+def _largest(payload: _Floats, residual: _Floats, start: int, block_size: int, correct: bool) -> floats.Scalar:
     """Payload += residual if `correct`; return its largest magnitude, NaN if it holds one."""
-    largest = simd.broadcast(np.float32(0.0))
+    largest = floats.broadcast(np.float32(0.0))
     for at in range(start, start + block_size, LANES):
         value = _corrected(payload, residual, at, correct)
         if correct:
-            simd.store(payload, at, value)
-        largest = simd.maximum(largest, simd.absolute(value))
-    return simd.reduce_max(largest)
+            floats.store(payload, at, value)
+        largest = floats.maximum(largest, floats.absolute(value))
+    return floats.reduce_max(largest)
 
 
 @helper
 def _quantize(payload: _Floats, packets: _Bytes, start: int, codes: int, scale: np.float32, block_size: int) -> None:
     """Write the codes of a block at byte `codes`, and leave what they lose in `payload`."""
-    divisor = simd.broadcast(scale)
-    top = simd.broadcast(np.float32(127.0))
-    bottom = simd.broadcast(np.float32(-127.0))
+    divisor = floats.broadcast(scale)
+    top = floats.broadcast(np.float32(127.0))
+    bottom = floats.broadcast(np.float32(-127.0))
     for i in range(0, block_size, LANES):
-        value = simd.load(payload, start + i)
-        level = simd.clamp(simd.nearest(simd.divide(value, divisor)), bottom, top)
-        simd.store_int8(packets, codes + i, level)
-        simd.store(payload, start + i, simd.subtract(value, simd.multiply(level, divisor)))
+        value = floats.load(payload, start + i)
+        level = floats.clamp(floats.nearest(floats.divide(value, divisor)), bottom, top)
+        floats.store_int8(packets, codes + i, level)
+        floats.store(payload, start + i, floats.subtract(value, floats.multiply(level, divisor)))
 
 
 @helper
@@ -111,11 +111,11 @@ def _encode_sign1_block(
     correct = _needs_residual(payload, residual, start, valid, block_size)
     total = _pack_signs(payload, residual, packets, start, codes, block_size, correct)
     scale = total / np.float32(max(valid, 1))
-    simd.store_scalar(packets, scale_at, scale)
-    plus, minus = simd.broadcast(scale), simd.broadcast(-scale)
+    floats.store_scalar(packets, scale_at, scale)
+    plus, minus = floats.broadcast(scale), floats.broadcast(-scale)
     for i in range(0, block_size, LANES):
-        decoded = simd.select(simd.load_bits(packets, codes + i // 8), plus, minus)
-        simd.store(payload, start + i, simd.subtract(simd.load(payload, start + i), decoded))
+        decoded = floats.select(floats.load_bits(packets, codes + i // 8), plus, minus)
+        floats.store(payload, start + i, floats.subtract(floats.load(payload, start + i), decoded))
     for i in range(valid, block_size):
         payload[start + i] = 0.0
         packets[codes + i // 8] &= ~(1 << i % 8)
@@ -134,7 +134,7 @@ def _encode_int8_block(
 ) -> None:
     correct = _needs_residual(payload, residual, start, valid, block_size)
     scale = _largest(payload, residual, start, block_size, correct) / np.float32(127.0)
-    simd.store_scalar(packets, scale_at, scale)
+    floats.store_scalar(packets, scale_at, scale)
     if scale > 0.0 and np.isfinite(scale):
         _quantize(payload, packets, start, codes, scale, block_size)
     else:
@@ -186,14 +186,14 @@ def _correct(payload: _Floats, residual: _Bytes, start: int, corrected: _Floats)
     """Write a block of payload + residual, which are bf16 if there are any, to `corrected`."""
     kind = BFLOAT16 if residual.size else NO_VALUES
     for i in range(0, corrected.size, LANES):
-        value = simd.add(simd.load(payload, start + i), widen(residual, start + i, kind))
-        simd.store(corrected, i, value)
+        value = floats.add(floats.load(payload, start + i), widen(residual, start + i, kind))
+        floats.store(corrected, i, value)
 
 
 @helper
 def _round(lost: _Floats, new_residual: _Bytes, start: int) -> None:
     for i in range(0, lost.size, LANES):
-        round_to_nearest(new_residual, start + i, simd.load(lost, i))
+        round_to_nearest(new_residual, start + i, floats.load(lost, i))
 
 
 @kernel

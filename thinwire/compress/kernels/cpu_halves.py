@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels import simd, simd_integers
-from thinwire.compress.kernels.compiling import helper
+from thinwire.simd import floats, integers
+from thinwire.simd.compiling import helper
 
 __all__ = ["BFLOAT16", "ELEMENT_BYTES", "FORMATS", "NO_VALUES", "round_and_store", "round_to_nearest", "widen"]
 
@@ -34,71 +34,71 @@ _16 = np.uint32(16)
 
 
 @helper
-def widen(values: _Bytes, at: int, kind: int) -> simd.Vector:
+def widen(values: _Bytes, at: int, kind: int) -> floats.Vector:
     """Sixteen values from number `at` on, as float32; zeros for NO_VALUES."""
     if kind == _FLOAT32:
-        return simd.load(values, 4 * at)
+        return floats.load(values, 4 * at)
     if kind == BFLOAT16:
-        return simd_integers.as_floats(simd_integers.shift_left(simd_integers.load_16_bits(values, 2 * at), _16))
+        return integers.as_floats(integers.shift_left(integers.load_16_bits(values, 2 * at), _16))
     if kind == _FLOAT16:
-        return _widen_float16(simd_integers.load_16_bits(values, 2 * at))
-    return simd.broadcast(np.float32(0.0))
+        return _widen_float16(integers.load_16_bits(values, 2 * at))
+    return floats.broadcast(np.float32(0.0))
 
 
 @helper
-def _widen_float16(half: simd_integers.Integers) -> simd.Vector:
-    sign_mask = simd_integers.broadcast(_HALF_SIGN)
-    sign = simd_integers.shift_left(simd_integers.bit_and(half, sign_mask), _16)
-    magnitude = simd_integers.bit_and(half, simd_integers.broadcast(np.uint32(0x7FFF)))
-    rebias = simd_integers.broadcast(_REBIAS)
-    wide = simd_integers.add(simd_integers.shift_left(magnitude, _MANTISSA_DIFFERENCE), rebias)
-    finite = simd_integers.below(magnitude, simd_integers.broadcast(_HALF_INFINITY))
-    wide = simd_integers.select(finite, wide, simd_integers.add(wide, rebias))
-    subnormal = simd_integers.below(magnitude, simd_integers.broadcast(_HALF_NORMAL))
-    counted = simd.multiply(simd_integers.to_floats(magnitude), simd.broadcast(_SUBNORMAL_UNIT))
-    wide = simd_integers.select(subnormal, simd_integers.bits_of(counted), wide)
-    return simd_integers.as_floats(simd_integers.bit_or(wide, sign))
+def _widen_float16(half: integers.Integers) -> floats.Vector:
+    sign_mask = integers.broadcast(_HALF_SIGN)
+    sign = integers.shift_left(integers.bit_and(half, sign_mask), _16)
+    magnitude = integers.bit_and(half, integers.broadcast(np.uint32(0x7FFF)))
+    rebias = integers.broadcast(_REBIAS)
+    wide = integers.add(integers.shift_left(magnitude, _MANTISSA_DIFFERENCE), rebias)
+    finite = integers.below(magnitude, integers.broadcast(_HALF_INFINITY))
+    wide = integers.select(finite, wide, integers.add(wide, rebias))
+    subnormal = integers.below(magnitude, integers.broadcast(_HALF_NORMAL))
+    counted = floats.multiply(integers.to_floats(magnitude), floats.broadcast(_SUBNORMAL_UNIT))
+    wide = integers.select(subnormal, integers.bits_of(counted), wide)
+    return integers.as_floats(integers.bit_or(wide, sign))
 
 
 @helper
-def round_and_store(values: _Bytes, at: int, kind: int, value: simd.Vector, random: simd_integers.Integers) -> None:
+def round_and_store(values: _Bytes, at: int, kind: int, value: floats.Vector, random: integers.Integers) -> None:
     """Write sixteen float32 from number `at` on, rounded at random to what the format holds."""
     if kind == _FLOAT32:
-        simd.store(values, 4 * at, value)
+        floats.store(values, 4 * at, value)
     elif kind == BFLOAT16:
-        simd_integers.store_16_bits(values, 2 * at, _round_bfloat16(value, random))
+        integers.store_16_bits(values, 2 * at, _round_bfloat16(value, random))
     else:
-        simd_integers.store_16_bits(values, 2 * at, _round_float16(value, random))
+        integers.store_16_bits(values, 2 * at, _round_float16(value, random))
 
 
 @helper
-def _round_bfloat16(value: simd.Vector, random: simd_integers.Integers) -> simd_integers.Integers:
-    rounded = simd_integers.shift_right(simd_integers.add(simd_integers.bits_of(value), random), _16)
-    return simd_integers.select(simd.not_a_number(value), simd_integers.broadcast(_BRAIN_NAN), rounded)
+def _round_bfloat16(value: floats.Vector, random: integers.Integers) -> integers.Integers:
+    rounded = integers.shift_right(integers.add(integers.bits_of(value), random), _16)
+    return integers.select(floats.not_a_number(value), integers.broadcast(_BRAIN_NAN), rounded)
 
 
 @helper
-def round_to_nearest(values: _Bytes, at: int, value: simd.Vector) -> None:
+def round_to_nearest(values: _Bytes, at: int, value: floats.Vector) -> None:
     """Write sixteen float32 from number `at` on, as the nearest bfloat16, ties to even."""
-    bits = simd_integers.bits_of(value)
-    last_kept = simd_integers.bit_and(simd_integers.shift_right(bits, _16), simd_integers.broadcast(np.uint32(1)))
-    nudge = simd_integers.add(last_kept, simd_integers.broadcast(np.uint32(0x7FFF)))
-    simd_integers.store_16_bits(values, 2 * at, _round_bfloat16(value, nudge))
+    bits = integers.bits_of(value)
+    last_kept = integers.bit_and(integers.shift_right(bits, _16), integers.broadcast(np.uint32(1)))
+    nudge = integers.add(last_kept, integers.broadcast(np.uint32(0x7FFF)))
+    integers.store_16_bits(values, 2 * at, _round_bfloat16(value, nudge))
 
 
 @helper
-def _round_float16(value: simd.Vector, random: simd_integers.Integers) -> simd_integers.Integers:
-    magnitude = simd_integers.bits_of(simd.absolute(value))
-    smallest_normal = simd_integers.broadcast(_SMALLEST_NORMAL_BITS)
-    subnormal = simd_integers.below(magnitude, smallest_normal)
+def _round_float16(value: floats.Vector, random: integers.Integers) -> integers.Integers:
+    magnitude = integers.bits_of(floats.absolute(value))
+    smallest_normal = integers.broadcast(_SMALLEST_NORMAL_BITS)
+    subnormal = integers.below(magnitude, smallest_normal)
     # Next to 2^-14, subnormal float16 have the spacing that the normal ones there have: 13 bits more in float32.
-    lifted = simd.add(simd.absolute(value), simd.broadcast(_SMALLEST_NORMAL))
-    wide = simd_integers.select(subnormal, simd_integers.bits_of(lifted), magnitude)
-    bias = simd_integers.select(subnormal, smallest_normal, simd_integers.broadcast(_REBIAS))
-    wide = simd_integers.add(wide, simd_integers.shift_right(random, np.uint32(3)))
-    rounded = simd_integers.shift_right(simd_integers.subtract(wide, bias), _MANTISSA_DIFFERENCE)
-    infinity = simd_integers.broadcast(_HALF_INFINITY)
-    rounded = simd_integers.select(simd_integers.below(rounded, infinity), rounded, infinity)
-    rounded = simd_integers.select(simd.not_a_number(value), simd_integers.broadcast(_HALF_NAN), rounded)
-    upper_half = simd_integers.shift_right(simd_integers.bits_of(value), _16)
-    return simd_integers.bit_or(rounded, simd_integers.bit_and(upper_half, simd_integers.broadcast(_HALF_SIGN)))
+    lifted = floats.add(floats.absolute(value), floats.broadcast(_SMALLEST_NORMAL))
+    wide = integers.select(subnormal, integers.bits_of(lifted), magnitude)
+    bias = integers.select(subnormal, smallest_normal, integers.broadcast(_REBIAS))
+    wide = integers.add(wide, integers.shift_right(random, np.uint32(3)))
+    rounded = integers.shift_right(integers.subtract(wide, bias), _MANTISSA_DIFFERENCE)
+    infinity = integers.broadcast(_HALF_INFINITY)
+    rounded = integers.select(integers.below(rounded, infinity), rounded, infinity)
+    rounded = integers.select(floats.not_a_number(value), integers.broadcast(_HALF_NAN), rounded)
+    upper_half = integers.shift_right(integers.bits_of(value), _16)
+    return integers.bit_or(rounded, integers.bit_and(upper_half, integers.broadcast(_HALF_SIGN)))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels import simd, simd_integers
-from thinwire.compress.kernels.compiling import helper, kernel
 from thinwire.compress.kernels.cpu_blocks import locate
 from thinwire.compress.kernels.cpu_halves import ELEMENT_BYTES, round_and_store, widen
-from thinwire.compress.kernels.simd import LANES
+from thinwire.compress.kernels.cpu_noise import random_bits
+from thinwire.simd import floats, integers
+from thinwire.simd.compiling import helper, kernel
+from thinwire.simd.floats import LANES
 
 __all__ = ["apply_signs", "momentum_payload"]
 
@@ -31,17 +32,17 @@ def _ranges(block: int, block_size: int, first: int, numel: int) -> tuple[int, i
 
 
 @helper
-def _moving(codes: _Bytes, at: int) -> simd.Scalar:
+def _moving(codes: _Bytes, at: int) -> floats.Scalar:
     """Bit k is set where code at + k is not 0."""
-    zero = simd_integers.broadcast(np.uint32(0))
-    return simd_integers.below(zero, simd_integers.load_8_bits(codes, at))
+    zero = integers.broadcast(np.uint32(0))
+    return integers.below(zero, integers.load_8_bits(codes, at))
 
 
 @helper
-def _signed(signs: simd.Scalar, moving: simd.Scalar, magnitude: np.float32) -> simd.Vector:
+def _signed(signs: floats.Scalar, moving: floats.Scalar, magnitude: np.float32) -> floats.Vector:
     """± magnitude, and 0 where nothing moves."""
-    value = simd.select(signs, simd.broadcast(magnitude), simd.broadcast(-magnitude))
-    return simd.select(moving, value, simd.broadcast(np.float32(0.0)))
+    value = floats.select(signs, floats.broadcast(magnitude), floats.broadcast(-magnitude))
+    return floats.select(moving, value, floats.broadcast(np.float32(0.0)))
 
 
 @helper
@@ -51,16 +52,16 @@ def _payload(
     table: _Floats,
     at: int,
     kind: int,
-    signs: simd.Scalar,
+    signs: floats.Scalar,
     kept: np.float32,
     gain: np.float32,
     loss_scale: np.float32,
-) -> simd.Vector:
+) -> floats.Vector:
     moving = _moving(codes, at)
-    preconditioner = simd.select(moving, simd_integers.look_up(table, codes, at), simd.broadcast(np.float32(0.0)))
-    change = simd.divide(widen(gradient, at, kind), simd.broadcast(loss_scale))
-    change = simd.multiply(simd.multiply(simd.broadcast(gain), change), preconditioner)
-    return simd.add(_signed(signs, moving, kept), change)
+    preconditioner = floats.select(moving, integers.look_up(table, codes, at), floats.broadcast(np.float32(0.0)))
+    change = floats.divide(widen(gradient, at, kind), floats.broadcast(loss_scale))
+    change = floats.multiply(floats.multiply(floats.broadcast(gain), change), preconditioner)
+    return floats.add(_signed(signs, moving, kept), change)
 
 
 @helper
@@ -73,7 +74,7 @@ def _part_of_payload(
     end: int,
     lane: int,
     kind: int,
-    signs: simd.Scalar,
+    signs: floats.Scalar,
     kept: np.float32,
     gain: np.float32,
     loss_scale: np.float32,
@@ -88,7 +89,7 @@ def _part_of_payload(
     for i in range(end - at):
         some_codes[lane + i] = codes[at + i]
     value = _payload(some_gradient, some_codes, table, 0, kind, signs, kept, gain, loss_scale)
-    simd.store(some_payload, 0, value)
+    floats.store(some_payload, 0, value)
     for i in range(end - at):
         payload[at + i] = some_payload[lane + i]
 
@@ -115,25 +116,25 @@ def momentum_payload(
     """Elements first, first + 1, ... as far as they lie in the given blocks; see `reference.momentum_payload`."""
     for block in range(first_block, last_block):
         scale_at, bits_at = locate(block, row_blocks, row_bytes, 1, block_size, 1)
-        kept = simd.load_scalar(packets, scale_at) * beta1
+        kept = floats.load_scalar(packets, scale_at) * beta1
         at, whole, behind, end = _ranges(block, block_size, first, codes.size)
         origin = block * block_size - first  # index of the block's start; whole groups are counted from there
         if at < whole:
             lane = (at - origin) % LANES
-            signs = simd.load_bits(packets, bits_at + (at - origin - lane) // 8)
+            signs = floats.load_bits(packets, bits_at + (at - origin - lane) // 8)
             _part_of_payload(gradient, codes, table, payload, at, whole, lane, kind, signs, kept, gain, loss_scale)
         for i in range(whole, behind, LANES):
-            signs = simd.load_bits(packets, bits_at + (i - origin) // 8)
+            signs = floats.load_bits(packets, bits_at + (i - origin) // 8)
             value = _payload(gradient, codes, table, i, kind, signs, kept, gain, loss_scale)
             if streaming:
-                simd.stream(payload, i, value)
+                floats.stream(payload, i, value)
             else:
-                simd.store(payload, i, value)
+                floats.store(payload, i, value)
         if behind < end:
-            signs = simd.load_bits(packets, bits_at + (behind - origin) // 8)
+            signs = floats.load_bits(packets, bits_at + (behind - origin) // 8)
             _part_of_payload(gradient, codes, table, payload, behind, end, 0, kind, signs, kept, gain, loss_scale)
     if streaming:
-        simd.drain_streams()
+        floats.drain_streams()
 
 
 @helper
@@ -142,14 +143,14 @@ def _step(
     kind: int,
     codes: _Bytes,
     at: int,
-    signs: simd.Scalar,
+    signs: floats.Scalar,
     step: np.float32,
     decay: np.float32,
-    random: simd_integers.Integers,
+    random: integers.Integers,
 ) -> None:
     moved = _signed(signs, _moving(codes, at), step)
-    value = simd.multiply(widen(weights, at, kind), simd.broadcast(decay))
-    round_and_store(weights, at, kind, simd.subtract(value, moved), random)
+    value = floats.multiply(widen(weights, at, kind), floats.broadcast(decay))
+    round_and_store(weights, at, kind, floats.subtract(value, moved), random)
 
 
 @helper
@@ -160,10 +161,10 @@ def _part_of_step(
     at: int,
     end: int,
     lane: int,
-    signs: simd.Scalar,
+    signs: floats.Scalar,
     step: np.float32,
     decay: np.float32,
-    random: simd_integers.Integers,
+    random: integers.Integers,
 ) -> None:
     """Elements at to end of the arrays, fewer than sixteen, of which the first belongs to the given lane."""
     size = ELEMENT_BYTES[kind]
@@ -198,19 +199,19 @@ def apply_signs(
     """Elements first, first + 1, ... as far as they lie in the given blocks; see `reference.apply_signs`."""
     for block in range(first_block, last_block):
         scale_at, bits_at = locate(block, row_blocks, row_bytes, 1, block_size, 1)
-        step = simd.load_scalar(packets, scale_at) * lr
+        step = floats.load_scalar(packets, scale_at) * lr
         at, whole, behind, end = _ranges(block, block_size, first, codes.size)
         origin = block * block_size - first  # index of the block's start; whole groups are counted from there
         if at < whole:
             lane = (at - origin) % LANES
-            signs = simd.load_bits(packets, bits_at + (at - origin - lane) // 8)
-            random = simd_integers.random_bits(first + at - lane, first_key, second_key)
+            signs = floats.load_bits(packets, bits_at + (at - origin - lane) // 8)
+            random = random_bits(first + at - lane, first_key, second_key)
             _part_of_step(weights, kind, codes, at, whole, lane, signs, step, decay, random)
         for i in range(whole, behind, LANES):
-            signs = simd.load_bits(packets, bits_at + (i - origin) // 8)
-            random = simd_integers.random_bits(first + i, first_key, second_key)
+            signs = floats.load_bits(packets, bits_at + (i - origin) // 8)
+            random = random_bits(first + i, first_key, second_key)
             _step(weights, kind, codes, i, signs, step, decay, random)
         if behind < end:
-            signs = simd.load_bits(packets, bits_at + (behind - origin) // 8)
-            random = simd_integers.random_bits(first + behind, first_key, second_key)
+            signs = floats.load_bits(packets, bits_at + (behind - origin) // 8)
+            random = random_bits(first + behind, first_key, second_key)
             _part_of_step(weights, kind, codes, behind, end, 0, signs, step, decay, random)
