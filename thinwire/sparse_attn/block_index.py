@@ -1,0 +1,88 @@
+"""A layout as kernels read it: which blocks each row of blocks attends and which attend each column, in a few integers
+a block instead of a mask of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BlockIndex", "BlockPairs"]
+
+BlockPairs = tuple[Tensor, Tensor]
+"""Rows and columns of blocks, int64 [n] each, in any order, each pair once or more often."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockIndex:
+    """Compact indices both ways, all int32, on one device.
+
+    Row r of head h attends `columns[row_offsets[h * num_rows + r] : row_offsets[h * num_rows + r + 1]]`, ascending;
+    column c is attended by `rows[column_offsets[h * num_columns + c] : column_offsets[h * num_columns + c + 1]]`,
+    ascending. `num_heads` is 1 where all heads are alike. The last row and column of blocks may be short of tokens.
+    """
+
+    block: int
+    num_heads: int
+    num_rows: int
+    num_columns: int
+    row_offsets: Tensor
+    columns: Tensor
+    column_offsets: Tensor
+    rows: Tensor
+
+    @classmethod
+    def from_pairs(cls, block: int, num_rows: int, num_columns: int, heads: Sequence[BlockPairs]) -> BlockIndex:
+        """The index of heads with these blocks, on the CPU; heads that are all alike become one."""
+        places = [torch.unique(rows * num_columns + columns) for rows, columns in heads]
+        if all(torch.equal(one, places[0]) for one in places[1:]):
+            places = places[:1]
+        size = num_rows * num_columns
+        by_row = torch.cat([one + head * size for head, one in enumerate(places)])
+        transposed = [_transpose(one, num_rows, num_columns) for one in places]
+        by_column = torch.cat([one + head * size for head, one in enumerate(transposed)])
+        return cls(
+            block,
+            len(places),
+            num_rows,
+            num_columns,
+            _offsets(by_row, num_columns, len(places) * num_rows),
+            _within(by_row, num_columns),
+            _offsets(by_column, num_rows, len(places) * num_columns),
+            _within(by_column, num_rows),
+        )
+
+    def to(self, device: torch.device | str) -> BlockIndex:
+        """The same on another device."""
+        tensors = (self.row_offsets, self.columns, self.column_offsets, self.rows)
+        moved = [tensor.to(device) for tensor in tensors]
+        return BlockIndex(self.block, self.num_heads, self.num_rows, self.num_columns, *moved)
+
+    def density(self) -> float:
+        """The part of all blocks that is attended; 0 where there are none."""
+        every = self.num_heads * self.num_rows * self.num_columns
+        return self.columns.numel() / every if every else 0.0
+
+    def dense(self) -> Tensor:
+        """The same as a mask, bool [num_heads, num_rows, num_columns], on the CPU."""
+        mask = torch.zeros(self.num_heads * self.num_rows, self.num_columns, dtype=torch.bool)
+        counts = self.row_offsets.diff().long().cpu()
+        mask[torch.repeat_interleave(torch.arange(len(counts)), counts), self.columns.long().cpu()] = True
+        return mask.view(self.num_heads, self.num_rows, self.num_columns)
+
+
+def _transpose(places: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    if not num_columns:
+        return places
+    return torch.sort(places % num_columns * num_rows + places // num_columns).values
+
+
+def _offsets(places: Tensor, width: int, count: int) -> Tensor:
+    """Where each of `count` runs of `width` places begins among sorted `places`, and where the last ends."""
+    return torch.searchsorted(places, torch.arange(count + 1) * width).int()
+
+
+def _within(places: Tensor, width: int) -> Tensor:
+    return (places % width if width else places).int()

@@ -1,0 +1,127 @@
+"""What block-sparse attention means, in plain torch on dense masked scores: the specification of every kernel.
+
+It takes S^2 memory and any floating dtype; run in float64 it is what the fused kernels are held against.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire.sparse_attn.dropout import draw_seed, keep_mask
+from thinwire.sparse_attn.masks import attention_bias, key_bias
+
+if TYPE_CHECKING:
+    from thinwire.sparse_attn.block_index import BlockIndex
+    from thinwire.sparse_attn.layouts import Layout
+
+__all__ = ["dense_attention", "reference_attention", "token_mask"]
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    rpe: Tensor | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """The same as `block_sparse_attention`, argument for argument, on dense scores in the dtype of `q`.
+
+    Returns [B, H, Sq, D]. After the same `torch.manual_seed` it drops the same probabilities.
+    """
+    batch, heads, query_length, head_size = q.shape
+    key_length = k.shape[2]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out, _ = dense_attention(
+        q,
+        k,
+        v,
+        layout.index(query_length, key_length, q.device),
+        key_bias(key_padding_mask, attn_mask, batch=batch, key_length=key_length, dtype=dtype),
+        attention_bias(
+            attn_mask, rpe, batch=batch, heads=heads, query_length=query_length, key_length=key_length, dtype=dtype
+        ),
+        draw_seed(q.device) if dropout_p > 0 else torch.zeros(1, dtype=torch.int64, device=q.device),
+        causal=causal or layout.causal,
+        scale=head_size**-0.5 if scale is None else scale,
+        dropout_p=dropout_p,
+    )
+    return out
+
+
+def dense_attention(
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    index: BlockIndex,
+    key_bias_bs: Tensor | None,
+    bias_bhss: Tensor | None,
+    seed: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """A kernel's forward, with a kernel's arguments, differentiable by autograd: output [B, H, Sq, D], lse [B, H, Sq].
+
+    `lse` is the natural log of the sum of exponentials of a row's scores, +inf for a row that attends nothing; such a
+    row's output and gradients are 0. What a query does not attend never reaches it, NaN and infinity included.
+    """
+    batch, heads, query_length, _ = q_bhsd.shape
+    key_length = k_bhsd.shape[2]
+    attends = token_mask(index, query_length, key_length, causal=causal).expand(batch, heads, -1, -1)
+    for added in (None if key_bias_bs is None else key_bias_bs[:, None, None, :], bias_bhss):
+        if added is not None:
+            attends = attends & (added != -math.inf)
+    finite = all(bool(x.isfinite().all()) for x in (q_bhsd, k_bhsd, v_bhsd))
+
+    scores = scale * (q_bhsd @ k_bhsd.mT if finite else _scores_of_attended(q_bhsd, k_bhsd, attends))
+    for added in (None if key_bias_bs is None else key_bias_bs[:, None, None, :], bias_bhss):
+        if added is not None:
+            scores = scores + torch.where(attends, added, 0.0).to(scores.dtype)
+    scores = scores.masked_fill(~attends, -math.inf)
+    attends_any = attends.any(-1, keepdim=True)
+    lse = torch.logsumexp(scores, -1).masked_fill(~attends_any[..., 0], math.inf)
+
+    # A row of -inf alone has no softmax: it takes one of zeros, which the second mask takes away with its gradient.
+    probabilities = torch.softmax(scores.masked_fill(~attends_any, 0.0), -1).masked_fill(~attends, 0.0)
+    if dropout_p > 0:
+        keep = keep_mask(seed, batch, heads, query_length, key_length, dropout_p)
+        probabilities = probabilities * keep / (1 - dropout_p)
+    out = probabilities @ v_bhsd if finite else _values_of_attended(probabilities, v_bhsd, attends)
+    return out, lse
+
+
+def token_mask(index: BlockIndex, query_length: int, key_length: int, *, causal: bool) -> Tensor:
+    """Which query of which head may attend which key: bool [index.num_heads, query_length, key_length]."""
+    rows = index.num_heads * index.num_rows
+    row_of_block = torch.repeat_interleave(
+        torch.arange(rows, device=index.columns.device), index.row_offsets.diff().long()
+    )
+    blocks = torch.zeros(rows, index.num_columns, dtype=torch.bool, device=index.columns.device)
+    blocks[row_of_block, index.columns.long()] = True
+    blocks = blocks.view(index.num_heads, index.num_rows, index.num_columns)
+    tokens = blocks.repeat_interleave(index.block, 1).repeat_interleave(index.block, 2)
+    tokens = tokens[:, :query_length, :key_length]
+    return tokens.tril() if causal else tokens
+
+
+def _scores_of_attended(q_bhsd: Tensor, k_bhsd: Tensor, attends: Tensor) -> Tensor:
+    """q k^T in which a key that a query does not attend takes no part, not even as 0 * NaN in a gradient."""
+    attended_keys = torch.where(attends[..., None], k_bhsd[:, :, None], 0.0)
+    return (q_bhsd[:, :, :, None] * attended_keys).sum(-1)
+
+
+def _values_of_attended(probabilities: Tensor, v_bhsd: Tensor, attends: Tensor) -> Tensor:
+    """P v under the same rule."""
+    attended_values = torch.where(attends[..., None], v_bhsd[:, :, None], 0.0)
+    return (probabilities[..., None] * attended_values).sum(-2)
