@@ -129,6 +129,19 @@ def test_the_same_bits_for_any_number_of_threads_and_any_strides() -> None:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+def test_16_bits_are_the_same_bits_however_a_head_is_shared_out() -> None:
+    tensors = torch.randn(4, 1, 3, 150, 24).bfloat16()
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):  # whole heads, and parts of heads
+            torch.set_num_threads(threads)
+            results.append(attend(*tensors, BigBird(3, 16)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
 def test_threads_of_python_may_call_at_once() -> None:
     tensors = torch.randn(4, 1, 4, 128, 16)
     expected = attend(*tensors, BigBird(4, 16))

@@ -86,16 +86,20 @@ def forward(
     """Output [B, H, Sq, D] like q, and float32 log-sum-exp [B, H, Sq], +inf where nothing is attended."""
     call = _Call(q, k, index, key_bias, bias, seed, causal, scale, dropout_p)
     out = torch.empty_like(q)
+    results = out
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
     threads = torch.get_num_threads()
     heads = call.batch * call.heads
     # As many parts of a head as give every thread several: rows of blocks differ in what they attend.
     parts = 1 if heads % threads == 0 or heads >= 8 * threads else min(index.num_rows, -(-8 * threads // max(heads, 1)))
+    if parts > 1:  # every part of a head would convert all of it
+        q, k, v = q.float(), k.float(), v.float()
+        results = _in_float32(out)
 
     def work(task: int) -> None:
         number, part = divmod(task, parts)
         batch, head = divmod(number, call.heads)
-        result = _in_float32(out[batch, head])
+        result = _in_float32(results[batch, head])
         rows = [index.num_rows * edge // parts for edge in (part, part + 1)]
         arguments = [
             *_memory(q[batch, head], k[batch, head], v[batch, head]),
@@ -107,10 +111,10 @@ def forward(
             *call.rest(batch, head),
         ]
         forward_rows(*arguments)
-        first, last = (min(row * index.block, call.query_length) for row in rows)
-        _copy_if_another(out[batch, head, first:last], result[first:last])
+        _copy_if_another(results[batch, head], result)
 
     _workers.each(work, heads * parts, threads)
+    _copy_if_another(out, results)
     return out, lse
 
 
