@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.sparse_attn.cases import BLOCKS, HEADS, doubles, layouts, qkv, relative_error
 from torch import Tensor
 
+from tests.sparse_attn.cases import BLOCKS, HEADS, doubles, layouts, qkv, relative_error
 from thinwire.sparse_attn import BigBird, Custom, Dense, block_sparse_attention, reference_attention
 
 KINDS = list(layouts(16))
@@ -115,7 +115,7 @@ def test_autocast_casts_as_torchs_own_attention_does() -> None:
     ("change", "error", "says"),
     [
         ({"layout": Dense(3)}, ValueError, "3 heads, expected 2"),
-        ({"layout": Dense(HEADS, 8)}, ValueError, r"block is 8, expected one of \[16, 32"),
+        ({"layout": Dense(HEADS, 8)}, ValueError, r"block is 8, expected one of"),
         ({"layout": BigBird(HEADS, 16, num_sliding_window_blocks=9)}, ValueError, "num_sliding_window_blocks"),
         ({"layout": Custom(torch.ones(7, 7, dtype=torch.bool))}, ValueError, "7 x 7"),
         ({"q": torch.randn(2, HEADS, 16, 8), "causal": True}, ValueError, "as many queries as keys"),

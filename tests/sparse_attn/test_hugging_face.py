@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from tests.sparse_attn.cases import relative_error
 from torch import Tensor, nn
 
+from tests.sparse_attn.cases import relative_error
 from thinwire.sparse_attn import BigBird, Dense, LocalSlidingWindow, densify, sparsify
 from thinwire.sparse_attn.hugging_face import replace_model_self_attention_with_sparse_self_attention
 
@@ -136,7 +136,9 @@ def test_decoding_from_a_cache_is_refused_and_says_what_to_do() -> None:
     model = sparsify(make("GPT2"), Dense(4, attention="unidirectional"))
     with pytest.raises(ValueError, match="densify"):
         model.generate(torch.randint(5, 50, (1, 20)), max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert model.generate(torch.randint(5, 50, (1, 20)), max_new_tokens=3, use_cache=False, pad_token_id=0).shape[1] > 20
+    assert (
+        model.generate(torch.randint(5, 50, (1, 20)), max_new_tokens=3, use_cache=False, pad_token_id=0).shape[1] > 20
+    )
 
 
 class BertSelfAttention(nn.Module):

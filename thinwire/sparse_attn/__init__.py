@@ -1,1 +1,50 @@
-"""Attention over the blocks of a layout: ten times longer sequences in the same memory, on CPU and GPU."""
+"""Block-sparse attention, apart from the rest of thinwire: layouts, the function over them with its kernels, and the
+plugs that put it into DeepSpeed-style modules and Hugging Face models."""
+
+from __future__ import annotations
+
+from thinwire.sparse_attn.attention import block_sparse_attention
+from thinwire.sparse_attn.block_index import BlockIndex
+from thinwire.sparse_attn.config import layout_from_config
+from thinwire.sparse_attn.hugging_face import (
+    densify,
+    replace_model_self_attention_with_sparse_self_attention,
+    sparsify,
+)
+from thinwire.sparse_attn.layouts import (
+    BigBird,
+    BSLongformer,
+    Custom,
+    Dense,
+    Fixed,
+    Layout,
+    LocalSlidingWindow,
+    Variable,
+)
+from thinwire.sparse_attn.modules import SparseSelfAttention
+from thinwire.sparse_attn.padding import pad_to_block_size, unpad_sequence_output
+from thinwire.sparse_attn.positions import extend_position_embedding, update_tokenizer_model_max_length
+from thinwire.sparse_attn.reference import reference_attention
+
+__all__ = [
+    "BSLongformer",
+    "BigBird",
+    "BlockIndex",
+    "Custom",
+    "Dense",
+    "Fixed",
+    "Layout",
+    "LocalSlidingWindow",
+    "SparseSelfAttention",
+    "Variable",
+    "block_sparse_attention",
+    "densify",
+    "extend_position_embedding",
+    "layout_from_config",
+    "pad_to_block_size",
+    "reference_attention",
+    "replace_model_self_attention_with_sparse_self_attention",
+    "sparsify",
+    "unpad_sequence_output",
+    "update_tokenizer_model_max_length",
+]

@@ -103,13 +103,7 @@ def dense_attention(
 
 def token_mask(index: BlockIndex, query_length: int, key_length: int, *, causal: bool) -> Tensor:
     """Which query of which head may attend which key: bool [index.num_heads, query_length, key_length]."""
-    rows = index.num_heads * index.num_rows
-    row_of_block = torch.repeat_interleave(
-        torch.arange(rows, device=index.columns.device), index.row_offsets.diff().long()
-    )
-    blocks = torch.zeros(rows, index.num_columns, dtype=torch.bool, device=index.columns.device)
-    blocks[row_of_block, index.columns.long()] = True
-    blocks = blocks.view(index.num_heads, index.num_rows, index.num_columns)
+    blocks = index.dense().to(index.columns.device)
     tokens = blocks.repeat_interleave(index.block, 1).repeat_interleave(index.block, 2)
     tokens = tokens[:, :query_length, :key_length]
     return tokens.tril() if causal else tokens

@@ -1,0 +1,133 @@
+"""The one function of this package: attention over the blocks of a layout, exact, with masks, dropout and gradients.
+
+It checks what it is given and makes every mask additive; the operator and its kernels then trust their arguments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire.sparse_attn.dropout import draw_seed
+from thinwire.sparse_attn.masks import attention_bias, key_bias
+from thinwire.sparse_attn.operator import attend
+
+if TYPE_CHECKING:
+    from thinwire.sparse_attn.layouts import Layout
+
+__all__ = ["SUPPORTED_BLOCKS", "block_sparse_attention", "check_layout"]
+
+SUPPORTED_BLOCKS = (16, 32, 64, 128)
+_SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_HEAD_SIZE = 256
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    rpe: Tensor | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T + masks) v over the blocks that `layout` holds, never forming the S x S scores.
+
+    q is [B, H, Sq, D], k and v are [B, H, Sk, D], all float32, bfloat16 or float16 (softmax and sums are float32);
+    returns [B, H, Sq, D] in that dtype. Under autocast the three are cast first. Lengths need not be multiples of the
+    layout's block. A query that attends nothing gives 0. A NaN reaches only the queries that attend it. The result is
+    the same from run to run. Gradients: q, k, v, rpe and a float attn_mask; the backward recomputes probabilities from
+    the saved log-sum-exp (Dao et al., 2022, arXiv:2205.14135, algorithm 4). torch.compile takes it whole; run it, or
+    `layout.index(length)`, once before compiling with fullgraph=True, since making an index is not traced.
+
+    - `layout`: `layout.num_heads` is H, or 1 for the same blocks in every head; block 16, 32, 64 or 128.
+    - `key_padding_mask` [B, Sk]: boolean, True = attend, or floats added to the scores.
+    - `attn_mask` [Sq, Sk], or 4-D with each size whole or 1: boolean, True = attend, or floats added to the scores. A
+      4-D mask over keys alone, [B|1, 1, 1, Sk], costs no S x S memory.
+    - `rpe` [Sq, Sk], [H|1, Sq, Sk] or 4-D: relative position embedding, floats added to the scores.
+    - `causal`: query i attends keys j <= i, exact to the token; implied by a unidirectional layout.
+    - `dropout_p` in [0, 1): probabilities dropped, drawn from torch's generator; pass 0 outside training.
+    - `scale`: 1 / sqrt(D) unless given.
+
+    Raises ValueError (shapes, lengths, block, devices, dropout_p) or TypeError (dtypes), saying what was expected.
+    """
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    _check_tensors(q, k, v)
+    batch, heads, query_length, head_size = q.shape
+    key_length = k.shape[2]
+    causal = causal or layout.causal
+    check_layout(layout, heads)
+    if causal and query_length != key_length:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {query_length} and {key_length}; "
+            f"attend across lengths with a bidirectional Custom layout and an attn_mask"
+        )
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p}, expected 0 <= dropout_p < 1")
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask), ("rpe", rpe)):
+        if mask is not None and mask.device != q.device:
+            raise ValueError(f"{name} is on {mask.device}, expected q's device {q.device}")
+
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return attend(
+        q,
+        k,
+        v,
+        layout.index(query_length, key_length, q.device),
+        key_bias(key_padding_mask, attn_mask, batch=batch, key_length=key_length),
+        attention_bias(attn_mask, rpe, batch=batch, heads=heads, query_length=query_length, key_length=key_length),
+        draw_seed(q.device) if dropout_p > 0 else torch.zeros(1, dtype=torch.int64, device=q.device),
+        causal=causal,
+        scale=head_size**-0.5 if scale is None else scale,
+        dropout_p=dropout_p,
+    )
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """`x` as torch's own attention would take it under autocast."""
+    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"expected q, k and v as [batch, heads, length, head size], got {shapes}")
+    if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"expected k and v of one shape, with q's batch and head size, [B, H, Sk, D] = "
+            f"[{q.shape[0]}, {q.shape[1]}, Sk, {q.shape[3]}]; got {shapes}"
+        )
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"expected as many key and value heads as query heads, got {shapes}; repeat grouped heads with "
+            f"k.repeat_interleave(groups, dim=1)"
+        )
+    if not 1 <= q.shape[3] <= _LARGEST_HEAD_SIZE:
+        raise ValueError(f"head size is {q.shape[3]}, expected 1 to {_LARGEST_HEAD_SIZE}; got {shapes}")
+    if q.dtype not in _SUPPORTED_DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            f"expected q, k and v of one dtype, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def check_layout(layout: Layout, heads: int) -> None:
+    """Raise ValueError unless `layout` fits tensors of `heads` heads and has a block that kernels support."""
+    if layout.num_heads not in (1, heads):
+        raise ValueError(
+            f"the layout is for {layout.num_heads} heads, expected {heads}; make it with num_heads={heads}, "
+            f"or with num_heads=1 to share its blocks among all heads"
+        )
+    if layout.block not in SUPPORTED_BLOCKS:
+        raise ValueError(
+            f"the layout's block is {layout.block}, expected one of {', '.join(map(str, SUPPORTED_BLOCKS))}"
+        )

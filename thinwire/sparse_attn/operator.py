@@ -1,0 +1,194 @@
+"""The torch operators `thinwire::block_sparse_attention` and its backward: schema, fake kernels, autograd.
+
+They take tensors and numbers only, so that torch.compile keeps them whole; the device of `q` picks the kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.sparse_attn.block_index import BlockIndex
+
+__all__ = ["attend"]
+
+_KERNELS = {"cpu": "cpu", "cuda": "triton_attention"}
+
+_SHARED = (
+    "Tensor row_offsets, Tensor columns, Tensor column_offsets, Tensor rows, "
+    "Tensor? key_bias, Tensor? bias, Tensor seed, int block, int index_heads, bool causal, float scale, float dropout_p"
+)
+torch.library.define(
+    "thinwire::block_sparse_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "thinwire::block_sparse_attention_backward",
+    f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SHARED}, bool needs_d_bias)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def attend(
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    index: BlockIndex,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """Run the operator on checked arguments: q [B, H, Sq, D], k and v [B, H, Sk, D], masks as `masks.py` makes them.
+
+    Returns [B, H, Sq, D] like q, differentiable in q, k, v and bias.
+    """
+    out: Tensor = torch.ops.thinwire.block_sparse_attention(
+        q_bhsd,
+        k_bhsd,
+        v_bhsd,
+        index.row_offsets,
+        index.columns,
+        index.column_offsets,
+        index.rows,
+        key_bias,
+        bias,
+        seed,
+        index.block,
+        index.num_heads,
+        causal,
+        scale,
+        dropout_p,
+    )[0]
+    return out
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """The arguments that both operators share, in the schema's order."""
+
+    row_offsets: Tensor
+    columns: Tensor
+    column_offsets: Tensor
+    rows: Tensor
+    key_bias: Tensor | None
+    bias: Tensor | None
+    seed: Tensor
+    block: int
+    index_heads: int
+    causal: bool
+    scale: float
+    dropout_p: float
+
+    def index(self, query_length: int, key_length: int) -> BlockIndex:
+        """The block index again, from its tensors."""
+        return BlockIndex(
+            block=self.block,
+            num_heads=self.index_heads,
+            num_rows=-(-query_length // self.block),
+            num_columns=-(-key_length // self.block),
+            row_offsets=self.row_offsets,
+            columns=self.columns,
+            column_offsets=self.column_offsets,
+            rows=self.rows,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments that every kernel takes."""
+        return {"causal": self.causal, "scale": self.scale, "dropout_p": self.dropout_p}
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    """The kernels of a device. Imported on first use: numba and triton are slow to load, and triton needs a GPU."""
+    if device.type in _KERNELS:
+        return importlib.import_module(f"thinwire.sparse_attn.kernels.{_KERNELS[device.type]}")
+    raise NotImplementedError(f"block-sparse attention has kernels for cpu and cuda, not for {device}; move q, k and v")
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *shared: Any) -> tuple[Tensor, Tensor]:
+    pattern = _Pattern(*shared)
+    index = pattern.index(q.shape[2], k.shape[2])
+    out, lse = _kernels(q.device).forward(
+        q, k, v, index, pattern.key_bias, pattern.bias, pattern.seed, **pattern.settings()
+    )
+    return out, lse
+
+
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *shared, needs_d_bias = rest
+    pattern = _Pattern(*shared)
+    index = pattern.index(q.shape[2], k.shape[2])
+    d_q, d_k, d_v, d_bias = _kernels(q.device).backward(
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        index,
+        pattern.key_bias,
+        pattern.bias,
+        pattern.seed,
+        **pattern.settings(),
+        needs_d_bias=needs_d_bias,
+    )
+    return d_q, d_k, d_v, _no_gradient(q) if d_bias is None else d_bias
+
+
+def _no_gradient(like: Tensor) -> Tensor:
+    """What stands for a gradient nobody asked for: a schema has no optional results."""
+    return like.new_empty(0, dtype=torch.float32)
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *shared: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *shared, needs_d_bias = rest
+    bias = _Pattern(*shared).bias
+    d_bias = torch.empty_like(bias) if needs_d_bias and bias is not None else _no_gradient(q)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_bias
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *shared = inputs
+    pattern = _Pattern(*shared)
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, *shared[:7])
+    ctx.numbers = shared[7:]
+    ctx.needs_d_bias = pattern.bias is not None and pattern.bias.requires_grad
+
+
+def _autograd(ctx: Any, d_out: Tensor, _d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    # Kernels read rows: a gradient expanded from one number, as a sum's is, has none.
+    d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+    d_q, d_k, d_v, d_bias = torch.ops.thinwire.block_sparse_attention_backward(
+        d_out, q, k, v, out, lse, *tensors, *ctx.numbers, ctx.needs_d_bias
+    )
+    return d_q, d_k, d_v, None, None, None, None, None, d_bias if ctx.needs_d_bias else None, *(None,) * 6
+
+
+for _name, _run, _fake in (
+    ("thinwire::block_sparse_attention", _forward, _fake_forward),
+    ("thinwire::block_sparse_attention_backward", _backward, _fake_backward),
+):
+    torch.library.impl(_name, "CompositeExplicitAutograd", _run)
+    torch.library.register_fake(_name, _fake)
+torch.library.register_autograd("thinwire::block_sparse_attention", _autograd, setup_context=_save_for_backward)
