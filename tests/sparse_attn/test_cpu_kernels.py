@@ -8,109 +8,45 @@ import tracemalloc
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.sparse_attn.kernels_body import attend, check
 from thinwire.sparse_attn.kernels import cpu
-from thinwire.sparse_attn.layouts import BigBird, Custom, Dense, Fixed, Layout, LocalSlidingWindow
-from thinwire.sparse_attn.reference import dense_attention
+from thinwire.sparse_attn.layouts import BigBird, Custom, Dense, Fixed, LocalSlidingWindow
 
 BLOCKS = (16, 32, 64, 128)
 
 
-def relative(value: Tensor, expected: Tensor) -> float:
-    return float((value.double() - expected).norm() / expected.norm().clamp(min=1e-9))
-
-
-def check(
-    layout: Layout,
-    lengths: tuple[int, int],
-    width: int,
-    *,
-    batch: int = 2,
-    heads: int = 2,
-    dtype: torch.dtype = torch.float32,
-    causal: bool = False,
-    dropout_p: float = 0.0,
-    with_key_bias: bool = False,
-    bias_heads: tuple[int, int] | None = None,
-    tolerance: float = 2e-6,
-) -> None:
-    queries, keys = lengths
-    q, d_out = (torch.randn(batch, heads, queries, width, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(batch, heads, keys, width, dtype=dtype) for _ in range(2))
-    key_bias = bias = None
-    if with_key_bias:
-        key_bias = torch.randn(batch, keys)
-        key_bias[:, -keys // 4 :] = -math.inf
-    if bias_heads is not None:
-        bias = torch.randn(*bias_heads, queries, keys)
-        bias[..., ::5, ::3] = -math.inf
-    seed = torch.randint(0, 2**62, (1,))
-    index = layout.index(queries, keys)
-    settings = {"causal": causal or layout.causal, "scale": 0.3, "dropout_p": dropout_p}
-
-    inputs = [one.double().requires_grad_() for one in (q, k, v)]
-    inputs += [] if bias is None else [bias.double().requires_grad_()]
-    expected, expected_lse = dense_attention(
-        *inputs[:3], index, None if key_bias is None else key_bias.double(), *(inputs[3:] or [None]), seed, **settings
-    )
-    gradients = torch.autograd.grad(expected, inputs, d_out.double())
-
-    out, lse = cpu.forward(q, k, v, index, key_bias, bias, seed, **settings)
-    *found, d_bias = cpu.backward(
-        d_out, q, k, v, out, lse, index, key_bias, bias, seed, **settings, needs_d_bias=bias is not None
-    )
-    found += [] if d_bias is None else [d_bias]
-    assert relative(out, expected.detach()) < tolerance
-    finite = lse.isfinite()
-    assert torch.equal(finite, expected_lse.isfinite())
-    assert relative(lse[finite], expected_lse.detach()[finite]) < 1e-6
-    for value, wanted in zip(found, gradients, strict=True):
-        assert relative(value, wanted) < tolerance
-
-
 @pytest.mark.parametrize("block", BLOCKS)
 def test_odd_lengths_and_widths(block) -> None:
-    check(BigBird(2, block), (block * 4 + 7,) * 2, 24)
-    check(BigBird(2, block, different_layout_per_head=True), (block * 3,) * 2, 65, batch=1)
-    check(LocalSlidingWindow(2, block), (block * 3 - 1,) * 2, 1)
+    check(cpu, BigBird(2, block), (block * 4 + 7,) * 2, 24)
+    check(cpu, BigBird(2, block, different_layout_per_head=True), (block * 3,) * 2, 65, batch=1)
+    check(cpu, LocalSlidingWindow(2, block), (block * 3 - 1,) * 2, 1)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_causal_and_dropout(block) -> None:
-    check(BigBird(2, block, attention="unidirectional"), (block * 3 + 5,) * 2, 16, dropout_p=0.3)
-    check(Dense(2, block), (block * 2 + 3,) * 2, 32, causal=True)
+    check(cpu, BigBird(2, block, attention="unidirectional"), (block * 3 + 5,) * 2, 16, dropout_p=0.3)
+    check(cpu, Dense(2, block), (block * 2 + 3,) * 2, 32, causal=True)
 
 
 @pytest.mark.parametrize("bias_heads", [(1, 1), (1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("block", [16, 128])
 def test_biases(block, bias_heads) -> None:
-    check(Fixed(2, block), (block * 4 - 3,) * 2, 16, with_key_bias=True, bias_heads=bias_heads, dropout_p=0.2)
+    check(cpu, Fixed(2, block), (block * 4 - 3,) * 2, 16, with_key_bias=True, bias_heads=bias_heads, dropout_p=0.2)
 
 
 def test_queries_of_one_sequence_and_keys_of_another() -> None:
     mask = torch.rand(2, 3, 5) > 0.4
-    check(Custom(mask, 32), (85, 160), 16, with_key_bias=True, bias_heads=(1, 2))
+    check(cpu, Custom(mask, 32), (85, 160), 16, with_key_bias=True, bias_heads=(1, 2))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_16_bits(dtype, tolerance) -> None:
-    check(BigBird(2, 32), (160, 160), 64, dtype=dtype, tolerance=tolerance, with_key_bias=True)
+    check(cpu, BigBird(2, 32), (160, 160), 64, dtype=dtype, tolerance=tolerance, with_key_bias=True)
 
 
 def test_a_row_longer_than_a_chunk() -> None:
-    check(BigBird(2, 64), (1100, 1100), 16, batch=1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: Layout, key_bias: Tensor | None = None):
-    index, seed = layout.index(q.shape[2]), torch.zeros(1, dtype=torch.int64)
-    settings = {"causal": layout.causal, "scale": 0.2, "dropout_p": 0.0}
-    out, lse = cpu.forward(q, k, v, index, key_bias, None, seed, **settings)
-    return (
-        out,
-        lse,
-        *cpu.backward(d_out, q, k, v, out, lse, index, key_bias, None, seed, **settings, needs_d_bias=False)[:3],
-    )
+    check(cpu, BigBird(2, 64), (1100, 1100), 16, batch=1)
 
 
 def test_the_same_bits_for_any_number_of_threads_and_any_strides() -> None:
@@ -121,10 +57,10 @@ def test_the_same_bits_for_any_number_of_threads_and_any_strides() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(attend(q, k, v, d_out, BigBird(3, 16)))
+            results.append(attend(cpu, q, k, v, d_out, BigBird(3, 16)))
     finally:
         torch.set_num_threads(before)
-    results.append(attend(*(one.contiguous() for one in (q, k, v, d_out)), BigBird(3, 16)))
+    results.append(attend(cpu, *(one.contiguous() for one in (q, k, v, d_out)), BigBird(3, 16)))
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
@@ -136,7 +72,7 @@ def test_16_bits_are_the_same_bits_however_a_head_is_shared_out() -> None:
     try:
         for threads in (1, 2):  # whole heads, and parts of heads
             torch.set_num_threads(threads)
-            results.append(attend(*tensors, BigBird(3, 16)))
+            results.append(attend(cpu, *tensors, BigBird(3, 16)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
@@ -144,11 +80,13 @@ def test_16_bits_are_the_same_bits_however_a_head_is_shared_out() -> None:
 
 def test_threads_of_python_may_call_at_once() -> None:
     tensors = torch.randn(4, 1, 4, 128, 16)
-    expected = attend(*tensors, BigBird(4, 16))
+    expected = attend(cpu, *tensors, BigBird(4, 16))
     found: list[bool] = []
 
     def call() -> None:
-        found.append(all(torch.equal(a, b) for a, b in zip(attend(*tensors, BigBird(4, 16)), expected, strict=True)))
+        found.append(
+            all(torch.equal(a, b) for a, b in zip(attend(cpu, *tensors, BigBird(4, 16)), expected, strict=True))
+        )
 
     callers = [threading.Thread(target=call) for _ in range(4)]
     for caller in callers:
@@ -162,7 +100,7 @@ def test_rows_that_attend_nothing() -> None:
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
     mask[0, 1] = False
     tensors = torch.randn(4, 1, 2, 48, 16)
-    out, lse, *gradients = attend(*tensors, Custom(mask, 16))
+    out, lse, *gradients = attend(cpu, *tensors, Custom(mask, 16))
     assert (out[:, :, 16:32] == 0).all()
     assert (lse[:, :, 16:32] == math.inf).all()
     assert (gradients[0][:, :, 16:32] == 0).all()
@@ -175,11 +113,11 @@ def test_what_is_not_attended_does_not_leak(poison) -> None:
     q, k, v, d_out = torch.randn(4, 1, 2, 96, 16)
     key_bias = torch.zeros(1, 96)
     key_bias[0, 5] = -math.inf
-    clean = attend(q, k, v, d_out, layout, key_bias)
+    clean = attend(cpu, q, k, v, d_out, layout, key_bias)
     for one in (k, v):
         one[:, :, 5] = poison  # nobody attends it
         one[:, :, 40] = poison  # queries 40 to 63 do: the rest of its block and the next one
-    dirty = attend(q, k, v, d_out, layout, key_bias)
+    dirty = attend(cpu, q, k, v, d_out, layout, key_bias)
     untouched = [number for number in range(96) if not 40 <= number < 64]
     for before, after in zip(clean[:3], dirty[:3], strict=True):  # out, lse, d_q
         torch.testing.assert_close(after[:, :, untouched], before[:, :, untouched])
@@ -193,9 +131,9 @@ def test_what_is_not_attended_does_not_leak(poison) -> None:
 def test_a_query_that_is_not_finite_reaches_only_the_keys_it_attends() -> None:
     layout = LocalSlidingWindow(1, 16)
     q, k, v, d_out = torch.randn(4, 1, 1, 96, 16)
-    clean = attend(q, k, v, d_out, layout)
+    clean = attend(cpu, q, k, v, d_out, layout)
     q[:, :, 50] = math.nan
-    dirty = attend(q, k, v, d_out, layout)
+    dirty = attend(cpu, q, k, v, d_out, layout)
     far = [number for number in range(96) if number < 32 or number > 50]
     for before, after in zip(clean[3:], dirty[3:], strict=True):
         torch.testing.assert_close(after[:, :, far], before[:, :, far])
@@ -204,7 +142,7 @@ def test_a_query_that_is_not_finite_reaches_only_the_keys_it_attends() -> None:
 @pytest.mark.parametrize(("batch", "heads", "length"), [(0, 2, 32), (1, 0, 32), (1, 2, 0)])
 def test_nothing(batch, heads, length) -> None:
     tensors = torch.randn(4, batch, heads, length, 16)
-    found = attend(*tensors, Dense(2, 16))
+    found = attend(cpu, *tensors, Dense(2, 16))
     assert [one.shape for one in found] == [(batch, heads, length, 16), (batch, heads, length)] + 3 * [
         (batch, heads, length, 16)
     ]
@@ -215,7 +153,7 @@ def test_no_python_memory_grows_with_the_square_of_the_length() -> None:
     tensors = torch.randn(4, 1, 2, 4096, 16)
     layout.index(4096)
     tracemalloc.start()
-    attend(*tensors, layout)
+    attend(cpu, *tensors, layout)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * tensors.nbytes

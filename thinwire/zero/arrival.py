@@ -22,6 +22,7 @@ class ArrivalHook:
     """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives.
 
     A parameter has one such hook at most: the optimizer built last over a parameter is the one that sends its gradient.
+    A parameter that is in the graph and gets no gradient, as a dropped layer's, is not heard of.
     """
 
     def __init__(self, on_gradient: Callable[[int], None], index: int) -> None:
@@ -38,5 +39,5 @@ class ArrivalHook:
     def __call__(self, parameter: Tensor) -> None:
         """What autograd calls."""
         on_gradient = self._on_gradient()
-        if on_gradient is not None:
+        if on_gradient is not None and parameter.grad is not None:
             on_gradient(self._index)

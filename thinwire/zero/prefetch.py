@@ -70,7 +70,9 @@ class _WaitingParameters(dict[str, nn.Parameter | None]):
         return parameter
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        parameter = super().get(name, default)
+        self._gate.open_for(parameter)
+        return parameter
 
     def items(self) -> Any:
         self._open()

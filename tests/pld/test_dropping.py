@@ -1,0 +1,253 @@
+"""Dropping on plain stacks: no cost, no bias, exact gradients, evaluation untouched, and undrop."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pld.models import WIDTH, Residual, Stack, batch, make_stack
+from thinwire.pld import ProgressiveLayerDrop, drop_layers, keep_probability, undrop
+
+
+def settled(theta: float = 0.5, step: int = 1) -> ProgressiveLayerDrop:
+    """A schedule that has fallen to theta."""
+    schedule = ProgressiveLayerDrop(theta, 1000.0)
+    schedule.update_state(step)
+    return schedule
+
+
+def runs(model: Stack) -> list[int]:
+    return [layer.forwards for layer in model.layers]
+
+
+def test_a_dropped_layer_costs_nothing() -> None:
+    model, schedule = make_stack(), settled()
+    handle = drop_layers(model, schedule, seed=2)
+    model(batch(0))  # tries the layers out
+    for step in range(2, 60):
+        schedule.update_state(step)
+        for layer in model.layers:
+            layer.forwards = layer.backwards = 0
+        model.zero_grad()
+        model(batch(step)).sum().backward()
+        dropped = {id(parameter) for parameter in handle.dropped_parameters()}
+        for layer in model.layers:
+            gone = id(layer.up.weight) in dropped
+            assert layer.forwards == layer.backwards == (0 if gone else 1)
+            assert all((parameter.grad is None) == gone for parameter in layer.parameters())
+        assert model.embed.weight.grad is not None
+    assert all(0.3 < rate < 1 for rate in handle.keep_rates)
+
+
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_a_kept_branch_is_scaled_and_gradients_are_exact(in_tuple: bool) -> None:
+    model = make_stack(1, in_tuple=in_tuple).double()
+    plain = copy.deepcopy(model)
+    schedule = settled()
+    handle = drop_layers(model, schedule, seed=1)
+    for step in range(1, 12):
+        schedule.update_state(step)
+        inputs = batch(step).double().requires_grad_()
+        same = inputs.detach().clone().requires_grad_()
+        model.zero_grad()
+        plain.zero_grad()
+        output = model(inputs)
+        dropped = {id(parameter) for parameter in handle.dropped_parameters()}
+        hidden = plain.embed(same)
+        for number, (layer, twin) in enumerate(zip(model.layers, plain.layers, strict=True), start=1):
+            if id(layer.up.weight) not in dropped:
+                branch = twin.down(torch.tanh(twin.up(twin.norm(hidden))))
+                hidden = hidden + branch / keep_probability(number, 4, 0.5)
+        expected = plain.head(hidden)
+        torch.testing.assert_close(output, expected)
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(inputs.grad, same.grad)
+        for parameter, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (parameter.grad is None) == (twin.grad is None)
+            torch.testing.assert_close(parameter.grad, twin.grad)
+
+
+def test_gradcheck_through_a_gate() -> None:
+    layer = Residual().double()
+    schedule = settled()
+    drop_layers([layer], schedule, seed=0)
+    outcomes = set()
+    inputs = torch.randn(2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for step in range(1, 5):
+        schedule.update_state(step)
+
+        def fresh(hidden: torch.Tensor) -> torch.Tensor:
+            layer.forward.begin_step()
+            return layer(hidden)
+
+        assert torch.autograd.gradcheck(fresh, inputs)
+        outcomes.add(layer.forward.dropped)
+    assert outcomes == {True, False}
+
+
+def test_the_expectation_is_the_layers_own_output() -> None:
+    torch.manual_seed(0)
+    layer = Residual().double()
+    hidden = torch.randn(3, WIDTH, dtype=torch.float64)
+    own = layer(hidden).detach()
+    schedule = settled(0.5)
+    drop_layers([layer], schedule, seed=4)
+    outputs = []
+    for step in range(1, 2001):
+        schedule.update_state(step)
+        outputs.append(layer(hidden).detach())
+    draws = torch.stack(outputs)
+    error = (draws.mean(0) - own).abs()
+    assert bool((error <= 3 * draws.std(0) / math.sqrt(len(outputs))).all())
+
+
+def test_theta_one_changes_nothing_to_the_bit() -> None:
+    model = make_stack(3)
+    expected = model(batch(0))
+    drop_layers(model, settled(1.0))
+    assert torch.equal(model(batch(0)), expected)
+
+
+def test_evaluation_is_untouched_and_advances_nothing() -> None:
+    model = make_stack(3).eval()
+    expected = model(batch(0))
+    handle = drop_layers(model, settled(0.0))
+    assert torch.equal(model(batch(0)), expected)
+    assert all(math.isnan(rate) for rate in handle.keep_rates)
+    assert handle.dropped_parameters() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    model = make_stack().to(dtype)
+    schedule = settled()
+    drop_layers(model, schedule)
+    for step in range(1, 6):
+        schedule.update_state(step)
+        output = model(batch(step).to(dtype))
+        assert output.dtype == dtype
+        assert bool(output.isfinite().all())
+
+
+def test_autocast() -> None:
+    model = make_stack()
+    drop_layers(model, settled())
+    with torch.autocast("cpu", torch.bfloat16):
+        for micro in range(6):
+            model(batch(micro)).float().sum().backward()
+
+
+def test_empty_and_non_finite_batches() -> None:
+    model = make_stack()
+    drop_layers(model, settled())
+    assert model(batch(0, rows=0)).shape == (0, 3)
+    assert bool(model(batch(0) * math.nan).isnan().all())
+
+
+def test_a_forward_in_no_grad_is_drawn_too() -> None:
+    model = make_stack()
+    handle = drop_layers(model, settled(0.0))
+    with torch.no_grad():
+        model(batch(0))
+    assert handle.dropped_parameters()
+
+
+def test_names_state_dict_and_signature_stay() -> None:
+    model = make_stack()
+    keys, names = list(model.state_dict()), [name for name, _ in model.named_modules()]
+    signature = inspect.signature(model.layers[0].forward)
+    drop_layers(model, settled())
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_modules()] == names
+    assert inspect.signature(model.layers[0].forward) == signature
+
+
+def test_undrop_restores_the_model() -> None:
+    model = make_stack()
+    expected = model(batch(0))
+    before = [dict(layer.__dict__) for layer in model.layers]
+    drop_layers(model, settled(0.0))
+    with pytest.raises(ValueError, match="undrop"):
+        drop_layers(model, settled())
+    undrop(model)
+    assert torch.equal(model(batch(0)), expected)
+    assert [layer.__dict__.keys() for layer in model.layers] == [one.keys() for one in before]
+    with pytest.raises(ValueError, match="no layer here"):
+        undrop(model)
+    drop_layers(model, settled())
+    undrop(model.layers)
+
+
+def test_a_forward_of_ones_own_is_kept_and_given_back() -> None:
+    layer = Residual()
+    own = layer.forward
+    layer.forward = lambda hidden: own(hidden) * 1.0
+    mine = layer.forward
+    drop_layers([layer], settled())
+    layer(torch.randn(2, WIDTH))
+    undrop([layer])
+    assert layer.forward is mine
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_runs_its_own_weights(how: str) -> None:
+    model = make_stack()
+    schedule = settled()
+    drop_layers(model, schedule, seed=3)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert bool((model(batch(1)) != 0).any())
+    assert not bool(twin(batch(1)).any())
+    undrop(twin)
+    assert "forward" in model.layers[0].__dict__
+    assert "forward" not in twin.layers[0].__dict__
+
+
+def test_resume_draws_what_would_have_been_drawn() -> None:
+    def train(model: Stack, schedule: ProgressiveLayerDrop, steps: range) -> list[torch.Tensor]:
+        outputs = []
+        for step in steps:
+            schedule.update_state(step)
+            outputs += [model(batch(step, micro)).detach() for micro in range(2)]
+        return outputs
+
+    whole, schedule = make_stack(), ProgressiveLayerDrop(0.2, 0.3)
+    first = drop_layers(whole, schedule, seed=77)
+    train(whole, schedule, range(9))
+    state = first.state_dict()
+    expected = train(whole, schedule, range(9, 30))
+
+    resumed, schedule = make_stack(), ProgressiveLayerDrop(0.2, 0.3)
+    drop_layers(resumed, schedule, seed=1).load_state_dict(state)
+    assert schedule.step == 8
+    for mine, theirs in zip(train(resumed, schedule, range(9, 30)), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_micro_steps_draw_apart_and_seeds_too() -> None:
+    def outputs(seed: int, micro_steps: int) -> torch.Tensor:
+        model = make_stack()
+        drop_layers(model, settled(), seed=seed)
+        return torch.stack([model(batch(0)).detach() for _ in range(micro_steps)])
+
+    assert len({tuple(one.flatten().tolist()) for one in outputs(0, 20)}) > 3
+    assert not torch.equal(outputs(0, 20), outputs(1, 20))
+    assert torch.equal(outputs(0, 20), outputs(0, 20))
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.5, norm_first=True)
+    schedule = settled(0.0)  # the only layer of one: always dropped
+    drop_layers([layer], schedule)
+    state = torch.get_rng_state()
+    layer(torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)

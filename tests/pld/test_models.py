@@ -1,0 +1,199 @@
+"""torch's encoder and Hugging Face's pre-LN models, with masks; recomputation and compilation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.pld.models import Stack, batch, hugging_face, make_stack
+from thinwire.engine.activation_checkpointing import checkpoint_activations
+from thinwire.pld import ProgressiveLayerDrop, drop_layers, undrop
+
+PRE_LN = ["gpt2", "llama", "roberta_prelayernorm"]
+
+
+def settled(theta: float = 0.3) -> ProgressiveLayerDrop:
+    schedule = ProgressiveLayerDrop(theta, 1000.0)
+    schedule.update_state(1)
+    return schedule
+
+
+def tokens(seed: int, length: int = 9) -> Tensor:
+    return torch.randint(3, 40, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
+    for (name, mine), other in zip(gradients(model).items(), gradients(twin).values(), strict=True):
+        assert (mine is None) == (other is None), name
+        if mine is not None:
+            torch.testing.assert_close(mine, other, msg=name)
+
+
+@pytest.mark.parametrize("name", PRE_LN)
+def test_hugging_face_trains_and_is_restored(name: str) -> None:
+    model = hugging_face(name).train()
+    ids = tokens(0)
+    model.eval()
+    expected = model(ids).logits
+    model.train()
+    handle = drop_layers(model, settled(), seed=1)
+    assert len(handle.layers) == 3
+    dropped = set()
+    for micro in range(8):
+        model.zero_grad()
+        output = model(tokens(micro), attention_mask=torch.ones(2, 9, dtype=torch.long), labels=tokens(micro))
+        assert bool(output.loss.isfinite())
+        output.loss.backward()
+        dropped |= {
+            number
+            for number, layer in enumerate(handle.layers)
+            if all(parameter.grad is None for parameter in layer.parameters())
+        }
+    assert dropped
+    assert all(rate <= 1 for rate in handle.keep_rates)
+    model.eval()
+    assert torch.equal(model(ids).logits, expected)
+    undrop(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_hugging_face_generates_in_evaluation() -> None:
+    model = hugging_face("gpt2").eval()
+    expected = model.generate(tokens(0), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    drop_layers(model, settled(0.0))
+    assert torch.equal(model.generate(tokens(0), max_new_tokens=3, do_sample=False, pad_token_id=0), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", PRE_LN)
+def test_hugging_face_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    model = hugging_face(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twin = copy.deepcopy(model)
+    twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    twin.enable_input_require_grads()
+    for each in (model, twin):
+        drop_layers(each, settled(), seed=5)
+    for micro in range(6):
+        losses = []
+        for each in (model, twin):
+            each.zero_grad()
+            loss = each(tokens(micro), labels=tokens(micro), use_cache=False).loss
+            loss.backward()
+            losses.append(loss)
+        torch.testing.assert_close(*losses)
+        assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_torch_encoder(masked: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, norm_first=True, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    padding = torch.zeros(3, 6, dtype=torch.bool)
+    padding[1, 4:] = masked
+    drop_layers(encoder, settled())
+    hidden = torch.randn(3, 6, 16, requires_grad=True)
+    for _ in range(6):
+        encoder(hidden, src_key_padding_mask=padding).sum().backward()
+    encoder.eval()
+    expected = encoder(hidden, src_key_padding_mask=padding)
+    undrop(encoder)
+    assert torch.equal(encoder(hidden, src_key_padding_mask=padding), expected)
+
+
+class Recomputed(nn.Module):
+    """A stack whose layers run again in backward, each, or all in one."""
+
+    def __init__(self, stack: Stack, reentrant: bool, whole: bool) -> None:
+        super().__init__()
+        self.stack, self.reentrant, self.whole = stack, reentrant, whole
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.stack.embed(inputs)
+        if self.whole:
+            hidden = checkpoint(self._all, hidden, use_reentrant=self.reentrant)
+        else:
+            for layer in self.stack.layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.reentrant)
+        return self.stack.head(hidden)
+
+    def _all(self, hidden: Tensor) -> Tensor:
+        for layer in self.stack.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("forwards_first", [False, True])
+def test_recomputation_repeats_the_first_run(whole: bool, reentrant: bool, forwards_first: bool) -> None:
+    plain, twin = make_stack(), make_stack()
+    recomputed = Recomputed(twin, reentrant, whole)
+    mine, theirs = (drop_layers(each, settled(), seed=9) for each in (plain, twin))
+    for start in range(0, 12, 3):
+        for model, each in ((plain, plain), (recomputed, twin)):
+            each.zero_grad()
+            losses = []
+            for micro in range(start, start + 3):
+                losses.append(model(batch(micro)).square().sum())
+                if not forwards_first:
+                    losses.pop().backward()
+            for loss in losses:  # of several forwards, the first one's backward comes first
+                loss.backward()
+        assert_same_gradients(plain, twin)
+    assert mine.keep_rates == theirs.keep_rates
+
+
+@pytest.mark.parametrize("checkpoints_first", [False, True])
+@pytest.mark.parametrize("to_cpu", [False, True])
+def test_the_engines_activation_checkpointing(checkpoints_first: bool, to_cpu: bool) -> None:
+    plain, twin = make_stack(), make_stack()
+    drop_layers(plain, settled(), seed=9)
+    if checkpoints_first:
+        checkpoint_activations(twin, cpu_checkpointing=to_cpu)
+    drop_layers(twin, settled(), seed=9)
+    if not checkpoints_first:
+        checkpoint_activations(twin, cpu_checkpointing=to_cpu)
+        with pytest.raises(ValueError, match="activation checkpointing"):
+            undrop(twin)
+    for micro in range(8):
+        for each in (plain, twin):
+            each.zero_grad()
+            each(batch(micro)).square().sum().backward()
+        assert_same_gradients(plain, twin)
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend: str, compiled_first: bool) -> None:
+    torch._dynamo.reset()
+    plain, twin = make_stack(), make_stack()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(twin, backend=graphs)
+    if compiled_first:
+        compiled(batch(0)).sum().backward()
+    schedules = [settled(), settled()]
+    for each, schedule in zip((plain, compiled if compiled_first else twin), schedules, strict=True):
+        drop_layers(each, schedule, seed=2)
+    counts = []
+    for step in range(2, 26):
+        for schedule in schedules:
+            schedule.update_state(step)
+        for model, each in ((plain, plain), (compiled, twin)):
+            each.zero_grad()
+            model(batch(step)).square().sum().backward()
+        assert_same_gradients(plain, twin)
+        counts.append(graphs.frame_count)
+    assert 0 < counts[-1] == counts[11], "gates must not make it compile again"

@@ -1,0 +1,76 @@
+"""The schedule: the formula to the bit, the known methods, and errors for what cannot be a schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.pld import ProgressiveLayerDrop, keep_probability
+
+
+@given(st.floats(0, 1), st.floats(0, 10), st.integers(0, 10**7))
+def test_theta_is_the_formula(theta: float, gamma: float, step: int) -> None:
+    schedule = ProgressiveLayerDrop(theta, gamma)
+    assert schedule.get_theta() == 1.0
+    schedule.update_state(step)
+    assert schedule.get_theta() == (1 - theta) * math.exp(-gamma * step) + theta
+    assert schedule.get_state() == {"progressive_layer_drop": True, "pld_theta": schedule.get_theta()}
+
+
+def test_defaults_and_auto() -> None:
+    schedule = ProgressiveLayerDrop()
+    assert (schedule.theta, schedule.gamma) == (0.5, 0.001)
+    assert ProgressiveLayerDrop(gamma="auto", total_steps=20_000).gamma == 0.005
+
+
+@given(st.integers(1, 60), st.floats(0, 1))
+def test_lower_layers_drop_less(num_layers: int, theta: float) -> None:
+    keeps = [keep_probability(layer, num_layers, theta) for layer in range(1, num_layers + 1)]
+    assert keeps == sorted(keeps, reverse=True)
+    assert keeps[-1] == pytest.approx(theta, abs=1e-15)
+    assert keeps[0] == pytest.approx(1 - (1 - theta) / num_layers)
+
+
+def test_twelve_layers_keep_73_percent() -> None:
+    assert sum(keep_probability(layer, 12, 0.5) for layer in range(1, 13)) / 12 == pytest.approx(0.729, abs=1e-3)
+
+
+def test_backwards_is_an_error_and_a_repeat_is_not() -> None:
+    schedule = ProgressiveLayerDrop()
+    schedule.update_state(5)
+    schedule.update_state(5)
+    with pytest.raises(ValueError, match="at step 5 and was given step 4"):
+        schedule.update_state(4)
+    assert schedule.step == 5
+    schedule.load_state_dict({"step": 4})
+    assert schedule.state_dict() == {"step": 4}
+
+
+@pytest.mark.parametrize("theta", [-0.1, 1.1, math.nan, math.inf])
+def test_theta_is_a_probability(theta: float) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        ProgressiveLayerDrop(theta)
+
+
+@pytest.mark.parametrize("gamma", [-1e-9, math.nan, math.inf])
+def test_gamma_is_not_negative(gamma: float) -> None:
+    with pytest.raises(ValueError, match="not negative"):
+        ProgressiveLayerDrop(0.5, gamma)
+
+
+def test_what_makes_no_schedule() -> None:
+    with pytest.raises(ValueError, match="give total_steps"):
+        ProgressiveLayerDrop(gamma="auto")
+    with pytest.raises(ValueError, match="leave one of them out"):
+        ProgressiveLayerDrop(gamma=0.1, total_steps=100)
+    with pytest.raises(ValueError, match="at least 1"):
+        ProgressiveLayerDrop(gamma="auto", total_steps=0)
+    with pytest.raises(TypeError, match="theta"):
+        ProgressiveLayerDrop("half")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="whole number"):
+        ProgressiveLayerDrop().update_state(1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="counted from 0"):
+        ProgressiveLayerDrop().update_state(-1)

@@ -1,0 +1,98 @@
+"""How likely each layer is to be kept, step by step: everything at first, then less, and less of the upper layers.
+Plain float64 arithmetic on the step alone, so that every rank and every resumed run has the same numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+__all__ = ["ProgressiveLayerDrop", "keep_probability"]
+
+
+class ProgressiveLayerDrop:
+    """The schedule θ(t) = (1 - theta)·exp(-gamma·t) + theta (arXiv 2010.13369, section 4).
+
+    Args:
+        theta: what θ falls to from 1, in [0, 1]. θ is the probability that the last layer is kept.
+        gamma: how fast it falls, a step; "auto" is 100 / total_steps, the paper's.
+        total_steps: of the whole training, for gamma="auto" only.
+
+    Raises ValueError or TypeError for values that cannot work.
+    """
+
+    def __init__(
+        self, theta: float = 0.5, gamma: float | Literal["auto"] = 0.001, *, total_steps: int | None = None
+    ) -> None:
+        self.theta = _number("theta", theta)
+        if not 0 <= self.theta <= 1:
+            raise ValueError(f"theta is {theta}, but it is a probability: give a number in [0, 1]")
+        self.gamma = _resolve_gamma(gamma, total_steps)
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """The step under way."""
+        return self._step
+
+    def update_state(self, global_step: int) -> None:
+        """Begin step `global_step`, counted from 0. Repeating the step under way changes nothing.
+
+        Raises ValueError where the schedule would go backwards, whose layers have been drawn already.
+        """
+        step = _step(global_step)
+        if step < self._step:
+            raise ValueError(
+                f"the schedule is at step {self._step} and was given step {step}: it only goes forwards. To resume "
+                "from an earlier step call load_state_dict()"
+            )
+        self._step = step
+
+    def get_theta(self) -> float:
+        """θ in the step under way."""
+        return (1.0 - self.theta) * math.exp(-self.gamma * self._step) + self.theta
+
+    def get_state(self) -> dict[str, Any]:
+        """The forward's keyword arguments of models that drop layers by themselves."""
+        return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
+
+    def state_dict(self) -> dict[str, int]:
+        """The step under way, for a checkpoint."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a checkpoint, earlier or later."""
+        self._step = _step(state["step"])
+
+
+def keep_probability(layer: int, num_layers: int, theta: float) -> float:
+    """The probability that `layer`, counted from 1, of `num_layers` is kept: 1 - (i/L)(1 - θ)."""
+    return 1.0 - layer / num_layers * (1.0 - theta)
+
+
+def _resolve_gamma(gamma: float | Literal["auto"], total_steps: int | None) -> float:
+    if gamma == "auto":
+        if total_steps is None:
+            raise ValueError('gamma="auto" is 100 / total_steps: give total_steps, or gamma as a number')
+        if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+            raise ValueError(f"total_steps is {total_steps!r}: give the number of training steps, at least 1")
+        return 100.0 / total_steps
+    if total_steps is not None:
+        raise ValueError(f'total_steps is for gamma="auto" only, and gamma is {gamma!r}: leave one of them out')
+    rate = _number("gamma", gamma)
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"gamma is {gamma}: give a finite number that is not negative, so that theta(t) falls")
+    return rate
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}: give a number")
+    return float(value)
+
+
+def _step(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"a step is a whole number, not {step!r}")
+    if step < 0:
+        raise ValueError(f"steps are counted from 0, not {step}")
+    return step

@@ -1,0 +1,145 @@
+"""From blocks of any size to the tiles that tensor cores like: which tiles each program takes, which of them need
+masks, and how long rows are shared out so that no program works alone at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thinwire.sparse_attn.block_index import BlockIndex
+
+__all__ = ["ITEM", "Plans", "Work", "plan"]
+
+ITEM = 6
+"""Numbers of an item: head, tile, its first entry, the one after its last, the first that needs no mask, slot or -1."""
+
+_LONGEST = 32  # tiles that one program takes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What programs do that walk along rows of tiles (or columns), all int32 on the kernels' device.
+
+    `items` [n, ITEM]: a row or, where it is long, a part of one with a slot of its own for what it adds up.
+    `entries` [nnz], `masks` [nnz]: of each tile of a row the column, and which of its blocks are attended, a bit each.
+    `merges` [m, 4]: head, row, first slot and slots of each long row. `slots`: of all of them.
+    """
+
+    items: Tensor
+    entries: Tensor
+    masks: Tensor
+    merges: Tensor
+    slots: int
+
+
+def plan(index: BlockIndex, heads: int, lengths: tuple[int, int], tile: int, *, causal: bool) -> tuple[Work, Work]:
+    """Along rows of queries, for the forward and the gradients of queries; and along columns of keys, for theirs.
+
+    `lengths`: of queries and keys. `tile`: tokens of a tile, a multiple of the block, whose blocks are then joined, or
+    a divisor. Tiles wholly in the future are left out where `causal`.
+    """
+    rows, columns = (-(-length // tile) for length in lengths)
+    head, row, column = _pairs(index)
+    if tile < index.block:
+        head, row, column = _split(head, row, column, index.block // tile, rows, columns)
+    joined = max(1, tile // index.block)
+    bits = 1 << (row % joined * joined + column % joined)
+    place = (head * rows + row // joined) * columns + column // joined
+    places, inverse = torch.unique(place, return_inverse=True)
+    masks = torch.zeros_like(places).scatter_add_(0, inverse, bits)
+    line, column = places // max(columns, 1), places % max(columns, 1)
+    head, row = line // max(rows, 1), line % max(rows, 1)
+    if causal:
+        past = column <= row
+        head, row, column, masks = head[past], row[past], column[past], masks[past]
+    whole = (masks == (1 << joined * joined) - 1) & ~((column == columns - 1) & (lengths[1] % tile != 0))
+    if causal:
+        whole &= column < row
+    device = index.columns.device
+    return (
+        _walk(head, row, column, masks, whole, index.num_heads, heads, rows, device),
+        _walk(head, column, row, masks, whole, index.num_heads, heads, columns, device),
+    )
+
+
+class Plans:
+    """Plans by the index they were made of, for as long as that lives."""
+
+    def __init__(self) -> None:
+        self._made: Any = WeakTensorKeyDictionary()
+
+    def get(
+        self, index: BlockIndex, heads: int, lengths: tuple[int, int], tile: int, *, causal: bool
+    ) -> tuple[Work, Work]:
+        """`plan`, made once."""
+        of_index = self._made.setdefault(index.row_offsets, {})
+        key = (heads, lengths, tile, causal)
+        if key not in of_index:
+            of_index[key] = plan(index, heads, lengths, tile, causal=causal)
+        found: tuple[Work, Work] = of_index[key]
+        return found
+
+
+def _pairs(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
+    """Head, row and column of every block, on the CPU."""
+    counts = index.row_offsets.diff().long().cpu()
+    every = torch.repeat_interleave(torch.arange(index.num_heads * index.num_rows), counts)
+    rows = max(index.num_rows, 1)
+    return every // rows, every % rows, index.columns.long().cpu()
+
+
+def _split(
+    head: Tensor, row: Tensor, column: Tensor, parts: int, rows: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tiles of blocks that are `parts` tiles wide, those beyond the last row or column left out."""
+    down, across = torch.meshgrid(torch.arange(parts), torch.arange(parts), indexing="ij")
+    row = (row[:, None] * parts + down.reshape(-1)).reshape(-1)
+    column = (column[:, None] * parts + across.reshape(-1)).reshape(-1)
+    inside = (row < rows) & (column < columns)
+    return head.repeat_interleave(parts * parts)[inside], row[inside], column[inside]
+
+
+def _walk(
+    head: Tensor,
+    line: Tensor,
+    entry: Tensor,
+    masks: Tensor,
+    whole: Tensor,
+    index_heads: int,
+    heads: int,
+    lines: int,
+    device: torch.device,
+) -> Work:
+    """Work along `lines`; tiles that need masks come first in each."""
+    width = int(entry.max()) + 1 if entry.numel() else 1
+    of_line = head * lines + line
+    order = torch.argsort((of_line * 2 + whole) * width + entry)
+    counts = torch.bincount(of_line, minlength=index_heads * lines)
+    masked = torch.bincount(of_line[~whole], minlength=index_heads * lines)
+    ends = counts.cumsum(0)
+    starts = ends - counts
+    items: list[list[int]] = []
+    merges: list[list[int]] = []
+    slots = 0
+    described = torch.stack([starts, ends, starts + masked], 1).tolist()
+    for one in range(heads):
+        for number in range(lines):
+            start, end, unmasked = described[(one if index_heads > 1 else 0) * lines + number]
+            parts = max(1, -(-(end - start) // _LONGEST))
+            if parts > 1:
+                merges.append([one, number, slots, parts])
+            for part in range(parts):
+                edges = [start + (end - start) * edge // parts for edge in (part, part + 1)]
+                items.append([one, number, *edges, unmasked, slots + part if parts > 1 else -1])
+            slots += parts if parts > 1 else 0
+    return Work(
+        torch.tensor(items, dtype=torch.int32).view(-1, ITEM).to(device),
+        entry[order].int().to(device),
+        masks[order].int().to(device),
+        torch.tensor(merges, dtype=torch.int32).view(-1, 4).to(device),
+        slots,
+    )
