@@ -68,6 +68,7 @@ class Engine:
         self._precision = parts.precision
         self._loss_scale = parts.loss_scale
         self._recomputed = parts.recomputed
+        self._layer_drop = parts.layer_drop
         self._checkpoints = checkpoints
         self._reporter = reporter
         self._timers = reporter.timers
@@ -85,6 +86,8 @@ class Engine:
             self._seen_batch = True
         with self._timers("forward"):
             args, kwargs = self._precision.place((args, kwargs), self.device)
+            if self._layer_drop is not None and self._module.training:
+                kwargs = {**kwargs, **self._layer_drop.begin_step(self.global_steps)}
             return self._module(*args, **kwargs)
 
     forward = __call__
@@ -277,6 +280,8 @@ class Engine:
                 setattr(self, name, restored.progress[name])
             # Accumulation may be configured otherwise now; checkpoints lie on boundaries.
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+            if self._layer_drop is not None:
+                self._layer_drop.resume(self.global_steps)
         return restored.path, restored.client_state
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], filename: str = "model.safetensors") -> bool:
@@ -292,6 +297,8 @@ class Engine:
         self._checkpoints.close()
         self._reporter.close()
         self.optimizer.close()
+        if self._layer_drop is not None:
+            self._layer_drop.remove()
         if self._recomputed is not None:
             self._recomputed.restore()
 

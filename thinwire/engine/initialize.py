@@ -18,15 +18,18 @@ from thinwire.engine.activation_checkpointing import ActivationCheckpoints, chec
 from thinwire.engine.agreement import agree_on_config, agree_on_model
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.models import ActivationCheckpointingConfig
+from thinwire.engine.config.rules import total_steps
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.engine import Engine
 from thinwire.engine.given_schedule import GivenSchedule, check_schedule, make_schedule
 from thinwire.engine.loss_scale import make_loss_scale
+from thinwire.engine.model_plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.optimizers import EngineOptimizer, GivenOptimizer, Recipe, build_optimizer, find_recipe
 from thinwire.engine.parts import Parts
 from thinwire.engine.precision import Precision, check_model
 from thinwire.engine.reporting import Reporter
 from thinwire.engine.saving import Checkpoints, ModelNames
+from thinwire.sparse_attn import densify
 from thinwire.zero.agreement import broadcast_from_rank_0
 
 __all__ = ["ConfigSource", "initialize"]
@@ -91,19 +94,40 @@ def initialize(
     broadcast_from_rank_0(comm, [*others, *trained.buffers()])
     names = ModelNames.of(trained, precision)
     with ExitStack() as undo:
+        if loaded.sparse_attention is not None:
+            section = loaded.sparse_attention
+            on_every_rank(comm, lambda: put_in_sparse_attention(trained, section), "plug in its attention", _BAD_INPUT)
+            undo.callback(densify, trained)
         recomputed = _checkpoint_activations(trained, loaded.activation_checkpointing, comm)
         if recomputed is not None:
             undo.callback(recomputed.restore)
+        layer_drop = _drop_layers(trained, loaded, comm)
+        if layer_drop is not None:
+            undo.callback(layer_drop.remove)
         sharded = build_optimizer(recipe, trained, comm, device, loaded, precision)
         schedule = on_every_rank(
             comm, lambda: make_schedule(lr_scheduler, sharded, loaded), "build its schedule", _BAD_INPUT
         )
         loss_scale = make_loss_scale(loaded.fp16)
         loader = None if training_data is None else _make_loader(training_data, collate_fn, loaded, comm, device)
-        parts = Parts(trained, sharded, schedule, loader, loss_scale, precision, loaded, comm, device, recomputed)
+        parts = Parts(
+            trained, sharded, schedule, loader, loss_scale, precision, loaded, comm, device, recomputed, layer_drop
+        )
         engine = Engine(parts, Checkpoints(parts, names), Reporter(parts))
         undo.pop_all()
     return engine, sharded, loader, schedule
+
+
+def _drop_layers(model: nn.Module, config: EngineConfig, comm: communication.Communicator) -> LayerDropping | None:
+    if not config.progressive_layer_drop.enabled:
+        return None
+    steps = total_steps(config)
+    return on_every_rank(
+        comm,
+        lambda: LayerDropping(model, config.progressive_layer_drop, steps, config.seed),
+        "drop its layers",
+        _BAD_INPUT,
+    )
 
 
 def _checkpoint_activations(

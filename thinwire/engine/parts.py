@@ -13,6 +13,7 @@ from thinwire.engine.activation_checkpointing import ActivationCheckpoints
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.loss_scale import LossScale
+from thinwire.engine.model_plugs import LayerDropping
 from thinwire.engine.optimizers import EngineOptimizer
 from thinwire.engine.precision import Precision
 
@@ -21,7 +22,10 @@ __all__ = ["Parts"]
 
 @dataclass(frozen=True)
 class Parts:
-    """`loss_scale`, `schedule`, `loader`, `recomputed`: None where there is none. `device`: of model and inputs."""
+    """`schedule`, `loader`, `loss_scale`, `recomputed`, `layer_drop`: None where there is none.
+
+    `device`: of model and inputs.
+    """
 
     model: nn.Module
     optimizer: EngineOptimizer
@@ -33,3 +37,4 @@ class Parts:
     comm: Communicator
     device: torch.device
     recomputed: ActivationCheckpoints | None
+    layer_drop: LayerDropping | None

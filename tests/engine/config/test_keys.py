@@ -119,7 +119,7 @@ def test_what_thinwire_does_not_do_is_refused_and_what_it_does_anyway_is_not(pat
     assert declined.instead in message
 
 
-@pytest.mark.parametrize("section", ["wandb", "amp", "flops_profiler", "elasticity", "sparse_attention", "aio"])
+@pytest.mark.parametrize("section", ["wandb", "amp", "flops_profiler", "elasticity", "aio"])
 def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
     assert load_config(nested(section, {"enabled": False, "whatever": 1}), 1)
     assert f'"{section}" is not supported' in refusal(nested(section, {"enabled": True}))

@@ -148,8 +148,6 @@ DECLINED: Mapping[str, Declined] = {
     "comms_logger": Declined("read bytes_sent of the optimizer"),
     "timers": Declined('use "wall_clock_breakdown"'),
     # What DeepSpeed has and thinwire has not
-    "sparse_attention": Declined("use thinwire.sparse_attn in the model"),
-    "progressive_layer_drop": Declined("not in the engine yet; delete it"),
     "autotuning": Declined("delete it"),
     "elasticity": Declined("a checkpoint resumes on any number of ranks; give the batch sizes"),
     "aio": Declined("thinwire offloads to CPU memory only; delete it"),

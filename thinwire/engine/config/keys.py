@@ -30,6 +30,9 @@ AUTO = frozenset(
     }
 )
 
+# Where "auto" is a value like others.
+_AUTO_VALUES = frozenset({"progressive_layer_drop.gamma"})
+
 # Not a field, since one bucket size serves both ways: checked against reduce_bucket_size.
 _OTHER_KNOWN = frozenset({"zero_optimization.allgather_bucket_size"})
 
@@ -55,7 +58,7 @@ def _keep(tree: Mapping[str, Any], prefix: str, model: type[Section], problems: 
                 problems.append(declined.refusal(path, value))
         elif not isinstance(key, str) or (key not in model.model_fields and path not in _OTHER_KNOWN):
             problems.append(_unknown(path, prefix, str(key), model))
-        elif value == "auto":
+        elif value == "auto" and path not in _AUTO_VALUES:
             problems.append(f'"{path}" cannot be "auto": write the value, or delete the key for the default')
         elif section is not None and value is None:
             continue

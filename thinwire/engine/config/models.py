@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointConfig",
     "EngineConfig",
     "Fp16Config",
+    "LayerDropConfig",
     "MonitorConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -112,6 +113,15 @@ class ActivationCheckpointingConfig(Section):
     cpu_checkpointing: bool = False
 
 
+class LayerDropConfig(Section):
+    """Progressive layer drop: θ falls from 1 to `theta` as exp(-`gamma` · step); "auto" is 100 / the scheduler's
+    `total_num_steps`."""
+
+    enabled: bool = False
+    theta: float = Field(default=0.5, ge=0, le=1)
+    gamma: float | Literal["auto"] = 0.001
+
+
 class CheckpointConfig(Section):
     """`keep_last`: whole checkpoints that stay on disk. `async_save`: write while training goes on."""
 
@@ -141,6 +151,8 @@ class EngineConfig(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     gradient_clipping: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
+    sparse_attention: Mapping[str, Any] | None = None
+    progressive_layer_drop: LayerDropConfig = LayerDropConfig()
     steps_per_print: WholeNumber | None = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False

@@ -8,8 +8,9 @@ from typing import Any
 from thinwire.engine.config.errors import shown
 from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
 from thinwire.engine.config.optimizer import ONEBIT_ADAM
+from thinwire.sparse_attn.config import layout_from_config
 
-__all__ = ["check_combinations"]
+__all__ = ["check_combinations", "total_steps"]
 
 
 def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list[str]:
@@ -26,11 +27,13 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
         *_offload(config.zero_optimization),
         *_onebit_only(config),
         *_activations(config),
+        *_sparse_attention(config),
+        *_layer_drop(config),
     ]
 
 
 def _without_enabled(config: EngineConfig) -> Iterator[str]:
-    for name in ("fp16", "bf16", "tensorboard", "csv_monitor"):
+    for name in ("fp16", "bf16", "tensorboard", "csv_monitor", "progressive_layer_drop"):
         section = getattr(config, name)
         if "enabled" in section.model_fields_set:
             continue
@@ -125,3 +128,35 @@ def _activations(config: EngineConfig) -> Iterator[str]:
             '"activation_checkpointing.cpu_checkpointing" has no effect without "modules": name the modules to '
             "recompute, by class or by their name in the model"
         )
+
+
+def _sparse_attention(config: EngineConfig) -> Iterator[str]:
+    if config.sparse_attention is not None:
+        try:
+            layout_from_config(config.sparse_attention, num_heads=1)
+        except (ValueError, TypeError) as error:
+            yield str(error)
+
+
+def _layer_drop(config: EngineConfig) -> Iterator[str]:
+    dropping = config.progressive_layer_drop
+    if not dropping.enabled:
+        return
+    if dropping.gamma == "auto":
+        if total_steps(config) is None:
+            yield (
+                '"progressive_layer_drop.gamma" "auto" is 100 / "scheduler.params.total_num_steps", which is not '
+                "there: give the scheduler one, or gamma as a number"
+            )
+    elif dropping.gamma < 0:
+        yield f'"progressive_layer_drop.gamma" must not be negative, got {dropping.gamma:g}'
+    if config.zero_optimization.stage == 3:
+        yield (
+            '"progressive_layer_drop" does not go with "zero_optimization.stage" 3, which expects every layer to run: '
+            "use stage 0, 1 or 2"
+        )
+
+
+def total_steps(config: EngineConfig) -> int | None:
+    """Of the training, where the scheduler knows; None elsewhere."""
+    return config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None

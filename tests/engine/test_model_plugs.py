@@ -1,0 +1,177 @@
+"""The configuration's `sparse_attention` and `progressive_layer_drop`: what they do to a model in training."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import settings
+from thinwire.comm import threads
+from thinwire.engine import ConfigError, initialize
+
+SPARSE = {"mode": "bigbird", "block": 16, "num_random_blocks": 0}
+DROP = {"enabled": True, "theta": 0.5, "gamma": 1.0}
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Residual(8) for _ in range(4))
+        self.ran: list[int] = []
+        for number, layer in enumerate(self.layers):
+            layer.linear.register_forward_hook(lambda *_, number=number: self.ran.append(number))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def bert(pre_ln: bool = False):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    if pre_ln:
+        config = transformers.RobertaPreLayerNormConfig(vocab_size=40, max_position_embeddings=200, **sizes)
+        return transformers.RobertaPreLayerNormForMaskedLM(config)
+    config = transformers.BertConfig(vocab_size=40, max_position_embeddings=160, **sizes)
+    return transformers.BertForMaskedLM(config)
+
+
+def train(engine, steps, rank=0):
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        tokens = torch.randint(0, 40, (6, 96), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_sparse_attention_is_plugged_in() -> None:
+    dense = initialize(model=bert(), config=settings())[0]
+    sparse = initialize(model=bert(), config=settings(sparse_attention=SPARSE))[0]
+    assert "thinwire" in sparse.module.config._attn_implementation
+    losses = train(sparse, range(4))
+    assert losses != train(dense, range(4))
+    assert all(map(math.isfinite, losses))
+
+
+def test_sparse_attention_needs_a_model_it_knows() -> None:
+    with pytest.raises(TypeError, match="plugs into Hugging Face models, and Stack is none"):
+        initialize(model=Stack(), config=settings(sparse_attention=SPARSE))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_layers_are_dropped_alike_and_leave_their_weights_alone(stage) -> None:
+    def body(comm):
+        config = settings(stage, progressive_layer_drop=DROP, gradient_accumulation_steps=2)
+        engine = initialize(model=Stack(), config=config, comm=comm)[0]
+        engine.backward(engine(torch.ones(6, 8)))
+        engine.step()
+        runs = []
+        for step in range(20):
+            for micro in range(2):
+                engine.module.ran.clear()
+                inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + micro + comm.rank))
+                engine.backward(engine(inputs))
+                engine.step()
+                runs.append(tuple(engine.module.ran))
+        engine.eval()
+        engine.module.ran.clear()
+        engine(torch.ones(6, 8))
+        assert engine.module.ran == [0, 1, 2, 3]
+        return runs, engine.module.state_dict()
+
+    (runs, weights), *others = threads.run(body, 3)
+    assert len(set(runs[4:])) > 3  # once theta has fallen, steps differ
+    for other_runs, other_weights in others:
+        assert other_runs == runs
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("recomputed", [[], ["Residual"]])
+def test_a_resumed_run_drops_what_the_other_would_have(tmp_path, recomputed) -> None:
+    def make():
+        config = settings(1, progressive_layer_drop=DROP, activation_checkpointing={"modules": recomputed})
+        return initialize(model=Stack(), config=config)[0]
+
+    def losses(engine, steps):
+        found = []
+        for step in steps:
+            loss = engine(torch.randn(6, 8, generator=torch.Generator().manual_seed(step)))
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    engine = make()
+    losses(engine, range(7))
+    engine.save_checkpoint(tmp_path)
+    expected = losses(engine, range(7, 20))
+    engine.load_checkpoint(tmp_path)
+    assert losses(engine, range(7, 20)) == expected
+    resumed = make()
+    resumed.load_checkpoint(tmp_path)
+    assert losses(resumed, range(7, 20)) == expected
+    resumed.close()
+    assert all("forward" not in layer.__dict__ for layer in resumed._module.layers)
+
+
+def test_a_model_that_drops_layers_by_itself_is_told() -> None:
+    class Own(nn.Linear):
+        def forward(self, x, progressive_layer_drop=False, pld_theta=1.0):
+            self.told = (progressive_layer_drop, pld_theta)
+            return super().forward(x).mean()
+
+    engine = initialize(model=Own(4, 4), config=settings(progressive_layer_drop=DROP))[0]
+    for step in range(3):
+        engine.backward(engine(torch.ones(6, 4)))
+        assert engine.module.told == (True, 0.5 * math.exp(-step) + 0.5)
+        engine.step()
+    engine.eval()
+    engine(torch.ones(6, 4))
+    assert engine.module.told == (False, 1.0)
+
+
+def test_both_together_on_bert() -> None:
+    config = settings(1, sparse_attention=SPARSE, progressive_layer_drop=DROP)
+
+    def body(comm):
+        engine = initialize(model=bert(pre_ln=True), config=config, comm=comm)[0]
+        train(engine, range(6), comm.rank)
+        return engine.module.state_dict()
+
+    weights = threads.run(body, 2)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"sparse_attention": {"mode": "bigbird", "num_global_block": 1}}, 'Did you mean "num_global_blocks"'),
+        ({"progressive_layer_drop": {"enabled": True, "theta": 1.5}}, "progressive_layer_drop.theta"),
+        ({"progressive_layer_drop": {"enabled": True, "gamma": -1.0}}, "must not be negative"),
+        ({"progressive_layer_drop": {"enabled": True, "gamma": "auto"}}, "total_num_steps"),
+        ({"progressive_layer_drop": {"theta": 0.4}}, "no effect without"),
+        ({"progressive_layer_drop": DROP, "zero_optimization": {"stage": 3}}, "does not go with"),
+    ],
+)
+def test_bad_input(section, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        initialize(model=Stack(), config=settings() | section)

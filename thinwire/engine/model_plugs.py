@@ -1,0 +1,66 @@
+"""What a configuration puts into a model: block-sparse attention, and layers that are dropped while it trains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from thinwire.engine.config.models import LayerDropConfig
+from thinwire.pld import LayerDrop, ProgressiveLayerDrop, drop_layers, undrop
+from thinwire.sparse_attn import layout_from_config, sparsify
+
+__all__ = ["LayerDropping", "put_in_sparse_attention"]
+
+
+def put_in_sparse_attention(model: nn.Module, section: Mapping[str, Any]) -> None:
+    """Let every self-attention of a Hugging Face model attend over the blocks that `section` describes.
+
+    Raises TypeError or ValueError for a model that cannot be served.
+    """
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if heads is None:
+        raise TypeError(
+            f'"sparse_attention" plugs into Hugging Face models, and {type(model).__name__} is none: use '
+            "thinwire.sparse_attn.block_sparse_attention in it, and delete the section"
+        )
+    sparsify(model, layout_from_config(section, heads))
+
+
+class LayerDropping:
+    """Progressive layer drop by the engine's steps.
+
+    Models whose forward takes `progressive_layer_drop` and `pld_theta` get them, and drop layers by themselves; others
+    get gates on their layers.
+
+    Raises ValueError or TypeError for a model whose layers cannot be dropped.
+    """
+
+    def __init__(self, model: nn.Module, config: LayerDropConfig, total_steps: int | None, seed: int) -> None:
+        self._schedule = ProgressiveLayerDrop(
+            config.theta, config.gamma, total_steps=total_steps if config.gamma == "auto" else None
+        )
+        self._model = model
+        takes = inspect.signature(model.forward).parameters.keys()
+        self._drop: LayerDrop | None = None
+        if not self._schedule.get_state().keys() <= takes:
+            self._drop = drop_layers(model, self._schedule, seed=seed)
+
+    def begin_step(self, step: int) -> dict[str, Any]:
+        """Begin step `step`, from 0, or go on with it; returns what forward is to be given."""
+        self._schedule.update_state(step)
+        return self._schedule.get_state() if self._drop is None else {}
+
+    def resume(self, step: int) -> None:
+        """Go on from a checkpoint, earlier or later."""
+        if self._drop is None:
+            self._schedule.load_state_dict({"step": step})
+        else:
+            self._drop.load_state_dict({**self._drop.state_dict(), "schedule": {"step": step}})
+
+    def remove(self) -> None:
+        """Take the gates off again."""
+        if self._drop is not None:
+            undrop(self._model)
