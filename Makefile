@@ -54,6 +54,7 @@ bench-engine: $(READY)
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu
 	$(GPU_PYTHON) -m experiments.bench_kernels --device cuda $(ARGS)
+	$(GPU_PYTHON) -m experiments.bench_attention_gpu
 
 wheel: $(READY)
 	$(RUN) -m build --wheel

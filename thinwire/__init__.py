@@ -1,5 +1,6 @@
 """thinwire trains big models over thin wires: error-compensated 1-bit optimizers over MPI, NCCL and Gloo, on a
-ZeRO-sharded engine. Start with `thinwire.OneBitAdam`, or with `thinwire.initialize` and a configuration file."""
+ZeRO-sharded engine, with block-sparse attention and progressive layer drop. Start with `thinwire.OneBitAdam`, or with
+`thinwire.initialize` and a configuration file."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from thinwire.compress import OneBitAdam, ShardedOneBitAdam
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
-    from thinwire import engine
+    from thinwire import engine, pld, sparse_attn
     from thinwire.engine import initialize
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "compress",
     "engine",
     "initialize",
+    "pld",
+    "sparse_attn",
     "zero",
 ]
 
@@ -31,8 +34,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     # The engine needs pydantic and safetensors, which a swap of the optimizer class does not.
-    if name == "engine":
-        return importlib.import_module("thinwire.engine")
+    if name in ("engine", "pld", "sparse_attn"):
+        return importlib.import_module(f"thinwire.{name}")
     if name == "initialize":
         return importlib.import_module("thinwire.engine").initialize
     raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
