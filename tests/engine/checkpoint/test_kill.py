@@ -11,7 +11,7 @@ from tests.comm.launching import environment
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("arguments", [("100",), ("sweep",)])
+@pytest.mark.parametrize("arguments", [("40",), ("sweep",)])
 def test_a_job_that_is_killed_leaves_a_whole_checkpoint(arguments: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "tests.engine.checkpoint.kill", *arguments]
     quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
