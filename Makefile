@@ -11,16 +11,16 @@ ARGS ?=
 .PHONY: help train test lint plots stages bench bench-engine long-sequences long-documents gpu wheel clean
 
 help:
-	@echo "make train         pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
-	@echo "make test          run every test"
-	@echo "make plots         reproduce the convergence plots"
-	@echo "make stages        compare losses by ZeRO stage, sharded or not, resumed or not (about 20 minutes)"
-	@echo "make bench         measure the CPU kernels against this machine's copy bandwidth"
-	@echo "make bench-engine  measure the engine's step time and memory beside torch's"
+	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
+	@echo "make test            run every test"
+	@echo "make plots           reproduce the convergence plots"
+	@echo "make stages          compare losses by ZeRO stage, sharded or not, resumed or not (about 20 minutes)"
+	@echo "make bench           measure the CPU kernels against this machine's copy bandwidth"
+	@echo "make bench-engine    measure the engine's step time and memory beside torch's"
 	@echo "make long-sequences  attention by length, dense and block-sparse (about 20 minutes)"
 	@echo "make long-documents  BERT on long documents, sparse, dense and truncated (about an hour)"
-	@echo "make gpu           run the GPU tests and benchmarks on the NVIDIA GPU present"
-	@echo "make lint          ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
+	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present"
+	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
