@@ -397,3 +397,53 @@ def test_bad_options(options: dict, message: str) -> None:
             build(comm, make_model(), **({"stage": 1} | options))
 
     threads.run(body, 2)
+
+
+@pytest.mark.parametrize("how", ["overflow", "dropped"])
+def test_a_step_that_is_not_taken_leaves_nothing_behind(how) -> None:
+    """A residual that was not kept starts again from zero, however large the gradients were that it had taken in."""
+
+    def body(comm: Communicator) -> None:
+        model = make_model()
+        optimizer = build(comm, model, 1)
+        train(optimizer, model, range(FREEZE + 4))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        train(optimizer, model, [FREEZE + 4])
+        usual = max(
+            float((new.detach() - old).abs().max()) for new, old in zip(model.parameters(), before, strict=True)
+        )
+        optimizer.zero_grad()
+        loss = 1e6 * loss_of(model, comm.rank, 99)
+        if how == "overflow" and comm.rank == 0:
+            loss = loss + 0 * next(model.parameters()).flatten()[0] * math.inf
+        loss.backward()
+        if how == "overflow":
+            optimizer.step()
+            assert not optimizer.last_step.applied
+        optimizer.zero_grad()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        train(optimizer, model, range(FREEZE + 5, FREEZE + 8))
+        moved = max(
+            float((new.detach() - old).abs().max()) for new, old in zip(model.parameters(), before, strict=True)
+        )
+        assert moved < 20 * usual
+
+    threads.run(body, 2)
+
+
+def test_what_a_frozen_stage_cannot_do_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    with pytest.raises(ValueError, match="no maximize"):
+        ShardedOneBitAdam([{"params": [weight], "maximize": True}])
+    with pytest.raises(ValueError, match=r"exp_avg_mask of shape \(4, 2\) does not broadcast"):
+        ShardedOneBitAdam([{"params": [weight], "exp_avg_mask": torch.ones(4, 2)}])
+    with pytest.raises(ValueError, match="reversible=False does not go with max_norm"):
+        ShardedOneBitAdam([weight], max_norm=1.0, reversible=False)
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="freeze_step"):
+            ShardedOneBitAdam([nn.Parameter(torch.ones(3))], freeze_step=5 + comm.rank, comm=comm)
+
+    threads.run(body, 2)

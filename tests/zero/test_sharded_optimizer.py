@@ -413,3 +413,42 @@ def test_weights_read_in_any_way_are_the_new_ones() -> None:
 
     weights = threads.run(body, 2)
     assert torch.equal(weights[0], weights[1])
+
+
+def test_the_state_of_one_rank_is_not_handed_out() -> None:
+    optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, lr=0.1)
+    with pytest.raises(RuntimeError, match="lies on all ranks"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="lies on all ranks"):
+        optimizer.load_state_dict({})
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+
+
+def test_names_must_differ() -> None:
+    one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="two parameters are named 'a'"):
+        ShardedOptimizer([one, other], torch.optim.AdamW, named_parameters=[("a", one), ("a", other)], lr=0.1)
+
+
+def test_parameters_outside_of_the_gated_module_do_not_wait() -> None:
+    def body(comm):
+        torch.manual_seed(0)
+        inner, outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer = ShardedOptimizer(
+            [*inner.parameters(), *outer.parameters()],
+            torch.optim.SGD,
+            comm=comm,
+            bucket_bytes=64,
+            block_size=8,
+            lr=0.1,
+        )
+        optimizer.gather_during_forward(inner)
+        with pytest.raises(RuntimeError, match="was called before"):
+            optimizer.gather_during_forward(outer)
+        outer(inner(torch.ones(2, 8))).square().sum().backward()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in outer.parameters()]
+
+    found = threads.run(body, 2)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -149,6 +149,9 @@ class FrozenBucket:
 
     def synchronize_replica(self) -> Callable[[], None]:
         """Start giving every rank the owners' weights again, rounded to nearest; returns what waits for it."""
+        if self._masters.whole:
+            weights = self._masters.weights
+            self.bucket.comm.all_gather(weights, self.bucket.shard_of(weights).clone())
         return self._masters.publish()
 
     @torch.no_grad()

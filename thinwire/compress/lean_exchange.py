@@ -64,11 +64,14 @@ class LeanExchange(Exchange):
         self.owner_residual, self._average = self._average, None
 
     def revert(self) -> None:
-        """Go back to the residuals before this step, as far as they were kept; nothing after `commit`."""
+        """Go back to the residuals before this step; nothing after `commit`.
+
+        Where they were not kept the residual starts again from zero: it holds this step's, however large, by now.
+        """
         if self._average is None:
             return
         if self._next is None and self.worker_residual is not None:
-            self.worker_residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            self.worker_residual.zero_()
         self._next = self._average = None
 
     def hold_zero(self, mask: Tensor) -> None:

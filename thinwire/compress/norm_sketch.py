@@ -51,12 +51,12 @@ class NormSketch:
         self._comm.all_reduce(self._sums, "mean")
         square = float(self._sums.double().square().sum())
         self.discard()
+        self._round += 1
         return math.sqrt(square) if square >= 0 else math.nan
 
     def discard(self) -> None:
         """Forget what was added."""
         self._sums.zero_()
-        self._round += 1
 
     def _fold(self, signed: Tensor, column: int, sign: int) -> None:
         """Add `signed` to the sums, from `column` on and round again."""

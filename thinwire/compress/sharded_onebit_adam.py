@@ -110,6 +110,7 @@ class ShardedOneBitAdam(ShardedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
         )
+        _check_groups(self.param_groups)
         self._name = type(self).__name__
         self._rule = make_freeze_rule(freeze_step, max(group["betas"][1] for group in self.param_groups))
         self._sketch = NormSketch(self._exchange_comm, self._buckets[0].flat.device) if max_norm else None
@@ -150,17 +151,24 @@ class ShardedOneBitAdam(ShardedOptimizer):
                 "weights only, and let 1-bit Adam warm up"
             )
         check_same_optimizer(source.counters(), self._name, self.param_groups)
-        self._begin_warmup(keep_state=saved["frozen_at"] is None)
+        frozen = saved["frozen_at"] is not None
+        states = load_frozen(self._buckets, self._placement.names, source, self._codec) if frozen else []
+        self._begin_warmup(keep_state=not frozen)
         super().load(source)
         self.steps = saved["steps"]
         # Else freeze_step was changed: the new rule starts afresh.
         if saved["rule"].keys() == self._rule.state().keys():
             self._rule.load(saved["rule"])
-        if saved["frozen_at"] is not None:
-            states = load_frozen(self._buckets, self._placement.names, source, self._codec)
+        if frozen:
             self._begin_frozen_stage(states, saved["frozen_at"])
             for bucket in self._frozen:
                 load_worker_residual(bucket, self._placement.names, source, self.comm.rank, self.comm.size)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ShardedOptimizer."""
+        super().zero_grad(set_to_none)
+        if self._sketch is not None:
+            self._sketch.discard()
 
     def reset_state(self) -> None:
         """Forget moments, residuals and the freeze: the warmup begins anew."""
@@ -274,11 +282,37 @@ class ShardedOneBitAdam(ShardedOptimizer):
         group = self.param_groups[self._placement.group_of[number]]
         return AdamSettings.of_group({"bias_correction": True, "eps_inside_sqrt": False, **group})
 
+    def _own_settings(self) -> dict[str, Any]:
+        return {"freeze_step": self._freeze_step, "resync_interval": self._resync_interval}
+
     def _check_options(self, **settings: Any) -> None:
         super()._check_options(**settings)
         make_freeze_rule(self._freeze_step, self._first_beta2)
         self._codec = make_codec("sign1", self._block_size)
         if isinstance(self._resync_interval, bool) or not self._resync_interval >= 1:
             raise ValueError(f"resync_interval must be at least 1 step, got {self._resync_interval!r}")
+        if self._reversible is False and settings["max_norm"]:
+            raise ValueError("reversible=False does not go with max_norm: clipping changes residuals after the fact")
         if self._on_drift not in ("repair", "raise"):
             raise ValueError(f"on_drift must be 'repair' or 'raise', got {self._on_drift!r}")
+
+
+def _check_groups(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ValueError for what the warmup could do and the frozen stage cannot."""
+    for group in groups:
+        if group.get("maximize") or group.get("amsgrad"):
+            raise ValueError("1-bit Adam has no maximize and no amsgrad: a frozen stage descends, with one variance")
+        mask: Tensor | None = group.get("exp_avg_mask")
+        for parameter in group["params"] if mask is not None else ():
+            assert mask is not None
+            if not _broadcasts(mask.shape, parameter.shape):
+                raise ValueError(
+                    f"exp_avg_mask of shape {tuple(mask.shape)} does not broadcast to a parameter of shape "
+                    f"{tuple(parameter.shape)} in its group"
+                )
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(
+        mine in (1, theirs) for mine, theirs in zip(reversed(shape), reversed(to), strict=False)
+    )

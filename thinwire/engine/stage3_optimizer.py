@@ -16,6 +16,7 @@ from thinwire.comm import Communicator, Traffic
 from thinwire.engine.stage3 import local_run
 from thinwire.zero import Piece, PieceSource, StepResult
 from thinwire.zero.masters import OptimizerClass
+from thinwire.zero.optimizer import STATE_IS_ON_ALL_RANKS
 from thinwire.zero.saved_state import (
     check_same_optimizer,
     counters_of,
@@ -126,6 +127,14 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         self._vote_comm.close()
 
     # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not of one rank: raises RuntimeError, which says what to use."""
+        raise RuntimeError(STATE_IS_ON_ALL_RANKS)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not from one rank: raises RuntimeError, which says what to use."""
+        raise RuntimeError(STATE_IS_ON_ALL_RANKS)
 
     def pieces(self) -> list[Piece]:
         """What this rank holds of weights, masters (where layers are gathered in 16 bits) and optimizer state."""

@@ -97,9 +97,11 @@ class BucketGradients:
     def release(self) -> None:
         """Give back the memory: gradients go another way from now on."""
         self._flat = self._shard = None
+        self._accumulating = False
 
     def _add_to_shard(self, average: Tensor) -> None:
-        assert self._shard is not None
+        if self._shard is None:  # after `release`, where a warmup begins anew
+            self._shard = torch.empty_like(self.bucket.own_shard)
         if self._accumulating:
             self._shard.add_(average)
         else:

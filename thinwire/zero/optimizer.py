@@ -25,9 +25,14 @@ from thinwire.zero.prefetch import WeightGate
 from thinwire.zero.rounds import BackwardRounds
 from thinwire.zero.saved_state import check_same_optimizer, counters_of, read_weight, take_over_settings
 
-__all__ = ["ShardedOptimizer", "StepResult"]
+__all__ = ["STATE_IS_ON_ALL_RANKS", "ShardedOptimizer", "StepResult"]
 
 _BUCKET_BYTES = 16 << 20
+
+STATE_IS_ON_ALL_RANKS = (
+    "its state lies on all ranks, and one rank's would not be enough to go on from. Save with the engine's "
+    "save_checkpoint(), or take pieces() and counters() of every rank, and load() them"
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(self.comm, error, "build its optimizer")
-        self._agree(param_dtype, bucket_bytes)
+        self._agree(param_dtype, bucket_bytes, block_size)
         self._exchange_comm = self.comm.duplicate()
         layouts = self._placement.partition(self.comm.size, block_size, bucket_bytes, param_dtype)
         self._buckets: list[FlatBucket] = []
@@ -142,10 +147,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def gather_during_forward(self, module: nn.Module) -> None:
         """Let `step` return while new weights are on their way, and wait for each when it is read.
 
-        Read through `module`'s attributes, `parameters()`, `state_dict()` or this optimizer they are always the new
-        ones; before reading parameters that were kept from before call `wait_for_weights`.
+        Read through `module`'s attributes, `parameters()` or `state_dict()` they are always the new ones; before
+        reading parameters that were kept from before, `param_groups` among them, call `wait_for_weights`. Parameters
+        outside of `module` are there when `step` returns. Raises RuntimeError at a second call.
         """
+        if self._gate is not None:
+            raise RuntimeError(
+                "gather_during_forward() was called before: pass it the one module that holds all others"
+            )
+        within = {id(parameter) for parameter in module.parameters()}
         bucket_of = {id(parameter): bucket.index for bucket in self._buckets for parameter in bucket.parameters}
+        self._gated = {
+            bucket.index for bucket in self._buckets if all(id(parameter) in within for parameter in bucket.parameters)
+        }
         self._gate = WeightGate(module, bucket_of)
 
     def wait_for_weights(self) -> None:
@@ -211,6 +225,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._exchange_comm.close()
 
     # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not of one rank: raises RuntimeError, which says what to use."""
+        raise RuntimeError(STATE_IS_ON_ALL_RANKS)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not from one rank: raises RuntimeError, which says what to use."""
+        raise RuntimeError(STATE_IS_ON_ALL_RANKS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {STATE_IS_ON_ALL_RANKS}")
 
     def pieces(self) -> list[Piece]:
         """What this rank owns of weights, masters and optimizer state; the ranks' union holds everything once."""
@@ -300,16 +325,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters.step(gradients.average, coefficient, absent)
             waits.append((masters.bucket.index, masters.publish()))
         for bucket, wait in waits:
-            if self._gate is None:
+            if self._gate is None or bucket not in self._gated:
                 wait()
             else:
                 self._gate.close(bucket, wait)
 
     # Setting up
 
-    def _agree(self, param_dtype: torch.dtype | None, bucket_bytes: int) -> None:
+    def _own_settings(self) -> dict[str, Any]:
+        """What else has to be the same on every rank."""
+        return {}
+
+    def _agree(self, param_dtype: torch.dtype | None, bucket_bytes: int, block_size: int) -> None:
         settings = {"stage": self.stage, "param_dtype": str(param_dtype), "bucket_bytes": bucket_bytes}
-        settings |= {"max_norm": self.max_norm, "names": self._placement.names}
+        settings |= {"max_norm": self.max_norm, "block_size": block_size, "names": self._placement.names}
+        settings |= self._own_settings()
         check_same_on_every_rank(self.comm, self._placement.parameters, self.param_groups, settings)
         broadcast_from_rank_0(self.comm, self._placement.parameters)
 

@@ -85,6 +85,11 @@ def _names(groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tenso
         names: dict[int, str] = {}
         for name, parameter in named:
             names.setdefault(id(parameter), name)
+        if len(set(names.values())) < len(names):
+            twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
+            raise ValueError(
+                f"two parameters are named {twice!r} in named_parameters: a checkpoint could hold one only"
+            )
         return names
     return {
         id(parameter): group["param_names"][index] if "param_names" in group else f"group{number}.{index}"
