@@ -6,8 +6,10 @@ Chooses the backend by the GPUs there are, and finds a place where the ranks can
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from typing import Literal
@@ -20,6 +22,8 @@ from thinwire.comm.detect import Launch, rendezvous
 from thinwire.comm.torch_backend import group_timeout
 
 __all__ = ["choose_backend", "init_process_group"]
+
+_GIVE_WAY_SECONDS = 0.05
 
 _MIXED = "cpu:gloo,cuda:nccl"
 """Chosen where every rank has a GPU of its own: host tensors can travel as well."""
@@ -92,5 +96,9 @@ def _import_what_would_keep_the_group() -> None:
 
 
 def _destroy_process_group() -> None:
+    gc.collect()  # cycles, as FSDP's hooks make them, may hold a group
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Gloo's threads give back the tensors of their last transfer under Python's lock. Let them have it: asking for it
+    # once Python shuts down aborts the process.
+    time.sleep(_GIVE_WAY_SECONDS)
