@@ -63,6 +63,27 @@ def test_decode_mean_is_the_mean_of_the_decoded(name) -> None:
     torch.testing.assert_close(mean, torch.stack(each).mean(dim=0), rtol=1e-6, atol=1e-7)
 
 
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    rows=st.integers(1, 3),
+    blocks=st.integers(0, 4),
+    block_size=st.sampled_from([64, 192, 2048]),
+    factor=st.sampled_from([0.0, 0.5, 0.9, 3.0]),
+)
+def test_scaled_packets_decode_to_scaled_values(name, rows, blocks, block_size, factor) -> None:
+    codec = make_codec(name, block_size)
+    numel = rows * blocks * block_size
+    packets = torch.full((rows, codec.packet_bytes(blocks * block_size)), 7, dtype=torch.uint8)
+    codec.encode(torch.randn(numel), None, packets, numel)
+    before, after = torch.empty(numel), torch.empty(numel)
+    codec.decode(packets, before, numel)
+    codec.scale(packets, factor)
+    codec.decode(packets, after, numel)
+    torch.testing.assert_close(after, before * factor, rtol=2**-8 if name == "bf16" else 1e-6, atol=0)
+    assert bool((packets[:, :16] == 7).all())  # the header is not a value
+
+
 @pytest.mark.parametrize(("name", "bits"), [("sign1", 1), ("int8", 8), ("bf16", 16), ("none", 32)])
 def test_packet_bytes(name, bits) -> None:
     scales = 4 * 16 if name in ("sign1", "int8") else 0

@@ -116,6 +116,9 @@ class Relabelled(Codec):
     def decode(self, *arguments):
         self.inner.decode(*arguments)
 
+    def scale(self, *arguments):
+        self.inner.scale(*arguments)
+
     def decode_mean(self, *arguments):
         self.inner.decode_mean(*arguments)
 

@@ -105,6 +105,27 @@ def test_layers_are_dropped_alike_and_leave_their_weights_alone(stage) -> None:
         assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_dropped_layers_are_not_sent(stage) -> None:
+    def body(comm):
+        sent = []
+        for theta in (1.0, 0.2):
+            config = settings(
+                stage,
+                progressive_layer_drop={"enabled": True, "theta": theta, "gamma": 5.0},
+                zero_optimization={"stage": stage, "reduce_bucket_size": 64},
+            )
+            engine = initialize(model=Stack(), config=config, comm=comm)[0]
+            for step in range(12):
+                engine.backward(engine(torch.randn(6, 8, generator=torch.Generator().manual_seed(step))))
+                engine.step()
+            sent.append(engine.optimizer.bytes_sent)
+        return sent
+
+    for everything, less in threads.run(body, 2):
+        assert less < 0.9 * everything
+
+
 @pytest.mark.parametrize("recomputed", [[], ["Residual"]])
 def test_a_resumed_run_drops_what_the_other_would_have(tmp_path, recomputed) -> None:
     def make():

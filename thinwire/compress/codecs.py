@@ -56,6 +56,10 @@ class Codec(ABC):
         """Read `packets`, uint8 [rows, packet_bytes], into `output`, fp32 [rows · shard]."""
 
     @abstractmethod
+    def scale(self, packets: Tensor, factor: float) -> None:
+        """Multiply all that `packets`, uint8 [rows, packet_bytes], decode to."""
+
+    @abstractmethod
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         """Average `packets`, uint8 [workers, packet_bytes], summed in row order, into `output`, fp32 [shard]."""
 
@@ -81,6 +85,9 @@ class _BlockCodec(Codec):
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
         kernels.decode(self.name, packets, output, numel, self.block_size)
+
+    def scale(self, packets: Tensor, factor: float) -> None:
+        kernels.scales(self.name, packets, self.block_size).mul_(factor)
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         kernels.decode_mean(self.name, packets, output, numel, self.block_size)
@@ -114,6 +121,9 @@ class _CastCodec(Codec):
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
         output.view(packets.shape[0], -1).copy_(self._values(packets))
+
+    def scale(self, packets: Tensor, factor: float) -> None:
+        self._values(packets).mul_(factor)
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         values = self._values(packets)

@@ -25,7 +25,7 @@ from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.freeze import FreezeRule
 from thinwire.compress.parameters import ParameterTable
-from thinwire.compress.synchronizer import Bucket
+from thinwire.compress.synchronizer import Bucket, Round
 from thinwire.zero import BucketLayout, Slot
 
 __all__ = ["AdamBucket", "Cohort", "Compressed"]
@@ -113,11 +113,11 @@ class Cohort:
             # A product and not a fill: an infinite gradient must become NaN, which every rank sees, and not 0.
             payload.mul_(bucket.still[place].logical_not())
 
-    def update(self, absent: frozenset[int], loss_scale: float | None) -> None:
-        """Apply what the exchanges of this step brought; `absent` parameters had no gradient on any rank."""
+    def update(self, outcome: Round, loss_scale: float | None) -> None:
+        """Apply what the exchanges of this step brought."""
         self.steps += 1
         if self.frozen_at is None:
-            self._warmup_step(absent, loss_scale)
+            self._warmup_step(outcome, loss_scale)
             rates = [float(group["lr"]) for group in self._table.groups()]
             reached = self.rule.reached(self.steps, rates, self._variance_norm)
             if self.rule.looks_at(self.steps):
@@ -125,7 +125,7 @@ class Cohort:
             if reached:
                 self._freeze()
         else:
-            self._frozen_step()
+            self._frozen_step(outcome.unsent)
 
     def restore_frozen(self, frozen_at: int) -> None:
         """Enter the frozen stage with the denominators and momenta that a checkpoint put into the flat buckets."""
@@ -133,11 +133,12 @@ class Cohort:
         for bucket in self.buckets:
             self._begin_compression(bucket)
 
-    def _warmup_step(self, absent: frozenset[int], loss_scale: float | None) -> None:
+    def _warmup_step(self, outcome: Round, loss_scale: float | None) -> None:
         for bucket in self.buckets:
-            bucket.exchange.read(bucket.exchange.payload)
+            if bucket.index not in outcome.unsent:
+                bucket.exchange.read(bucket.exchange.payload)
         for settings, members in self._by_group():
-            present = [(bucket, slot) for bucket, slot in members if slot.parameter not in absent]
+            present = [(bucket, slot) for bucket, slot in members if slot.parameter not in outcome.absent]
             if not present:
                 continue
             gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in present]
@@ -154,8 +155,11 @@ class Cohort:
             for _, slot in present:
                 self._table.publish(slot.parameter)
 
-    def _frozen_step(self) -> None:
+    def _frozen_step(self, unsent: frozenset[int]) -> None:
         for bucket in self.buckets:
+            if bucket.index in unsent:
+                self._decay(bucket)
+                continue
             bucket.exchange.read(bucket.momentum)
             bucket.exchange.commit()
             bucket.hold_still()
@@ -170,6 +174,12 @@ class Cohort:
                 frozen_update(weights, momenta, denominators, settings, self.steps)
             for _, slot in members:
                 self._table.publish(slot.parameter)
+
+    def _decay(self, bucket: AdamBucket) -> None:
+        """The momentum's step with a gradient of 0 on every rank: all hold what their average would be, β₁ m."""
+        for slot in bucket.layout.slots:
+            beta1 = self._table.group(slot.parameter)["betas"][0]
+            bucket.momentum[slot.offset : slot.offset + slot.numel].mul_(beta1)
 
     def _freeze(self) -> None:
         for settings, members in self._by_group():

@@ -86,6 +86,7 @@ class FrozenBucket:
         )
         self.exchange.owner_residual = state.owner_residual
         self._incomplete = False
+        self._stays = False
 
     # What a backward does
 
@@ -102,10 +103,19 @@ class FrozenBucket:
         self._write_payload(slot, gradient)
         parameter.grad = None
 
-    def leave_out(self, slot: Slot) -> None:
-        """Count a parameter that has no gradient on this rank as zero."""
+    def leave_out(self, slot: Slot, expected: bool) -> None:
+        """Count a parameter that has no gradient on this rank as zero; `expected`: nor on any other."""
         self._write_payload(slot, None)
-        self._incomplete = True
+        self._incomplete |= not expected
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether `stay` can take the place of a transfer: with one β₁ for all of the bucket."""
+        return len({self._settings.group(slot.parameter).beta1 for slot in self.layout.slots}) == 1
+
+    def stay(self) -> None:
+        """Every rank's gradients are 0 in this step: send nothing."""
+        self._stays = True
 
     def start(self) -> None:
         """Leg 1."""
@@ -126,26 +136,36 @@ class FrozenBucket:
     def end_step(self) -> None:
         """Forget a step that was not applied."""
         self.exchange.revert()
+        self._stays = False
 
     # What a step does
 
     def outcome(self) -> Outcome:
         """What the headers said, the same on every rank."""
+        if self._stays:
+            return Outcome(finite=True, incomplete=False, unplaced=False)
         return self.exchange.outcome()
 
     @torch.no_grad()
     def apply(self, seed: int) -> None:
         """Take the new u over, and move masters and replica by it; `seed` of the replica's stochastic rounding."""
-        self.momentum = self.exchange.take_packets()
-        if self._holds_still:
-            self.exchange.hold_zero(self.codes == 0)
-        self.exchange.commit()
+        if self._stays:
+            # What the average of every rank's β₁ u is, without an exchange; residuals wait for the next one.
+            self.exchange.codec.scale(self.momentum, self._settings.group(self.layout.slots[0].parameter).beta1)
+        else:
+            self._take_momentum()
         if self._masters.separate:
             self._move_masters()
         if self._masters.separate and self._masters.whole:
             self.bucket.flat.copy_(self._masters.weights)
         else:
             self._move_replica(seed)
+
+    def _take_momentum(self) -> None:
+        self.momentum = self.exchange.take_packets()
+        if self._holds_still:
+            self.exchange.hold_zero(self.codes == 0)
+        self.exchange.commit()
 
     def synchronize_replica(self) -> Callable[[], None]:
         """Start giving every rank the owners' weights again, rounded to nearest; returns what waits for it."""

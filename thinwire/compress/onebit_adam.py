@@ -4,7 +4,7 @@ an element once the variance is frozen."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -201,7 +201,7 @@ class OneBitAdam(torch.optim.Optimizer):
             self._count_uncompressed()
             if outcome.finite:
                 for cohort in self._cohorts:
-                    cohort.update(outcome.absent, self._loss_scale)
+                    cohort.update(outcome, self._loss_scale)
                 self._synchronizer.step += 1
             else:
                 self._skip(outcome.guilty)
@@ -220,6 +220,15 @@ class OneBitAdam(torch.optim.Optimizer):
         """Gradient accumulation: backwards inside only add to `.grad`; the first one outside sends the sum."""
         with self._synchronizer.no_sync():
             yield
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Promise, before a step's synchronised backward, that no rank's reaches these: `drop.dropped_parameters()`.
+
+        Buckets of nothing else are not sent; other buckets do not wait for them. Until the freeze the parameters are
+        left alone, after it their gradients count as zero. Collective. Raises ValueError, on every rank, where ranks
+        leave out different parameters or one has a gradient already.
+        """
+        self._synchronizer.leave_out(parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike. They warm up and freeze on their own."""

@@ -183,9 +183,9 @@ class ShardedOneBitAdam(ShardedOptimizer):
         if not self.frozen:
             return super()._vote()
         outcomes = [bucket.outcome() for bucket in self._frozen]
-        absent = frozenset[int]()
+        absent = self._rounds.left_out
         if any(outcome.incomplete for outcome in outcomes):
-            absent = self._agree_on_absent(self._rounds.missing)
+            absent |= self._agree_on_absent(self._rounds.missing)
         finite = all(outcome.finite for outcome in outcomes)
         return Vote(finite, self._settings.norm if finite else math.inf, absent)
 

@@ -3,7 +3,7 @@ overlaps with computation; decides, the same on every rank, what became of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from thinwire.compress.packet import Flags
 from thinwire.compress.parameters import ParameterTable
 from thinwire.zero import BucketLayout, Slot, partition
 from thinwire.zero.arrival import ArrivalHook, at_backward_end
+from thinwire.zero.leaving_out import NothingToSend, agree_to_leave_out, has_gradient
 from thinwire.zero.pipeline import Pipeline
 
 __all__ = ["Bucket", "GradientSynchronizer", "Round"]
@@ -34,12 +35,13 @@ class Bucket:
 class Round:
     """One synchronised backward, the same on every rank.
 
-    `absent`: the parameters that had no gradient on any rank. `guilty`: where the averages are not finite, the ranks
-    whose own gradients were not.
+    `absent`: the parameters that had no gradient on any rank. `unsent`: buckets that did not leave, since all of their
+    parameters had been left out. `guilty`: where the averages are not finite, the ranks whose own gradients were not.
     """
 
     finite: bool
     absent: frozenset[int]
+    unsent: frozenset[int]
     guilty: tuple[int, ...] = ()
 
 
@@ -82,6 +84,7 @@ class GradientSynchronizer:
         self._round: Round | None = None
         self._unhooked: list[int] = []
         self._usually_absent: frozenset[int] = frozenset()
+        self._left_out: frozenset[int] = frozenset()  # of the round that comes, or is under way
         self.end_round()
 
     # Setting up
@@ -121,6 +124,16 @@ class GradientSynchronizer:
             self._enabled = before
 
     # A round: from the first gradient to `end_round`
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Expect no gradient of these in the next round, on any rank; buckets of nothing else stay here. Collective.
+
+        Takes the place of what was left out before. Raises ValueError, on every rank, where ranks differ, and where one
+        of the parameters has a gradient, and RuntimeError where gradients have left already.
+        """
+        error = RuntimeError("leave_out() comes before the synchronised backward()") if self._arrived else None
+        self._left_out = agree_to_leave_out(self._comm, self._table.parameters, parameters, error)
+        self._waiting = [self._awaited(bucket) for bucket in self.buckets]
 
     @property
     def in_round(self) -> bool:
@@ -164,8 +177,9 @@ class GradientSynchronizer:
         except BaseException:
             self.end_round()
             raise
-        self._round = Round(finite, absent, guilty)
-        self._usually_absent = absent
+        unsent = frozenset(bucket.index for bucket in self.buckets if not self._awaited(bucket))
+        self._round = Round(finite, absent | self._left_out, unsent, guilty)
+        self._usually_absent = absent - self._left_out
         return self._round
 
     def repeat(self) -> Round:
@@ -180,7 +194,8 @@ class GradientSynchronizer:
     def end_round(self) -> None:
         """Forget this round's gradients; the next backward starts another."""
         self._arrived: dict[int, tuple[Tensor, int]] = {}  # parameter -> gradient and its version, as they arrived
-        self._waiting = [len(bucket.layout.slots) for bucket in self.buckets]
+        self._left_out = frozenset()
+        self._waiting = [self._awaited(bucket) for bucket in self.buckets]
         self._pipeline.reset()
         self._heard = 0
         self._round = None
@@ -206,7 +221,7 @@ class GradientSynchronizer:
         # or one loss of several over disjoint parameters): step() decides about those.
         self._callback_queued = False
         whole = all(
-            index in self._arrived or index in self._usually_absent
+            index in self._arrived or index in self._usually_absent or index in self._left_out
             for index, parameter in enumerate(self._table.parameters)
             if parameter.requires_grad
         )
@@ -249,6 +264,11 @@ class GradientSynchronizer:
                 "had left without it, as in the step before. Put every backward() but the last inside "
                 "`with optimizer.no_sync():`"
             )
+        if index in self._left_out:
+            raise RuntimeError(
+                f"{self._table.name(index)} was left out of this step, but this backward() reached it: leave out only "
+                "what no rank's backward() reaches"
+            )
         self._arrived[index] = self._seal(index)
         if index in self._places:
             bucket, slot = self._places[index]
@@ -257,11 +277,18 @@ class GradientSynchronizer:
             while (next_one := self._pipeline.started) < len(self.buckets) and not self._waiting[next_one]:
                 self._launch(self.buckets[next_one])
 
+    def _awaited(self, bucket: Bucket) -> int:
+        return sum(slot.parameter not in self._left_out for slot in bucket.layout.slots)
+
     def _launch(self, bucket: Bucket) -> None:
+        if not self._awaited(bucket):
+            self._pipeline.follow(NothingToSend())
+            return
         missing = [slot for slot in bucket.layout.slots if slot.parameter not in self._arrived]
         for slot in missing:
             self._fill(bucket, slot, None)
-        flags = Flags.INCOMPLETE if missing else Flags.NONE
+        unexpected = any(slot.parameter not in self._left_out for slot in missing)
+        flags = Flags.INCOMPLETE if unexpected else Flags.NONE
         if any(self._table.parameters[index].requires_grad for index in self._unplaced):
             flags |= Flags.UNPLACED
         bucket.exchange.start(self.step, flags)
@@ -272,13 +299,15 @@ class GradientSynchronizer:
         for bucket in self.buckets[self._pipeline.started :]:
             self._launch(bucket)
         self._pipeline.drain()
-        outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :]]
+        outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :] if self._awaited(bucket)]
         self._heard = len(self.buckets)
         return outcomes
 
     def _take_late_gradients(self) -> None:
         # Gradients that no hook announced in this round: accumulated in no_sync, or set by hand.
         for index, parameter in enumerate(self._table.parameters):
+            if index in self._left_out and not has_gradient(parameter):
+                continue  # zeros that DDP has put there
             if index not in self._arrived and parameter.grad is not None:
                 self._arrive(index)
 

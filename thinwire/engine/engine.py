@@ -131,6 +131,8 @@ class Engine:
         self.optimizer.loss_scale = scale
         start = self._losses.start(loss, scale / self.gradient_accumulation_steps())
         only_add_up = self._inside_no_sync or not self.is_gradient_accumulation_boundary()
+        if self._layer_drop is not None and not only_add_up:
+            self.optimizer.leave_out(self._layer_drop.dropped_parameters())
         with self._timers("backward"), self.optimizer.no_sync() if only_add_up else nullcontext():
             loss.backward(start)  # type: ignore[no-untyped-call]
             self.optimizer.end_backward()

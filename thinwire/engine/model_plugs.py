@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.engine.config.models import LayerDropConfig
 from thinwire.pld import LayerDrop, ProgressiveLayerDrop, drop_layers, undrop
@@ -59,6 +59,10 @@ class LayerDropping:
             self._schedule.load_state_dict({"step": step})
         else:
             self._drop.load_state_dict({**self._drop.state_dict(), "schedule": {"step": step}})
+
+    def dropped_parameters(self) -> list[Tensor]:
+        """Of the step so far; empty where the model drops by itself, which only it knows."""
+        return self._drop.dropped_parameters() if self._drop is not None else []
 
     def remove(self) -> None:
         """Take the gates off again."""

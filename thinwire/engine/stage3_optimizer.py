@@ -4,7 +4,7 @@ that the engine and its checkpoints know no difference."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +104,9 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside add up in the owners' parts."""
         yield
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Nothing has to be told: fully_shard sends no gradients of layers that have none."""
 
     def end_backward(self) -> None:
         """Nothing is left unsent: FSDP2 has averaged every gradient when backward returns."""

@@ -18,9 +18,11 @@ __all__ = ["LayerDrop", "drop_layers", "undrop"]
 class LayerDrop:
     """What `drop_layers` did to a stack: what it dropped, and what a checkpoint needs."""
 
-    def __init__(self, gates: list[Gate], plan: DropPlan) -> None:
+    def __init__(self, gates: list[Gate], plan: DropPlan, used_elsewhere: frozenset[int] = frozenset()) -> None:
+        """`used_elsewhere`: ids of parameters that the model has outside of these layers, too."""
         self._gates = gates
         self._plan = plan
+        self._used_elsewhere = used_elsewhere
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -33,8 +35,15 @@ class LayerDrop:
         return [gate.kept / gate.forwards if gate.forwards else float("nan") for gate in self._gates]
 
     def dropped_parameters(self) -> list[Tensor]:
-        """Parameters of the layers that every forward of this step so far has dropped: the same on every rank."""
-        return [parameter for gate in self._gates if gate.dropped for parameter in gate.layer.parameters()]
+        """Parameters that every forward of this step so far has done without: the same on every rank.
+
+        Those of dropped layers, but for what a kept layer, or the rest of the model, uses as well. For the optimizer's
+        `leave_out`, between the forward and the backward.
+        """
+        used = {id(one) for gate in self._gates if not gate.dropped for one in gate.layer.parameters()}
+        used |= self._used_elsewhere
+        dropped = (one for gate in self._gates if gate.dropped for one in gate.layer.parameters())
+        return [one for one in dropped if id(one) not in used]
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and schedule: all that later draws depend on. To be saved between steps."""
@@ -76,7 +85,8 @@ def drop_layers(model: nn.Module | Iterable[nn.Module], schedule: ProgressiveLay
     gates = [Gate(layer, number, plan) for number, layer in enumerate(layers, start=1)]
     for gate in gates:
         gate.install()
-    return LayerDrop(gates, plan)
+    elsewhere = _parameters_outside(model, layers) if isinstance(model, nn.Module) else frozenset[int]()
+    return LayerDrop(gates, plan, elsewhere)
 
 
 def undrop(model: nn.Module | Iterable[nn.Module]) -> None:
@@ -98,6 +108,21 @@ def undrop(model: nn.Module | Iterable[nn.Module]) -> None:
 def _gate_of(module: nn.Module) -> Gate | None:
     forward = module.__dict__.get("forward")
     return forward if isinstance(forward, Gate) else None
+
+
+def _parameters_outside(model: nn.Module, layers: list[nn.Module]) -> frozenset[int]:
+    """Ids of the parameters that are reached without passing through one of the layers."""
+    gated = {id(layer) for layer in layers}
+    found: set[int] = set()
+    seen: set[int] = set()
+    rest = [model]
+    while rest:
+        module = rest.pop()
+        if id(module) not in gated | seen:
+            seen.add(id(module))
+            found |= {id(parameter) for parameter in module.parameters(recurse=False)}
+            rest += module.children()
+    return frozenset(found)
 
 
 def _seed(seed: object) -> int:

@@ -21,6 +21,8 @@ class BucketGradients:
 
     Stages 0 and 1 keep `.grad` of every parameter as a view of one flat tensor; stage 2 frees each bucket once it has
     left, and adds what further backwards bring to its shard.
+
+    `filled`: whether this step has brought an average.
     """
 
     def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int) -> None:
@@ -29,7 +31,7 @@ class BucketGradients:
         self._comm = comm
         self._flat: Tensor | None = None
         self._shard = torch.empty_like(bucket.own_shard) if stage == 2 else None
-        self._accumulating = False  # stage 2: whether _shard holds an average to add to
+        self.filled = False
         self.layout = bucket.layout
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
         self._leg_2: tuple[Tensor, Work] | None = None
@@ -56,8 +58,13 @@ class BucketGradients:
             view.copy_(gradient)
         parameter.grad = None if self.stage == 2 else view
 
-    def leave_out(self, slot: Slot) -> None:
-        """Count a parameter that has no gradient on this rank as zero."""
+    may_stay = True
+
+    def stay(self) -> None:
+        """No rank has a gradient for this bucket: send nothing, and keep what earlier backwards brought."""
+
+    def leave_out(self, slot: Slot, expected: bool) -> None:
+        """Count a parameter that has no gradient on this rank as zero; `expected`: nor on any other."""
         self.bucket.view(self._whole(), slot).zero_()
 
     def start(self) -> None:
@@ -75,13 +82,14 @@ class BucketGradients:
         work.wait()
         self._leg_1 = None
         average = _mean(received.view(self._comm.size, -1))
+        again, self.filled = self.filled, True
         if self.stage == 0:
             average = average.to(whole.dtype)
             self._leg_2 = (average, self._comm.all_gather(whole, average, async_op=True))
         elif self.stage == 1:
             self.bucket.shard_of(whole).copy_(average)
         else:
-            self._add_to_shard(average)
+            self._keep_in_shard(average, again)
             self._flat = None
 
     def wait(self) -> None:
@@ -92,21 +100,20 @@ class BucketGradients:
 
     def end_step(self) -> None:
         """Forget the averages; the next backward starts new ones."""
-        self._accumulating = False
+        self.filled = False
 
     def release(self) -> None:
         """Give back the memory: gradients go another way from now on."""
         self._flat = self._shard = None
-        self._accumulating = False
+        self.filled = False
 
-    def _add_to_shard(self, average: Tensor) -> None:
+    def _keep_in_shard(self, average: Tensor, add: bool) -> None:
         if self._shard is None:  # after `release`, where a warmup begins anew
             self._shard = torch.empty_like(self.bucket.own_shard)
-        if self._accumulating:
+        if add:
             self._shard.add_(average)
         else:
             self._shard.copy_(average)
-            self._accumulating = True
 
     def _whole(self) -> Tensor:
         if self._flat is None:

@@ -178,6 +178,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self._rounds.no_sync():
             yield
 
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Promise, before a backward that is sent, that no rank's reaches these: `drop.dropped_parameters()`.
+
+        Buckets of nothing else are not sent, neither gradients nor weights; other buckets do not wait for them. Left
+        out of a whole step they are left alone. Collective. Raises ValueError, on every rank, where ranks leave out
+        different parameters or one has a gradient already.
+        """
+        self._rounds.leave_out(parameters, self._exchange_comm)
+
     def end_backward(self) -> None:
         """Send what a backward has left unsent, once it is over. Collective; `step` does it where nobody did."""
         self._rounds.end_backward()
@@ -291,11 +300,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _vote(self) -> Vote:
         missing = self._rounds.missing
         norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in self._own_averages()]
+        norms.append(torch.zeros((), device=self._buckets[0].flat.device))  # where there are no others
         square = torch.stack(norms).double().square().sum()
         votes = torch.stack([square, torch.full_like(square, bool(missing))])
         self._exchange_comm.all_reduce(votes)
         total, anything_missing = votes.tolist()
         absent = self._agree_on_absent(missing) if anything_missing else frozenset[int]()
+        absent |= self._rounds.left_out
         norm = math.sqrt(total) / self.loss_scale if total >= 0 else math.nan
         return Vote(math.isfinite(norm), norm, absent)
 
@@ -303,6 +314,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [
             bucket.shard_of(gradients.average) if self.stage == 0 else gradients.average
             for bucket, gradients in zip(self._buckets, self._gradients, strict=True)
+            if gradients.filled
         ]
 
     def _agree_on_absent(self, missing: Sequence[int]) -> frozenset[int]:
@@ -322,8 +334,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The buckets that forward uses first come last in backward: their weights leave first.
         waits = []
         for masters, gradients in reversed(list(zip(self._masters, self._gradients, strict=True))):
-            masters.step(gradients.average, coefficient, absent)
-            waits.append((masters.bucket.index, masters.publish()))
+            if gradients.filled:
+                masters.step(gradients.average, coefficient, absent)
+                waits.append((masters.bucket.index, masters.publish()))
         for bucket, wait in waits:
             if self._gate is None or bucket not in self._gated:
                 wait()

@@ -3,15 +3,17 @@ overlaps with computation; knows when a backward, and when a step, is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from thinwire.comm import Communicator
 from thinwire.zero.arrival import ArrivalHook
 from thinwire.zero.layout import BucketLayout, Slot
+from thinwire.zero.leaving_out import NothingToSend, agree_to_leave_out, has_gradient
 from thinwire.zero.pipeline import Legs, Pipeline
 from thinwire.zero.placement import Placement
 
@@ -31,8 +33,15 @@ class GradientTransport(Legs, Protocol):
     def take(self, slot: Slot, parameter: Tensor) -> None:
         """Take a parameter's gradient, to be sent."""
 
-    def leave_out(self, slot: Slot) -> None:
-        """Note that a parameter has no gradient on this rank."""
+    def leave_out(self, slot: Slot, expected: bool) -> None:
+        """Note that a parameter has no gradient on this rank; `expected`: nor on any other."""
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether `stay` can take the place of a transfer of zeros; the same on every rank."""
+
+    def stay(self) -> None:
+        """Note that no rank has a gradient for any of the parameters: nothing will be sent."""
 
     def start(self) -> None:
         """Start leg 1."""
@@ -52,7 +61,8 @@ class BackwardRounds:
     def __init__(self, placement: Placement, transports: Sequence[GradientTransport], keeps_gradients: bool) -> None:
         self._placement = placement
         self._synchronize = True
-        self._arrived_in_step: set[int] = set()
+        self._left_out: frozenset[int] = frozenset()  # of the backward that comes, or is under way
+        self._begin_step()
         self.use(transports, keeps_gradients)
         for number, parameter in enumerate(placement.parameters):
             ArrivalHook(self._on_gradient, number).register(parameter)
@@ -81,8 +91,28 @@ class BackwardRounds:
 
     @property
     def missing(self) -> list[int]:
-        """Parameters that have had no gradient on this rank in this step."""
-        return [number for number in range(len(self._placement.parameters)) if number not in self._arrived_in_step]
+        """Parameters that have had no gradient on this rank in this step, and were not left out."""
+        known = self._arrived_in_step | self.left_out
+        return [number for number in range(len(self._placement.parameters)) if number not in known]
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Parameters that all of the step's backwards, as sent so far, left out on every rank."""
+        return self._left_out_of_all or frozenset()
+
+    def leave_out(self, parameters: Iterable[Tensor], comm: Communicator) -> None:
+        """Expect no gradient of these in the next backward that is sent, on any rank. Collective.
+
+        Takes the place of what was left out before. Raises ValueError, on every rank, where ranks differ, and where one
+        of the parameters has a gradient, and RuntimeError where gradients of that backward have left already.
+        """
+        error = None
+        if self._arrived and self._keeps_gradients:
+            error = RuntimeError("leave_out() comes before the backward() that is sent, not after it")
+        elif self._arrived:
+            self.end_backward()
+        self._left_out = agree_to_leave_out(comm, self._placement.parameters, parameters, error)
+        self._waiting = [self._awaited(transport) for transport in self._transports]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -119,8 +149,8 @@ class BackwardRounds:
         """Forget this step; the next backward begins another."""
         for transport in self._transports:
             transport.end_step()
+        self._begin_step()
         self._begin_backward()
-        self._arrived_in_step = set()
         self._sent = False
 
     def drop(self) -> None:
@@ -129,9 +159,14 @@ class BackwardRounds:
             self.finish()
         self.end_step()
 
+    def _begin_step(self) -> None:
+        self._arrived_in_step: set[int] = set()
+        self._left_out_of_all: frozenset[int] | None = None
+
     def _begin_backward(self) -> None:
         self._arrived: set[int] = set()
-        self._waiting = [len(transport.layout.slots) for transport in self._transports]
+        self._left_out = frozenset()
+        self._waiting = [self._awaited(transport) for transport in self._transports]
         self._pipeline.reset()
 
     def _on_gradient(self, number: int) -> None:
@@ -148,6 +183,8 @@ class BackwardRounds:
                 "embedding with sparse=False, or leave it to torch.optim.SparseAdam in a second optimizer"
             )
         sending = self._synchronize or not self._keeps_gradients
+        if sending:
+            self._check_left_out(number)
         if number in self._arrived and sending:
             self._begin_next_backward(number)
         index, slot = self._places[number]
@@ -170,19 +207,29 @@ class BackwardRounds:
             )
         self.end_backward()
 
+    def _awaited(self, transport: GradientTransport) -> int:
+        return sum(slot.parameter not in self._left_out for slot in transport.layout.slots)
+
     def _send(self, index: int) -> None:
+        self._sent = True
         transport = self._transports[index]
+        if not self._awaited(transport) and transport.may_stay:
+            for slot in transport.layout.slots:
+                self._check_left_out(slot.parameter)
+            transport.stay()
+            self._pipeline.follow(NothingToSend())
+            return
         for slot in transport.layout.slots:
             if slot.parameter not in self._arrived:
                 self._take_unannounced(transport, slot)
         transport.start()
         self._pipeline.follow(transport)
-        self._sent = True
 
     def _take_unannounced(self, transport: GradientTransport, slot: Slot) -> None:
         parameter = self._placement.parameters[slot.parameter]
-        if parameter.grad is None:
-            transport.leave_out(slot)
+        self._check_left_out(slot.parameter)
+        if parameter.grad is None or slot.parameter in self._left_out:
+            transport.leave_out(slot, expected=slot.parameter in self._left_out)
         else:  # from an earlier backward in no_sync, or set by hand
             transport.take(slot, parameter)
             self._arrived_in_step.add(slot.parameter)
@@ -190,3 +237,12 @@ class BackwardRounds:
     def _send_rest(self) -> None:
         for index in range(self._pipeline.started, len(self._transports)):
             self._send(index)
+        before = self._left_out if self._left_out_of_all is None else self._left_out_of_all
+        self._left_out_of_all = self._left_out & before
+
+    def _check_left_out(self, number: int) -> None:
+        if number in self._left_out and has_gradient(self._placement.parameters[number]):
+            raise RuntimeError(
+                f"{self._placement.describe(number)} was left out of this backward(), but has a gradient: leave out "
+                "only what no rank's backward() reaches"
+            )

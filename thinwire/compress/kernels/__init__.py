@@ -19,6 +19,7 @@ from thinwire.compress.kernels.layout import (
     HEADER_BYTES,
     MAX_BLOCK_SIZE,
     packet_bytes,
+    scales,
 )
 from thinwire.compress.kernels.ops import Backend, backends
 
@@ -36,6 +37,7 @@ __all__ = [
     "encode_rounded",
     "momentum_payload",
     "packet_bytes",
+    "scales",
 ]
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "check_momentum_payload",
     "codes_offset",
     "packet_bytes",
+    "scales",
 ]
 
 HEADER_BYTES = 16
@@ -33,6 +34,13 @@ CODE_BITS = {"sign1": 1, "int8": 8}
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TABLE_ENTRIES = 256
 _SINGLE = torch.finfo(torch.float32)
+
+
+def scales(codec: str, packets: Tensor, block_size: int) -> Tensor:
+    """The scales in `packets`, uint8 [rows, packet_bytes]: fp32 [rows, blocks], a view."""
+    block_bytes = SCALE_BYTES + block_size * CODE_BITS[codec] // 8
+    blocks = (packets.shape[1] - HEADER_BYTES) // block_bytes
+    return packets[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * blocks].view(torch.float32)
 
 
 def codes_offset(shard: int, block_size: int) -> int:
