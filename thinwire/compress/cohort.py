@@ -3,9 +3,9 @@ exchanged into a step of Adam."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class AdamBucket(Bucket):
         if self.still is not None:
             self.momentum.masked_fill_(self.still, 0.0)
             self.exchange.hold_zero(self.still)
+
+
+Members = list[tuple[AdamBucket, Slot]]
 
 
 class Cohort:
@@ -127,6 +130,20 @@ class Cohort:
         else:
             self._frozen_step()
 
+    def name_frozen_state(self) -> None:
+        """Give the parameters' states the entries of the frozen stage, as views: `denominator` for `exp_avg_sq`."""
+        for bucket in self.buckets:
+            for slot in bucket.layout.slots:
+                state = self._table.state(slot.parameter)
+                state["denominator"] = state.pop("exp_avg_sq")
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides the flat buckets and the counters; none here."""
+        return {}
+
+    def load_own_state(self, saved: dict[str, Any]) -> None:
+        """Take over what `own_state` returned."""
+
     def restore_frozen(self, frozen_at: int) -> None:
         """Enter the frozen stage with the denominators and momenta that a checkpoint put into the flat buckets."""
         self.frozen_at = frozen_at
@@ -134,15 +151,7 @@ class Cohort:
             self._begin_compression(bucket)
 
     def _warmup_step(self, absent: frozenset[int], loss_scale: float | None) -> None:
-        for bucket in self.buckets:
-            bucket.exchange.read(bucket.exchange.payload)
-        for settings, members in self._by_group():
-            present = [(bucket, slot) for bucket, slot in members if slot.parameter not in absent]
-            if not present:
-                continue
-            gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in present]
-            if loss_scale is not None:
-                torch._foreach_div_(gradients, loss_scale)
+        for settings, present, gradients in self._read_gradients(absent, loss_scale):
             warmup_update(
                 [self._table.weight(slot.parameter) for _, slot in present],
                 gradients,
@@ -153,6 +162,21 @@ class Cohort:
             )
             for _, slot in present:
                 self._table.publish(slot.parameter)
+
+    def _read_gradients(
+        self, absent: frozenset[int], loss_scale: float | None
+    ) -> Iterator[tuple[AdamSettings, Members, list[Tensor]]]:
+        """The averaged gradients of the warmup, in the payloads' memory, by parameter group; `absent` ones left out."""
+        for bucket in self.buckets:
+            bucket.exchange.read(bucket.exchange.payload)
+        for settings, members in self._by_group():
+            present = [(bucket, slot) for bucket, slot in members if slot.parameter not in absent]
+            if not present:
+                continue
+            gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in present]
+            if loss_scale is not None:
+                torch._foreach_div_(gradients, loss_scale)
+            yield settings, present, gradients
 
     def _frozen_step(self) -> None:
         for bucket in self.buckets:
@@ -172,6 +196,7 @@ class Cohort:
                 self._table.publish(slot.parameter)
 
     def _freeze(self) -> None:
+        self.name_frozen_state()
         for settings, members in self._by_group():
             denominators = [self._view(bucket.second, slot) for bucket, slot in members]
             to_denominators(denominators, settings, self.steps)
@@ -182,9 +207,6 @@ class Cohort:
             if self._compressed == "update":
                 raise_smallest(denominators)
                 torch._foreach_div_([self._view(bucket.momentum, slot) for bucket, slot in members], denominators)
-            for _, slot in members:
-                state = self._table.state(slot.parameter)
-                state["denominator"] = state.pop("exp_avg_sq")
         self.frozen_at = self.steps
         for bucket in self.buckets:
             self._begin_compression(bucket)
@@ -212,10 +234,10 @@ class Cohort:
     def _view(self, flat: Tensor, slot: Slot) -> Tensor:
         return flat[slot.offset : slot.offset + slot.numel].view(self._table.parameters[slot.parameter].shape)
 
-    def _by_group(self) -> list[tuple[AdamSettings, list[tuple[AdamBucket, Slot]]]]:
+    def _by_group(self) -> list[tuple[AdamSettings, Members]]:
         """The parameters by parameter group, with the group's present settings."""
         groups = self._table.groups()
-        members: list[list[tuple[AdamBucket, Slot]]] = [[] for _ in groups]
+        members: list[Members] = [[] for _ in groups]
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 members[self._table.group_number(slot.parameter)].append((bucket, slot))

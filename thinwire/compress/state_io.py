@@ -46,6 +46,7 @@ def _save_cohort(cohort: Cohort) -> dict[str, Any]:
         "steps": cohort.steps,
         "frozen_at": cohort.frozen_at,
         "rule": cohort.rule.state(),
+        **cohort.own_state(),
         "buckets": [
             {
                 "parameters": [slot.parameter for slot in bucket.layout.slots],
@@ -122,14 +123,14 @@ def _load_cohort(
     cohort.steps = saved["steps"]
     if saved["rule"].keys() == cohort.rule.state().keys():  # else freeze_step was changed: the new rule starts afresh
         cohort.rule.load(saved["rule"])
+    cohort.load_own_state(saved)
+    if saved["frozen_at"] is not None:
+        cohort.name_frozen_state()
     for bucket in cohort.buckets:
         for slot in bucket.layout.slots:
             state = optimizer._table.state(slot.parameter)
-            if saved["frozen_at"] is not None:
-                state["denominator"] = state.pop("exp_avg_sq")
-            for name in ("exp_avg", "exp_avg_sq", "denominator"):
-                if name in state:
-                    state[name].copy_(states[slot.parameter][name])
+            for name in state.keys() - {"master"}:
+                state[name].copy_(states[slot.parameter][name])
     if saved["frozen_at"] is None:
         return
     cohort.restore_frozen(saved["frozen_at"])
