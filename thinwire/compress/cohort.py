@@ -63,6 +63,8 @@ class Cohort:
     `steps`: updates applied. `frozen_at`: the warmup step after which the variance was frozen; None before.
     """
 
+    _settings_class: type[AdamSettings] = AdamSettings
+
     def __init__(
         self,
         table: ParameterTable,
@@ -242,7 +244,7 @@ class Cohort:
             for slot in bucket.layout.slots:
                 members[self._table.group_number(slot.parameter)].append((bucket, slot))
         return [
-            (AdamSettings.of_group(group), of_group)
+            (self._settings_class.of_group(group), of_group)
             for group, of_group in zip(groups, members, strict=True)
             if of_group
         ]
