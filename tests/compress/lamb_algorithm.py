@@ -10,7 +10,8 @@ from tests.compress.algorithm import ReferenceExchange
 class ReferenceOneBitLamb:
     """1-bit LAMB on weights given as a list of layers, fused into one exchange in this order.
 
-    LAMB for `freeze_step` steps; then variance and coefficients stay.
+    LAMB for `freeze_step` steps; then variance and coefficients stay. What is compressed is the paper's momentum, or
+    the update: the momentum divided by √v + ε.
     """
 
     def __init__(
@@ -20,6 +21,7 @@ class ReferenceOneBitLamb:
         *,
         freeze_step,
         block_size,
+        compress="update",
         lr=1e-3,
         betas=(0.9, 0.999),
         eps=1e-8,
@@ -33,7 +35,7 @@ class ReferenceOneBitLamb:
         factor_threshold=0.1,
     ) -> None:
         self.weights = [np.array(layer, dtype=np.float64) for layer in weights]
-        self.world_size, self.freeze_step, self.lr = world_size, freeze_step, lr
+        self.freeze_step, self.compress, self.lr = freeze_step, compress, lr
         self.betas, self.eps, self.weight_decay, self.bias_correction = betas, eps, weight_decay, bias_correction
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
@@ -75,11 +77,20 @@ class ReferenceOneBitLamb:
         self.step_count -= 1  # the frozen variance is corrected for the warmup's steps
         self.frozen = [self._denominator(variance) for variance in self.variance]
         self.step_count += 1
+        if self.compress == "update":
+            self.frozen = [
+                np.maximum(one, 0.01 * one[v > 0].mean()) if (v > 0).any() else one
+                for one, v in zip(self.frozen, self.variance, strict=True)
+            ]
         self.coefficients = [self._average(ratios) for ratios in self.ratios]
         self.alive = [variance > 0 for variance in self.variance]
-        rms = [np.sqrt(np.mean(momentum**2)) for momentum in self.momentum]
+        self.sent = self.frozen if self.compress == "update" else [np.ones_like(one) for one in self.frozen]
+        rms = [np.sqrt(np.mean((m / d) ** 2)) for m, d in zip(self.momentum, self.sent, strict=True)]
         united = np.mean([one for one in rms if one > 0])
-        self.scales = [united / one if one > 0 else 1.0 for one in rms]
+        self.sent = [d * (one / united if one > 0 else 1.0) for d, one in zip(self.sent, rms, strict=True)]
+        # The fresh variance begins as the one that the frozen denominators stand for.
+        correction = 1 - self.betas[1] ** self.freeze_step if self.bias_correction else 1.0
+        self.variance = [(denominator - self.eps) ** 2 * correction for denominator in self.frozen]
 
     def _average(self, ratios) -> float:
         """The moving average with decay `coeff_beta`, its weights made to add up to 1."""
@@ -92,14 +103,14 @@ class ReferenceOneBitLamb:
         beta1, beta2 = self.betas
         before = self.momentum
         payloads = [
-            scale * (beta1 * momentum + (1 - beta1) * workers)
-            for scale, momentum, workers in zip(self.scales, before, gradients, strict=True)
+            (beta1 * momentum + (1 - beta1) * workers) / divisor
+            for divisor, momentum, workers in zip(self.sent, before, gradients, strict=True)
         ]
         fused = self.exchange(np.concatenate(payloads, axis=1))
         pieces = np.split(fused, np.cumsum([layer.size for layer in self.weights])[:-1])
         self.momentum = [
-            np.where(alive, piece / scale, 0.0)
-            for piece, scale, alive in zip(pieces, self.scales, self.alive, strict=True)
+            np.where(alive, piece * divisor, 0.0)
+            for piece, divisor, alive in zip(pieces, self.sent, self.alive, strict=True)
         ]
         coefficients = []
         for number, alive in enumerate(self.alive):

@@ -35,11 +35,12 @@ def layers_and_gradients(world_size, steps, seed):
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3, "betas": (0.8, 0.9), "factor_threshold": 0.03}])
+@pytest.mark.parametrize("compress", ["update", "momentum"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_equals_the_algorithm_in_float64_over_100_steps(world_size, options) -> None:
+def test_equals_the_algorithm_in_float64_over_100_steps(world_size, compress, options) -> None:
     steps = 100
     start, gradients = layers_and_gradients(world_size, steps, seed=world_size)
-    settings = {"lr": 1e-2, "freeze_step": 20, "block_size": 64} | options
+    settings = {"lr": 1e-2, "freeze_step": 20, "block_size": 64, "compress": compress} | options
     reference = ReferenceOneBitLamb(start, world_size, **settings)
     expected = [reference.step([layer.astype(np.float64) for layer in payloads]) for payloads in gradients]
 

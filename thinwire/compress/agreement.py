@@ -10,7 +10,6 @@ from typing import Any
 from thinwire.comm import Communicator
 
 __all__ = [
-    "check_amsgrad",
     "check_group",
     "check_options",
     "check_same_freeze",
@@ -20,15 +19,10 @@ __all__ = [
 
 def check_options(amsgrad: bool, compress: str) -> None:
     """Raise ValueError, naming what was given and what is expected, for options that cannot work."""
-    check_amsgrad(amsgrad)
-    if compress not in ("update", "momentum"):
-        raise ValueError(f"compress must be 'update' or 'momentum', got {compress!r}")
-
-
-def check_amsgrad(amsgrad: bool) -> None:
-    """Raise ValueError for a maximum that a frozen variance cannot keep."""
     if amsgrad:
         raise ValueError("amsgrad=True cannot work with a frozen variance: pass False, or use torch.optim.AdamW")
+    if compress not in ("update", "momentum"):
+        raise ValueError(f"compress must be 'update' or 'momentum', got {compress!r}")
 
 
 def check_wire(bucket_bytes: int, warmup_wire: str) -> None:

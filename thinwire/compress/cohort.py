@@ -47,10 +47,10 @@ class AdamBucket(Bucket):
     second: Tensor
     still: Tensor | None = None
 
-    def hold_still(self) -> None:
-        """Zero momentum and residuals where coordinates stay, so that they do not blur their blocks' scales."""
+    def hold_still(self, momentum: Tensor) -> None:
+        """Zero `momentum` and the residuals where coordinates stay, so that they do not blur their blocks' scales."""
         if self.still is not None:
-            self.momentum.masked_fill_(self.still, 0.0)
+            momentum.masked_fill_(self.still, 0.0)
             self.exchange.hold_zero(self.still)
 
 
@@ -184,7 +184,7 @@ class Cohort:
         for bucket in self.buckets:
             bucket.exchange.read(bucket.momentum)
             bucket.exchange.commit()
-            bucket.hold_still()
+            bucket.hold_still(bucket.momentum)
         for settings, everyone in self._by_group():
             members = [(b, slot) for b, slot in everyone if self._table.parameters[slot.parameter].requires_grad]
             weights = [self._table.weight(slot.parameter) for _, slot in members]
@@ -219,7 +219,7 @@ class Cohort:
         )
         still = torch.isinf(bucket.second)
         bucket.still = still if bool(still.any()) else None
-        bucket.hold_still()
+        bucket.hold_still(bucket.momentum)
 
     def _make_bucket(self, index: int, layout: BucketLayout) -> AdamBucket:
         device = self._table.parameters[layout.slots[0].parameter].device

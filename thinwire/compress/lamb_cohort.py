@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.compress.adam_math import AdamSettings, root, to_denominators, track_moments, track_variances
+from thinwire.compress.adam_math import AdamSettings, root, track_moments, track_variances
 from thinwire.compress.cohort import AdamBucket, Cohort, Members
-from thinwire.compress.lamb_math import LambSettings, Layer, trust_ratio
+from thinwire.compress.lamb_math import LambSettings, Layer, begin_fresh, greatest_growths, trust_ratio
 from thinwire.zero import Slot
 
 __all__ = ["LambCohort"]
@@ -31,8 +31,8 @@ class _Step:
 class LambCohort(Cohort):
     """Buckets with one step count and one freeze, as in Cohort; every parameter is a layer with its own coefficient.
 
-    Once frozen, a bucket's momentum and what is exchanged is s·m: s = mean RMS / RMS is a constant of the layer, so
-    that layers that share a block have one magnitude. `layers`: what is remembered of each parameter.
+    Once frozen, a bucket's momentum and what is exchanged is s times that of Cohort: s = mean RMS / RMS is a constant
+    of the layer, so that layers that share a block have one magnitude. `layers`: what is remembered of each parameter.
     `coefficients`: what each one's learning rate was multiplied by in its last step.
     """
 
@@ -51,12 +51,12 @@ class LambCohort(Cohort):
         super().fill(bucket, slot, gradient, loss_scale)
 
     def name_frozen_state(self) -> None:
-        """See Cohort; there is also `exp_avg_sq_fresh`, which begins as the variance."""
+        """See Cohort; there is also `exp_avg_sq_fresh`, the fresh variance over the frozen denominator's square."""
+        super().name_frozen_state()
         for bucket in self.buckets:
-            fresh = bucket.second.clone()
+            fresh = torch.empty_like(bucket.second)
             for slot in bucket.layout.slots:
                 self._table.state(slot.parameter)["exp_avg_sq_fresh"] = self._view(fresh, slot)
-        super().name_frozen_state()
 
     def own_state(self) -> dict[str, Any]:
         """See Cohort."""
@@ -101,18 +101,23 @@ class LambCohort(Cohort):
 
     def _freeze(self) -> None:
         super()._freeze()
-        members = [(bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots if slot.numel]
+        for settings, members in self._by_group():
+            denominators = [self._view(bucket.second, slot) for bucket, slot in members]
+            begin_fresh(self._fresh(members), denominators, settings, self.steps)
+        self._unite_scales([(bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots if slot.numel])
+
+    def _unite_scales(self, members: Members) -> None:
+        """Give the layers' momenta their mean RMS; one that is zero altogether stays so."""
         if not members:
             return
         momenta = [self._view(bucket.momentum, slot) for bucket, slot in members]
-        sizes = torch.tensor([slot.numel for _, slot in members], device=momenta[0].device)
-        magnitudes = [rms for (rms,) in self._agree([(_norms(momenta) / sizes.sqrt())[None]])[0]]
+        roots = torch.tensor([slot.numel**0.5 for _, slot in members], device=momenta[0].device)
+        magnitudes = [rms for (rms,) in self._agree([(_norms(momenta) / roots)[None]])[0]]
         moving = [rms for rms in magnitudes if rms]
         for (_, slot), momentum, rms in zip(members, momenta, magnitudes, strict=True):
             if rms:
-                scale = sum(moving) / len(moving) / rms
-                self.layers[slot.parameter].scale = scale
-                momentum.mul_(scale)
+                self.layers[slot.parameter].scale = sum(moving) / len(moving) / rms
+                momentum.mul_(self.layers[slot.parameter].scale)
 
     # The frozen stage
 
@@ -120,16 +125,14 @@ class LambCohort(Cohort):
         for bucket in self.buckets:
             bucket.exchange.commit()
             bucket.exchange.read(bucket.exchange.payload)
+            bucket.hold_still(bucket.exchange.payload)
         steps, measures = [], []
         for settings, members in self._by_group():
             self._renew_moments(settings, members)
             moving = [(bucket, slot) for bucket, slot in members if slot.numel and self._trains(slot)]
             if moving:
-                step, measured = self._frozen_updates(settings, moving)
-                steps.append(step)
-                measures.append(measured)
-        for bucket in self.buckets:
-            bucket.hold_still()
+                steps.append(step := self._frozen_updates(settings, moving))
+                measures.append(self._measure_and_decay(step, moving))
         for step, of_layers in zip(steps, self._agree(measures), strict=True):
             for layer, (growth, bare_norm, norm) in zip(step.layers, of_layers, strict=True):
                 share = min(1.0, bare_norm / norm) if norm else 1.0
@@ -140,31 +143,37 @@ class LambCohort(Cohort):
         """Take the payloads' new momenta over, and into the fresh variance the gradients that must have led to them."""
         momenta = [self._view(bucket.momentum, slot) for bucket, slot in members]
         new = [self._view(bucket.exchange.payload, slot) for bucket, slot in members]
-        fresh = [self._table.state(slot.parameter)["exp_avg_sq_fresh"] for _, slot in members]
-        scales = [self.layers[slot.parameter].scale for _, slot in members]
         gradients = momenta  # g = (m_t - β₁ m_{t-1}) / (1 - β₁), in the old momenta's memory
         torch._foreach_mul_(gradients, -settings.beta1)
         torch._foreach_add_(gradients, new)
-        torch._foreach_mul_(gradients, [1 / ((1 - settings.beta1) * scale) for scale in scales])
-        track_variances(gradients, fresh, settings)
+        torch._foreach_div_(gradients, [(1 - settings.beta1) * scale for scale in self._scales(members)])
+        if self._compressed == "momentum":
+            torch._foreach_div_(gradients, [self._view(bucket.second, slot) for bucket, slot in members])
+        track_variances(gradients, self._fresh(members), settings)
         torch._foreach_copy_(momenta, new)
 
-    def _frozen_updates(self, settings: AdamSettings, members: Members) -> tuple[_Step, Tensor]:
-        """m̂ / (√v_frozen + ε) + λw, and [3, layers]: how far the fresh variance fell, the norms without λw and with."""
+    def _frozen_updates(self, settings: AdamSettings, members: Members) -> _Step:
+        """m̂ / (√v̂ + ε) with v frozen."""
         updates = [self._view(bucket.exchange.payload, slot) for bucket, slot in members]
-        denominators = [self._view(bucket.second, slot) for bucket, slot in members]
         correction = settings.first_correction(self.steps)
-        torch._foreach_div_(updates, denominators)
-        torch._foreach_mul_(updates, [1 / (self.layers[slot.parameter].scale * correction) for _, slot in members])
-        step = self._step(settings, members, updates)
-        bare_norms = _norms(updates)
+        torch._foreach_div_(updates, [scale * correction for scale in self._scales(members)])
+        if self._compressed == "momentum":
+            torch._foreach_div_(updates, [self._view(bucket.second, slot) for bucket, slot in members])
+        return self._step(settings, members, updates)
+
+    def _measure_and_decay(self, step: _Step, members: Members) -> Tensor:
+        """Add λw, and return [3, layers]: how far the fresh variance fell, the updates' norms before λw and after."""
+        denominators = [self._view(bucket.second, slot) for bucket, slot in members]
+        growths = greatest_growths(self._fresh(members), denominators, step.settings, self.steps)
+        bare_norms = _norms(step.updates)
         _add_decay(step)
-        fresh = [self._table.state(slot.parameter)["exp_avg_sq_fresh"].clone() for _, slot in members]
-        to_denominators(fresh, settings, self.steps)
-        growths = torch._foreach_div(denominators, fresh)
-        for growth, denominator in zip(growths, denominators, strict=True):
-            growth.masked_fill_(torch.isinf(denominator), 0.0)
-        return step, torch.stack([torch.stack(torch._foreach_max(growths)), bare_norms, _norms(updates)])
+        return torch.stack([growths, bare_norms, _norms(step.updates)])
+
+    def _fresh(self, members: Members) -> list[Tensor]:
+        return [self._table.state(slot.parameter)["exp_avg_sq_fresh"] for _, slot in members]
+
+    def _scales(self, members: Members) -> list[float]:
+        return [self.layers[slot.parameter].scale for _, slot in members]
 
     # Both
 

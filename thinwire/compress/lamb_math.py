@@ -1,5 +1,5 @@
-"""What LAMB adds to Adam: a coefficient a layer. The scalar formulas of 1-bit LAMB (Li et al. 2021, arXiv 2104.06069),
-apart from tensors so that they can be read beside the paper."""
+"""What LAMB adds to Adam: a coefficient a layer. The formulas of 1-bit LAMB (Li et al. 2021, arXiv 2104.06069), apart
+from buckets and ranks so that they can be read beside the paper."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from thinwire.compress.adam_math import AdamSettings
 
-__all__ = ["LAMB_OPTIONS", "LambSettings", "Layer", "check_lamb_options", "trust_ratio"]
+__all__ = [
+    "LAMB_OPTIONS",
+    "LambSettings",
+    "Layer",
+    "begin_fresh",
+    "check_lamb_options",
+    "greatest_growths",
+    "trust_ratio",
+]
 
 LAMB_OPTIONS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
 """The hyperparameters of a parameter group that Adam does not have."""
@@ -29,7 +40,10 @@ class LambSettings(AdamSettings):
     @classmethod
     def of_group(cls, group: dict[str, Any]) -> LambSettings:
         """Read them from an entry of `optimizer.param_groups`."""
-        return cls(**vars(AdamSettings.of_group(group)), **{name: group[name] for name in LAMB_OPTIONS})
+        return cls(
+            **vars(AdamSettings.of_group({**group, "eps_inside_sqrt": False})),
+            **{name: group[name] for name in LAMB_OPTIONS},
+        )
 
 
 @dataclass
@@ -75,6 +89,26 @@ def trust_ratio(weight_norm: float, update_norm: float, settings: LambSettings) 
     if not weight_norm or not update_norm:
         return None
     return min(max(weight_norm / update_norm, settings.min_coeff), settings.max_coeff)
+
+
+def begin_fresh(fresh: list[Tensor], denominators: list[Tensor], settings: AdamSettings, step: int) -> None:
+    """Make each fresh variance, in place, the one that the frozen `denominators` D = √v̂ + ε stand for.
+
+    It is kept over D², which has no units, and infinite where D is, at coordinates that stay.
+    """
+    for variance, denominator in zip(fresh, denominators, strict=True):
+        torch.reciprocal(denominator, out=variance)
+        variance.mul_(-settings.eps).add_(1.0).square_().mul_(settings.second_correction(step))
+        variance.masked_fill_(torch.isinf(denominator), float("inf"))
+
+
+def greatest_growths(fresh: list[Tensor], denominators: list[Tensor], settings: AdamSettings, step: int) -> Tensor:
+    """The largest (√v̂ + ε) / (√v̂' + ε) of each layer, v' fresh and v frozen: fp32 [layers]; 0 where all stay."""
+    growths = list(torch._foreach_div(fresh, settings.second_correction(step)))
+    torch._foreach_sqrt_(growths)
+    torch._foreach_add_(growths, torch._foreach_reciprocal(denominators), alpha=settings.eps)
+    torch._foreach_reciprocal_(growths)
+    return torch.stack(torch._foreach_max(growths))
 
 
 def check_lamb_options(group: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm import Communicator
 from thinwire.compress import agreement
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName
+from thinwire.compress.cohort import Compressed
 from thinwire.compress.freeze import FreezeRule
 from thinwire.compress.lamb_cohort import LambCohort
 from thinwire.compress.lamb_math import check_lamb_options
@@ -26,17 +27,17 @@ class OneBitLamb(OneBitOptimizer):
     Synchronises by itself as OneBitAdam does, with the same calls, groups and checkpoints. Every parameter is a layer
     with a coefficient. In the warmup this is LAMB (You et al. 2019, arXiv 1904.00962) on exactly averaged gradients: a
     layer moves by u = m̂ / (√v̂ + ε) + λw times ‖w‖/‖u‖, within [min_coeff, max_coeff]; the average c of that
-    coefficient is kept. From the freeze on v and c stay. The ranks exchange the momentum, every layer scaled to one
-    RMS, through `codec`, with error feedback, and the layer moves by c·r·u. r follows the largest √v / √v' of the
-    layer, where v' is the variance of the gradients (m_t - β₁ m_{t-1}) / (1 - β₁) that the exchanged momenta imply; the
-    part of u that is decay does not count.
+    coefficient is kept. From the freeze on v and c stay. The ranks exchange m / (√v̂ + ε), or with
+    `compress="momentum"` m as in the paper, every layer scaled to one RMS, through `codec`, with error feedback, and
+    the layer moves by c·r·u. r follows the largest √v / √v' of the layer, where v' is the variance of the gradients
+    (m_t - β₁ m_{t-1}) / (1 - β₁) that the exchanged momenta imply; the part of u that is decay does not count.
 
     Args:
-        params, lr, betas, eps, comm, comm_backend_name, codec, block_size, bucket_bytes, warmup_wire: as in OneBitAdam,
-            `exp_avg_mask` in groups included.
+        params, lr, betas, eps, comm, comm_backend_name, compress, codec, block_size, bucket_bytes, warmup_wire: as in
+            OneBitAdam, `exp_avg_mask` in groups included.
         freeze_step: warmup steps before v and c are frozen; "auto" freezes when v has settled.
         weight_decay: λ.
-        bias_correction, eps_inside_sqrt: as in OneBitAdam.
+        bias_correction: as in OneBitAdam.
         amsgrad: must be False.
         max_coeff, min_coeff: bounds of ‖w‖/‖u‖ in the warmup.
         coeff_beta: β of the average c, which is divided by 1 - βᵗ.
@@ -62,7 +63,6 @@ class OneBitLamb(OneBitOptimizer):
         weight_decay: float = 0.0,
         *,
         bias_correction: bool = True,
-        eps_inside_sqrt: bool = False,
         amsgrad: bool = False,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
@@ -72,19 +72,20 @@ class OneBitLamb(OneBitOptimizer):
         factor_threshold: float = 0.1,
         comm: Communicator | None = None,
         comm_backend_name: Literal["nccl", "gloo", "mpi"] | None = None,
+        compress: Compressed = "update",
         codec: CodecName = "sign1",
         block_size: int = DEFAULT_BLOCK_SIZE,
         bucket_bytes: int = BUCKET_BYTES,
         warmup_wire: WarmupWire = "fp32",
     ) -> None:
         self._amsgrad = amsgrad
+        self._compressed = compress
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
             "coeff_beta": coeff_beta,
@@ -114,14 +115,14 @@ class OneBitLamb(OneBitOptimizer):
         return [coefficients.get(index, 1.0) for index in range(len(self._table))]
 
     def _check_options(self) -> None:
-        agreement.check_amsgrad(self._amsgrad)
+        agreement.check_options(self._amsgrad, self._compressed)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
         check_lamb_options(group)
 
     def _own_settings(self) -> dict[str, Any]:
-        return {}
+        return {"compress": self._compressed}
 
     def _new_cohort(self, rule: FreezeRule, layouts: Sequence[BucketLayout], first_index: int) -> LambCohort:
         return LambCohort(
@@ -130,7 +131,7 @@ class OneBitLamb(OneBitOptimizer):
             rule,
             self._warmup_codec,
             self._codec,
-            "momentum",
+            self._compressed,
             layouts,
             first_index,
         )
