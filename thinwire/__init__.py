@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from thinwire import comm, compress, zero
-from thinwire.compress import OneBitAdam, ShardedOneBitAdam
+from thinwire.compress import OneBitAdam, OneBitLamb, ShardedOneBitAdam
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OneBitAdam",
+    "OneBitLamb",
     "ShardedOneBitAdam",
     "ShardedOptimizer",
     "__version__",

@@ -17,6 +17,8 @@ STEPS = 24
 
 def build(kind: str, model: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
     small = {"bucket_bytes": 2000, "block_size": 64}
+    if kind == "onebit_lamb":
+        return thinwire.OneBitLamb(model.parameters(), lr=3e-3, freeze_step=FREEZE, comm=comm, **small)
     if kind == "onebit":
         return thinwire.OneBitAdam(model.parameters(), lr=3e-3, freeze_step=FREEZE, comm=comm, **small)
     stage = int(kind[-1])
@@ -37,7 +39,7 @@ def build(kind: str, model: nn.Module, comm: Communicator) -> torch.optim.Optimi
     )
 
 
-KINDS = ["onebit", "zero0", "zero1", "zero2", "sharded_onebit1", "sharded_onebit2"]
+KINDS = ["onebit", "onebit_lamb", "zero0", "zero1", "zero2", "sharded_onebit1", "sharded_onebit2"]
 
 
 def weights(model: nn.Module) -> Tensor:

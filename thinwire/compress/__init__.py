@@ -7,6 +7,7 @@ from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.ddp_hook import CompressionState, ddp_hook
 from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.compress.onebit_adam import OneBitAdam
+from thinwire.compress.onebit_lamb import OneBitLamb
 from thinwire.compress.packet import Flags, Header, PacketError
 from thinwire.compress.sharded_onebit_adam import ReplicaDriftError, ShardedOneBitAdam
 
@@ -17,6 +18,7 @@ __all__ = [
     "Flags",
     "Header",
     "OneBitAdam",
+    "OneBitLamb",
     "Outcome",
     "PacketError",
     "ReplicaDriftError",

@@ -15,7 +15,10 @@ __all__ = [
     "apply_updates",
     "frozen_update",
     "raise_smallest",
+    "root",
     "to_denominators",
+    "track_moments",
+    "track_variances",
     "variance_norm",
     "warmup_update",
 ]
@@ -69,12 +72,24 @@ def warmup_update(
 ) -> None:
     """One AdamW step in place; with the default settings the same bits as torch.optim.AdamW(foreach=True)."""
     _decay(weights, settings)
+    track_moments(gradients, momenta, variances, settings)
+    denominators = [variance.clone() for variance in variances]
+    root(denominators, settings, step)
+    torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
+
+
+def track_moments(
+    gradients: list[Tensor], momenta: list[Tensor], variances: list[Tensor], settings: AdamSettings
+) -> None:
+    """m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g², in place."""
     torch._foreach_lerp_(momenta, gradients, 1 - settings.beta1)
+    track_variances(gradients, variances, settings)
+
+
+def track_variances(gradients: list[Tensor], variances: list[Tensor], settings: AdamSettings) -> None:
+    """v ← β₂ v + (1 - β₂) g², in place."""
     torch._foreach_mul_(variances, settings.beta2)
     torch._foreach_addcmul_(variances, gradients, gradients, 1 - settings.beta2)
-    denominators = [variance.clone() for variance in variances]
-    _root(denominators, settings, step)
-    torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
 
 
 def frozen_update(
@@ -97,7 +112,7 @@ def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) 
     A coordinate whose gradient was always 0 would otherwise move by ± scale / ε at every step.
     """
     still = [variance == 0 for variance in variances]
-    _root(variances, settings, step)
+    root(variances, settings, step)
     for denominator, mask in zip(variances, still, strict=True):
         denominator.masked_fill_(mask, float("inf"))
 
@@ -124,8 +139,8 @@ def _decay(weights: list[Tensor], settings: AdamSettings) -> None:
         torch._foreach_mul_(weights, 1 - settings.lr * settings.weight_decay)
 
 
-def _root(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
-    """√v̂ + ε in place, or √(v̂ + ε)."""
+def root(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
+    """Turn v, in place, into √v̂ + ε, or √(v̂ + ε)."""
     if settings.eps_inside_sqrt:
         torch._foreach_div_(variances, settings.second_correction(step))
         torch._foreach_add_(variances, settings.eps)

@@ -13,15 +13,20 @@ __all__ = [
     "check_group",
     "check_options",
     "check_same_freeze",
+    "check_wire",
 ]
 
 
-def check_options(amsgrad: bool, compress: str, bucket_bytes: int, warmup_wire: str) -> None:
+def check_options(amsgrad: bool, compress: str) -> None:
     """Raise ValueError, naming what was given and what is expected, for options that cannot work."""
     if amsgrad:
         raise ValueError("amsgrad=True cannot work with a frozen variance: pass False, or use torch.optim.AdamW")
     if compress not in ("update", "momentum"):
         raise ValueError(f"compress must be 'update' or 'momentum', got {compress!r}")
+
+
+def check_wire(bucket_bytes: int, warmup_wire: str) -> None:
+    """Raise ValueError for a bucket without room for an element, or a wire there is not."""
     if not bucket_bytes >= 4:
         raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
     if warmup_wire not in ("fp32", "bf16"):

@@ -3,9 +3,9 @@ exchanged into a step of Adam."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,11 +47,14 @@ class AdamBucket(Bucket):
     second: Tensor
     still: Tensor | None = None
 
-    def hold_still(self) -> None:
-        """Zero momentum and residuals where coordinates stay, so that they do not blur their blocks' scales."""
+    def hold_still(self, momentum: Tensor) -> None:
+        """Zero `momentum` and the residuals where coordinates stay, so that they do not blur their blocks' scales."""
         if self.still is not None:
-            self.momentum.masked_fill_(self.still, 0.0)
+            momentum.masked_fill_(self.still, 0.0)
             self.exchange.hold_zero(self.still)
+
+
+Members = list[tuple[AdamBucket, Slot]]
 
 
 class Cohort:
@@ -59,6 +62,8 @@ class Cohort:
 
     `steps`: updates applied. `frozen_at`: the warmup step after which the variance was frozen; None before.
     """
+
+    _settings_class: type[AdamSettings] = AdamSettings
 
     def __init__(
         self,
@@ -127,6 +132,20 @@ class Cohort:
         else:
             self._frozen_step(outcome.unsent)
 
+    def name_frozen_state(self) -> None:
+        """Give the parameters' states the entries of the frozen stage, as views: `denominator` for `exp_avg_sq`."""
+        for bucket in self.buckets:
+            for slot in bucket.layout.slots:
+                state = self._table.state(slot.parameter)
+                state["denominator"] = state.pop("exp_avg_sq")
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides the flat buckets and the counters; none here."""
+        return {}
+
+    def load_own_state(self, saved: dict[str, Any]) -> None:
+        """Take over what `own_state` returned."""
+
     def restore_frozen(self, frozen_at: int) -> None:
         """Enter the frozen stage with the denominators and momenta that a checkpoint put into the flat buckets."""
         self.frozen_at = frozen_at
@@ -134,16 +153,7 @@ class Cohort:
             self._begin_compression(bucket)
 
     def _warmup_step(self, outcome: Round, loss_scale: float | None) -> None:
-        for bucket in self.buckets:
-            if bucket.index not in outcome.unsent:
-                bucket.exchange.read(bucket.exchange.payload)
-        for settings, members in self._by_group():
-            present = [(bucket, slot) for bucket, slot in members if slot.parameter not in outcome.absent]
-            if not present:
-                continue
-            gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in present]
-            if loss_scale is not None:
-                torch._foreach_div_(gradients, loss_scale)
+        for settings, present, gradients in self._read_gradients(outcome, loss_scale):
             warmup_update(
                 [self._table.weight(slot.parameter) for _, slot in present],
                 gradients,
@@ -155,14 +165,26 @@ class Cohort:
             for _, slot in present:
                 self._table.publish(slot.parameter)
 
-    def _frozen_step(self, unsent: frozenset[int]) -> None:
+    def _read_gradients(
+        self, outcome: Round, loss_scale: float | None
+    ) -> Iterator[tuple[AdamSettings, Members, list[Tensor]]]:
+        """The averaged gradients of the warmup, in the payloads' memory, by parameter group; absent ones left out."""
         for bucket in self.buckets:
-            if bucket.index in unsent:
-                self._decay(bucket)
+            if bucket.index not in outcome.unsent:
+                bucket.exchange.read(bucket.exchange.payload)
+        for settings, members in self._by_group():
+            present = [(bucket, slot) for bucket, slot in members if slot.parameter not in outcome.absent]
+            if not present:
                 continue
-            bucket.exchange.read(bucket.momentum)
-            bucket.exchange.commit()
-            bucket.hold_still()
+            gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in present]
+            if loss_scale is not None:
+                torch._foreach_div_(gradients, loss_scale)
+            yield settings, present, gradients
+
+    def _frozen_step(self, unsent: frozenset[int]) -> None:
+        self._commit(unsent)
+        for bucket in self.buckets:
+            self._read_momentum(bucket, bucket.momentum, unsent)
         for settings, everyone in self._by_group():
             members = [(b, slot) for b, slot in everyone if self._table.parameters[slot.parameter].requires_grad]
             weights = [self._table.weight(slot.parameter) for _, slot in members]
@@ -175,13 +197,26 @@ class Cohort:
             for _, slot in members:
                 self._table.publish(slot.parameter)
 
-    def _decay(self, bucket: AdamBucket) -> None:
-        """The momentum's step with a gradient of 0 on every rank: all hold what their average would be, β₁ m."""
-        for slot in bucket.layout.slots:
-            beta1 = self._table.group(slot.parameter)["betas"][0]
-            bucket.momentum[slot.offset : slot.offset + slot.numel].mul_(beta1)
+    def _commit(self, unsent: frozenset[int]) -> None:
+        for bucket in self.buckets:
+            if bucket.index not in unsent:
+                bucket.exchange.commit()
+
+    def _read_momentum(self, bucket: AdamBucket, output: Tensor, unsent: frozenset[int]) -> None:
+        """Write what the ranks agreed on into `output`, fp32 [padded_numel], which may be the bucket's momentum.
+
+        Where nothing was sent every rank's gradient was 0, and all hold what their average would be, β₁ m.
+        """
+        if bucket.index not in unsent:
+            bucket.exchange.read(output)
+        else:
+            for slot in bucket.layout.slots:
+                place = slice(slot.offset, slot.offset + slot.numel)
+                torch.mul(bucket.momentum[place], self._table.group(slot.parameter)["betas"][0], out=output[place])
+        bucket.hold_still(output)
 
     def _freeze(self) -> None:
+        self.name_frozen_state()
         for settings, members in self._by_group():
             denominators = [self._view(bucket.second, slot) for bucket, slot in members]
             to_denominators(denominators, settings, self.steps)
@@ -192,9 +227,6 @@ class Cohort:
             if self._compressed == "update":
                 raise_smallest(denominators)
                 torch._foreach_div_([self._view(bucket.momentum, slot) for bucket, slot in members], denominators)
-            for _, slot in members:
-                state = self._table.state(slot.parameter)
-                state["denominator"] = state.pop("exp_avg_sq")
         self.frozen_at = self.steps
         for bucket in self.buckets:
             self._begin_compression(bucket)
@@ -205,7 +237,7 @@ class Cohort:
         )
         still = torch.isinf(bucket.second)
         bucket.still = still if bool(still.any()) else None
-        bucket.hold_still()
+        bucket.hold_still(bucket.momentum)
 
     def _make_bucket(self, index: int, layout: BucketLayout) -> AdamBucket:
         device = self._table.parameters[layout.slots[0].parameter].device
@@ -222,15 +254,15 @@ class Cohort:
     def _view(self, flat: Tensor, slot: Slot) -> Tensor:
         return flat[slot.offset : slot.offset + slot.numel].view(self._table.parameters[slot.parameter].shape)
 
-    def _by_group(self) -> list[tuple[AdamSettings, list[tuple[AdamBucket, Slot]]]]:
+    def _by_group(self) -> list[tuple[AdamSettings, Members]]:
         """The parameters by parameter group, with the group's present settings."""
         groups = self._table.groups()
-        members: list[list[tuple[AdamBucket, Slot]]] = [[] for _ in groups]
+        members: list[Members] = [[] for _ in groups]
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 members[self._table.group_number(slot.parameter)].append((bucket, slot))
         return [
-            (AdamSettings.of_group(group), of_group)
+            (self._settings_class.of_group(group), of_group)
             for group, of_group in zip(groups, members, strict=True)
             if of_group
         ]

@@ -1,4 +1,4 @@
-"""OneBitAdam's checkpoint: what torch's optimizer state does not hold, residuals above all, and how it
+"""A 1-bit optimizer's checkpoint: what torch's optimizer state does not hold, residuals above all, and how it
 comes back. Apart from the optimizer so that the format stands in one place."""
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.compress.cohort import Cohort
-    from thinwire.compress.onebit_adam import OneBitAdam
+    from thinwire.compress.onebit_optimizer import OneBitOptimizer
 
 __all__ = ["check", "load", "save"]
 
 _FORMAT = 1
 
 
-def save(optimizer: OneBitAdam) -> dict[str, Any]:
+def save(optimizer: OneBitOptimizer) -> dict[str, Any]:
     """What `state_dict()["thinwire"]` holds: counters, and for each bucket its parameters and residuals."""
     return {
         "format": _FORMAT,
@@ -31,10 +31,11 @@ def save(optimizer: OneBitAdam) -> dict[str, Any]:
     }
 
 
-def _settings(optimizer: OneBitAdam) -> dict[str, Any]:
+def _settings(optimizer: OneBitOptimizer) -> dict[str, Any]:
     """What must be as it was for residuals and momenta to keep their meaning."""
     return {
-        "compress": optimizer._compressed,
+        "optimizer": type(optimizer).__name__,
+        **optimizer._own_settings(),
         "codec": optimizer._codec.name,
         "block_size": optimizer._codec.block_size,
     }
@@ -45,6 +46,7 @@ def _save_cohort(cohort: Cohort) -> dict[str, Any]:
         "steps": cohort.steps,
         "frozen_at": cohort.frozen_at,
         "rule": cohort.rule.state(),
+        **cohort.own_state(),
         "buckets": [
             {
                 "parameters": [slot.parameter for slot in bucket.layout.slots],
@@ -56,21 +58,22 @@ def _save_cohort(cohort: Cohort) -> dict[str, Any]:
     }
 
 
-def check(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
+def check(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
     """Raise ValueError, before anything is changed, where this state cannot be this optimizer's."""
+    name = type(optimizer).__name__
     ours = state_dict.get("thinwire")
     if ours is None:
         raise ValueError(
-            "this state_dict has no 'thinwire' entry, so it is not from OneBitAdam: give the state of another "
-            "optimizer to that optimizer, and start OneBitAdam fresh from the model's weights"
+            f"this state_dict has no 'thinwire' entry, so it is not from {name}: give the state of another "
+            f"optimizer to that optimizer, and start {name} fresh from the model's weights"
         )
     if ours["format"] != _FORMAT:
         raise ValueError(f"this state_dict has format {ours['format']}, this thinwire reads format {_FORMAT}")
-    for name, mine in _settings(optimizer).items():
-        if ours[name] != mine:
+    for setting, mine in _settings(optimizer).items():
+        if (theirs := ours.get(setting)) != mine:
             raise ValueError(
-                f"this state_dict was saved with {name}={ours[name]!r}; this optimizer has {name}={mine!r}. Build it "
-                "with the same"
+                f"this state_dict was saved with {setting}={theirs!r}; this optimizer has {setting}={mine!r}. Build "
+                "it with the same"
             )
     parameters = optimizer._table.parameters
     for index in (
@@ -85,7 +88,7 @@ def check(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
             )
 
 
-def load(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
+def load(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
     """Rebuild the buckets as they were and fill them."""
     ours = state_dict["thinwire"]
     for index in range(len(optimizer._table)):
@@ -115,19 +118,19 @@ def load(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
 
 
 def _load_cohort(
-    optimizer: OneBitAdam, cohort: Cohort, saved: dict[str, Any], states: dict[int, Any], same_place: bool
+    optimizer: OneBitOptimizer, cohort: Cohort, saved: dict[str, Any], states: dict[int, Any], same_place: bool
 ) -> None:
     cohort.steps = saved["steps"]
     if saved["rule"].keys() == cohort.rule.state().keys():  # else freeze_step was changed: the new rule starts afresh
         cohort.rule.load(saved["rule"])
+    cohort.load_own_state(saved)
+    if saved["frozen_at"] is not None:
+        cohort.name_frozen_state()
     for bucket in cohort.buckets:
         for slot in bucket.layout.slots:
             state = optimizer._table.state(slot.parameter)
-            if saved["frozen_at"] is not None:
-                state["denominator"] = state.pop("exp_avg_sq")
-            for name in ("exp_avg", "exp_avg_sq", "denominator"):
-                if name in state:
-                    state[name].copy_(states[slot.parameter][name])
+            for name in state.keys() - {"master"}:
+                state[name].copy_(states[slot.parameter][name])
     if saved["frozen_at"] is None:
         return
     cohort.restore_frozen(saved["frozen_at"])

@@ -249,7 +249,7 @@ class GradientSynchronizer:
         assert gradient is not None
         if gradient.layout != torch.strided:
             raise ValueError(
-                f"{self._table.name(index)} has a sparse gradient, which OneBitAdam cannot send: build the embedding "
+                f"{self._table.name(index)} has a sparse gradient, which cannot be sent: build the embedding "
                 "with sparse=False, or leave it to torch.optim.SparseAdam in a second optimizer"
             )
         if index in self._arrived:
