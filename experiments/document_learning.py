@@ -20,7 +20,7 @@ from experiments.masking import IGNORED
 from experiments.models import MaskedBert, build_bert
 from experiments.sizes import BertSize
 from experiments.tokens import Tokens
-from thinwire.sparse_attn import BigBird, LocalSlidingWindow, densify, extend_position_embedding, sparsify
+from thinwire.sparse_attn import BigBird, extend_position_embedding, sparsify
 
 __all__ = ["SYSTEMS", "DocumentCurve", "DocumentLearner", "LearningPlan", "learners", "train_in_turns"]
 
@@ -28,7 +28,8 @@ SYSTEMS = ("sparse", "dense", "truncated")
 """BigBird through `sparsify`; torch's own attention; torch's own, on the first tokens of each document."""
 
 _REPORT_EVERY = 100
-_START_BLOCK = 32
+_FEW_WORDS = 64
+_WATCHED_WINDOWS = 64
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class LearningPlan:
     Attributes:
         start_steps: taken by one model on windows of all documents, before the systems part and go on from its weights;
             0 starts from random ones.
-        windows_a_step: in those steps.
+        windows_a_step: in those steps, or as many tokens.
         documents_a_step: of every system.
         learning_rate: constant after a linear rise over `warmup_steps`, so that losses of any step or time compare.
         weight_decay: decoupled, on matrices only.
@@ -187,19 +188,27 @@ def train_in_turns(systems: dict[str, DocumentLearner], seconds: float, turns: i
 
 
 def _start(size: BertSize, tokens: Tokens, plan: LearningPlan) -> MaskedBert:
-    """A BERT that has read windows of all documents, a few words at a time.
+    """A BERT that has read all documents' windows, the first two thirds of the steps a few words of them at a time.
 
     Over long sequences a new BERT guesses by frequency for thousands of steps; over short ones it soon learns more.
     """
-    model = build_bert(size, tokens.vocabulary, plan.window, 0.0, plan.seed)
-    few_words = LocalSlidingWindow(size.heads, _START_BLOCK, num_sliding_window_blocks=1, attention="bidirectional")
-    sparsify(model, few_words)
-    training, validation = (one.reshape(-1, plan.window) for one in (tokens.training, tokens.validation))
-    windows = replace(tokens, training=training, validation=validation)
-    learner = DocumentLearner(model, None, windows, replace(plan, documents_a_step=plan.windows_a_step))
-    while learner.steps < plan.start_steps:
+    few = min(_FEW_WORDS, plan.window)
+    model = build_bert(size, tokens.vocabulary, few, 0.0, plan.seed)
+    on_few_words = plan.start_steps * 2 // 3
+    _learn_windows(model, few, on_few_words, tokens, plan)
+    extend_position_embedding(model, plan.window)
+    _learn_windows(model, plan.window, plan.start_steps - on_few_words, tokens, plan)
+    return model
+
+
+def _learn_windows(model: MaskedBert, window: int, steps: int, tokens: Tokens, plan: LearningPlan) -> None:
+    """Train on windows of so many tokens, as many a step as make `windows_a_step` of the plan's."""
+    training, validation = (one.reshape(-1, window) for one in (tokens.training, tokens.validation))
+    windows = replace(tokens, training=training, validation=validation[:_WATCHED_WINDOWS])
+    a_step = plan.windows_a_step * plan.window // window
+    learner = DocumentLearner(model, None, windows, replace(plan, documents_a_step=a_step))
+    while learner.steps < steps:
         learner.train_step()
-        if learner.steps % _REPORT_EVERY == 0 or learner.steps == plan.start_steps:
-            done = f"{learner.steps} of {plan.start_steps} steps on windows of {plan.window}"
+        if learner.steps % _REPORT_EVERY == 0 or learner.steps == steps:
+            done = f"{learner.steps} of {steps} steps on windows of {window}"
             print(f"start: {done}, held out {learner.validate():.3f}", file=sys.stderr, flush=True)
-    return densify(model)

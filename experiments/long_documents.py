@@ -207,13 +207,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     data.add_argument("--validation-documents", type=positive, default=16, metavar="N", help="held out, at most")
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--start-steps", type=seed, default=1500, metavar="N", help="on windows, before systems part; 0: random weights"
+        "--start-steps", type=seed, default=2400, metavar="N", help="on windows, before systems part; 0: random weights"
     )
-    training.add_argument("--start-windows", type=positive, default=2, metavar="N", help="windows a step, in those")
+    training.add_argument("--start-windows", type=positive, default=4, metavar="N", help="windows a step, in those")
     training.add_argument("--minutes", type=rate, default=12.0, metavar="N", help="of training, for each system")
     training.add_argument("--turns", type=positive, default=16, metavar="N", help="in which they take them")
     training.add_argument("--batch-size", type=positive, default=1, metavar="N", help="documents a step")
-    training.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="constant after the warmup")
+    training.add_argument("--lr", type=rate, default=5e-4, metavar="RATE", help="constant after the warmup")
     training.add_argument("--warmup-steps", type=positive, default=100, metavar="N", help="of the learning rate")
     training.add_argument("--weight-decay", type=fraction, default=0.01, metavar="RATE", help="of matrices")
     training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, order and masks")
