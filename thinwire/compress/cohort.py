@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.nodes import NodeLinks
 from thinwire.compress import agreement
 from thinwire.compress.adam_math import (
     AdamSettings,
@@ -22,8 +23,8 @@ from thinwire.compress.adam_math import (
     warmup_update,
 )
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Exchange
 from thinwire.compress.freeze import FreezeRule
+from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.parameters import ParameterTable
 from thinwire.compress.synchronizer import Bucket, Round
 from thinwire.zero import BucketLayout, Slot
@@ -75,12 +76,15 @@ class Cohort:
         compressed: Compressed,
         layouts: Sequence[BucketLayout],
         first_index: int,
+        links: NodeLinks | None = None,
     ) -> None:
+        """`links`: to exchange by nodes; None where every rank is alike."""
         self.rule = rule
         self.steps = 0
         self.frozen_at: int | None = None
         self._table = table
         self._comm = comm
+        self._links = links
         self._warmup_codec = warmup_codec
         self._codec = codec
         self._compressed = compressed
@@ -232,8 +236,13 @@ class Cohort:
             self._begin_compression(bucket)
 
     def _begin_compression(self, bucket: AdamBucket) -> None:
-        bucket.exchange = Exchange(
-            self._comm, bucket.layout.numel, self._codec, bucket=bucket.index, device=bucket.momentum.device
+        bucket.exchange = make_exchange(
+            self._comm,
+            self._links,
+            bucket.layout.numel,
+            self._codec,
+            bucket=bucket.index,
+            device=bucket.momentum.device,
         )
         still = torch.isinf(bucket.second)
         bucket.still = still if bool(still.any()) else None
@@ -241,8 +250,14 @@ class Cohort:
 
     def _make_bucket(self, index: int, layout: BucketLayout) -> AdamBucket:
         device = self._table.parameters[layout.slots[0].parameter].device
-        exchange = Exchange(
-            self._comm, layout.numel, self._warmup_codec, bucket=index, error_feedback=False, device=device
+        exchange = make_exchange(
+            self._comm,
+            self._links,
+            layout.numel,
+            self._warmup_codec,
+            bucket=index,
+            error_feedback=False,
+            device=device,
         )
         momentum, second = torch.zeros_like(exchange.payload), torch.zeros_like(exchange.payload)
         for slot in layout.slots:

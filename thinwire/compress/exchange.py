@@ -3,7 +3,7 @@ Two collectives a bucket; nothing that must survive a skipped step changes befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, Work
 from thinwire.compress.codecs import Codec
-from thinwire.compress.packet import HEADER_BYTES, Flags, Header, check_headers, raise_flag, write_headers
+from thinwire.compress.packet import HEADER_BYTES, Flags, Header, PacketError, check_headers, raise_flag, write_headers
 from thinwire.zero import shard_numel, valid_in_shard
 
-__all__ = ["Exchange", "Outcome"]
+__all__ = ["Division", "Exchange", "Headers", "Outcome"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,27 @@ class Outcome:
     finite: bool
     incomplete: bool
     unplaced: bool
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What came before the packets of one leg, uint8 [packets, 16], and the ranks that sent them, if not 0, 1, ..."""
+
+    raw: Tensor
+    senders: Sequence[int] | None = None
+
+    def check(self, expected: Header) -> Flags:
+        """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
+        return check_headers(self.raw, expected, self.senders)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a vector is cut: into so many `shards`, of which a rank encodes `sent` and owns number `own`, if it does."""
+
+    shards: int
+    sent: int
+    own: int | None
 
 
 class Exchange:
@@ -52,22 +73,30 @@ class Exchange:
         bucket: int = 0,
         error_feedback: bool = True,
         device: torch.device | str = "cpu",
+        division: Division | None = None,
     ) -> None:
+        """`division`: by default one shard for each rank of `comm`."""
+        if division is None:
+            division = Division(comm.size, comm.size, comm.rank)
         self.numel = numel
         self.codec = codec
         self.bucket = bucket
-        self.shard = shard_numel(numel, comm.size, codec.block_size)
-        self.padded_numel = self.shard * comm.size
-        self.valid_in_own_shard = valid_in_shard(numel, self.shard, comm.rank)
+        self.shard = shard_numel(numel, division.shards, codec.block_size)
+        self.padded_numel = self.shard * division.shards
+        owned = 0 if division.own is None else self.shard
+        self.valid_in_own_shard = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
         self._comm = comm
         self._device = torch.device(device)
         self._payload: Tensor | None = None
-        self.worker_residual = torch.zeros(self.padded_numel, device=self._device) if error_feedback else None
-        self.owner_residual = torch.zeros(self.shard, device=self._device) if error_feedback else None
+        self.worker_residual: Tensor | None = None
+        self.owner_residual: Tensor | None = None
+        if error_feedback:
+            self.worker_residual = torch.zeros(self.shard * division.sent, device=self._device)
+            self.owner_residual = torch.zeros(owned, device=self._device)
         self._average: Tensor | None = None
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
         self._leg_2: tuple[Tensor, Tensor, Work] | None = None
-        self._headers: list[Tensor] = []
+        self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
     @property
@@ -95,7 +124,7 @@ class Exchange:
         assert self._leg_1 is not None, "advance() follows start()"
         _, received, work = self._leg_1
         work.wait()
-        self._headers.append(received[:, :HEADER_BYTES].clone())
+        self._headers.append(Headers(received[:, :HEADER_BYTES].clone()))
         average = torch.empty(self.shard, device=self._device)
         self.codec.decode_mean(received, average, self.valid_in_own_shard)
         if adjust is not None:
@@ -104,7 +133,7 @@ class Exchange:
         self._leg_1 = None
         send, receive = self._packets(1), self._packets(self._comm.size)
         self.codec.encode(average, self.owner_residual, send, self.valid_in_own_shard)
-        write_headers(send, self._expected)
+        write_headers(send, self._leg_2_header())
         raise_flag(send, Flags.NON_FINITE, not_finite)
         work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
         self._average = average
@@ -115,7 +144,7 @@ class Exchange:
         assert self._leg_2 is not None, "wait() follows advance()"
         _, received, work = self._leg_2
         work.wait()
-        self._headers.append(received[:, :HEADER_BYTES].clone())
+        self._headers.append(Headers(received[:, :HEADER_BYTES].clone()))
 
     def outcome(self) -> Outcome:
         """Check every header of both legs and say what they said.
@@ -124,7 +153,12 @@ class Exchange:
         """
         flags = Flags.NONE
         for leg in self._headers:
-            flags |= check_headers(leg, self._expected)
+            flags |= leg.check(self._expected)
+        if Flags.MISMATCH in flags:
+            raise PacketError(
+                "ranks of another node have lost step with each other. Every rank must call backward() and step() "
+                "equally often"
+            )
         return Outcome(Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags)
 
     def read(self, output: Tensor) -> None:
@@ -170,6 +204,9 @@ class Exchange:
         if finite:
             self.commit()
         return output[: self.numel]
+
+    def _leg_2_header(self) -> Header:
+        return self._expected
 
     def _encode_payload(self, packets: Tensor) -> None:
         self.codec.encode(self.payload, self.worker_residual, packets, self.numel)

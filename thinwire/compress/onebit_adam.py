@@ -14,7 +14,7 @@ from thinwire.compress import agreement
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.compress.cohort import Cohort, Compressed
 from thinwire.compress.freeze import FreezeRule
-from thinwire.compress.onebit_optimizer import BUCKET_BYTES, OneBitOptimizer, WarmupWire
+from thinwire.compress.onebit_optimizer import BUCKET_BYTES, Nodes, OneBitOptimizer, WarmupWire
 from thinwire.zero import BucketLayout
 
 __all__ = ["OneBitAdam"]
@@ -47,6 +47,9 @@ class OneBitAdam(OneBitOptimizer):
         block_size: elements that share one scale, a multiple of 64.
         bucket_bytes: fp32 bytes of gradients that leave together.
         warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" sends half the bytes.
+        nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
+            the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node;
+            else the node's number for each rank.
 
     A coordinate whose variance is 0 at the freeze stays where it is (decay aside). A parameter without a gradient on
     any rank is left alone in the warmup, as in AdamW; once frozen its gradient counts as zero. A step in which any
@@ -76,6 +79,7 @@ class OneBitAdam(OneBitOptimizer):
         block_size: int = DEFAULT_BLOCK_SIZE,
         bucket_bytes: int = BUCKET_BYTES,
         warmup_wire: WarmupWire = "fp32",
+        nodes: Nodes = "auto",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -97,6 +101,7 @@ class OneBitAdam(OneBitOptimizer):
             block_size=block_size,
             bucket_bytes=bucket_bytes,
             warmup_wire=warmup_wire,
+            nodes=nodes,
         )
 
     def _check_options(self) -> None:
@@ -115,4 +120,5 @@ class OneBitAdam(OneBitOptimizer):
             self._compressed,
             layouts,
             first_index,
+            self._links,
         )

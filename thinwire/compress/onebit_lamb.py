@@ -15,7 +15,7 @@ from thinwire.compress.cohort import Compressed
 from thinwire.compress.freeze import FreezeRule
 from thinwire.compress.lamb_cohort import LambCohort
 from thinwire.compress.lamb_math import check_lamb_options
-from thinwire.compress.onebit_optimizer import BUCKET_BYTES, OneBitOptimizer, WarmupWire
+from thinwire.compress.onebit_optimizer import BUCKET_BYTES, Nodes, OneBitOptimizer, WarmupWire
 from thinwire.zero import BucketLayout
 
 __all__ = ["OneBitLamb"]
@@ -33,8 +33,8 @@ class OneBitLamb(OneBitOptimizer):
     (m_t - β₁ m_{t-1}) / (1 - β₁) that the exchanged momenta imply; the part of u that is decay does not count.
 
     Args:
-        params, lr, betas, eps, comm, comm_backend_name, compress, codec, block_size, bucket_bytes, warmup_wire: as in
-            OneBitAdam, `exp_avg_mask` in groups included.
+        params, lr, betas, eps, comm, comm_backend_name, compress, codec, block_size, bucket_bytes, warmup_wire, nodes:
+            as in OneBitAdam, `exp_avg_mask` in groups included.
         freeze_step: warmup steps before v and c are frozen; "auto" freezes when v has settled.
         weight_decay: λ.
         bias_correction: as in OneBitAdam.
@@ -77,6 +77,7 @@ class OneBitLamb(OneBitOptimizer):
         block_size: int = DEFAULT_BLOCK_SIZE,
         bucket_bytes: int = BUCKET_BYTES,
         warmup_wire: WarmupWire = "fp32",
+        nodes: Nodes = "auto",
     ) -> None:
         self._amsgrad = amsgrad
         self._compressed = compress
@@ -103,6 +104,7 @@ class OneBitLamb(OneBitOptimizer):
             block_size=block_size,
             bucket_bytes=bucket_bytes,
             warmup_wire=warmup_wire,
+            nodes=nodes,
         )
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -134,4 +136,5 @@ class OneBitLamb(OneBitOptimizer):
             self._compressed,
             layouts,
             first_index,
+            self._links,
         )

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
+from thinwire.comm.nodes import NodeLinks, agree_on_nodes
 from thinwire.compress import agreement, state_io
 from thinwire.compress.codecs import CodecName, make_codec
 from thinwire.compress.cohort import AdamBucket, Cohort
@@ -28,11 +29,12 @@ from thinwire.zero.agreement import broadcast_from_rank_0, check_parameters, che
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUCKET_BYTES", "OneBitOptimizer", "WarmupWire"]
+__all__ = ["BUCKET_BYTES", "Nodes", "OneBitOptimizer", "WarmupWire"]
 
 BUCKET_BYTES = 16 << 20
 
 WarmupWire = Literal["fp32", "bf16"]
+Nodes = Literal["auto", "flat"] | Sequence[int]
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -62,6 +64,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         block_size: int,
         bucket_bytes: int,
         warmup_wire: WarmupWire,
+        nodes: Nodes,
     ) -> None:
         self._table = ParameterTable(self)
         error: Exception | None = None
@@ -79,6 +82,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._freeze_step = freeze_step
         self._warmup_codec = make_codec("none" if warmup_wire == "fp32" else "bf16", block_size)
         self._exchange_comm = self.comm.duplicate()
+        self._groups = agree_on_nodes(self.comm, None if isinstance(nodes, str) else nodes)
+        self._links = NodeLinks(self.comm, self._groups) if self._groups.hierarchical and nodes != "flat" else None
         self._bytes_before_resume = 0
         self._synchronizer = GradientSynchronizer(
             self.comm,
@@ -98,6 +103,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             "block_size": block_size,
             "bucket_bytes": bucket_bytes,
             "warmup_wire": warmup_wire,
+            "nodes": nodes if isinstance(nodes, str) else list(nodes),
             **self._own_settings(),
         }
         self._adopt_new_parameters()
@@ -134,7 +140,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
     @property
     def bytes_sent(self) -> int:
         """Bytes this rank has sent to synchronise steps, headers, scales and padding included."""
-        return self._bytes_before_resume + self._exchange_comm.traffic.bytes_sent
+        hierarchical = 0 if self._links is None else self._links.bytes_inside + self._links.bytes_between
+        return self._bytes_before_resume + self._exchange_comm.traffic.bytes_sent + hierarchical
+
+    @property
+    def bytes_sent_between_nodes(self) -> int:
+        """The part of them that left this rank's node, since this object was made."""
+        flat = round(self._exchange_comm.traffic.bytes_sent * self._groups.part_between(self.comm.rank))
+        return flat if self._links is None else flat + self._links.bytes_between
 
     bytes_uncompressed: int
     """Bytes a ring all-reduce of the gradients in the parameters' own dtype would have sent for the same steps."""
@@ -240,6 +253,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Release the communicator, on every rank; the optimizer cannot step afterwards."""
         self._exchange_comm.close()
+        if self._links is not None:
+            self._links.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, error-feedback residuals included: every rank saves its own.

@@ -4,6 +4,7 @@ an error on every rank and never a silent wrong sum."""
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -32,6 +33,7 @@ class Flags(IntFlag):
     NONE = 0
     NON_FINITE = 1  # the owner's average is not finite: every rank skips this step
     INCOMPLETE = 2  # a parameter of this bucket had no gradient on the sender
+    MISMATCH = 8  # a packet that the sender got was not the one it waited for
     UNPLACED = 4  # the sender has a trainable parameter that lies in no bucket yet
 
 
@@ -94,15 +96,17 @@ def raise_flag(packets: Tensor, flag: Flags, condition: Tensor) -> None:
     flags.bitwise_or_(condition.to(torch.int16) * int(flag))
 
 
-def check_headers(headers: Tensor, expected: Header) -> Flags:
+def check_headers(headers: Tensor, expected: Header, senders: Sequence[int] | None = None) -> Flags:
     """The flags of all `headers`, uint8 [senders, 16], together; on a GPU this waits for the device.
 
-    Raises PacketError, naming the sender, unless each is `expected`, flags aside.
+    `senders`: their ranks; by default 0, 1, ... Raises PacketError, naming the sender, unless each header is
+    `expected`, flags aside.
     """
     raw = headers.cpu().numpy()
     wanted = np.frombuffer(expected.pack(), dtype=np.uint8)
     alike = raw == wanted
     alike[:, _FLAG_BYTES] = True
-    for sender in np.flatnonzero(~alike.all(axis=1)):
-        Header.unpack(raw[sender].tobytes()).check(expected, int(sender))
+    for row in np.flatnonzero(~alike.all(axis=1)):
+        sender = int(row) if senders is None else senders[int(row)]
+        Header.unpack(raw[row].tobytes()).check(expected, sender)
     return Flags(int(np.bitwise_or.reduce(np.ascontiguousarray(raw[:, _FLAG_BYTES]).view("<u2"), axis=None)))

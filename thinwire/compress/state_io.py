@@ -21,6 +21,7 @@ def save(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "format": _FORMAT,
         "rank": optimizer.comm.rank,
         "size": optimizer.comm.size,
+        "nodes": _nodes(optimizer),
         "step": optimizer._synchronizer.step,
         "skipped_steps": optimizer.skipped_steps,
         "bytes_sent": optimizer.bytes_sent,
@@ -39,6 +40,11 @@ def _settings(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "codec": optimizer._codec.name,
         "block_size": optimizer._codec.block_size,
     }
+
+
+def _nodes(optimizer: OneBitOptimizer) -> list[int] | None:
+    """The node of each rank, where residuals belong to nodes."""
+    return None if optimizer._links is None else list(optimizer._groups.node_of)
 
 
 def _save_cohort(cohort: Cohort) -> dict[str, Any]:
@@ -99,19 +105,20 @@ def load(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._synchronizer.restore(
         [[bucket["parameters"] for bucket in cohort["buckets"]] for cohort in ours["cohorts"]]
     )
-    same_place = (ours["rank"], ours["size"]) == (optimizer.comm.rank, optimizer.comm.size)
+    place = (ours["rank"], ours["size"], ours.get("nodes"))
+    same_place = place == (optimizer.comm.rank, optimizer.comm.size, _nodes(optimizer))
     for cohort, saved in zip(optimizer._cohorts, ours["cohorts"], strict=True):
         _load_cohort(optimizer, cohort, saved, state_dict["state"], same_place)
     optimizer._synchronizer.step = ours["step"]
     optimizer.skipped_steps = ours["skipped_steps"]
     optimizer.bytes_uncompressed = ours["bytes_uncompressed"]
-    optimizer._bytes_before_resume = ours["bytes_sent"] - optimizer._exchange_comm.traffic.bytes_sent
+    optimizer._bytes_before_resume += ours["bytes_sent"] - optimizer.bytes_sent
     optimizer._loss_scale = ours["loss_scale"]
     if optimizer.freeze_step_taken is not None and not same_place:
         warnings.warn(
             f"this state was saved by rank {ours['rank']} of {ours['size']} and is loaded by rank "
-            f"{optimizer.comm.rank} of {optimizer.comm.size}: error-feedback residuals belong to one rank, so they "
-            "start from zero here. To keep them, save and load optimizer.state_dict() on every rank",
+            f"{optimizer.comm.rank} of {optimizer.comm.size}, or on other nodes: error-feedback residuals belong "
+            "to one rank, so they start from zero here. To keep them, save and load state_dict() on every rank",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,0 +1,167 @@
+"""The compressed all-reduce over nodes of several ranks: exact inside a node, through the codec between nodes only, so
+that a node sends what one rank would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.comm.nodes import NodeLinks
+from thinwire.compress.codecs import Codec
+from thinwire.compress.exchange import Division, Exchange, Headers
+from thinwire.compress.packet import HEADER_BYTES, Flags, Header, PacketError, write_headers
+from thinwire.zero import valid_in_shard
+
+__all__ = ["HierarchicalExchange", "make_exchange"]
+
+
+class HierarchicalExchange(Exchange):
+    """Average a vector over all ranks, with the nodes as 1-bit Adam's workers.
+
+    A node's ranks add up their vectors in fp32, each one a lane of it: 1/lanes. Ranks of one lane then do what Exchange
+    does with that part, nodes being the workers, and share what came back inside their node, as packets. Nodes may
+    have different numbers of ranks: every rank's vector counts the same. Ranks beyond the smallest node's number only
+    add and listen.
+
+    `worker_residual`, fp32 [lane], and `owner_residual` are empty on those.
+    """
+
+    def __init__(
+        self,
+        links: NodeLinks,
+        numel: int,
+        codec: Codec,
+        *,
+        bucket: int = 0,
+        error_feedback: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._links = links
+        nodes, lane = links.num_nodes, links.lane
+        super().__init__(
+            links.inside if links.between is None else links.between,
+            numel,
+            codec,
+            bucket=bucket,
+            error_feedback=error_feedback,
+            device=device,
+            division=Division(
+                shards=links.lanes * nodes,
+                sent=0 if lane is None else nodes,
+                own=None if lane is None else lane * nodes + links.node,
+            ),
+        )
+        self._lane_numel = self.shard * nodes
+        self._sum: Tensor | None = None
+
+    def start(self, step: int, flags: Flags = Flags.NONE) -> None:
+        """Add up inside the node, and start leg 1 between nodes."""
+        links = self._links
+        mine = self._packets(1)[:, :HEADER_BYTES].contiguous()
+        write_headers(mine, Header(self.codec.identifier, self.codec.block_size, self.bucket, step, flags))
+        neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=mine.device)
+        links.inside.all_gather(neighbours, mine)
+        total = self._add_up()
+        if links.lane is None:
+            self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step)
+            self._headers = []
+        else:
+            self._sum = total
+            super().start(step, flags)
+        self._headers.append(Headers(neighbours, links.groups.members[links.node]))
+
+    def advance(self, adjust: Callable[[Tensor], None] | None = None) -> None:
+        """See Exchange."""
+        if self._links.lane is not None:
+            super().advance(adjust)
+
+    def wait(self) -> None:
+        """Wait for leg 2, and share inside the node what it brought."""
+        links = self._links
+        if links.lane is not None:
+            super().wait()
+            assert self._leg_2 is not None
+            self._headers.pop()
+            mine = self._leg_2[1]
+        else:
+            mine = self._packets(links.num_nodes).zero_()
+        everyone = torch.empty(links.inside.size * mine.shape[0], mine.shape[1], dtype=mine.dtype, device=mine.device)
+        work = links.inside.all_gather(everyone, mine)
+        packets = everyone[: links.lanes * links.num_nodes]
+        members = links.groups.members
+        senders = [ranks[lane] for lane in range(links.lanes) for ranks in members]
+        self._headers.append(Headers(packets[:, :HEADER_BYTES].clone(), senders))
+        self._leg_2 = (mine, packets, work)
+
+    def commit(self) -> None:
+        """Take over the new residuals."""
+        if self._links.lane is not None and self.worker_residual is not None:
+            assert self._average is not None, "commit() follows wait()"
+            self.worker_residual, self._sum = self._sum, self.worker_residual
+            self.owner_residual, self._average = self._average, None
+
+    def hold_zero(self, mask: Tensor) -> None:
+        """Zero the residuals where `mask`, bool [padded_numel], holds; between steps."""
+        if self._links.lane is None or self.worker_residual is None or self.owner_residual is None:
+            return
+        of_lane = mask.view(self._links.lanes, self._lane_numel)[self._links.lane]
+        self.worker_residual.masked_fill_(of_lane, 0.0)
+        self.owner_residual.masked_fill_(of_lane.view(self._links.num_nodes, self.shard)[self._links.node], 0.0)
+
+    def _encode_payload(self, packets: Tensor) -> None:
+        assert self._sum is not None
+        assert self._links.lane is not None
+        valid = valid_in_shard(self.numel, self._lane_numel, self._links.lane)
+        self.codec.encode(self._sum, self.worker_residual, packets, valid)
+
+    def _name_senders(self) -> None:
+        """Leg 1 came from the ranks of this lane."""
+        lane = self._links.lane
+        assert lane is not None
+        self._headers[-1] = Headers(self._headers[-1].raw, [ranks[lane] for ranks in self._links.groups.members])
+
+    def _leg_2_header(self) -> Header:
+        """What this rank has heard of others, which only it may have, passed on to everyone."""
+        self._name_senders()
+        flags = Flags.NONE
+        for headers in self._headers:
+            try:
+                flags |= headers.check(self._expected)
+            except PacketError:
+                flags |= Flags.MISMATCH
+        expected = self._expected
+        return Header(expected.codec, expected.block_size, expected.bucket, expected.step, flags)
+
+    def _add_up(self) -> Tensor:
+        """Return this rank's lane of the node's sum, times nodes / ranks, so that the mean over nodes is that of ranks."""
+        links = self._links
+        parts = self.payload.view(links.lanes, self._lane_numel)
+        if links.inside.size > links.lanes:
+            idle = parts.new_zeros(links.inside.size - links.lanes, self._lane_numel)
+            parts = torch.cat([parts, idle])
+        received = torch.empty_like(parts)
+        links.inside.all_to_all(received, parts)
+        total = self._sum if self._sum is not None else torch.empty_like(received[0])
+        total.copy_(received[0])
+        for other in received[1:]:
+            total.add_(other)
+        return total.mul_(links.num_nodes / links.size)
+
+
+def make_exchange(
+    comm: Communicator,
+    links: NodeLinks | None,
+    numel: int,
+    codec: Codec,
+    *,
+    bucket: int,
+    error_feedback: bool = True,
+    device: torch.device,
+) -> Exchange:
+    """Over nodes where there are `links`, else over `comm`'s ranks as they are."""
+    if links is None:
+        return Exchange(comm, numel, codec, bucket=bucket, error_feedback=error_feedback, device=device)
+    return HierarchicalExchange(links, numel, codec, bucket=bucket, error_feedback=error_feedback, device=device)
