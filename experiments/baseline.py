@@ -1,4 +1,4 @@
-"""The baseline: torch's AdamW on exactly averaged gradients, as any data-parallel training does it."""
+"""The baselines: exact optimizers on exactly averaged gradients, as any data-parallel training has them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 
 import torch
 
+from experiments.lamb import Lamb
 from thinwire.comm import Communicator
 
-__all__ = ["AveragedAdamW"]
+__all__ = ["Averaged", "AveragedAdamW", "AveragedLamb"]
 
 
-class AveragedAdamW(torch.optim.AdamW):
-    """AdamW that averages the gradients over all ranks in one fp32 all-reduce before each step.
+class Averaged(torch.optim.Optimizer):
+    """Averages the gradients over all ranks in one fp32 all-reduce before each step.
 
     Like DDP, it begins by giving every rank the weights of rank 0.
     """
 
-    def __init__(self, params: Iterable[Any], comm: Communicator, **options: Any) -> None:
-        """Takes what `torch.optim.AdamW` takes, and the communicator to average over."""
-        super().__init__(params, **options)
+    comm: Communicator
+
+    def average_over(self, comm: Communicator) -> None:
+        """Begins; once, after construction."""
         # Its own message space, so that its counters hold the gradients' bytes and nothing else.
         self.comm = comm.duplicate()
         self.register_step_pre_hook(self._average)
@@ -40,3 +42,21 @@ class AveragedAdamW(torch.optim.AdamW):
         pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad.copy_(piece.view_as(parameter))
+
+
+class AveragedAdamW(torch.optim.AdamW, Averaged):
+    """torch's AdamW on averaged gradients."""
+
+    def __init__(self, params: Iterable[Any], comm: Communicator, **options: Any) -> None:
+        """Takes what `torch.optim.AdamW` takes, and the communicator to average over."""
+        super().__init__(params, **options)
+        self.average_over(comm)
+
+
+class AveragedLamb(Lamb, Averaged):
+    """LAMB on averaged gradients."""
+
+    def __init__(self, params: Iterable[Any], comm: Communicator, **options: Any) -> None:
+        """Takes what `Lamb` takes, and the communicator to average over."""
+        super().__init__(params, **options)
+        self.average_over(comm)

@@ -1,4 +1,4 @@
-"""Does 1-bit Adam learn as well as AdamW? On text and on digits, over several seeds, drawn with bands.
+"""Do 1-bit optimizers learn as well as the exact ones? On text and on digits, over several seeds, drawn with bands.
 
 Starts its ranks by itself (`python -m experiments.convergence`), or runs unchanged under a launcher.
 """
@@ -17,7 +17,7 @@ from experiments.command_line import Parser, positive
 from experiments.corpus import load
 from experiments.errors import on_every_rank
 from experiments.launching import launch
-from experiments.learners import OPTIMIZERS, PlainLearner
+from experiments.learners import PARENTS, PlainLearner
 from experiments.plans import Plan
 from experiments.plotting import LABELS
 from experiments.reporting import reporter
@@ -30,7 +30,7 @@ __all__ = ["main", "parse", "study"]
 
 _NAME = "convergence"
 _DEFAULT_RANKS = 4
-_RATES_TO_TRY = (5e-4, 1e-3, 2e-3)
+_RATES_TO_TRY = {"adamw": (5e-4, 1e-3, 2e-3), "lamb": (1e-2, 3e-2, 6e-2)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def study(comm: Communicator, options: argparse.Namespace) -> None:
     """Trains every task with every optimizer and seed, and writes the numbers and the picture.
 
-    With `--tune`, trains AdamW alone at several learning rates instead: how the plans' rates were chosen.
+    With `--tune`, trains the exact optimizers at several learning rates instead: how the plans' rates were chosen.
 
     Raises:
         InputError: on every rank, for a corpus that cannot be used.
@@ -51,27 +51,32 @@ def study(comm: Communicator, options: argparse.Namespace) -> None:
     if options.steps is not None:
         subjects = {name: _shortened(subject, options.steps) for name, subject in subjects.items()}
     if options.tune:
-        losses = {name: _tune(subject, comm) for name, subject in subjects.items()}
-        content = {"optimizer": "adamw", "final_loss_by_learning_rate": losses}
+        losses = {
+            PARENTS[onebit]: {name: _tune(subject, PARENTS[onebit], comm) for name, subject in subjects.items()}
+            for onebit in options.optimizer
+        }
+        content = {"final_loss_by_learning_rate": losses}
         on_every_rank(comm, lambda: _write(options.output, f"{_NAME}_tuning", content, comm))
         return
-    runs = {name: _run_all(subject, options.seeds, comm) for name, subject in subjects.items()}
+    runs = {name: _run_all(subject, options.optimizer, options.seeds, comm) for name, subject in subjects.items()}
     on_every_rank(comm, lambda: _write_results(options.output, subjects, runs, comm))
 
 
-def _run_all(subject: Subject, seeds: int, comm: Communicator) -> dict[str, list[Outcome]]:
-    """Outcomes by optimizer, one a seed."""
+def _run_all(subject: Subject, onebit: Sequence[str], seeds: int, comm: Communicator) -> dict[str, list[Outcome]]:
+    """Outcomes by optimizer, each of `onebit` after its parent, one a seed."""
     return {
         optimizer: [
-            _run(subject, replace(subject.plan, seed=seed), optimizer, comm, f"seed {seed}") for seed in range(seeds)
+            _run(subject, replace(subject.plan_of(optimizer), seed=seed), optimizer, comm, f"seed {seed}")
+            for seed in range(seeds)
         ]
-        for optimizer in OPTIMIZERS
+        for one in onebit
+        for optimizer in (PARENTS[one], one)
     }
 
 
-def _tune(subject: Subject, comm: Communicator) -> dict[str, float]:
-    plans = {rate: replace(subject.plan, learning_rate=rate) for rate in _RATES_TO_TRY}
-    return {str(rate): _run(subject, plan, "adamw", comm, f"rate {rate}").final_loss for rate, plan in plans.items()}
+def _tune(subject: Subject, optimizer: str, comm: Communicator) -> dict[str, float]:
+    plans = {rate: replace(subject.plan_of(optimizer), learning_rate=rate) for rate in _RATES_TO_TRY[optimizer]}
+    return {str(rate): _run(subject, plan, optimizer, comm, f"rate {rate}").final_loss for rate, plan in plans.items()}
 
 
 def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, variant: str) -> Outcome:
@@ -92,8 +97,8 @@ def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, varia
 
 
 def _shortened(subject: Subject, steps: int) -> Subject:
-    plan = replace(subject.plan, steps=steps, warmup_steps=steps // 10, evaluate_every=max(1, steps // 30))
-    return replace(subject, plan=plan)
+    shorter = {"steps": steps, "warmup_steps": steps // 10, "evaluate_every": max(1, steps // 30)}
+    return replace(subject, plan=replace(subject.plan, **shorter), lamb_plan=replace(subject.lamb_plan, **shorter))
 
 
 def _write_results(
@@ -102,12 +107,17 @@ def _write_results(
     """JSON, picture and a summary, on rank 0."""
     if comm.rank:
         return
-    found = {name: findings.compare(task["adamw"], task["onebit-adam"]) for name, task in runs.items()}
+    found = {
+        (name, onebit): findings.compare(task[PARENTS[onebit]], task[onebit])
+        for name, task in runs.items()
+        for onebit in task
+        if onebit in PARENTS
+    }
     tasks = {
         name: {
             "description": subject.description,
-            "plan": asdict(subject.plan),
-            "finding": asdict(found[name]),
+            "plans": {optimizer: asdict(subject.plan_of(optimizer)) for optimizer in runs[name]},
+            "findings": {onebit: asdict(finding) for (task, onebit), finding in found.items() if task == name},
             "reference_loss": subject.reference and subject.reference.loss,
             "runs": {
                 optimizer: [asdict(outcome) for outcome in outcomes] for optimizer, outcomes in runs[name].items()
@@ -116,18 +126,20 @@ def _write_results(
         for name, subject in subjects.items()
     }
     _write(output, _NAME, {"tasks": tasks}, comm)
-    seeds = len(next(iter(runs.values()))["adamw"])
+    seeds = len(next(iter(next(iter(runs.values())).values())))
     hardware = machine.describe()
     figure, axes = plotting.new_figure(
-        len(subjects),
-        f"1-bit Adam against AdamW, {comm.size} ranks",
+        len(found),
+        f"1-bit optimizers against their exact parents, {comm.size} ranks",
         f"mean of {seeds} seeds, band: one standard deviation; made on {hardware['cpu']}, {hardware['cores']} cores",
     )
-    for row, (name, subject) in zip(axes, subjects.items(), strict=True):
-        series = [plotting.Series.of(optimizer, outcomes) for optimizer, outcomes in runs[name].items()]
-        plotting.draw_comparison(row, series, subject.loss_name, subject.reference)
-        plotting.title_row(row, f"{subject.description}: {found[name].claim}")
-        print(f"{subject.description}: {found[name].claim}")
+    for row, ((name, onebit), finding) in zip(axes, found.items(), strict=True):
+        pair = (PARENTS[onebit], onebit)
+        series = [plotting.Series.of(optimizer, runs[name][optimizer]) for optimizer in pair]
+        plotting.draw_comparison(row, series, subjects[name].loss_name, subjects[name].reference)
+        title = f"{subjects[name].description}: {LABELS[onebit]}: {finding.claim}"
+        plotting.title_row(row, title)
+        print(title)
     plotting.save(figure, output / f"{_NAME}.png")
     print(f"Written: {output / _NAME}.json and .png", flush=True)
 
@@ -141,14 +153,17 @@ def _write(output: Path, name: str, content: dict[str, Any], comm: Communicator)
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads and checks the command line; raises `InputError` for what cannot be used."""
     parser = Parser(
-        "experiments.convergence", "Trains with AdamW and with 1-bit Adam over several seeds, and draws both."
+        "experiments.convergence", "Trains 1-bit optimizers and their exact parents over several seeds, and draws them."
     )
     parser.add_argument("--task", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS), help="what to learn")
+    parser.add_argument(
+        "--optimizer", nargs="+", choices=tuple(PARENTS), default=tuple(PARENTS), help="beside what it was made from"
+    )
     parser.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs for each optimizer")
     parser.add_argument("--steps", type=positive, metavar="N", help="of every task; else each task's own")
     parser.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {_DEFAULT_RANKS}")
-    parser.add_argument("--tune", action="store_true", help="only try learning rates with AdamW")
+    parser.add_argument("--tune", action="store_true", help="only try learning rates, with the exact ones")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     if options.corpus:

@@ -17,32 +17,32 @@ _TOLERANCE_PERCENT = 1.0
 
 @dataclass(frozen=True)
 class Finding:
-    """AdamW against 1-bit Adam, over one run or several.
+    """An exact optimizer against the 1-bit one made from it, over one run or several.
 
     Attributes:
-        adamw_loss: mean final validation loss, in nats.
-        onebit_adam_loss: the same.
-        difference_percent: of the second from the first; negative when 1-bit Adam is better.
-        adamw_deviation: standard deviation over the runs, in nats; 0 for a single run.
-        onebit_adam_deviation: the same.
-        same_loss: the difference is within 1%, or within one standard deviation of AdamW if that is
-            larger, or in favour of 1-bit Adam.
-        fewer_bytes: AdamW's bytes over 1-bit Adam's, whole run.
+        exact_loss: mean final validation loss, in nats.
+        onebit_loss: the same.
+        difference_percent: of the second from the first; negative when the 1-bit optimizer is better.
+        exact_deviation: standard deviation over the runs, in nats; 0 for a single run.
+        onebit_deviation: the same.
+        same_loss: the difference is within 1%, or within one standard deviation of the exact optimizer if that is
+            larger, or in favour of the 1-bit one.
+        fewer_bytes: the exact optimizer's bytes over the 1-bit one's, whole run.
         fewer_bytes_frozen: the same for one step after the freeze; None if it never froze.
     """
 
-    adamw_loss: float
-    onebit_adam_loss: float
+    exact_loss: float
+    onebit_loss: float
     difference_percent: float
-    adamw_deviation: float
-    onebit_adam_deviation: float
+    exact_deviation: float
+    onebit_deviation: float
     same_loss: bool
     fewer_bytes: float
     fewer_bytes_frozen: float | None
 
     @property
     def claim(self) -> str:
-        """The finding in one line, about 1-bit Adam."""
+        """The finding in one line, about the 1-bit optimizer."""
         if not isfinite(self.difference_percent):
             return "diverged"
         if abs(self.difference_percent) <= _TOLERANCE_PERCENT:
@@ -54,21 +54,21 @@ class Finding:
         return f"{loss}, {self.fewer_bytes:.1f}x fewer bytes, {self.fewer_bytes_frozen:.0f}x fewer once frozen"
 
 
-def compare(adamw: Sequence[Outcome], onebit_adam: Sequence[Outcome]) -> Finding:
+def compare(exact: Sequence[Outcome], onebit: Sequence[Outcome]) -> Finding:
     """Compares runs of the two optimizers with the same seeds, on at least two ranks."""
-    losses = [outcome.final_loss for outcome in adamw]
-    onebit_losses = [outcome.final_loss for outcome in onebit_adam]
+    losses = [outcome.final_loss for outcome in exact]
+    onebit_losses = [outcome.final_loss for outcome in onebit]
     loss, onebit_loss, deviation = mean(losses), mean(onebit_losses), _deviation(losses)
-    froze = all(outcome.frozen_at is not None for outcome in onebit_adam)
+    froze = all(outcome.frozen_at is not None for outcome in onebit)
     return Finding(
-        adamw_loss=loss,
-        onebit_adam_loss=onebit_loss,
+        exact_loss=loss,
+        onebit_loss=onebit_loss,
         difference_percent=100 * (onebit_loss / loss - 1),
-        adamw_deviation=deviation,
-        onebit_adam_deviation=_deviation(onebit_losses),
+        exact_deviation=deviation,
+        onebit_deviation=_deviation(onebit_losses),
         same_loss=onebit_loss - loss <= max(_TOLERANCE_PERCENT / 100 * loss, deviation),
-        fewer_bytes=_ratio([one.bytes_sent for one in adamw], [one.bytes_sent for one in onebit_adam]),
-        fewer_bytes_frozen=_ratio([one.last_step_bytes for one in adamw], [one.last_step_bytes for one in onebit_adam])
+        fewer_bytes=_ratio([one.bytes_sent for one in exact], [one.bytes_sent for one in onebit]),
+        fewer_bytes_frozen=_ratio([one.last_step_bytes for one in exact], [one.last_step_bytes for one in onebit])
         if froze
         else None,
     )

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from experiments.baseline import AveragedAdamW
+from experiments.baseline import Averaged, AveragedAdamW, AveragedLamb
 from experiments.plans import Plan
-from thinwire import OneBitAdam, ShardedOneBitAdam
+from thinwire import OneBitAdam, OneBitLamb, ShardedOneBitAdam
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize, load_config
 
-__all__ = ["OPTIMIZERS", "EngineLearner", "Learner", "PlainLearner", "parameter_groups"]
+__all__ = ["OPTIMIZERS", "PARENTS", "EngineLearner", "Learner", "PlainLearner", "parameter_groups"]
 
 OPTIMIZERS = {"adamw": "AdamW", "onebit-adam": "OneBitAdam"}
 """Names on command lines and in results, and in the engine's configurations."""
+
+PARENTS = {"onebit-adam": "adamw", "onebit-lamb": "lamb"}
+"""What sends one bit an element, and the exact optimizer that each is compared with; `PlainLearner` trains with all."""
 
 
 class Learner(Protocol):
@@ -44,11 +47,11 @@ class Learner(Protocol):
 
     @property
     def stage(self) -> str:
-        """How it communicates now: "exact" for AdamW; "warmup" or "1-bit" for 1-bit Adam."""
+        """How it communicates now: "exact", or of a 1-bit optimizer "warmup" or "1-bit"."""
 
     @property
     def frozen_at(self) -> int | None:
-        """The step at which 1-bit Adam froze its variance; None if it did not."""
+        """The step at which a 1-bit optimizer froze its variance; None if it did not."""
 
 
 class PlainLearner:
@@ -57,14 +60,23 @@ class PlainLearner:
     micro_batches = 1
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator) -> None:
-        """Builds one of `OPTIMIZERS` over all ranks of `comm`."""
+        """Builds one of `PARENTS`' two sides over all ranks of `comm`."""
         self.module = model
         groups = parameter_groups(model, plan.weight_decay)
-        self.optimizer: AveragedAdamW | OneBitAdam
-        if optimizer == "adamw":
-            self.optimizer = AveragedAdamW(groups, comm, lr=plan.learning_rate)
-        else:
-            self.optimizer = OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+        self.optimizer: Averaged | OneBitAdam | OneBitLamb
+        match optimizer:
+            case "adamw":
+                self.optimizer = AveragedAdamW(groups, comm, lr=plan.learning_rate)
+            case "lamb":
+                self.optimizer = AveragedLamb(groups, comm, lr=plan.learning_rate)
+            case "onebit-adam":
+                self.optimizer = OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+            case "onebit-lamb":
+                self.optimizer = OneBitLamb(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+            case _:
+                raise ValueError(
+                    f"optimizer must be one of {', '.join((*PARENTS.values(), *PARENTS))}, got {optimizer!r}"
+                )
         self._plan = plan
         self._steps = 0
 
@@ -89,14 +101,14 @@ class PlainLearner:
     @property
     def stage(self) -> str:
         """See `Learner`."""
-        if isinstance(self.optimizer, OneBitAdam):
-            return "1-bit" if self.optimizer.frozen else "warmup"
-        return "exact"
+        if isinstance(self.optimizer, Averaged):
+            return "exact"
+        return "1-bit" if self.optimizer.frozen else "warmup"
 
     @property
     def frozen_at(self) -> int | None:
         """See `Learner`."""
-        return self.optimizer.freeze_step_taken if isinstance(self.optimizer, OneBitAdam) else None
+        return None if isinstance(self.optimizer, Averaged) else self.optimizer.freeze_step_taken
 
 
 class EngineLearner:

@@ -17,7 +17,7 @@ class Plan:
         warmup_steps: steps over which the learning rate rises linearly; then it falls linearly to zero.
         learning_rate: its peak.
         weight_decay: decoupled, on matrices only.
-        freeze_step: when 1-bit Adam freezes the variance; "auto" lets it decide.
+        freeze_step: when a 1-bit optimizer freezes the variance; "auto" lets it decide.
         evaluate_every: steps between validations; the last step is always validated.
         seed: of the weights and the batches.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class Subject:
 
     Attributes:
         task: what is learned.
-        plan: for the first seed, and both optimizers.
+        plan: for the first seed, of AdamW and 1-bit Adam.
+        lamb_plan: the same of LAMB and 1-bit LAMB, whose rate is a part of the weights' size.
         rank_items: units that a rank reads in a step.
         unit: what they are.
         description: for the picture.
@@ -37,11 +38,16 @@ class Subject:
 
     task: Task[Any]
     plan: Plan
+    lamb_plan: Plan
     rank_items: int
     unit: str
     description: str
     loss_name: str
     reference: Reference | None
+
+    def plan_of(self, optimizer: str) -> Plan:
+        """The plan of one of `PARENTS`' two sides."""
+        return self.lamb_plan if optimizer in ("lamb", "onebit-lamb") else self.plan
 
 
 def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
@@ -49,18 +55,20 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     from experiments.language import MaskedLanguageTask
 
     text = "Python's standard library" if corpus is None else ", ".join(path.name for path in corpus)
+    plan = Plan(
+        steps=2500,
+        warmup_steps=250,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        freeze_step=500,
+        evaluate_every=100,
+        seed=0,
+    )
     tokens = share_tokens(comm, lambda: load(corpus), _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
     return Subject(
         task=MaskedLanguageTask(tokens, SIZES["tiny"], _SEQUENCES_A_RANK, dropout=0.0),
-        plan=Plan(
-            steps=2500,
-            warmup_steps=250,
-            learning_rate=1e-3,
-            weight_decay=0.01,
-            freeze_step=500,
-            evaluate_every=100,
-            seed=0,
-        ),
+        plan=plan,
+        lamb_plan=replace(plan, learning_rate=1e-2),
         rank_items=_SEQUENCES_A_RANK * _LENGTH,
         unit="tokens",
         description=f"BERT-tiny on {text}",
@@ -72,17 +80,19 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
 def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     from experiments.digits import DigitsTask
 
+    plan = Plan(
+        steps=600,
+        warmup_steps=60,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        freeze_step=200,
+        evaluate_every=20,
+        seed=0,
+    )
     return Subject(
         task=DigitsTask(_IMAGES_A_RANK),
-        plan=Plan(
-            steps=600,
-            warmup_steps=60,
-            learning_rate=1e-3,
-            weight_decay=0.01,
-            freeze_step=200,
-            evaluate_every=20,
-            seed=0,
-        ),
+        plan=plan,
+        lamb_plan=replace(plan, learning_rate=3e-2),
         rank_items=_IMAGES_A_RANK,
         unit="images",
         description="A small convolutional network on handwritten digits",

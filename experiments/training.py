@@ -70,7 +70,7 @@ class Outcome:
         final_loss: validation loss after the last step, in nats.
         bytes_sent: by one rank in the whole run, for gradients, weights or momentum.
         last_step_bytes: by one rank in the last step.
-        frozen_at: the step at which 1-bit Adam froze its variance; None if it did not.
+        frozen_at: the step at which a 1-bit optimizer froze its variance; None if it did not.
         seconds: of training and validation, checkpoints left out.
         curve: validation loss on the way.
     """

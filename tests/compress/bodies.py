@@ -11,7 +11,7 @@ import torch
 from tests.compress.algorithm import ReferenceExchange
 from tests.compress.training import make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
-from thinwire.compress import Exchange, ShardedOneBitAdam, make_codec
+from thinwire.compress import Exchange, OneBitLamb, ShardedOneBitAdam, make_codec
 from thinwire.zero import ShardedOptimizer
 
 BLOCK = 64
@@ -47,6 +47,18 @@ def weights_are_bit_identical_after_200_steps(comm: Communicator) -> None:
     model = make_model(seed=comm.rank)  # rank 0's weights are broadcast
     optimizer = make_optimizer(model, comm, freeze_step=30, bucket_bytes=400)
     losses = train(model, optimizer, range(200))
+    assert optimizer.freeze_step_taken == 30
+    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
+    assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:5])
+
+
+def lamb_weights_are_bit_identical_after_100_steps(comm: Communicator) -> None:
+    """100 steps of 1-bit LAMB, 30 of them warmup, in several buckets: every rank ends with the same bits."""
+    model = make_model(seed=comm.rank)
+    optimizer = OneBitLamb(
+        model.parameters(), lr=1e-2, freeze_step=30, weight_decay=0.01, block_size=64, bucket_bytes=400, comm=comm
+    )
+    losses = train(model, optimizer, range(100))
     assert optimizer.freeze_step_taken == 30
     assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
     assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:5])
@@ -96,6 +108,7 @@ def stages_are_bit_identical(comm: Communicator) -> None:
 ALL = (
     exchange_equals_the_algorithm,
     weights_are_bit_identical_after_200_steps,
+    lamb_weights_are_bit_identical_after_100_steps,
     resume_is_bit_identical,
     stages_are_bit_identical,
 )

@@ -24,11 +24,11 @@ def test_it_writes_every_curve_and_the_picture(tmp_path: Path) -> None:
         assert [run["seed"] for run in runs] == [0, 1]
         assert all(run["curve"]["losses"][-1] < 0.5 * run["curve"]["losses"][0] for run in runs)
     losses = [run["final_loss"] for run in digits["runs"]["adamw"]]
-    assert digits["finding"]["adamw_loss"] == pytest.approx(sum(losses) / 2)
+    assert digits["findings"]["onebit-adam"]["exact_loss"] == pytest.approx(sum(losses) / 2)
 
 
 def test_tuning_compares_learning_rates(tmp_path: Path) -> None:
     study(tmp_path, "--tune", "--steps", "10")
     tuned = json.loads((tmp_path / "convergence_tuning.json").read_text())
-    assert len(tuned["final_loss_by_learning_rate"]["digits"]) > 2
+    assert all(len(tuned["final_loss_by_learning_rate"][optimizer]["digits"]) > 2 for optimizer in ("adamw", "lamb"))
     assert not (tmp_path / "convergence.png").exists()

@@ -59,7 +59,7 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("onebit", "same"), [(2.15, True), (2.25, False)])
 def test_several_seeds_allow_one_standard_deviation(onebit: float, same: bool) -> None:
     finding = compare([outcome(1.8), outcome(2.2), outcome(2.0)], [outcome(onebit, frozen_at=2)] * 3)
-    assert finding.adamw_deviation == pytest.approx(0.2)
+    assert finding.exact_deviation == pytest.approx(0.2)
     assert finding.same_loss is same
 
 

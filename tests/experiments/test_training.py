@@ -53,6 +53,15 @@ def test_it_learns(optimizer: str, kind: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("optimizer", ["lamb", "onebit-lamb"])
+def test_lamb_learns_with_the_same_weights_on_all_ranks(optimizer: str) -> None:
+    plan = replace(PLAN, steps=150, freeze_step=60, learning_rate=0.02)
+    trainers = threads.run(lambda comm: run(comm, optimizer, plan)[0], 3)
+    assert trainers[0].curve.losses[-1] < 0.5 * trainers[0].curve.losses[0]
+    assert trainers[0].outcome.frozen_at == (60 if optimizer == "onebit-lamb" else None)
+    assert all(other.curve == trainers[0].curve for other in trainers)
+
+
 @pytest.mark.parametrize("kind", LEARNERS[1:])
 def test_the_engine_learns_what_a_loop_by_hand_learns(kind: str) -> None:
     by_hand, engine = (

@@ -90,7 +90,7 @@ def test_onebit_adam_under_every_spelling(kind: str) -> None:
         ("Adma", {}, '"optimizer.type" "Adma" is not a known optimizer. Did you mean "Adam"?'),
         ("Lamb", {}, "norm over a whole layer"),
         ("Lion", {}, "torch has none; pass an optimizer of your own to thinwire.initialize"),
-        ("OneBitLamb", {}, "use OneBitAdam"),
+        ("OneBitLamb", {}, "use thinwire.OneBitLamb without the engine, or OneBitAdam"),
         ("AdamW", {"beta": [0.9, 0.99]}, '"optimizer.params.beta" is not a parameter of AdamW. Did you mean "betas"?'),
         ("AdamW", {"lr": "big"}, '"optimizer.params.lr" must be a number, got "big"'),
         ("AdamW", {"lr": True}, '"optimizer.params.lr" must be a number, got true'),

@@ -41,7 +41,7 @@ _REFUSED = {
     "MuAdam": "scale the learning rate of your parameter groups and use Adam",
     "MuAdamW": "scale the learning rate of your parameter groups and use AdamW",
     "MuSGD": "scale the learning rate of your parameter groups and use SGD",
-    "OneBitLamb": "use OneBitAdam",
+    "OneBitLamb": "it has no sharded form yet; use thinwire.OneBitLamb without the engine, or OneBitAdam",
     "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
     "ZeroOneAdam": "use OneBitAdam",
 }
