@@ -18,9 +18,10 @@ _FP32 = 4
 def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, warm: bool) -> dict[str, float]:
     """Bytes a rank holds between two steps, by category; `warm` before 1-bit Adam freezes.
 
-    Sharded states are those of `thinwire.zero.memory`. Unsharded 1-bit Adam adds to Adam's state a payload and, once
-    frozen, residuals: the worker's of what it sends, the owner's of its shard. 0/1 Adam adds its sum of local updates.
-    DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the model, and its factors.
+    Sharded states are those of `thinwire.zero.memory`. Unsharded 1-bit Adam adds a payload, the average of the own shard
+    and, once frozen and in its place, residuals: the worker's of what it sends, the owner's of its shard. 0/1 Adam adds
+    its sum of local updates. DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the model, and its
+    factors.
     """
     parameters = workload.model.parameters
     frozen_on_shards = method.algorithm == "onebit-adam" and method.stage > 0 and not warm
@@ -35,9 +36,12 @@ def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, 
         held["factors"] = factors * _FP32
     if method.is_one_bit and method.stage == 0:
         held["payload"] = parameters * _FP32
-        if not warm:
-            sent = parameters / (cluster.ranks_per_node if method.hierarchical else 1)
-            held["residuals"] = (sent + parameters / cluster.ranks) * _FP32
+        sent = parameters / (cluster.ranks_per_node if method.hierarchical else 1)
+        owned = parameters / cluster.ranks
+        if warm:
+            held["average"] = owned * _FP32
+        else:
+            held["residuals"] = (sent + owned) * _FP32
     if method.algorithm == "zero-one-adam":
         held["local updates"] = parameters * _FP32
     if workload.activations is not None:

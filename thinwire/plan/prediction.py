@@ -106,8 +106,8 @@ def _step(phase: Phase, workload: Workload, cluster: Cluster) -> StepPrediction:
     compute = workload.accumulation * (workload.forward_seconds + workload.backward_seconds) + phase.update
     cost = phase.forward.total * workload.accumulation + phase.backward.total * earlier
     cost += phase.buckets.total + phase.after
-    # What rounding leaves of a sum that hides everything is no exposure.
-    exposed = max(0.0, step - compute - cost.codec)
+    # What rounding leaves of such sums is no exposure.
+    exposed = min(max(0.0, step - compute - cost.codec), cost.wire)
     return StepPrediction(
         compute + cost.codec + exposed, compute, cost.codec, cost.wire, exposed, cost.bytes_sent, cost.bytes_between
     )

@@ -12,7 +12,7 @@ import torch
 from thinwire.comm import Communicator
 from thinwire.plan.calibration import Calibration, LinkFit, ProcessorRates
 from thinwire.plan.errors import PlanError, require_positive
-from thinwire.plan.probe_link import fit_link, hidden_part
+from thinwire.plan.probe_link import Stopwatch, fit_link, hidden_part
 from thinwire.plan.probe_processor import processor_rates
 
 __all__ = ["probe"]
@@ -33,8 +33,8 @@ class _Place:
 
 
 def probe(comm: Communicator, seconds: float = 45.0, device: torch.device | str = "cpu") -> Calibration:
-    """Measure links for about `seconds`, and a few seconds more the processor, with tensors on `device`; the same result
-    on every rank. Collective.
+    """Measure links for about `seconds`, then the processor for a few more, with tensors on `device`. Collective; the
+    result is the same on every rank.
 
     All nodes have to hold equally many ranks. On one rank there are no links to measure. Links between nodes are
     measured by one rank a node, those inside by all nodes at once.
@@ -45,18 +45,18 @@ def probe(comm: Communicator, seconds: float = 45.0, device: torch.device | str 
     require_positive("the seconds of a probe", seconds)
     place = _find_place(comm)
     device = torch.device(device)
-    rates = processor_rates(comm, device)
+    rates = processor_rates(Stopwatch(comm, device))
     between = comm.split(0 if place.index == 0 else None) if place.nodes > 1 else None
     inside = comm.split(place.node) if place.ranks_per_node > 1 else None
     for_links = (1 - _OVERLAP) * seconds
     for_between = for_links * (1.0 if place.ranks_per_node == 1 else _BETWEEN)
     for_inside = for_links * (1.0 if place.nodes == 1 else 1 - _BETWEEN)
-    between_fit = _on_every_rank(comm, None if between is None else fit_link(between, for_between, device))
-    inside_fit = _on_every_rank(comm, None if inside is None else fit_link(inside, for_inside, device))
+    between_fit = _on_every_rank(comm, None if between is None else fit_link(Stopwatch(between, device), for_between))
+    inside_fit = _on_every_rank(comm, None if inside is None else fit_link(Stopwatch(inside, device), for_inside))
     group, fit = (between, between_fit) if place.nodes > 1 else (inside, inside_fit)
     hidden = 1.0
     if fit is not None:
-        mine = None if group is None else hidden_part(group, fit, _OVERLAP * seconds, device)
+        mine = None if group is None else hidden_part(Stopwatch(group, device), fit, _OVERLAP * seconds)
         hidden = min(float(one) for one in comm.all_gather_bytes(b"" if mine is None else repr(mine).encode()) if one)
     return Calibration(
         backend=comm.backend,

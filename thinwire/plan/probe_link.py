@@ -17,7 +17,7 @@ from thinwire.plan.calibration import CollectiveFit, LinkFit
 from thinwire.plan.cluster import COLLECTIVES, Collective
 from thinwire.plan.fitting import fit_line
 
-__all__ = ["agreed_seconds", "fit_link", "hidden_part"]
+__all__ = ["Stopwatch", "fit_link", "hidden_part"]
 
 _SMALLEST, _LARGEST, _GROWTH = 4 << 10, 64 << 20, 4
 _LEAST_SIZES = 3
@@ -27,14 +27,39 @@ _PRODUCT_SIDE = 256
 _OVERLAP_REPETITIONS = 3
 
 
-def fit_link(comm: Communicator, seconds: float, device: torch.device) -> LinkFit:
-    """Latency and rate of every collective among the ranks of `comm`, in about `seconds`. Collective."""
+class Stopwatch:
+    """Times what the ranks of `comm` do together, on `device`, by `clock`, in seconds."""
+
+    def __init__(
+        self, comm: Communicator, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.comm = comm
+        self.device = device
+        self._clock = clock
+
+    def once(self, run: Callable[[], object]) -> float:
+        """Seconds of `run` on the rank that takes longest, all starting together; all ranks get it. Collective."""
+        self.comm.barrier()
+        before = self._clock()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        mine = struct.pack("<d", self._clock() - before)
+        return max(float(struct.unpack("<d", one)[0]) for one in self.comm.all_gather_bytes(mine))
+
+    def typical(self, run: Callable[[], object], repetitions: int) -> float:
+        """The median of that over `repetitions`. Collective."""
+        return median(self.once(run) for _ in range(repetitions))
+
+
+def fit_link(watch: Stopwatch, seconds: float) -> LinkFit:
+    """Latency and rate of every collective among the watch's ranks, in about `seconds`. Collective."""
     share = seconds / len(COLLECTIVES)
-    collectives = {name: _fit_collective(comm, name, share, device) for name in COLLECTIVES}
-    return LinkFit(ranks=comm.size, message=_message_seconds(comm, device), collectives=collectives)
+    collectives = {name: _fit_collective(watch, name, share) for name in COLLECTIVES}
+    return LinkFit(ranks=watch.comm.size, message=_message_seconds(watch), collectives=collectives)
 
 
-def hidden_part(comm: Communicator, fit: LinkFit, seconds: float, device: torch.device) -> float:
+def hidden_part(watch: Stopwatch, fit: LinkFit, seconds: float) -> float:
     """The part of an all-reduce that goes on while this rank multiplies matrices, from 0 to 1. Collective.
 
     Both take about as long; with t the times, (t_wire + t_computation - t_both) / min(t_wire, t_computation).
@@ -42,34 +67,24 @@ def hidden_part(comm: Communicator, fit: LinkFit, seconds: float, device: torch.
     reduction = fit.collectives["all_reduce"]
     each = seconds / (4 * _OVERLAP_REPETITIONS)
     nbytes = int(max(_SMALLEST, min(_LARGEST, each * reduction.bytes_per_second / 2)))
-    transfer = _operation(comm, "all_reduce", nbytes, device)
-    matrix = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device=device) / _PRODUCT_SIDE
-    wire = _repeat(comm, lambda: transfer().wait(), _OVERLAP_REPETITIONS, device)
-    one_product = _repeat(comm, lambda: _multiply(matrix, 10), _OVERLAP_REPETITIONS, device) / 10
+    transfer = _operation(watch, "all_reduce", nbytes)
+    matrix = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device=watch.device) / _PRODUCT_SIDE
+    wire = watch.typical(lambda: transfer().wait(), _OVERLAP_REPETITIONS)
+    one_product = watch.typical(lambda: _multiply(matrix, 10), _OVERLAP_REPETITIONS) / 10
     products = max(1, round(wire / one_product))
-    computation = _repeat(comm, lambda: _multiply(matrix, products), _OVERLAP_REPETITIONS, device)
+    computation = watch.typical(lambda: _multiply(matrix, products), _OVERLAP_REPETITIONS)
 
     def both() -> None:
         work = transfer()
         _multiply(matrix, products)
         work.wait()
 
-    together = _repeat(comm, both, _OVERLAP_REPETITIONS, device)
+    together = watch.typical(both, _OVERLAP_REPETITIONS)
     return max(0.0, min(1.0, (wire + computation - together) / min(wire, computation)))
 
 
-def agreed_seconds(comm: Communicator, run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `run` on the rank that takes longest, all starting together; the same on every rank. Collective."""
-    comm.barrier()
-    before = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    mine = time.perf_counter() - before
-    return max(float(struct.unpack("<d", one)[0]) for one in comm.all_gather_bytes(struct.pack("<d", mine)))
-
-
-def _fit_collective(comm: Communicator, name: Collective, seconds: float, device: torch.device) -> CollectiveFit:
+def _fit_collective(watch: Stopwatch, name: Collective, seconds: float) -> CollectiveFit:
+    comm = watch.comm
     nbytes = _SMALLEST
     inputs: list[int] = []
     times: list[float] = []
@@ -79,10 +94,10 @@ def _fit_collective(comm: Communicator, name: Collective, seconds: float, device
         expected = times[-1] * _GROWTH if times else 0.0
         if len(times) >= _LEAST_SIZES and spent + _LEAST_REPETITIONS * expected > seconds:
             break
-        start = _operation(comm, name, nbytes, device)
+        start = _operation(watch, name, nbytes)
         start().wait()
         repetitions = _MOST_REPETITIONS if _MOST_REPETITIONS * expected < seconds / 10 else _LEAST_REPETITIONS
-        times.append(_repeat(comm, lambda start=start: start().wait(), repetitions, device))  # type: ignore[misc]
+        times.append(watch.typical(lambda start=start: start().wait(), repetitions))  # type: ignore[misc]
         inputs.append(_input_bytes(comm, name, nbytes))
         spent += (repetitions + 1) * times[-1]
         nbytes *= _GROWTH
@@ -99,7 +114,8 @@ def _input_bytes(comm: Communicator, name: Collective, nbytes: int) -> int:
     return 4 * parts * (1 if name == "all_gather" else comm.size)
 
 
-def _operation(comm: Communicator, name: Collective, nbytes: int, device: torch.device) -> Callable[[], Work]:
+def _operation(watch: Stopwatch, name: Collective, nbytes: int) -> Callable[[], Work]:
+    comm, device = watch.comm, watch.device
     elements = _input_bytes(comm, name, nbytes) // 4
     # Zeros, so that sums that go round and round stay finite.
     source = torch.zeros(elements, device=device)
@@ -110,9 +126,10 @@ def _operation(comm: Communicator, name: Collective, nbytes: int, device: torch.
     return lambda: start(target, source, async_op=True)
 
 
-def _message_seconds(comm: Communicator, device: torch.device) -> float:
+def _message_seconds(watch: Stopwatch) -> float:
     """What one message costs where many leave one after another and wait for nothing."""
-    sources = [torch.zeros(comm.size, dtype=torch.uint8, device=device) for _ in range(_MESSAGES)]
+    comm = watch.comm
+    sources = [torch.zeros(comm.size, dtype=torch.uint8, device=watch.device) for _ in range(_MESSAGES)]
     targets: list[Tensor] = [torch.empty_like(source) for source in sources]
 
     def all_at_once() -> None:
@@ -123,11 +140,7 @@ def _message_seconds(comm: Communicator, device: torch.device) -> float:
             work.wait()
 
     all_at_once()
-    return _repeat(comm, all_at_once, _MOST_REPETITIONS, device) / (_MESSAGES * (comm.size - 1))
-
-
-def _repeat(comm: Communicator, run: Callable[[], object], repetitions: int, device: torch.device) -> float:
-    return median(agreed_seconds(comm, run, device) for _ in range(repetitions))
+    return watch.typical(all_at_once, _MOST_REPETITIONS) / (_MESSAGES * (comm.size - 1))
 
 
 def _multiply(matrix: Tensor, times: int) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 
 import torch
 
-from thinwire.comm import Communicator
 from thinwire.compress import make_codec
-from thinwire.plan.probe_link import agreed_seconds
+from thinwire.plan.probe_link import Stopwatch
 
 __all__ = ["processor_rates"]
 
@@ -18,10 +16,11 @@ _MOST_PACKETS = 16
 _REPETITIONS = 5
 
 
-def processor_rates(comm: Communicator, device: torch.device) -> dict[str, float]:
+def processor_rates(watch: Stopwatch) -> dict[str, float]:
     """The rates of `thinwire.plan.Processor`, by name, all but `overlap`; the same on every rank. Collective."""
     codec = make_codec("sign1")
-    workers = min(max(comm.size, 2), _MOST_PACKETS)
+    device = watch.device
+    workers = min(max(watch.comm.size, 2), _MOST_PACKETS)
     shard = _ELEMENTS // workers // codec.block_size * codec.block_size
     payload, residual = torch.randn(2, _ELEMENTS, device=device)
     packet = torch.empty(1, codec.packet_bytes(_ELEMENTS), dtype=torch.uint8, device=device)
@@ -34,7 +33,7 @@ def processor_rates(comm: Communicator, device: torch.device) -> dict[str, float
 
     def rate(amount: float, run: Callable[[], object]) -> float:
         run()
-        return amount / median(agreed_seconds(comm, run, device) for _ in range(_REPETITIONS))
+        return amount / watch.typical(run, _REPETITIONS)
 
     return {
         "memory": rate(2 * decoded.nbytes, lambda: decoded.copy_(payload)),

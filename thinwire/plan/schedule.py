@@ -67,7 +67,7 @@ class Schedule:
         freeze = self.var_freeze_step if self.var_freeze_step is not None else round(self.warmup * self.steps)
         first_phase = min(freeze, self.steps)
         exact = self._variance_updates(first_phase)
-        updates = self._synchronisations(self.steps - first_phase)
+        updates = self._synchronisations(first_phase)
         return ZeroOneSteps(exact, first_phase - exact, updates, self.steps - first_phase - updates)
 
     def _variance_updates(self, steps: int) -> int:
@@ -81,13 +81,14 @@ class Schedule:
             interval *= 2
         return updates
 
-    def _synchronisations(self, steps: int) -> int:
-        """Of `steps` local ones: one an interval, which doubles every `local_step_scaler` steps up to the clipper."""
-        synchronised, interval = 0, 1
-        while steps > 0:
+    def _synchronisations(self, frozen_at: int) -> int:
+        """Of the steps after `frozen_at`: those divisible by an interval that doubles every `local_step_scaler` steps,
+        up to `local_step_clipper`."""
+        synchronised, reached, interval = 0, frozen_at, 1
+        while reached < self.steps:
             grows = interval < self.local_step_clipper
-            here = min(steps, self.local_step_scaler) if grows else steps
-            synchronised += here // interval
-            steps -= here
+            end = min(self.steps, reached + self.local_step_scaler) if grows else self.steps
+            synchronised += end // interval - reached // interval
+            reached = end
             interval = min(2 * interval, self.local_step_clipper)
         return synchronised
