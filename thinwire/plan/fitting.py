@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from math import log
 from statistics import median
 
 __all__ = ["fit_line"]
@@ -12,9 +13,12 @@ __all__ = ["fit_line"]
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Intercept ≥ 0, slope > 0 and error of the line seconds = intercept + slope · amount.
 
-    Minimises the sum of relative absolute errors, |line / seconds - 1|: some line through two of the points, or through
-    one and the origin, does. The error is the median of those. Raises ValueError for fewer than two different amounts,
-    or amounts and seconds that are not positive.
+    Among the lines through two of the points, or through one and the origin, takes the one with the least sum of
+    amount^¼ · |log(line / seconds)|: relative, as amounts span orders of magnitude; large ones count more, as they are
+    what training sends, and small ones may pass a shaper's burst unhindered. The error is the median of
+    |line / seconds - 1|.
+
+    Raises ValueError for fewer than two different amounts, or amounts and seconds that are not positive.
     """
     points = list(zip(amounts, seconds, strict=True))
     if len(set(amounts)) < 2 or any(amount <= 0 or second <= 0 for amount, second in points):
@@ -27,8 +31,9 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float,
             if slope > 0 and intercept >= 0:
                 lines.append((intercept, slope))
 
-    def errors(line: tuple[float, float]) -> list[float]:
-        return [abs((line[0] + line[1] * amount) / second - 1) for amount, second in points]
+    def badness(line: tuple[float, float]) -> float:
+        return sum(amount**0.25 * abs(log((line[0] + line[1] * amount) / second)) for amount, second in points)
 
-    best = min(lines, key=lambda line: sum(errors(line)))
-    return *best, median(errors(best))
+    intercept, slope = min(lines, key=badness)
+    error = median(abs((intercept + slope * amount) / second - 1) for amount, second in points)
+    return intercept, slope, error
