@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from math import log
+from math import log, sqrt
 from statistics import median
 
 __all__ = ["fit_line"]
@@ -32,7 +32,7 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float,
                 lines.append((intercept, slope))
 
     def badness(line: tuple[float, float]) -> float:
-        return sum(amount**0.25 * abs(log((line[0] + line[1] * amount) / second)) for amount, second in points)
+        return sum(sqrt(sqrt(amount)) * abs(log((line[0] + line[1] * amount) / second)) for amount, second in points)
 
     intercept, slope = min(lines, key=badness)
     error = median(abs((intercept + slope * amount) / second - 1) for amount, second in points)
