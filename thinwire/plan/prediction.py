@@ -42,11 +42,16 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a method will do. `average`: of the whole run's steps. `phases`: of one step of each kind, by name, and
-    `shares`, the part of the steps that are of it. `memory`: bytes a rank holds, by category, when it holds most."""
+    """What a method will do.
+
+    `average`: of the whole run's steps; `steady`: of those after the warmup, or of all where there are no others.
+    `phases`: of one step of each kind, by name, and `shares`, the part of the steps that are of it. `memory`: bytes a
+    rank holds, by category, when it holds most.
+    """
 
     method: Method
     average: StepPrediction
+    steady: StepPrediction
     phases: Mapping[str, StepPrediction]
     shares: Mapping[str, float]
     memory: Mapping[str, float]
@@ -57,22 +62,9 @@ class Prediction:
         return self.average.step
 
     @property
-    def steady(self) -> StepPrediction:
-        """A step once warm: the average of the phases after the warmup, or of all where there is no other."""
-        after = {name: share for name, share in self.shares.items() if name in self._steady_names}
-        return _average([self.phases[name] for name in after], list(after.values()))
-
-    @property
     def memory_bytes(self) -> float:
         """Bytes a rank holds when it holds most."""
         return sum(self.memory.values())
-
-    @property
-    def _steady_names(self) -> list[str]:
-        return [name for name in self.phases if name not in _WARM_NAMES] or list(self.phases)
-
-
-_WARM_NAMES = ("warmup", "exact", "exact gradients")
 
 
 def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Schedule | None = None) -> Prediction:
@@ -86,10 +78,13 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
         )
     parts = phases(method, workload, cluster, schedule or Schedule())
     steps = [_step(phase, workload, cluster) for phase in parts]
+    shares = [phase.share for phase in parts]
+    steady_shares = [0.0 if phase.warm else phase.share for phase in parts]
     held = [memory_by_category(method, workload, cluster, warm=phase.warm) for phase in parts]
     return Prediction(
         method,
-        _average(steps, [phase.share for phase in parts]),
+        _average(steps, shares),
+        _average(steps, steady_shares if any(steady_shares) else shares),
         {phase.name: step for phase, step in zip(parts, steps, strict=True)},
         {phase.name: phase.share for phase in parts},
         max(held, key=lambda categories: sum(categories.values())),
