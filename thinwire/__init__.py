@@ -12,7 +12,7 @@ from thinwire.compress import OneBitAdam, OneBitLamb, ShardedOneBitAdam
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
-    from thinwire import engine, pld, sparse_attn
+    from thinwire import engine, plan, pld, sparse_attn
     from thinwire.engine import initialize
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "compress",
     "engine",
     "initialize",
+    "plan",
     "pld",
     "sparse_attn",
     "zero",
@@ -34,8 +35,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # The engine needs pydantic and safetensors, which a swap of the optimizer class does not.
-    if name in ("engine", "pld", "sparse_attn"):
+    # Engine and plan need pydantic and safetensors, which a swap of the optimizer class does not.
+    if name in ("engine", "plan", "pld", "sparse_attn"):
         return importlib.import_module(f"thinwire.{name}")
     if name == "initialize":
         return importlib.import_module("thinwire.engine").initialize

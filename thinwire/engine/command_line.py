@@ -1,4 +1,4 @@
-"""The `thinwire` command: what can be done about a training job from outside it."""
+"""The `thinwire` command: what can be done about a training job from outside it, before and after it runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from thinwire.comm import CommunicationError
 from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.command_line import UsageError, add_commands
+from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
+from thinwire.plan.errors import PlanError
 
 __all__ = ["main"]
 
@@ -15,15 +18,17 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the process; returns the exit code."""
     parser = argparse.ArgumentParser(prog="thinwire", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="checkpoint")
+    commands = parser.add_subparsers(required=True, metavar="checkpoint|plan|probe")
     add_commands(commands.add_parser("checkpoint", help="verify, inspect or export checkpoints"))
+    add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))
+    add_probe_arguments(commands.add_parser("probe", help="measure the network for plan; under torchrun or mpirun"))
     parsed = parser.parse_args(arguments)
     try:
         exit_code: int = parsed.run(parsed)
-    except UsageError as error:
+    except (UsageError, PlanError) as error:
         print(f"thinwire: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, CommunicationError, OSError) as error:
         print(f"thinwire: {error}", file=sys.stderr)
         return 1
     return exit_code

@@ -1,0 +1,111 @@
+"""Predicted bytes beside what the library sends and holds in a real run, on threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.plan.strategies import ethernet
+from thinwire import OneBitAdam, ShardedOneBitAdam, ShardedOptimizer
+from thinwire.comm import Communicator, threads
+from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, predict
+from thinwire.zero.live_tensors import live_tensor_bytes
+
+WIDTH, LAYERS = 300, 5
+PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
+BUCKET_BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # one layer each
+MODEL = Transformer("five layers", PARAMETERS, (Matrices(WIDTH, WIDTH, LAYERS),))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+def predicted(method: Method, ranks: int, **schedule: object) -> Prediction:
+    workload = Workload(MODEL, 0.1, 0.2)
+    run = Schedule(4, 0.5, bucket_bytes=BUCKET_BYTES, **schedule)  # type: ignore[arg-type]
+    return predict(workload, ethernet(ranks), method, run)
+
+
+def sent_a_step(make: Callable[[nn.Module, Communicator], torch.optim.Optimizer], ranks: int) -> list[int]:
+    """Bytes that rank 0 sends in each of five steps; the third ends with the freeze."""
+
+    def rank(comm: Communicator) -> list[int]:
+        model = make_model()
+        optimizer = make(model, comm)
+        sent = [optimizer.bytes_sent]  # type: ignore[attr-defined]
+        for _ in range(5):
+            model(torch.randn(7, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append(optimizer.bytes_sent)  # type: ignore[attr-defined]
+        return [after - before for before, after in itertools.pairwise(sent)]
+
+    return threads.run(rank, ranks)[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_bytes_of_onebit_adam(ranks: int, wire) -> None:
+    sent = sent_a_step(
+        lambda model, comm: OneBitAdam(
+            model.parameters(), freeze_step=3, comm=comm, bucket_bytes=BUCKET_BYTES, warmup_wire=wire
+        ),
+        ranks,
+    )
+    phases = predicted(Method("onebit-adam"), ranks, warmup_wire=wire).phases
+    assert sent[1] == pytest.approx(phases["warmup"].bytes_sent, rel=0.01)
+    assert sent[4] == pytest.approx(phases["frozen"].bytes_sent, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bytes_of_onebit_adam_on_shards(ranks: int, stage: int) -> None:
+    sent = sent_a_step(
+        lambda model, comm: ShardedOneBitAdam(
+            model.parameters(), freeze_step=3, comm=comm, stage=stage, bucket_bytes=BUCKET_BYTES
+        ),
+        ranks,
+    )
+    phases = predicted(Method("onebit-adam", stage), ranks, resync_interval=10**9).phases
+    assert sent[1] == pytest.approx(phases["warmup"].bytes_sent, rel=0.02)
+    assert sent[4] == pytest.approx(phases["frozen"].bytes_sent, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bytes_of_adam_on_shards(ranks: int, stage: int) -> None:
+    sent = sent_a_step(
+        lambda model, comm: ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, comm=comm, stage=stage, bucket_bytes=BUCKET_BYTES
+        ),
+        ranks,
+    )
+    assert sent[4] == pytest.approx(predicted(Method("sharded-adam", stage), ranks).average.bytes_sent, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_memory_of_onebit_adam(ranks: int) -> None:
+    """Formulas know no padding."""
+
+    def rank(comm: Communicator) -> list[int]:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=2, comm=comm, bucket_bytes=BUCKET_BYTES)
+        held = []
+        for _ in range(4):
+            model(torch.randn(7, WIDTH)).square().mean().backward()
+            optimizer.step()
+            held.append(sum(live_tensor_bytes(model, optimizer).values()))
+            optimizer.zero_grad()
+        return held
+
+    held = threads.run(rank, ranks)[0]
+    warm = predict(Workload(MODEL, 0.1, 0.2), ethernet(ranks), Method("onebit-adam"), Schedule(4, 1.0))
+    frozen = predict(Workload(MODEL, 0.1, 0.2), ethernet(ranks), Method("onebit-adam"), Schedule(4, 0.0))
+    assert held[0] == pytest.approx(warm.memory_bytes, rel=0.1)
+    assert held[3] == pytest.approx(frozen.memory_bytes, rel=0.1)

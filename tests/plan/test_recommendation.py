@@ -1,0 +1,94 @@
+"""What is recommended is the fastest that fits, and break-even rates are where one becomes faster than the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.strategies import GIGABIT, bert, ethernet, jobs
+from thinwire.plan import Method, PlanError, Schedule, break_even_rate, methods_for, plan, predict
+from thinwire.plan.recommendation import BASELINE
+
+
+@settings(deadline=None, max_examples=30)
+@given(jobs(), st.none() | st.floats(1e6, 1e13))
+def test_the_best_is_the_fastest_that_fits(job, limit) -> None:
+    workload, cluster, _, schedule = job
+    methods = methods_for(cluster, ("ddp-bf16", "sharded-adam", "powersgd"))
+    made = plan(workload, cluster, methods, schedule, limit)
+    assert [one.method for one in made.predictions] == methods
+    fitting = [one for one in made.predictions if made.fits(one)]
+    if not fitting:
+        assert made.best is None
+        return
+    assert made.best in fitting
+    assert made.best.step_seconds == min(one.step_seconds for one in fitting)
+    if limit is not None:
+        assert made.best.memory_bytes <= limit
+
+
+@settings(deadline=None, max_examples=10)
+@given(jobs())
+def test_break_even_is_where_the_faster_one_changes(job) -> None:
+    workload, cluster, _, schedule = job
+    for method in (one for one in methods_for(cluster) if one.is_one_bit):
+        rate = break_even_rate(workload, cluster, method, schedule)
+        if 0 < rate < math.inf:
+            which = "between" if cluster.nodes > 1 else "inside"
+
+            def gain(factor: float, which: str = which, rate: float = rate, method: Method = method) -> float:
+                there = replace(cluster, **{which: getattr(cluster, which).with_rate(rate * factor)})
+                ours = predict(workload, there, method, schedule).step_seconds
+                return predict(workload, there, BASELINE, schedule).step_seconds - ours
+
+            assert gain(1 - 1e-6) > 0 >= gain(1 + 1e-6)
+
+
+def test_one_bit_wins_below_it_and_only_there() -> None:
+    schedule = Schedule(warmup=0.1)
+    for nodes in (4, 64):
+        cluster = ethernet(nodes)
+        rate = break_even_rate(bert("large"), cluster, Method("onebit-adam"), schedule)
+        assert 0.1 * GIGABIT < rate < 400 * GIGABIT
+        slower, faster = (
+            plan(
+                bert("large"), ethernet(nodes, 1, rate * factor / GIGABIT), [BASELINE, Method("onebit-adam")], schedule
+            )
+            for factor in (0.5, 2.0)
+        )
+        assert slower.best is not None
+        assert slower.best.method.is_one_bit
+        assert faster.best is not None
+        assert faster.best.method == BASELINE
+
+
+def test_never_and_always() -> None:
+    workload = bert("large")
+    only_warmup = Schedule(warmup=1.0)
+    # A warmup in fp32 sends twice what DDP sends in bf16; on one rank, casting to bf16 and back is for nothing.
+    assert break_even_rate(workload, ethernet(4), Method("onebit-adam"), only_warmup) == 0.0
+    assert break_even_rate(workload, ethernet(1), Method("onebit-adam"), only_warmup) == math.inf
+
+
+def test_memory_decides_for_shards() -> None:
+    cluster = ethernet(4)
+    methods = methods_for(cluster, ("ddp-bf16", "onebit-adam", "sharded-adam"))
+    everything = plan(bert("large"), cluster, methods)
+    assert everything.best is not None
+    assert everything.best.method.stage in (0, 1)
+    narrow = plan(bert("large"), cluster, methods, memory_limit=2e9)
+    assert narrow.best is not None
+    assert narrow.best.method == Method("sharded-adam", 3)
+    assert plan(bert("large"), cluster, methods, memory_limit=1e6).best is None
+
+
+def test_nothing_to_plan() -> None:
+    with pytest.raises(PlanError, match="at least one method"):
+        plan(bert(), ethernet(), [])
+    for limit in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(PlanError, match="memory limit"):
+            plan(bert(), ethernet(), [BASELINE], memory_limit=limit)

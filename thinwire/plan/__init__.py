@@ -1,0 +1,41 @@
+"""Plans a training job before it runs: step time, bytes and memory of every method on a given cluster, by a cost model
+that a probe of the real network calibrates."""
+
+from __future__ import annotations
+
+from thinwire.plan.calibration import Calibration, load_calibration, save_calibration
+from thinwire.plan.cluster import Cluster, Link, Processor, Speed
+from thinwire.plan.errors import PlanError
+from thinwire.plan.methods import Method, methods_for
+from thinwire.plan.prediction import Prediction, StepPrediction, predict
+from thinwire.plan.probe import probe
+from thinwire.plan.recommendation import Plan, break_even_rate, plan
+from thinwire.plan.schedule import Schedule
+from thinwire.plan.workload import Activations, Matrices, Transformer, Workload, named_model, plain_model
+
+__all__ = [
+    "Activations",
+    "Calibration",
+    "Cluster",
+    "Link",
+    "Matrices",
+    "Method",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "Processor",
+    "Schedule",
+    "Speed",
+    "StepPrediction",
+    "Transformer",
+    "Workload",
+    "break_even_rate",
+    "load_calibration",
+    "methods_for",
+    "named_model",
+    "plain_model",
+    "plan",
+    "predict",
+    "probe",
+    "save_calibration",
+]

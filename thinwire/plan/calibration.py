@@ -1,0 +1,117 @@
+"""What a probe measured of a cluster, as a JSON file: the one input of a plan that is not typed by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from thinwire.plan.cluster import COLLECTIVES, Collective, Link, Processor, Speed
+from thinwire.plan.errors import PlanError
+
+__all__ = ["Calibration", "CollectiveFit", "LinkFit", "ProcessorRates", "load_calibration", "save_calibration"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class CollectiveFit(_Section):
+    """Seconds = `intercept` + sent bytes / `bytes_per_second`, as measured at these `input_bytes` in `seconds`.
+
+    `error`: the median of |fit / measured - 1| over the sizes.
+    """
+
+    intercept: float = Field(ge=0)
+    bytes_per_second: float = Field(gt=0)
+    error: float = Field(ge=0)
+    input_bytes: list[int]
+    seconds: list[float]
+
+
+class LinkFit(_Section):
+    """The link among `ranks` ranks; `message`: seconds a message among many that wait for nothing."""
+
+    ranks: int = Field(ge=2)
+    message: float = Field(ge=0)
+    collectives: dict[Collective, CollectiveFit]
+
+    @model_validator(mode="after")
+    def _all_collectives(self) -> LinkFit:
+        if missing := [name for name in COLLECTIVES if name not in self.collectives]:
+            raise ValueError(f"{', '.join(missing)} missing")
+        return self
+
+
+class ProcessorRates(_Section):
+    """Elements a second, and bytes a second of memory, as `thinwire.plan.Processor` has them."""
+
+    memory: float = Field(gt=0)
+    encode: float = Field(gt=0)
+    decode: float = Field(gt=0)
+    average: float = Field(gt=0)
+    adam: float = Field(gt=0)
+    overlap: float = Field(ge=0, le=1)
+
+
+class Calibration(_Section):
+    """One probe. `between`: the link of a node to others, measured by one rank a node; `inside`: among the ranks of one
+    node; None where there is none."""
+
+    format: Literal[1] = 1
+    backend: str
+    nodes: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    between: LinkFit | None
+    inside: LinkFit | None
+    processor: ProcessorRates
+
+    def link(self, which: Literal["between", "inside"]) -> Link | None:
+        """The link for a Cluster, or None where it was not there to be measured."""
+        fit: LinkFit | None = getattr(self, which)
+        return None if fit is None else _link(fit)
+
+    def make_processor(self, overlap: float | None = None) -> Processor:
+        """The processor for a Cluster; `overlap` in place of the measured one."""
+        rates = self.processor
+        measured = rates.overlap if overlap is None else overlap
+        return Processor(rates.memory, rates.encode, rates.decode, rates.average, rates.adam, measured)
+
+
+def load_calibration(path: str | os.PathLike[str]) -> Calibration:
+    """Read a file that `thinwire probe` wrote. Raises PlanError for one that cannot be read or is something else."""
+    try:
+        return Calibration.model_validate_json(Path(path).read_bytes())
+    except OSError as error:
+        raise PlanError(f"the calibration {path} cannot be read: {error.strerror or error}") from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
+        raise PlanError(f"{path} is no calibration of thinwire probe: {problems}") from None
+
+
+def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
+    """Write the file. It appears whole or not at all."""
+    tree: dict[str, Any] = calibration.model_dump()
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _link(fit: LinkFit) -> Link:
+    """What a round costs: the intercept, shared among the rounds of the collective, further messages taken off."""
+    measured = {name: _speed(name, one, fit) for name, one in fit.collectives.items()}
+    return Link(measured["all_reduce"], fit.message, measured)
+
+
+def _speed(name: Collective, one: CollectiveFit, fit: LinkFit) -> Speed:
+    alone = Link.of(one.bytes_per_second, 1.0, 0.0)
+    one_second_a_round = alone.seconds(name, fit.ranks, 0)
+    further = Link.of(one.bytes_per_second, 0.0, fit.message).seconds(name, fit.ranks, 0)
+    return Speed(max(0.0, one.intercept - further) / one_second_a_round, one.bytes_per_second)

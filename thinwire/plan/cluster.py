@@ -1,0 +1,150 @@
+"""Where it is to be trained: nodes, ranks, the links between and inside nodes, and what a rank computes besides the
+model. Links follow the alpha-beta model: so many seconds a round, so many bytes a second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from thinwire.plan.errors import PlanError, require_positive, require_whole
+
+__all__ = ["COLLECTIVES", "Cluster", "Collective", "Link", "Processor", "Speed", "rounds"]
+
+Collective = Literal["all_to_all", "all_gather", "all_reduce"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+# Bytes of memory traffic an element, as docs/design.md counts them for the fused kernels.
+_ENCODE_BYTES = 12 + 1 / 8
+_DECODE_BYTES = 4 + 1 / 8
+_AVERAGE_BYTES = 1 / 8 + 4 / 4  # a code read, and a sum written for every four
+# AdamW reads weight, gradient and both moments, and writes all but the gradient.
+_ADAM_BYTES = 28
+
+
+def rounds(collective: Collective, ranks: int) -> int:
+    """Messages of a rank that wait for one another, each of which pays the latency.
+
+    None do in an all-to-all. All-gather and all-reduce need ⌈log₂ N⌉ and twice that in the best algorithms (recursive
+    doubling and halving, trees), which rings do not reach: a baseline is not made slow.
+    """
+    if ranks == 1:
+        return 0
+    depth = {"all_to_all": 1, "all_gather": math.ceil(math.log2(ranks)), "all_reduce": 2 * math.ceil(math.log2(ranks))}
+    return depth[collective]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one collective on one link: seconds a round and bytes a second."""
+
+    latency: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        require_positive("a link's bytes per second", self.bytes_per_second)
+        if not 0 <= self.latency < math.inf:
+            raise PlanError(f"a link's latency must be a number of seconds, at least 0, got {self.latency!r}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries a collective: one speed for all, unless `measured` has this collective's own.
+
+    Bytes a second are those that a node sends to others (between nodes), or a rank (inside a node). `message`: seconds
+    that each further message of an all-to-all costs, which leave one after the other without waiting for an answer.
+    """
+
+    speed: Speed
+    message: float
+    measured: Mapping[Collective, Speed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.message < math.inf:
+            raise PlanError(f"a message's cost must be a number of seconds, at least 0, got {self.message!r}")
+
+    @classmethod
+    def of(cls, bytes_per_second: float, latency: float, message: float) -> Link:
+        """A link with the same rate, and latency in seconds, for every collective."""
+        return cls(Speed(latency, bytes_per_second), message)
+
+    def seconds(self, collective: Collective, ranks: int, nbytes: float) -> float:
+        """Of a collective among `ranks` that sends `nbytes` over this link."""
+        speed = self.measured.get(collective, self.speed)
+        further = max(ranks - 2, 0) if collective == "all_to_all" else 0
+        return rounds(collective, ranks) * speed.latency + further * self.message + nbytes / speed.bytes_per_second
+
+    def with_rate(self, bytes_per_second: float) -> Link:
+        """The same latencies at another rate; collectives keep their rates relative to each other."""
+        factor = bytes_per_second / self.speed.bytes_per_second
+        return replace(
+            self,
+            speed=replace(self.speed, bytes_per_second=bytes_per_second),
+            measured={
+                name: replace(one, bytes_per_second=one.bytes_per_second * factor)
+                for name, one in self.measured.items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What a rank does besides the model, in elements a second, and what of the wire goes on meanwhile.
+
+    `encode`: the fused 1-bit encode with residual; `decode`; `average`: codes that an owner decodes and averages;
+    `adam`: AdamW in fp32. `memory`: bytes a second of memory traffic, for passes that have no rate of their own.
+    `overlap`: the part of a transfer that goes on while the processor computes, from 0 (none) to 1 (all).
+    """
+
+    memory: float
+    encode: float
+    decode: float
+    average: float
+    adam: float
+    overlap: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "encode", "decode", "average", "adam"):
+            require_positive(f"a processor's {name} rate", getattr(self, name))
+        if not 0 <= self.overlap <= 1:
+            raise PlanError(f"overlap must be from 0 to 1, got {self.overlap!r}")
+
+    @classmethod
+    def of_memory(cls, bytes_per_second: float, overlap: float = 1.0) -> Processor:
+        """A processor whose passes all run at the speed of its memory."""
+        require_positive("the memory's bytes per second", bytes_per_second)
+        return cls(
+            bytes_per_second,
+            bytes_per_second / _ENCODE_BYTES,
+            bytes_per_second / _DECODE_BYTES,
+            bytes_per_second / _AVERAGE_BYTES,
+            bytes_per_second / _ADAM_BYTES,
+            overlap,
+        )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` of `ranks_per_node` ranks; `between` is the link of a whole node, which its ranks share, and `inside`
+    that of a rank to the others of its node."""
+
+    nodes: int
+    ranks_per_node: int
+    between: Link
+    inside: Link
+    processor: Processor
+
+    def __post_init__(self) -> None:
+        require_whole("nodes", self.nodes)
+        require_whole("ranks_per_node", self.ranks_per_node)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def has_hierarchy(self) -> bool:
+        """Whether there is an inside and a between."""
+        return self.nodes > 1 and self.ranks_per_node > 1

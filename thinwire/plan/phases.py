@@ -1,0 +1,208 @@
+"""What a step of each method sends and computes, in each phase of a run: the one place that knows the methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from thinwire.compress import Codec, make_codec
+from thinwire.plan.cluster import Cluster
+from thinwire.plan.costs import Cost, compute, everywhere
+from thinwire.plan.exchanges import gather, hierarchical_exchange, reduce, two_legs
+from thinwire.plan.methods import Method
+from thinwire.plan.overlap import NO_BUCKETS, Buckets, cut
+from thinwire.plan.schedule import Schedule
+from thinwire.plan.workload import Matrices, Workload
+
+__all__ = ["Phase", "phases"]
+
+_DDP_BUCKET_BYTES = 25 << 20  # torch's
+
+# Memory traffic, bytes an element, of passes without a rate of their own.
+_APPLY_BYTES = 12  # update and weight in, weight out
+_LOCAL_STEP_BYTES = 40  # gradient, momentum, denominator, weight and sum in; momentum, weight and sum out; scaled twice
+_POWERSGD_BYTES = 44  # error in and out, a copy, two products with factors, their product, the difference
+
+_EXACT = {"fp32": make_codec("none"), "bf16": make_codec("bf16")}
+_SIGN1 = make_codec("sign1")
+_NOTHING = Cost()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A kind of step, and the part of the run's steps that are of it.
+
+    `buckets` leave beside the last backward, `forward` beside every forward, `backward` beside every backward but the
+    last; nothing hides what comes `after`. `update`: seconds of the optimizer. `warm`: before the freeze.
+    """
+
+    name: str
+    share: float
+    buckets: Buckets
+    update: float
+    after: Cost = _NOTHING
+    forward: Buckets = NO_BUCKETS
+    backward: Buckets = NO_BUCKETS
+    warm: bool = False
+
+
+def phases(method: Method, workload: Workload, cluster: Cluster, schedule: Schedule) -> list[Phase]:
+    """The phases of a run with `method`, of which the shares add up to 1; those that no step is in are left out."""
+    make = {
+        "ddp-fp32": _ddp,
+        "ddp-bf16": _ddp,
+        "powersgd": _powersgd,
+        "sharded-adam": _sharded_adam,
+        "onebit-adam": _onebit_adam,
+        "zero-one-adam": _zero_one_adam,
+    }[method.algorithm]
+    everything = make(_Setting(method, workload, cluster, schedule))
+    return [phase for phase in everything if phase.share > 0]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    method: Method
+    workload: Workload
+    cluster: Cluster
+    schedule: Schedule
+
+    @property
+    def parameters(self) -> int:
+        return self.workload.model.parameters
+
+    @property
+    def adam_seconds(self) -> float:
+        """Of AdamW on what one rank owns of the state."""
+        whole = self.workload.update_seconds
+        if whole is None:
+            whole = self.parameters / self.cluster.processor.adam
+        return whole / (self.cluster.ranks if self.method.stage > 0 else 1)
+
+    def pass_seconds(self, bytes_an_element: float) -> float:
+        """Of one pass over all parameters at the speed of memory."""
+        return self.parameters * bytes_an_element / self.cluster.processor.memory
+
+    def in_buckets(self, bucket_elements: int, cost: Callable[[int], Cost]) -> Buckets:
+        """The model in buckets of about `bucket_elements`, each of which costs what `cost` says of its elements."""
+        return cut(self.parameters, self.workload.model.last_elements, bucket_elements, cost)
+
+    def exchanged(self, codec: Codec) -> Buckets:
+        """Averages through `codec` as thinwire's unsharded optimizers make them, flat or by node."""
+        exchange = hierarchical_exchange if self.method.hierarchical else two_legs
+        return self.in_buckets(
+            max(1, self.schedule.bucket_bytes // 4), lambda elements: exchange(self.cluster, elements, codec)
+        )
+
+    def exact_buckets(self) -> Buckets:
+        """Exact averages while the variance is not frozen."""
+        return self.exchanged(_EXACT[self.schedule.warmup_wire])
+
+    def sharded_gradients(self) -> Buckets:
+        """Gradients on their way to their owners, in the weights' dtype."""
+        codec = _EXACT[self.workload.dtype]
+        return self.in_buckets(
+            max(1, self.schedule.bucket_bytes // self.workload.element_bytes),
+            lambda elements: two_legs(self.cluster, elements, codec, back=False),
+        )
+
+    def gathered_weights(self) -> Buckets:
+        """Weights on their way from their owners."""
+        size = self.workload.element_bytes
+        return self.in_buckets(
+            max(1, self.schedule.bucket_bytes // size), lambda elements: gather(self.cluster, elements, size)
+        )
+
+
+def _ddp(setting: _Setting) -> list[Phase]:
+    size = setting.workload.element_bytes
+    wire_bytes = 2 if setting.method.algorithm == "ddp-bf16" else size
+    buckets = setting.in_buckets(
+        _DDP_BUCKET_BYTES // size,
+        lambda elements: reduce(setting.cluster, elements, wire_bytes, cast=wire_bytes < size),
+    )
+    return [Phase("every step", 1.0, buckets, setting.adam_seconds)]
+
+
+def _powersgd(setting: _Setting) -> list[Phase]:
+    share = min(1.0, setting.schedule.powersgd_start / setting.schedule.steps)
+    (exact,) = _ddp(setting)
+    model = setting.workload.model
+    last = () if model.last is None else (model.last,)
+    others = [one for one in model.matrices if one not in last]
+    count = exact.buckets.count
+    each = _low_rank_cost(setting, others, model.parameters - model.last_elements, count)
+    low_rank = Buckets(count, each, _low_rank_cost(setting, last, model.last_elements, 1))
+    return [
+        Phase("exact", share, exact.buckets, exact.update, warm=True),
+        Phase("low rank", 1 - share, low_rank, exact.update),
+    ]
+
+
+def _low_rank_cost(setting: _Setting, matrices: Sequence[Matrices], elements: int, buckets: int) -> Cost:
+    """One of `buckets` that hold `matrices`, `elements` with the vectors: what is sent whole, then one factor, then
+    the other, which is made of what the first gave."""
+    assert setting.method.rank is not None
+    if not elements:
+        return _NOTHING
+    small = [one for one in matrices if one.low_rank_elements(setting.method.rank)]
+    factors = sum(one.low_rank_elements(setting.method.rank) for one in small)
+    whole = elements - sum(one.numel for one in small)
+    cost = compute(elements * _POWERSGD_BYTES / setting.cluster.processor.memory / buckets)
+    for sent in (whole, factors // 2, factors - factors // 2):
+        nbytes = -(-sent * setting.workload.element_bytes // buckets)
+        cost += everywhere(setting.cluster, "all_reduce", nbytes)
+    return cost
+
+
+def _sharded_adam(setting: _Setting) -> list[Phase]:
+    if setting.method.stage < 3:
+        return [_sharded_step(setting, 1.0, "every step")]
+    # Weights come as layers run, in forward and again in backward.
+    weights = setting.gathered_weights()
+    both = weights + setting.sharded_gradients()
+    return [Phase("every step", 1.0, both, setting.adam_seconds, forward=weights, backward=both)]
+
+
+def _sharded_step(setting: _Setting, share: float, name: str, *, warm: bool = False) -> Phase:
+    """Stages 1 and 2: gradients to their owners, who step; then the new weights to all."""
+    gradients = setting.sharded_gradients()
+    return Phase(
+        name,
+        share,
+        gradients,
+        setting.adam_seconds,
+        after=setting.gathered_weights().total,
+        # Stage 2 keeps no gradients, so that every backward sends its own.
+        backward=gradients if setting.method.stage == 2 else NO_BUCKETS,
+        warm=warm,
+    )
+
+
+def _onebit_adam(setting: _Setting) -> list[Phase]:
+    share = setting.schedule.warmup
+    update = setting.pass_seconds(_APPLY_BYTES)
+    if setting.method.stage == 0:
+        return [
+            Phase("warmup", share, setting.exact_buckets(), setting.adam_seconds, warm=True),
+            Phase("frozen", 1 - share, setting.exchanged(_SIGN1), update),
+        ]
+    resync = setting.gathered_weights().total * (1 / setting.schedule.resync_interval)
+    return [
+        _sharded_step(setting, share, "warmup", warm=True),
+        Phase("frozen", 1 - share, setting.exchanged(_SIGN1), update, after=resync),
+    ]
+
+
+def _zero_one_adam(setting: _Setting) -> list[Phase]:
+    steps = setting.schedule.zero_one_steps()
+    total = setting.schedule.steps
+    local_update = setting.pass_seconds(_LOCAL_STEP_BYTES)
+    one_bit = setting.exchanged(_SIGN1)
+    return [
+        Phase("exact gradients", steps.exact / total, setting.exact_buckets(), setting.adam_seconds, warm=True),
+        Phase("1-bit gradients", steps.gradients / total, one_bit, setting.adam_seconds),
+        # Updates are exchanged once the local step is made, beside nothing.
+        Phase("1-bit updates", steps.updates / total, NO_BUCKETS, local_update, after=one_bit.total),
+        Phase("local", steps.local / total, NO_BUCKETS, local_update),
+    ]
