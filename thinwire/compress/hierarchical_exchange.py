@@ -136,7 +136,7 @@ class HierarchicalExchange(Exchange):
         return Header(expected.codec, expected.block_size, expected.bucket, expected.step, flags)
 
     def _add_up(self) -> Tensor:
-        """Return this rank's lane of the node's sum, times nodes / ranks, so that the mean over nodes is that of ranks."""
+        """Return this rank's lane of the node's sum, times nodes / ranks: the mean over nodes is then that of ranks."""
         links = self._links
         parts = self.payload.view(links.lanes, self._lane_numel)
         if links.inside.size > links.lanes:
