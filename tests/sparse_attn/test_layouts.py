@@ -160,6 +160,15 @@ def test_a_layout_cannot_change_and_can_be_copied() -> None:
         assert torch.equal(same.make_layout(160), layout.make_layout(160))
 
 
+def test_what_a_layout_keeps_serves_every_mode() -> None:
+    layout = BigBird(2)
+    with torch.inference_mode(), torch.device("meta"):
+        index = layout.index(160)
+    assert not index.columns.is_inference()
+    assert index.columns.device.type == "cpu"
+    assert len(pickle.dumps(layout)) == len(pickle.dumps(BigBird(2)))
+
+
 def test_custom() -> None:
     mask = torch.rand(3, 4, 6) > 0.5
     layout = Custom(mask, block=32)
