@@ -231,6 +231,10 @@ def test_a_section_of_a_configuration() -> None:
     assert layout_from_config(section, 4) == BigBird(4, 64, num_random_blocks=2, attention="unidirectional")
     assert layout_from_config({}, 2) == Fixed(2)
     assert layout_from_config({"mode": "variable", "local_window_blocks": [4, 8]}, 2).local_window_blocks == (4, 8)
+    of_all_modes = {"num_local_blocks": 4, "num_random_blocks": 0, "local_window_blocks": [4], "seed": 0}
+    assert layout_from_config({"mode": "fixed", **of_all_modes, "global_block_end_indices": None}, 2) == Fixed(2)
+    with pytest.raises(ValueError, match="not a parameter of mode"):
+        layout_from_config({"mode": "fixed", "num_random_blocks": 3}, 2)
     with pytest.raises(ValueError, match=r'"sparse_attention.num_random_block".*Did you mean "num_random_blocks"'):
         layout_from_config({"mode": "bigbird", "num_random_block": 2}, 4)
     with pytest.raises(ValueError, match='Did you mean "bigbird"'):
