@@ -109,11 +109,27 @@ def test_cross_attention_with_a_rectangular_layout() -> None:
 def test_autocast_casts_as_torchs_own_attention_does() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert block_sparse_attention(*qkv(32, 8), Dense(HEADS)).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="float64"):
+            block_sparse_attention(*qkv(32, 8, torch.float64), Dense(HEADS))
+
+
+def test_training_after_inference_mode() -> None:
+    layout, inputs = BigBird(HEADS), qkv(64, 8)
+    with torch.inference_mode():
+        block_sparse_attention(*(x.detach() for x in inputs), layout)
+    block_sparse_attention(*inputs, layout).sum().backward()
+    assert all(x.grad is not None for x in inputs)
+
+
+def test_dropping_almost_everything() -> None:
+    inputs = qkv(32, 8)
+    assert not block_sparse_attention(*inputs, Dense(HEADS), dropout_p=1 - 1e-12).any()
 
 
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
+        ({"layout": torch.ones(3, 3, dtype=torch.bool)}, TypeError, "expected a layout, got Tensor.*Custom"),
         ({"layout": Dense(3)}, ValueError, "3 heads, expected 2"),
         ({"layout": Dense(HEADS, 8)}, ValueError, r"block is 8, expected one of"),
         ({"layout": BigBird(HEADS, 16, num_sliding_window_blocks=9)}, ValueError, "num_sliding_window_blocks"),

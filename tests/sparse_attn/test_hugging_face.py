@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +109,36 @@ def test_sparsify_twice_then_densify_twice() -> None:
     for one in (model, clone):
         assert torch.equal(logits(densify(densify(one)), inputs), own)
         assert list(one.state_dict()) == names
+
+
+def test_a_part_and_the_whole() -> None:
+    model, inputs = make("Bert"), batch()
+    own = logits(model, inputs)
+    narrow = LocalSlidingWindow(4, 16, num_sliding_window_blocks=1)
+    sparse = logits(sparsify(model.bert, narrow) and model, inputs)
+    assert (sparse - own).abs().max() > 1e-3
+    assert torch.equal(logits(densify(model), inputs), own)
+    for first, second in ((model, model.bert), (model.bert, model)):
+        sparsify(first, Dense(4))
+        sparsify(second, narrow)
+        assert torch.equal(logits(model, inputs), sparse)
+        densify(second)
+        densify(first)
+        assert torch.equal(logits(model, inputs), own)
+    model.set_attn_implementation("sdpa")
+    sparsify(model, Dense(4)).set_attn_implementation("sdpa")
+    assert torch.equal(logits(sparsify(model, narrow), inputs), sparse)
+
+
+def test_a_pickled_model_wakes_in_a_new_process(tmp_path: Path) -> None:
+    torch.save(sparsify(make("Bert"), BigBird(4)), tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "print(list(model(torch.ones(1, 64, dtype=torch.long)).logits.shape[:2]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+    assert "[1, 64]" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])

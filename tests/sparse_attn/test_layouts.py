@@ -160,6 +160,15 @@ def test_a_layout_cannot_change_and_can_be_copied() -> None:
         assert torch.equal(same.make_layout(160), layout.make_layout(160))
 
 
+def test_what_a_layout_keeps_serves_every_mode() -> None:
+    layout = BigBird(2)
+    with torch.inference_mode(), torch.device("meta"):
+        index = layout.index(160)
+    assert not index.columns.is_inference()
+    assert index.columns.device.type == "cpu"
+    assert len(pickle.dumps(layout)) == len(pickle.dumps(BigBird(2)))
+
+
 def test_custom() -> None:
     mask = torch.rand(3, 4, 6) > 0.5
     layout = Custom(mask, block=32)
@@ -222,6 +231,10 @@ def test_a_section_of_a_configuration() -> None:
     assert layout_from_config(section, 4) == BigBird(4, 64, num_random_blocks=2, attention="unidirectional")
     assert layout_from_config({}, 2) == Fixed(2)
     assert layout_from_config({"mode": "variable", "local_window_blocks": [4, 8]}, 2).local_window_blocks == (4, 8)
+    of_all_modes = {"num_local_blocks": 4, "num_random_blocks": 0, "local_window_blocks": [4], "seed": 0}
+    assert layout_from_config({"mode": "fixed", **of_all_modes, "global_block_end_indices": None}, 2) == Fixed(2)
+    with pytest.raises(ValueError, match="not a parameter of mode"):
+        layout_from_config({"mode": "fixed", "num_random_blocks": 3}, 2)
     with pytest.raises(ValueError, match=r'"sparse_attention.num_random_block".*Did you mean "num_random_blocks"'):
         layout_from_config({"mode": "bigbird", "num_random_block": 2}, 4)
     with pytest.raises(ValueError, match='Did you mean "bigbird"'):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.sparse_attn.cases import layouts, qkv
-from thinwire.sparse_attn import BigBird, block_sparse_attention
+from thinwire.sparse_attn import BigBird, Custom, Variable, block_sparse_attention
 
 OPERATORS = torch.ops.thinwire
 
@@ -48,6 +48,34 @@ def test_compiles_whole_with_gradients_and_dropout() -> None:
         results.append([out, *torch.autograd.grad(out.square().sum(), [*inputs, rpe])])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_code_serves_every_layout_and_length(dynamic: bool | None) -> None:
+    blocks = torch.eye(4, dtype=torch.bool)
+    windows = [Variable(2, local_window_blocks=[size]) for size in (1, 2)]
+    cases = [(one, length) for one in windows for length in (64, 77)]
+    cases += [(Custom(blocks), 64), (Custom(~blocks), 64), (BigBird(2), 112)]
+    torch.compiler.reset()
+    compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for layout, length in cases:
+        inputs = qkv(length, 8)
+        results = []
+        for run in (compiled, block_sparse_attention):
+            out = run(*inputs, layout)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_derivatives_that_do_not_exist_are_errors_and_not_zeros() -> None:
+    inputs, layout = qkv(40, 8), BigBird(2)
+    (d_q,) = torch.autograd.grad(block_sparse_attention(*inputs, layout).sum(), inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        d_q.square().sum().backward()
+    q, k, v = (x.detach() for x in inputs)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: block_sparse_attention(q, x, v, layout), (k,), (v,))
 
 
 def test_the_same_twice() -> None:

@@ -5,17 +5,14 @@ It checks what it is given and makes every mask additive; the operator and its k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from thinwire.sparse_attn.dropout import draw_seed
+from thinwire.sparse_attn.layout import Layout
 from thinwire.sparse_attn.masks import attention_bias, key_bias
 from thinwire.sparse_attn.operator import attend
-
-if TYPE_CHECKING:
-    from thinwire.sparse_attn.layouts import Layout
 
 __all__ = ["SUPPORTED_BLOCKS", "block_sparse_attention", "check_layout"]
 
@@ -43,8 +40,8 @@ def block_sparse_attention(
     returns [B, H, Sq, D] in that dtype. Under autocast the three are cast first. Lengths need not be multiples of the
     layout's block. A query that attends nothing gives 0. A NaN reaches only the queries that attend it. The result is
     the same from run to run. Gradients: q, k, v, rpe and a float attn_mask; the backward recomputes probabilities from
-    the saved log-sum-exp (Dao et al., 2022, arXiv:2205.14135, algorithm 4). torch.compile takes it whole; run it, or
-    `layout.index(length)`, once before compiling with fullgraph=True, since making an index is not traced.
+    the saved log-sum-exp (Dao et al., 2022, arXiv:2205.14135, algorithm 4); there is no second derivative, nor a
+    forward-mode one. torch.compile takes it whole, one graph for each length and layout.
 
     - `layout`: `layout.num_heads` is H, or 1 for the same blocks in every head; block 16, 32, 64 or 128.
     - `key_padding_mask` [B, Sk]: boolean, True = attend, or floats added to the scores.
@@ -55,14 +52,15 @@ def block_sparse_attention(
     - `dropout_p` in [0, 1): probabilities dropped, drawn from torch's generator; pass 0 outside training.
     - `scale`: 1 / sqrt(D) unless given.
 
-    Raises ValueError (shapes, lengths, block, devices, dropout_p) or TypeError (dtypes), saying what was expected.
+    Raises ValueError (shapes, lengths, block, devices, dropout_p), TypeError (dtypes, no layout) or NotImplementedError
+    (forward-mode differentiation), saying what was expected.
     """
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
     _check_tensors(q, k, v)
     batch, heads, query_length, head_size = q.shape
     key_length = k.shape[2]
-    causal = causal or layout.causal
     check_layout(layout, heads)
+    causal = causal or layout.causal
     if causal and query_length != key_length:
         raise ValueError(
             f"causal attention needs as many queries as keys, got {query_length} and {key_length}; "
@@ -73,6 +71,7 @@ def block_sparse_attention(
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask), ("rpe", rpe)):
         if mask is not None and mask.device != q.device:
             raise ValueError(f"{name} is on {mask.device}, expected q's device {q.device}")
+    _refuse_forward_mode(q, k, v, attn_mask, rpe)
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return attend(
@@ -90,10 +89,11 @@ def block_sparse_attention(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """`x` as torch's own attention would take it under autocast."""
-    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    """`x` as torch's own attention would take it under autocast, which leaves float64 alone."""
+    device = x.device.type
+    if x.dtype not in _SUPPORTED_DTYPES or not torch.amp.is_autocast_available(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -120,8 +120,23 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
 
 
+def _refuse_forward_mode(*inputs: Tensor | None) -> None:
+    """Torch drops the tangents of an operator's inputs without a word."""
+    if torch.compiler.is_compiling():
+        return
+    if any(
+        one is not None and forward_ad.unpack_dual(one).tangent is not None  # type: ignore[no-untyped-call]
+        for one in inputs
+    ):
+        raise NotImplementedError(
+            "block-sparse attention has no forward-mode derivative: use reverse mode, or reference_attention"
+        )
+
+
 def check_layout(layout: Layout, heads: int) -> None:
-    """Raise ValueError unless `layout` fits tensors of `heads` heads and has a block that kernels support."""
+    """Raise TypeError for no layout, ValueError unless it fits `heads` heads and kernels support its block."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"expected a layout, got {type(layout).__name__}; make one of a mask of blocks with Custom")
     if layout.num_heads not in (1, heads):
         raise ValueError(
             f"the layout is for {layout.num_heads} heads, expected {heads}; make it with num_heads={heads}, "

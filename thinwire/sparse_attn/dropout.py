@@ -20,8 +20,8 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def keep_threshold(dropout_p: float) -> int:
-    """The smallest 32-bit hash that is kept: `round(dropout_p * 2**32)`."""
-    return round(dropout_p * 2**32)
+    """The smallest 32-bit hash that is kept: `round(dropout_p * 2**32)`, itself a word of 32 bits."""
+    return min(round(dropout_p * 2**32), _WORD)
 
 
 def head_keys(seed: Tensor, count: int) -> Tensor:

@@ -30,10 +30,12 @@ def sparsify(model: _Model, layout: Layout, max_positions: int | None = None) ->
 
     `max_positions` lengthens a learned position table first (`extend_position_embedding`); make the optimizer after
     that. Padding masks, dropout, gradient checkpointing and grouped key/value heads work as before; a decoder stays
-    causal to the token, and saves time with a unidirectional layout. A second call replaces the layout. Weights,
-    `state_dict` and what `save_pretrained` writes stay as they were: call `sparsify` again after loading.
+    causal to the token, and saves time with a unidirectional layout. A second call replaces the layout, those of parts
+    that were sparsified before included. Weights, `state_dict` and what `save_pretrained` writes stay as they were:
+    call `sparsify` again after loading.
 
-    The model gets its own copy of its configuration, so that a model that shared it is not changed.
+    The model gets its own copy of its configuration, so that a model that shared it is not changed: give
+    `max_positions` to the model that will be saved, not to a part of it.
 
     Raises TypeError for a model that cannot be served, saying why: an encoder-decoder, cross-attention, a model made of
     several (sparsify its parts), or one without the attention interface; ValueError for a layout of another number of
@@ -42,12 +44,15 @@ def sparsify(model: _Model, layout: Layout, max_positions: int | None = None) ->
     """
     _check_model(model)
     check_layout(layout, model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
-    state: _State | None = getattr(model, _STATE, None)
+    state: _State | None = vars(model).get(_STATE)
     plug = _choose_plug(model) if state is None else state.plug
     if state is None:
         _give_own_config(model)
     if max_positions is not None:
         extend_position_embedding(model, max_positions)
+    for part in list(model.modules()):
+        if part is not model:
+            _restore(part)
     if state is None:
         plug.attach(model)
         refusal = model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
@@ -57,15 +62,12 @@ def sparsify(model: _Model, layout: Layout, max_positions: int | None = None) ->
 
 
 def densify(model: _Model) -> _Model:
-    """Give a sparsified model its own attention back; returns `model`, changed. A dense model is left alone.
+    """Give a sparsified model, and its sparsified parts, their own attention back; returns `model`, changed.
 
-    A lengthened position table stays, with what was learned in it.
+    A dense model is left alone. A lengthened position table stays, with what was learned in it.
     """
-    state: _State | None = getattr(model, _STATE, None)
-    if state is not None:
-        state.plug.detach(model)
-        state.refusal.remove()
-        delattr(model, _STATE)
+    for part in list(model.modules()):
+        _restore(part)
     return model
 
 
@@ -74,6 +76,14 @@ def replace_model_self_attention_with_sparse_self_attention(
 ) -> _Model:
     """`sparsify` under the name, and with the order of arguments, that DeepSpeed's users know."""
     return sparsify(model, sparsity_config, max_position)
+
+
+def _restore(part: nn.Module) -> None:
+    state: _State | None = vars(part).get(_STATE)
+    if state is not None:
+        state.plug.detach(part)
+        state.refusal.remove()
+        delattr(part, _STATE)
 
 
 @dataclass
@@ -100,9 +110,10 @@ def _check_model(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         raise TypeError(f"expected a Hugging Face model, got {name}, which has no config")
-    if getattr(config, "sub_configs", None):
+    parts = [part for part in getattr(config, "sub_configs", None) or () if getattr(config, part, None) is not None]
+    if parts:
         raise TypeError(
-            f"{name} is made of several models ({', '.join(config.sub_configs)}), which need layouts of their own; "
+            f"{name} is made of several models ({', '.join(parts)}), which need layouts of their own; "
             f"call sparsify on the part that reads the long sequence"
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):

@@ -18,6 +18,7 @@ __all__ = ["InterfacePlug"]
 # Transformers takes names with "flash" or "/" for its own kernels.
 _NAME = "thinwire_block_sparse"
 _LAYOUT = "_thinwire_layout"
+_DENSE = "_thinwire_dense_implementation"
 # What other models' attention functions take, and would be a wrong result if it were ignored.
 _UNSUPPORTED = {
     "softcap": "capped scores",
@@ -42,26 +43,38 @@ class InterfacePlug:
 
         return int(transformers.__version__.split(".")[0]) >= 5 and bool(can_set())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled model may wake in a process that knows no sparse attention yet."""
+        vars(self).update(state)
+        _register()
+
     def attach(self, model: Any) -> None:
-        """Register the functions and choose them for `model`."""
-        from transformers import AttentionInterface, AttentionMaskInterface
+        """Register the functions, and remember what `model`, or the whole that it is a part of, attended with."""
+        _register()
+        current: str = model.config._attn_implementation
+        self._dense_implementation = vars(model).get(_DENSE, current)
 
-        AttentionInterface.register(_NAME, _attention_forward)
-        # Without a mask function of the same name, transformers drops padding masks.
-        AttentionMaskInterface.register(_NAME, _attention_mask)
-        self._dense_implementation = model.config._attn_implementation
+    def set_layout(self, model: Any, layout: Layout) -> None:
+        """Choose sparse attention, and hang `layout` on every module: the function is handed any of them."""
         model.set_attn_implementation(_NAME)
-
-    def set_layout(self, model: nn.Module, layout: Layout) -> None:
-        """Hang `layout` on every module: whichever calls the interface is the one the function is handed."""
         for module in model.modules():
             setattr(module, _LAYOUT, layout)
+            setattr(module, _DENSE, self._dense_implementation)
 
     def detach(self, model: Any) -> None:
         """Choose the implementation that was there before."""
         model.set_attn_implementation(self._dense_implementation)
         for module in model.modules():
-            delattr(module, _LAYOUT)
+            vars(module).pop(_LAYOUT, None)
+            vars(module).pop(_DENSE, None)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention_forward)
+    # Without a mask function of the same name, transformers drops padding masks.
+    AttentionMaskInterface.register(_NAME, _attention_mask)
 
 
 def _attention_forward(

@@ -85,7 +85,10 @@ class SwapPlug:
         """Whether `model` is an encoder with absolute positions and transformers 4's attention modules."""
         config = getattr(model, "config", None)
         return (
-            any(type(module).__name__ in _SWAPPABLE for module in model.modules())
+            any(
+                type(module).__name__ in _SWAPPABLE or isinstance(module, SwappedSelfAttention)
+                for module in model.modules()
+            )
             and not getattr(config, "is_decoder", False)
             and getattr(config, "position_embedding_type", "absolute") == "absolute"
         )

@@ -4,6 +4,7 @@ kernels read, made once for each length."""
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,12 +38,14 @@ class Layout:
     _indices: OrderedDict[Any, BlockIndex] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False, kw_only=True
     )
+    _content: str = field(default="", init=False, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_heads", "block")
         for name, value in vars(self).items():
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "_content", repr(self))
 
     @property
     def causal(self) -> bool:
@@ -70,20 +73,40 @@ class Layout:
         layout.
         """
         keys = query_length if key_length is None else key_length
-        key = (query_length, keys, torch.device(device))
-        if key in self._indices:
-            self._indices.move_to_end(key)
-        else:
-            self._indices[key] = self._make_index(query_length, keys).to(device)
-            if len(self._indices) > _KEPT_INDICES:
-                self._indices.popitem(last=False)
-        return self._indices[key]
+        # A compiled graph holds the index of one length: a symbolic one becomes a number here.
+        key = (operator.index(query_length), operator.index(keys), torch.device(device))
+        if torch.compiler.is_compiling():
+            constant: BlockIndex = self._constant_index(self._content, *key)
+            return constant
+        return self._kept_index(*key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the indices: a copy makes its own, on whatever device it finds itself."""
+        return {**vars(self), "_indices": OrderedDict()}
 
     def plot(self, seq_len: int) -> Axes:
         """Draw the blocks of `seq_len` tokens, darker where more heads attend; returns matplotlib's axes."""
         from thinwire.sparse_attn.plotting import draw
 
         return draw(self, seq_len)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _constant_index(self, content: str, query_length: int, key_length: int, device: torch.device) -> BlockIndex:
+        # torch.compile guards what is passed, and nothing else of the layout.
+        return self._kept_index(query_length, key_length, device)
+
+    def _kept_index(self, query_length: int, key_length: int, device: torch.device) -> BlockIndex:
+        key = (query_length, key_length, device)
+        if key in self._indices:
+            self._indices.move_to_end(key)
+            return self._indices[key]
+        # Kept tensors outlive the caller's modes: made in inference mode, no later training could use them.
+        with torch.inference_mode(False), torch.device("cpu"):
+            index = self._make_index(query_length, key_length).to(device)
+        self._indices[key] = index
+        if len(self._indices) > _KEPT_INDICES:
+            self._indices.popitem(last=False)
+        return index
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         raise NotImplementedError(f"{type(self).__name__} is no layout of its own: use one of the others, or Custom")

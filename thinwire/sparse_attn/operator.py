@@ -185,6 +185,13 @@ def _autograd(ctx: Any, d_out: Tensor, _d_lse: Tensor | None) -> tuple[Tensor | 
     return d_q, d_k, d_v, None, None, None, None, None, d_bias if ctx.needs_d_bias else None, *(None,) * 6
 
 
+def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(
+        "block-sparse attention has no second derivative: take gradients of gradients through reference_attention, "
+        "or leave out create_graph=True"
+    )
+
+
 for _name, _run, _fake in (
     ("thinwire::block_sparse_attention", _forward, _fake_forward),
     ("thinwire::block_sparse_attention_backward", _backward, _fake_backward),
@@ -192,3 +199,5 @@ for _name, _run, _fake in (
     torch.library.impl(_name, "CompositeExplicitAutograd", _run)
     torch.library.register_fake(_name, _fake)
 torch.library.register_autograd("thinwire::block_sparse_attention", _autograd, setup_context=_save_for_backward)
+# Without it torch would call the second derivative zero.
+torch.library.register_autograd("thinwire::block_sparse_attention_backward", _refuse_second_derivative)
