@@ -202,6 +202,8 @@ def test_custom() -> None:
         (lambda: Fixed(2, attention="unidirectional", horizontal_global_attention=True), "bidirectional"),
         (lambda: Variable(2, local_window_blocks=[]), "local_window_blocks"),
         (lambda: Variable(2, local_window_blocks=[0, 2]), "local_window_blocks"),
+        (lambda: Variable(2, local_window_blocks=4), "local_window_blocks must list sizes"),
+        (lambda: Variable(2, local_window_blocks=[2.5]), "local_window_blocks must list sizes"),
         (lambda: Variable(2, global_block_indices=[0, 1], global_block_end_indices=[1]), "must pair"),
         (lambda: BSLongformer(2, global_block_indices=[3], global_block_end_indices=[3]), "ranges"),
         (lambda: BigBird(2, num_random_blocks=-1), "num_random_blocks"),
@@ -241,3 +243,13 @@ def test_a_section_of_a_configuration() -> None:
         layout_from_config({"mode": "bigbirds"}, 4)
     with pytest.raises(ValueError, match='"sparse_attention": num_global_blocks must be'):
         layout_from_config({"mode": "bigbird", "num_global_blocks": -1}, 4)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
+def test_a_window_reaches_as_far_to_both_sides(width: int) -> None:
+    rows, columns = torch.meshgrid(torch.arange(9), torch.arange(9), indexing="ij")
+    near = (rows - columns).abs() <= width // 2
+    both = LocalSlidingWindow(1, 16, num_sliding_window_blocks=width, attention="bidirectional").make_layout(9 * 16)
+    lower = LocalSlidingWindow(1, 16, num_sliding_window_blocks=width).make_layout(9 * 16)
+    assert torch.equal(both[0].bool(), near)
+    assert torch.equal(lower[0].bool(), near & (columns <= rows))

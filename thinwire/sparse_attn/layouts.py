@@ -4,6 +4,7 @@ parameters that DeepSpeed made known, without its faults."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
@@ -113,8 +114,9 @@ class Variable(Layout):
         super().__post_init__()
         known_attention(self.attention, self.horizontal_global_attention)
         at_least(self, 0, "num_random_blocks")
-        if not self.local_window_blocks or min(self.local_window_blocks) < 1:
-            raise ValueError(f"local_window_blocks must be sizes of at least 1, got {list(self.local_window_blocks)}")
+        sizes = self.local_window_blocks
+        if not isinstance(sizes, Sequence) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(f"local_window_blocks must list sizes, whole numbers of at least 1, got {sizes!r}")
         global_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:

@@ -45,8 +45,9 @@ def local_windows(blocks: int, sizes: Sequence[int]) -> BlockPairs:
 
 
 def sliding(blocks: int, width: int) -> BlockPairs:
-    """A band of `width` blocks around the diagonal, cut at the edges."""
-    rows, shifts = torch.meshgrid(torch.arange(blocks), torch.arange(width) - width // 2, indexing="ij")
+    """A band of `width` blocks around the diagonal, one more where `width` is even, cut at the edges."""
+    half = width // 2
+    rows, shifts = torch.meshgrid(torch.arange(blocks), torch.arange(-half, half + 1), indexing="ij")
     columns = rows + shifts
     inside = (columns >= 0) & (columns < blocks)
     return rows[inside], columns[inside]
