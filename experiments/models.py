@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # Before the import: nothing here may reach for the network, not even to look for a newer version.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -73,7 +74,7 @@ def build_pre_ln_bert(size: BertSize, vocabulary: int, positions: int, dropout: 
     return model
 
 
-def _shape(size: BertSize) -> dict[str, int]:
+def _shape(size: BertSize) -> dict[str, Any]:
     return {
         "hidden_size": size.width,
         "num_hidden_layers": size.layers,
@@ -82,18 +83,18 @@ def _shape(size: BertSize) -> dict[str, int]:
     }
 
 
-def _dropout(probability: float) -> dict[str, float]:
+def _dropout(probability: float) -> dict[str, Any]:
     return {"hidden_dropout_prob": probability, "attention_probs_dropout_prob": probability}
 
 
 def _shrink_branches(model: PreLayerNormBert) -> None:
     """Scales what every branch adds by 1/sqrt(2 layers), as in GPT-2: the sum of all of them, which nothing normalises
     on the way, then starts out as large at any depth."""
-    layers = model.roberta_prelayernorm.encoder.layer
+    layers = model.config.num_hidden_layers
     with torch.no_grad():
-        for layer in layers:
-            for projection in (layer.attention.output.dense, layer.output.dense):
-                projection.weight.mul_((2 * len(layers)) ** -0.5)
+        for name, parameter in model.roberta_prelayernorm.encoder.named_parameters():
+            if name.endswith("output.dense.weight"):
+                parameter.mul_((2 * layers) ** -0.5)
 
 
 def _masked_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> tuple[Tensor, int]:

@@ -99,6 +99,8 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
     engine = EngineSettings(options, max(1, options.steps // 5))
     params = [engine.check(optimizer).optimizer.params for optimizer in engine.optimizers]
     seed = engine.check(engine.optimizers[0]).seed
+    if engine.check(engine.optimizers[0]).progressive_layer_drop.enabled and not options.pre_ln:
+        raise InputError("--config drops layers, which a post-LN BERT cannot leave out: give --pre-ln as well")
     check_writable(options.output, "--output")
     check_writable(options.checkpoints, "--checkpoints")
     return PretrainSettings(
