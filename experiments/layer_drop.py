@@ -188,11 +188,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     training = parser.add_argument_group("training")
     training.add_argument("--theta", type=fraction, default=0.5, metavar="P", help="where θ settles")
     training.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs with drop and without")
-    training.add_argument("--steps", type=positive, default=1000, metavar="N", help="of every run")
-    training.add_argument("--batch-size", type=positive, default=24, metavar="N", help="sequences a step")
-    training.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="peak, at which there are all seeds")
+    training.add_argument("--steps", type=positive, default=1500, metavar="N", help="of every run")
+    training.add_argument("--batch-size", type=positive, default=12, metavar="N", help="sequences a step")
+    training.add_argument("--lr", type=rate, default=5e-4, metavar="RATE", help="peak, at which there are all seeds")
     training.add_argument(
-        "--higher-lr", nargs="+", type=rate, default=[2e-3, 4e-3, 8e-3], metavar="RATE", help="peaks to try, one seed"
+        "--higher-lr", nargs="+", type=rate, default=[1e-3, 2e-3, 4e-3], metavar="RATE", help="peaks to try, one seed"
     )
     timing = parser.add_argument_group("step time")
     timing.add_argument("--layers", type=positive, default=12, metavar="N", help="of the stack, of the model's width")
