@@ -9,32 +9,36 @@ from torch import Tensor
 
 from experiments.batches import MaskedBatches, Purpose, random_at
 from experiments.masking import IGNORED
-from experiments.models import MaskedBert, build_bert
+from experiments.models import MaskedBert, PreLayerNormBert, build_bert, build_pre_ln_bert
 from experiments.sizes import BertSize
 from experiments.tokens import Tokens
 
 __all__ = ["GlobalBatchTask", "MaskedLanguageTask"]
 
 Losses = Callable[[Tensor, Tensor], tuple[Tensor, int]]
-"""A `MaskedBert`, or what runs one."""
+"""A BERT, post-LN or pre-LN, or what runs one."""
 
 
 class MaskedLanguageTask:
     """BERT restores masked tokens; batches, masks and dropout are functions of (seed, step, rank) only."""
 
-    def __init__(self, tokens: Tokens, size: BertSize, batch_size: int, dropout: float) -> None:
-        """Takes the sequences, the model's size, sequences a rank a step, and the dropout rate."""
+    def __init__(
+        self, tokens: Tokens, size: BertSize, batch_size: int, dropout: float, *, pre_ln: bool = False
+    ) -> None:
+        """Takes the sequences, the model's size and kind, sequences a rank a step, and the dropout rate."""
         self.size = size
         self.batch_size = batch_size
         self.dropout = dropout
+        self.pre_ln = pre_ln
         self.vocabulary = tokens.vocabulary
         self.length = tokens.training.shape[1]
         self._training = MaskedBatches(tokens.training, tokens.vocabulary)
         self._validation = MaskedBatches(tokens.validation, tokens.vocabulary)
 
-    def build_model(self, seed: int) -> MaskedBert:
+    def build_model(self, seed: int) -> MaskedBert | PreLayerNormBert:
         """A BERT for this vocabulary and sequence length."""
-        return build_bert(self.size, self.vocabulary, self.length, self.dropout, seed)
+        build = build_pre_ln_bert if self.pre_ln else build_bert
+        return build(self.size, self.vocabulary, self.length, self.dropout, seed)
 
     def training_loss(self, model: Losses, seed: int, step: int, rank: int, ranks: int) -> Tensor:
         """Mean over this rank's chosen tokens; dropout, too, depends on (seed, step, rank) only."""

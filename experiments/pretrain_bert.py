@@ -59,7 +59,13 @@ def pretrain(comm: Communicator, settings: PretrainSettings) -> None:
     )
     first = on_every_rank(comm, lambda: load(settings.engine.config(settings.engine.optimizers[0]), comm.size))
     batch_size = first.train_batch_size
-    task = MaskedLanguageTask(tokens, SIZES[settings.model], first.train_micro_batch_size_per_gpu, settings.dropout)
+    task = MaskedLanguageTask(
+        tokens,
+        SIZES[settings.model],
+        first.train_micro_batch_size_per_gpu,
+        settings.dropout,
+        pre_ln=settings.pre_ln,
+    )
     runs = {name: _train(name, task, batch_size, settings, comm) for name in settings.engine.optimizers}
     on_every_rank(comm, lambda: _write_results(runs, tokens, batch_size, settings, comm))
 
@@ -143,7 +149,8 @@ def _draw(
     ranks: int,
 ) -> None:
     millions = next(iter(runs.values())).parameters / 1e6
-    subject = f"BERT-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}"
+    kind = "pre-LN BERT" if settings.pre_ln else "BERT"
+    subject = f"{kind}-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}"
     subtitle = f"{subject}, on {ranks} ranks, ZeRO stage {settings.zero}"
     title = "BERT pretraining" if finding is None else f"1-bit Adam: {finding.claim}"
     figure, axes = plotting.new_figure(1, title, subtitle)

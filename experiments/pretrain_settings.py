@@ -30,6 +30,7 @@ class PretrainSettings:
     """What to train, on what, for how long, and where the outcome goes; see `--help` for each."""
 
     model: str
+    pre_ln: bool
     corpus: tuple[Path, ...] | None
     vocab_size: int
     sequence_length: int
@@ -57,6 +58,7 @@ class PretrainSettings:
         """What makes the numbers what they are: no folder, no machine. `batch_size`: sequences of a step, all ranks."""
         return {
             "model": self.model,
+            "pre_ln": self.pre_ln,
             "corpus": self.corpus_name,
             "vocab_size": self.vocab_size,
             "sequence_length": self.sequence_length,
@@ -97,10 +99,13 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
     engine = EngineSettings(options, max(1, options.steps // 5))
     params = [engine.check(optimizer).optimizer.params for optimizer in engine.optimizers]
     seed = engine.check(engine.optimizers[0]).seed
+    if engine.check(engine.optimizers[0]).progressive_layer_drop.enabled and not options.pre_ln:
+        raise InputError("--config drops layers, which a post-LN BERT cannot leave out: give --pre-ln as well")
     check_writable(options.output, "--output")
     check_writable(options.checkpoints, "--checkpoints")
     return PretrainSettings(
         model=options.model,
+        pre_ln=options.pre_ln,
         corpus=tuple(options.corpus) if options.corpus else None,
         vocab_size=options.vocab_size,
         sequence_length=options.sequence_length,
@@ -133,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     data = parser.add_argument_group("data and model")
     data.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
     data.add_argument("--model", choices=tuple(SIZES), default="tiny", help="Google's miniatures, the paper's two")
+    data.add_argument("--pre-ln", action="store_true", help="normalise before each branch: layers that can be dropped")
     data.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="WordPieces to learn at most")
     data.add_argument("--sequence-length", type=positive, default=32, metavar="N", help="tokens a sequence")
     data.add_argument("--validation-sequences", type=positive, default=1024, metavar="N", help="held out, at most")

@@ -17,10 +17,10 @@ from tokenizers.trainers import WordPieceTrainer
 
 from experiments.errors import InputError
 
-__all__ = ["CLS", "MASK", "SEP", "SPECIAL_TOKENS", "encode", "train"]
+__all__ = ["CLS", "MASK", "PAD", "SEP", "SPECIAL_TOKENS", "encode", "train"]
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-CLS, SEP, MASK = 2, 3, 4
+PAD, CLS, SEP, MASK = 0, 2, 3, 4
 
 _CONTINUATION = "##"
 _ALPHABET_LIMIT = 400

@@ -74,6 +74,21 @@ def test_a_run_writes_numbers_and_a_picture(finished: tuple[Path, subprocess.Com
 
 
 @pytest.mark.launch
+def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(tmp_path: Path, corpus: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.5}}))
+    ended = pretrain(tmp_path, corpus, "--pre-ln", "--optimizer", "adamw", "--config", str(config))
+    assert ended.returncode == 0, ended.stderr
+    found = results(tmp_path)
+    assert found["settings"]["pre_ln"] is True
+    losses = found["runs"]["adamw"]["curve"]["losses"]
+    assert losses[-1] < losses[0]
+    refused = pretrain(tmp_path, corpus, "--optimizer", "adamw", "--config", str(config))
+    assert refused.returncode == 2
+    assert "give --pre-ln" in refused.stderr
+
+
+@pytest.mark.launch
 def test_a_resumed_run_repeats_the_uninterrupted_one(
     finished: tuple[Path, subprocess.CompletedProcess[str]], corpus: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,20 @@ def test_a_dropped_layer_costs_nothing() -> None:
     assert all(0.3 < rate < 1 for rate in handle.keep_rates)
 
 
+def test_parameters_that_learn_hang_in_the_graph_of_a_layer_that_was_dropped() -> None:
+    layer = Residual()
+    layer.norm.weight.requires_grad_(False)
+    layer.register_parameter("absent", None)
+    layer.register_module("nothing", None)
+    layer.deeper = nn.Sequential(nn.Linear(2, 2, bias=False), layer.down)
+    drop_layers([layer], settled(theta=0.0))
+    hidden = torch.randn(3, WIDTH, requires_grad=True)
+    edges = layer(hidden).grad_fn.next_functions
+    assert {id(edge.variable) for edge, _ in edges if edge is not None} == {
+        id(tensor) for tensor in (hidden, *layer.parameters()) if tensor.requires_grad
+    }
+
+
 @pytest.mark.parametrize("in_tuple", [False, True])
 def test_a_kept_branch_is_scaled_and_gradients_are_exact(in_tuple: bool) -> None:
     model = make_stack(1, in_tuple=in_tuple).double()

@@ -88,8 +88,7 @@ class Gate:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pass_by(self, hidden: Tensor) -> Any:
-        trainable = [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
-        return LayerOutput(_PassBy.apply(hidden, *trainable), self._rest).whole()  # type: ignore[no-untyped-call]
+        return LayerOutput(_PassBy.apply(hidden, *_trainable(self.layer)), self._rest).whole()  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _scale(self, returned: Any, hidden: Tensor, keep: float) -> Any:
@@ -155,6 +154,18 @@ class _PassBy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return (d_outputs[0], *[None] * ctx.num_parameters)
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that want a gradient; a shared one may come twice.
+
+    `module.parameters()` makes their names and looks for repetitions: more than all the rest of a dropped layer costs.
+    """
+    found = [one for one in module._parameters.values() if one is not None and one.requires_grad]
+    for child in module._modules.values():
+        if child is not None:
+            found += _trainable(child)
+    return found
 
 
 def _inside_backward() -> bool:
