@@ -138,6 +138,32 @@ def test_a_resume_is_bit_identical(stop, freeze_step, dtype, compress) -> None:
     threads.run(rank, 3)
 
 
+@pytest.mark.parametrize("new_size", [1, 3])
+def test_another_number_of_ranks_restores_all_but_the_residuals(new_size) -> None:
+    def first(comm):
+        model = make_model()
+        optimizer = make_lamb(model, comm)
+        train(model, optimizer, range(20))
+        return through_a_file([model.state_dict(), optimizer.state_dict()])
+
+    saved_model, saved = threads.run(first, 2)[0]
+
+    def second(comm):
+        model = make_model(seed=4)
+        optimizer = make_lamb(model, comm)
+        model.load_state_dict(saved_model)
+        optimizer.load_state_dict(saved)
+        state = optimizer.state_dict()
+        torch.testing.assert_close(state["state"], saved["state"], rtol=0, atol=0)
+        assert state["thinwire"]["cohorts"][0]["layers"] == saved["thinwire"]["cohorts"][0]["layers"]
+        train(model, optimizer, range(20, 40))
+        return weights(model)
+
+    with pytest.warns(RuntimeWarning, match="saved by rank 0 of 2"):
+        first_weights, *others = threads.run(second, new_size)
+    assert all(torch.equal(other, first_weights) for other in others)
+
+
 def test_the_state_holds_what_the_frozen_stage_has_learned() -> None:
     def rank(comm):
         model = make_model()
