@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.compress.training import loss_of, make_model, train, weights
 from tests.compress.zero_one_algorithm import ReferenceZeroOneAdam
 from thinwire.comm import threads
 

@@ -1,4 +1,4 @@
-"""0/1 Adam as a drop-in torch optimizer: one bit an element almost from the start, and later steps that send nothing."""
+"""0/1 Adam as a drop-in torch optimizer: one bit an element almost from the start, later steps that send nothing."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,37 +17,13 @@ from thinwire.compress.codecs import Codec
 from thinwire.compress.cohort import AdamBucket, Cohort, Compressed
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.freeze import FreezeRule
+from thinwire.compress.local_progress import LocalProgress
 from thinwire.compress.parameters import ParameterTable
+from thinwire.compress.zero_one_bucket import ZeroOneBucket
 from thinwire.compress.zero_one_schedule import StepKind, ZeroOneSchedule
 from thinwire.zero import BucketLayout, Slot
 
-__all__ = ["ZeroOneBucket", "ZeroOneCohort"]
-
-
-@dataclass(kw_only=True)
-class ZeroOneBucket(AdamBucket):
-    """A bucket whose `exchange` changes with the kind of step: `compressed`, which keeps the residuals, or an exact one.
-
-    `denominators`, fp32 [padded_numel], are √v̂ + ε at the last update of the variance; once frozen `second` is the same
-    tensor. `mean`: the average, weighted by learning rate, of the momenta of the local steps since the last sync;
-    None before the variance is frozen.
-    """
-
-    compressed: Exchange
-    denominators: Tensor
-    mean: Tensor | None = None
-
-    @property
-    def compressor(self) -> Exchange:
-        """See AdamBucket."""
-        return self.compressed
-
-    def find_still(self) -> None:
-        """Mark the coordinates that have no variance, and forget what compression lost there."""
-        still = torch.isinf(self.denominators)
-        self.still = still if bool(still.any()) else None
-        if self.still is not None:
-            self.compressed.hold_zero(self.still)
+__all__ = ["ZeroOneCohort"]
 
 
 class ZeroOneCohort(Cohort):
@@ -59,8 +34,8 @@ class ZeroOneCohort(Cohort):
     In the paper's words, u = -Σγ · mean. Keeping the mean and Σγ apart makes residuals momenta, which a learning rate
     that has changed since does not rescale.
 
-    `variance_updates`: how often v was updated. `traveled`: by parameter group, Σγ since the last sync, 0 right after
-    one. `left_out_steps`: local steps to which this rank added nothing, as its gradient was not finite.
+    `variance_updates`: how often v was updated. `left_out_steps`: local steps to which this rank added nothing, as its
+    gradient was not finite.
     """
 
     def __init__(
@@ -78,7 +53,7 @@ class ZeroOneCohort(Cohort):
         """See Cohort."""
         super().__init__(table, comm, rule, warmup_codec, codec, compressed, layouts, first_index)
         self.variance_updates = 0
-        self.traveled: dict[int, float] = {}
+        self._progress = LocalProgress()
         self.left_out_steps = 0
         self._schedule = schedule
         self._settings_sent: dict[int, AdamSettings] = {}
@@ -87,7 +62,7 @@ class ZeroOneCohort(Cohort):
     @property
     def in_sync(self) -> bool:
         """Whether every rank holds the same weights."""
-        return not any(self.traveled.values())
+        return not self._progress
 
     def is_outdated(self) -> bool:
         """Whether a parameter group's hyperparameters changed after gradients of this step were taken in."""
@@ -116,11 +91,11 @@ class ZeroOneCohort(Cohort):
             elif bucket.still is not None:
                 payload.mul_(bucket.still[place].logical_not())
         elif kind is StepKind.SYNC:
-            assert bucket.mean is not None
             number = self._table.group_number(slot.parameter)
             settings = AdamSettings.of_group(self._table.group(slot.parameter))
             self._settings_sent.setdefault(number, settings)
-            torch.lerp(bucket.mean[place], payload, self._share_of_step(number, settings), out=payload)
+            share = self._progress.share(number, settings, self.steps + 1)
+            torch.lerp(bucket.mean_momentum[place], payload, share, out=payload)
 
     def update(self, absent: frozenset[int], loss_scale: float | None) -> None:
         """See Cohort."""
@@ -138,10 +113,8 @@ class ZeroOneCohort(Cohort):
         if self.in_sync:
             return
         self._check_untouched()
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
-            assert bucket.mean is not None
-            bucket.compressed.payload.copy_(bucket.mean)
+        for bucket in self._own_buckets():
+            bucket.compressed.payload.copy_(bucket.mean_momentum)
             bucket.compressed.start(step)
             bucket.compressed.advance()
             bucket.compressed.wait()
@@ -170,13 +143,11 @@ class ZeroOneCohort(Cohort):
             frozen_update(weights, momenta, denominators, settings, self.steps)
             for _, slot in present:
                 self._table.publish(slot.parameter)
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
+        for bucket in self._own_buckets():
             bucket.find_still()
 
     def _compressed_step(self) -> None:
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
+        for bucket in self._own_buckets():
             bucket.exchange.commit()
             average = bucket.exchange.payload
             bucket.exchange.read(average)
@@ -204,8 +175,8 @@ class ZeroOneCohort(Cohort):
         finite = kind is StepKind.SYNC or self._is_finite()
         for settings, members in self._by_group():
             number = self._table.group_number(members[0][1].parameter)
-            share = self._share_of_step(number, settings, self.steps)
-            self.traveled[number] = self._distance(number, settings, self.steps)
+            share = self._progress.share(number, settings, self.steps)
+            self._progress.advance(number, settings, self.steps)
             if settings.weight_decay:
                 weights = [self._table.weight(slot.parameter) for _, slot in members if self._trains(slot)]
                 torch._foreach_mul_(weights, 1 - settings.lr * settings.weight_decay)
@@ -218,9 +189,8 @@ class ZeroOneCohort(Cohort):
     def _go_on_alone(self, bucket: AdamBucket, slot: Slot, share: float, finite: bool) -> None:
         """Take the payload for the new momentum, and move what the parameter shows."""
         assert isinstance(bucket, ZeroOneBucket)
-        assert bucket.mean is not None
         place = slice(slot.offset, slot.offset + slot.numel)
-        mean = bucket.mean[place]
+        mean = bucket.mean_momentum[place]
         if finite:
             bucket.momentum[place].copy_(bucket.exchange.payload[place])
             mean.lerp_(bucket.momentum[place], share)
@@ -230,16 +200,14 @@ class ZeroOneCohort(Cohort):
             self._table.show(slot.parameter, self._own_weight(bucket, slot))
 
     def _take_averages(self) -> None:
-        """End a sync: every rank's momentum becomes the average, and every rank's weights move by it from the masters."""
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
-            assert bucket.mean is not None
+        """End a sync: every rank's momentum becomes the average, and the masters, shown again, move by it."""
+        for bucket in self._own_buckets():
             bucket.compressed.commit()
             bucket.compressed.read(bucket.momentum)
             bucket.hold_still(bucket.momentum)
-            bucket.mean.zero_()
+            bucket.mean_momentum.zero_()
         for _, everyone in self._by_group():
-            distance = self.traveled[self._table.group_number(everyone[0][1].parameter)]
+            distance = self._progress.distance(self._table.group_number(everyone[0][1].parameter))
             members = [(bucket, slot) for bucket, slot in everyone if self._trains(slot)]
             weights = [self._table.weight(slot.parameter) for _, slot in members]
             momenta = [self._view(bucket.momentum, slot) for bucket, slot in members]
@@ -250,29 +218,16 @@ class ZeroOneCohort(Cohort):
                 torch._foreach_addcdiv_(weights, momenta, denominators, -distance)
             for _, slot in everyone:
                 self._table.publish(slot.parameter)
-        self.traveled = dict.fromkeys(self.traveled, 0.0)
+        self._progress.reset()
         self._settings_sent = {}
 
     def _own_weight(self, bucket: ZeroOneBucket, slot: Slot) -> Tensor:
         """What a parameter shows between syncs, fp32, in the parameter's shape."""
-        assert bucket.mean is not None
-        distance = self.traveled.get(self._table.group_number(slot.parameter), 0.0)
-        moved = self._view(bucket.mean, slot) * -distance
+        distance = self._progress.distance(self._table.group_number(slot.parameter))
+        moved = self._view(bucket.mean_momentum, slot) * -distance
         if self._compressed == "momentum":
             moved.div_(self._view(bucket.second, slot))
         return moved.add_(self._master(slot))
-
-    def _distance(self, number: int, settings: AdamSettings, step: int) -> float:
-        """Σγ of the steps since the last sync, `step` included; what has decayed since counts less."""
-        decay = 1 - settings.lr * settings.weight_decay
-        return decay * self.traveled.get(number, 0.0) + settings.lr / settings.first_correction(step)
-
-    def _share_of_step(self, number: int, settings: AdamSettings, step: int | None = None) -> float:
-        """The weight of this step's momentum in the mean; 1 where nothing has moved, whatever the learning rate."""
-        step = self.steps + 1 if step is None else step
-        distance = self._distance(number, settings, step)
-        own = settings.lr / settings.first_correction(step)
-        return own / distance if distance else 1.0
 
     def _is_finite(self) -> bool:
         """Whether this rank can take its local step; warns where it cannot."""
@@ -291,8 +246,7 @@ class ZeroOneCohort(Cohort):
         """Raise RuntimeError where somebody wrote other weights over this rank's own."""
         if self.in_sync:
             return
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
+        for bucket in self._own_buckets():
             for slot in bucket.layout.slots:
                 parameter = self._table.parameters[slot.parameter]
                 if not self._table.changed(slot.parameter):
@@ -309,35 +263,32 @@ class ZeroOneCohort(Cohort):
 
     def name_frozen_state(self) -> None:
         """See Cohort; there are also `mean_momentum`, and the weights of the last sync as `master`."""
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
-            bucket.second = bucket.denominators
-            bucket.mean = torch.zeros_like(bucket.momentum)
+        for bucket in self._own_buckets():
+            bucket.begin_local_steps()
             for slot in bucket.layout.slots:
                 state = self._table.state(slot.parameter)
                 del state["exp_avg_sq"]
-                state["mean_momentum"] = self._view(bucket.mean, slot)
+                state["mean_momentum"] = self._view(bucket.mean_momentum, slot)
 
     def own_state(self) -> dict[str, Any]:
         """See Cohort."""
         return {
             "variance_updates": self.variance_updates,
-            "traveled": dict(self.traveled),
+            "progress": self._progress.state(),
             "left_out_steps": self.left_out_steps,
         }
 
     def load_own_state(self, saved: dict[str, Any]) -> None:
         """See Cohort."""
         self.variance_updates = saved["variance_updates"]
-        self.traveled = {int(number): distance for number, distance in saved["traveled"].items()}
+        self._progress.load(saved["progress"])
         self.left_out_steps = saved["left_out_steps"]
 
     @torch.no_grad()
     def restore(self, frozen_at: int | None) -> None:
         """See Cohort; parameters show this rank's own weights again."""
         super().restore(frozen_at)
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
+        for bucket in self._own_buckets():
             bucket.find_still()
             if frozen_at is not None:
                 for slot in bucket.layout.slots:
@@ -368,14 +319,16 @@ class ZeroOneCohort(Cohort):
             self._table.state(slot.parameter)["denominator"] = self._view(denominators, slot)
         return ZeroOneBucket(**vars(bucket), compressed=compressed, denominators=denominators)
 
+    def _own_buckets(self) -> list[ZeroOneBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, ZeroOneBucket)]
+
     def _next_kind(self) -> StepKind:
         return self._schedule.kind(self.steps + 1, self.variance_updates, self.frozen_at)
 
     def _prepare(self) -> None:
         """Have every bucket ready for the kind of step that comes next, before its first gradient arrives."""
         kind = self._next_kind()
-        for bucket in self.buckets:
-            assert isinstance(bucket, ZeroOneBucket)
+        for bucket in self._own_buckets():
             bucket.quiet = kind is StepKind.LOCAL
             if kind is not StepKind.EXACT:
                 bucket.exchange = bucket.compressed
