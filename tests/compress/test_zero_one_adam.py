@@ -10,15 +10,8 @@ from torch import nn
 
 import thinwire
 from tests.compress.zero_one_algorithm import ReferenceZeroOneAdam
+from tests.compress.zero_one_training import SCHEDULE
 from thinwire.comm import threads
-
-# Phase 1: exact steps, then every 2nd, 4th, ...; phase 2: intervals 1, 2, 4 and 5.
-SCHEDULE = {"var_freeze_step": 25, "var_update_scaler": 5, "local_step_scaler": 12, "local_step_clipper": 5}
-
-
-def make_zero_one(model, comm, **options):
-    options = {"lr": 3e-3, "block_size": 64} | SCHEDULE | options
-    return thinwire.ZeroOneAdam(model.parameters(), comm=comm, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 2.0, "betas": (0.8, 0.99), "eps": 1e-6}])

@@ -100,7 +100,7 @@ def load(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
     for index in range(len(optimizer._table)):
         optimizer._table.make_master(index)
         if "master" in state_dict["state"].get(index, {}):
-            optimizer._table.weight(index).copy_(state_dict["state"][index]["master"])
+            optimizer._table.weight(index).detach().copy_(state_dict["state"][index]["master"])
     optimizer._cohorts.clear()
     optimizer._synchronizer.restore(
         [[bucket["parameters"] for bucket in cohort["buckets"]] for cohort in ours["cohorts"]]

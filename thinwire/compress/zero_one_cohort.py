@@ -112,7 +112,7 @@ class ZeroOneCohort(Cohort):
         Collective unless the ranks are in sync."""
         if self.in_sync:
             return
-        self._check_untouched()
+        self._notice_changed_weights()
         for bucket in self._own_buckets():
             bucket.compressed.payload.copy_(bucket.mean_momentum)
             bucket.compressed.start(step)
@@ -170,7 +170,7 @@ class ZeroOneCohort(Cohort):
     # The variance is frozen
 
     def _frozen_step(self) -> None:
-        self._check_untouched()
+        self._notice_changed_weights()
         kind = self._schedule.kind(self.steps, self.variance_updates, self.frozen_at)
         finite = kind is StepKind.SYNC or self._is_finite()
         for settings, members in self._by_group():
@@ -242,22 +242,28 @@ class ZeroOneCohort(Cohort):
         )
         return False
 
-    def _check_untouched(self) -> None:
-        """Raise RuntimeError where somebody wrote other weights over this rank's own."""
-        if self.in_sync:
-            return
+    def _notice_changed_weights(self) -> None:
+        """Take over weights that somebody wrote into the parameters.
+
+        Raises RuntimeError where those were this rank's own: what was written need not be the same on other ranks.
+        """
         for bucket in self._own_buckets():
             for slot in bucket.layout.slots:
-                parameter = self._table.parameters[slot.parameter]
-                if not self._table.changed(slot.parameter):
-                    continue
-                if not torch.equal(parameter, self._own_weight(bucket, slot).to(parameter.dtype)):
-                    raise RuntimeError(
-                        f"{self._table.name(slot.parameter)} was changed between local steps, in which ranks hold "
-                        "weights of their own: call optimizer.synchronize_weights() on every rank before you change "
-                        "weights, or load the model before the optimizer"
-                    )
-                self._table.accept(slot.parameter)
+                if self._table.changed(slot.parameter):
+                    self._take_over(bucket, slot)
+
+    def _take_over(self, bucket: ZeroOneBucket, slot: Slot) -> None:
+        parameter = self._table.parameters[slot.parameter]
+        if self.in_sync:
+            self._table.make_master(slot.parameter)
+        elif torch.equal(parameter, self._own_weight(bucket, slot).to(parameter.dtype)):
+            self._table.accept(slot.parameter)
+        else:
+            raise RuntimeError(
+                f"{self._table.name(slot.parameter)} was changed between local steps, in which ranks hold weights of "
+                "their own: call optimizer.synchronize_weights() on every rank before you change weights, or load the "
+                "model before the optimizer"
+            )
 
     # Parts
 
