@@ -21,7 +21,7 @@ OPTIMIZERS = {"adamw": "AdamW", "onebit-adam": "OneBitAdam"}
 """Names on command lines and in results, and in the engine's configurations."""
 
 PARENTS = {"onebit-adam": "adamw", "zero-one-adam": "adamw", "onebit-lamb": "lamb"}
-"""What sends one bit an element or less, and the exact optimizer each is compared with; `PlainLearner` trains with all."""
+"""What sends a bit an element or less, and the exact optimizer each is compared with; `PlainLearner` has them all."""
 
 
 class Learner(Protocol):
