@@ -528,3 +528,27 @@ def test_learning_rates_that_differ_between_ranks_are_an_error_at_the_next_look(
             train(model, optimizer, range(3, 30))
 
     threads.run(rank, 2)
+
+
+def test_leaving_out_is_refused_as_its_agreement_would_be_a_message() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm)
+        with pytest.raises(RuntimeError, match="ZeroOneAdam leaves no parameters out"):
+            optimizer.leave_out([model[0].weight])
+
+    threads.run(rank, 2)
+
+
+def test_by_nodes_it_learns_and_agrees_after_every_sync() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, nodes=[0, 0, 1])
+        seen = []
+        losses = train(model, optimizer, range(100), lambda step: seen.append((optimizer.in_sync, weights(model))))
+        assert np.mean(losses[-10:]) < np.mean(losses[:5])
+        return seen
+
+    results = threads.run(rank, 3)
+    for (in_sync, first), *others in zip(*results, strict=True):
+        assert all(torch.equal(first, other) for _, other in others) == in_sync

@@ -23,6 +23,7 @@ from thinwire.compress.adam_math import (
     warmup_update,
 )
 from thinwire.compress.codecs import Codec
+from thinwire.compress.exchange import Exchange
 from thinwire.compress.freeze import FreezeRule
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.parameters import ParameterTable
@@ -281,4 +282,26 @@ class Cohort:
             bucket=index,
             error_feedback=False,
             device=device,
+        )
+
+    def _view(self, flat: Tensor, slot: Slot) -> Tensor:
+        return flat[slot.offset : slot.offset + slot.numel].view(self._table.parameters[slot.parameter].shape)
+
+    def _by_group(self) -> list[tuple[AdamSettings, Members]]:
+        """The parameters by parameter group, with the group's present settings."""
+        groups = self._table.groups()
+        members: list[Members] = [[] for _ in groups]
+        for bucket in self.buckets:
+            for slot in bucket.layout.slots:
+                members[self._table.group_number(slot.parameter)].append((bucket, slot))
+        return [
+            (self._settings_class.of_group(group), of_group)
+            for group, of_group in zip(groups, members, strict=True)
+            if of_group
+        ]
+
+    def _variance_norm(self) -> float:
+        return sum(
+            float(variance_norm([self._view(bucket.second, slot) for bucket, slot in members], settings, self.steps))
+            for settings, members in self._by_group()
         )

@@ -284,6 +284,9 @@ class GradientSynchronizer:
     def _awaited(self, bucket: Bucket) -> int:
         return sum(slot.parameter not in self._left_out for slot in bucket.layout.slots)
 
+    def _speaks(self, bucket: Bucket) -> bool:
+        return not bucket.quiet and self._awaited(bucket) > 0
+
     def _launch(self, bucket: Bucket) -> None:
         if not self._awaited(bucket):
             self._pipeline.follow(NothingToSend())
@@ -292,7 +295,7 @@ class GradientSynchronizer:
         for slot in missing:
             self._fill(bucket, slot, None)
         if bucket.quiet:
-            self._pipeline.follow(_QuietLegs())
+            self._pipeline.follow(NothingToSend())
             return
         unexpected = any(slot.parameter not in self._left_out for slot in missing)
         flags = Flags.INCOMPLETE if unexpected else Flags.NONE
@@ -306,7 +309,7 @@ class GradientSynchronizer:
         for bucket in self.buckets[self._pipeline.started :]:
             self._launch(bucket)
         self._pipeline.drain()
-        outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :] if self._awaited(bucket)]
+        outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :] if self._speaks(bucket)]
         self._heard = len(self.buckets)
         return outcomes
 
@@ -377,13 +380,3 @@ class GradientSynchronizer:
                     "rank must use the same parameters in a step. Nothing was applied"
                 )
         return frozenset(index for index in range(len(self._table.parameters)) if not of_rank[0][index])
-
-
-class _QuietLegs:
-    """The place of a quiet bucket in the pipeline: nothing is under way."""
-
-    def advance(self) -> None:
-        """Nothing has to be averaged."""
-
-    def wait(self) -> None:
-        """Nothing has to arrive."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from thinwire.compress import agreement
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.compress.cohort import Compressed
 from thinwire.compress.freeze import FreezeRule
-from thinwire.compress.onebit_optimizer import BUCKET_BYTES, OneBitOptimizer, WarmupWire
+from thinwire.compress.onebit_optimizer import BUCKET_BYTES, Nodes, OneBitOptimizer, WarmupWire
 from thinwire.compress.zero_one_cohort import ZeroOneCohort
 from thinwire.compress.zero_one_schedule import ZeroOneSchedule, check_count
 from thinwire.zero import BucketLayout
@@ -35,8 +35,8 @@ class ZeroOneAdam(OneBitOptimizer):
 
     Args:
         params, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt, amsgrad, comm, comm_backend_name,
-            block_size, bucket_bytes: as in OneBitAdam. `exp_avg_mask` in a group holds from the first step on. The
-            bias correction of the variance counts its updates.
+            block_size, bucket_bytes, nodes: as in OneBitAdam. `exp_avg_mask` in a group holds from the first step on.
+            The bias correction of the variance counts its updates.
         var_freeze_step: steps before the variance is frozen.
         var_update_scaler: updates of the variance after which their interval doubles, beginning at 1.
         local_step_scaler: steps with a frozen variance after which the local interval doubles, beginning at 1.
@@ -79,6 +79,7 @@ class ZeroOneAdam(OneBitOptimizer):
         block_size: int = DEFAULT_BLOCK_SIZE,
         bucket_bytes: int = BUCKET_BYTES,
         warmup_wire: WarmupWire = "fp32",
+        nodes: Nodes = "auto",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -106,6 +107,7 @@ class ZeroOneAdam(OneBitOptimizer):
             block_size=block_size,
             bucket_bytes=bucket_bytes,
             warmup_wire=warmup_wire,
+            nodes=nodes,
         )
 
     @property
@@ -130,6 +132,13 @@ class ZeroOneAdam(OneBitOptimizer):
             raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
         for cohort in self._zero_one_cohorts():
             cohort.synchronize(self._synchronizer.step)
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Refused with a RuntimeError: to agree on what to leave out takes a message, and local steps send none."""
+        raise RuntimeError(
+            "ZeroOneAdam leaves no parameters out of a step: without a gradient on any rank they count as zero by "
+            "themselves. Use OneBitAdam to save their bytes"
+        )
 
     def _check_options(self) -> None:
         agreement.check_options(self._amsgrad, self._compressed)
@@ -163,5 +172,6 @@ class ZeroOneAdam(OneBitOptimizer):
             self._compressed,
             layouts,
             first_index,
+            self._links,
             self._schedule,
         )

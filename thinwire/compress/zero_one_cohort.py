@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.nodes import NodeLinks
 from thinwire.compress import agreement
 from thinwire.compress.adam_math import AdamSettings, frozen_update, track_moments
 from thinwire.compress.codecs import Codec
 from thinwire.compress.cohort import AdamBucket, Cohort, Compressed
-from thinwire.compress.exchange import Exchange
 from thinwire.compress.freeze import FreezeRule
+from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.local_progress import LocalProgress
 from thinwire.compress.parameters import ParameterTable
+from thinwire.compress.synchronizer import Round
 from thinwire.compress.zero_one_bucket import ZeroOneBucket
 from thinwire.compress.zero_one_schedule import StepKind, ZeroOneSchedule
 from thinwire.zero import BucketLayout, Slot
@@ -48,10 +50,11 @@ class ZeroOneCohort(Cohort):
         compressed: Compressed,
         layouts: Sequence[BucketLayout],
         first_index: int,
+        links: NodeLinks | None,
         schedule: ZeroOneSchedule,
     ) -> None:
         """See Cohort."""
-        super().__init__(table, comm, rule, warmup_codec, codec, compressed, layouts, first_index)
+        super().__init__(table, comm, rule, warmup_codec, codec, compressed, layouts, first_index, links)
         self.variance_updates = 0
         self._progress = LocalProgress()
         self.left_out_steps = 0
@@ -97,10 +100,10 @@ class ZeroOneCohort(Cohort):
             share = self._progress.share(number, settings, self.steps + 1)
             torch.lerp(bucket.mean_momentum[place], payload, share, out=payload)
 
-    def update(self, absent: frozenset[int], loss_scale: float | None) -> None:
+    def update(self, outcome: Round, loss_scale: float | None) -> None:
         """See Cohort."""
         interval = self._schedule.variance_interval(self.variance_updates)
-        super().update(absent, loss_scale)
+        super().update(outcome, loss_scale)
         if self.frozen_at == self.steps or interval != self._schedule.variance_interval(self.variance_updates):
             rates = [float(group["lr"]) for group in self._table.groups()]
             agreement.check_same_freeze(self._comm, self.frozen_at is not None, rates)
@@ -123,16 +126,16 @@ class ZeroOneCohort(Cohort):
 
     # The variance moves
 
-    def _warmup_step(self, absent: frozenset[int], loss_scale: float | None) -> None:
+    def _warmup_step(self, outcome: Round, loss_scale: float | None) -> None:
         del loss_scale  # fill has divided by it
         if self._schedule.kind(self.steps, self.variance_updates, None) is StepKind.EXACT:
-            self._exact_step(absent)
+            self._exact_step(outcome)
         else:
             self._compressed_step()
 
-    def _exact_step(self, absent: frozenset[int]) -> None:
+    def _exact_step(self, outcome: Round) -> None:
         self.variance_updates += 1
-        for settings, present, gradients in self._read_gradients(absent, None):
+        for settings, present, gradients in self._read_gradients(outcome, None):
             momenta = [self._view(bucket.momentum, slot) for bucket, slot in present]
             variances = [self._view(bucket.second, slot) for bucket, slot in present]
             denominators = [self._table.state(slot.parameter)["denominator"] for _, slot in present]
@@ -169,7 +172,8 @@ class ZeroOneCohort(Cohort):
 
     # The variance is frozen
 
-    def _frozen_step(self) -> None:
+    def _frozen_step(self, unsent: frozenset[int]) -> None:
+        assert not unsent, "ZeroOneAdam leaves nothing out"
         self._notice_changed_weights()
         kind = self._schedule.kind(self.steps, self.variance_updates, self.frozen_at)
         finite = kind is StepKind.SYNC or self._is_finite()
@@ -319,7 +323,9 @@ class ZeroOneCohort(Cohort):
 
     def _make_bucket(self, index: int, layout: BucketLayout) -> ZeroOneBucket:
         bucket = super()._make_bucket(index, layout)
-        compressed = Exchange(self._comm, layout.numel, self._codec, bucket=index, device=bucket.momentum.device)
+        compressed = make_exchange(
+            self._comm, self._links, layout.numel, self._codec, bucket=index, device=bucket.momentum.device
+        )
         denominators = torch.full_like(bucket.momentum, float("inf"))
         for slot in layout.slots:
             self._table.state(slot.parameter)["denominator"] = self._view(denominators, slot)
