@@ -52,8 +52,8 @@ def study(comm: Communicator, options: argparse.Namespace) -> None:
         subjects = {name: _shortened(subject, options.steps) for name, subject in subjects.items()}
     if options.tune:
         losses = {
-            PARENTS[onebit]: {name: _tune(subject, PARENTS[onebit], comm) for name, subject in subjects.items()}
-            for onebit in options.optimizer
+            exact: {name: _tune(subject, exact, comm) for name, subject in subjects.items()}
+            for exact in dict.fromkeys(PARENTS[onebit] for onebit in options.optimizer)
         }
         content = {"final_loss_by_learning_rate": losses}
         on_every_rank(comm, lambda: _write(options.output, f"{_NAME}_tuning", content, comm))
@@ -64,13 +64,13 @@ def study(comm: Communicator, options: argparse.Namespace) -> None:
 
 def _run_all(subject: Subject, onebit: Sequence[str], seeds: int, comm: Communicator) -> dict[str, list[Outcome]]:
     """Outcomes by optimizer, each of `onebit` after its parent, one a seed."""
+    paired = dict.fromkeys(optimizer for one in onebit for optimizer in (PARENTS[one], one))
     return {
         optimizer: [
             _run(subject, replace(subject.plan_of(optimizer), seed=seed), optimizer, comm, f"seed {seed}")
             for seed in range(seeds)
         ]
-        for one in onebit
-        for optimizer in (PARENTS[one], one)
+        for optimizer in paired
     }
 
 
@@ -97,7 +97,12 @@ def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, varia
 
 
 def _shortened(subject: Subject, steps: int) -> Subject:
-    shorter = {"steps": steps, "warmup_steps": steps // 10, "evaluate_every": max(1, steps // 30)}
+    shorter = {
+        "steps": steps,
+        "warmup_steps": steps // 10,
+        "local_step_scaler": max(1, steps // 10),
+        "evaluate_every": max(1, steps // 30),
+    }
     return replace(subject, plan=replace(subject.plan, **shorter), lamb_plan=replace(subject.lamb_plan, **shorter))
 
 

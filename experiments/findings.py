@@ -28,7 +28,7 @@ class Finding:
         same_loss: the difference is within 1%, or within one standard deviation of the exact optimizer if that is
             larger, or in favour of the 1-bit one.
         fewer_bytes: the exact optimizer's bytes over the 1-bit one's, whole run.
-        fewer_bytes_frozen: the same for one step after the freeze; None if it never froze.
+        fewer_bytes_frozen: the same for the last step, in which 0/1 Adam synchronises; None if it never froze.
     """
 
     exact_loss: float

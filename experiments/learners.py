@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from experiments.baseline import Averaged, AveragedAdamW, AveragedLamb
 from experiments.plans import Plan
-from thinwire import OneBitAdam, OneBitLamb, ShardedOneBitAdam
+from thinwire import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize, load_config
 
@@ -20,8 +20,8 @@ __all__ = ["OPTIMIZERS", "PARENTS", "EngineLearner", "Learner", "PlainLearner", 
 OPTIMIZERS = {"adamw": "AdamW", "onebit-adam": "OneBitAdam"}
 """Names on command lines and in results, and in the engine's configurations."""
 
-PARENTS = {"onebit-adam": "adamw", "onebit-lamb": "lamb"}
-"""What sends one bit an element, and the exact optimizer that each is compared with; `PlainLearner` trains with all."""
+PARENTS = {"onebit-adam": "adamw", "zero-one-adam": "adamw", "onebit-lamb": "lamb"}
+"""What sends a bit an element or less, and the exact optimizer each is compared with; `PlainLearner` has them all."""
 
 
 class Learner(Protocol):
@@ -47,7 +47,7 @@ class Learner(Protocol):
 
     @property
     def stage(self) -> str:
-        """How it communicates now: "exact", or of a 1-bit optimizer "warmup" or "1-bit"."""
+        """How it communicates now: "exact", or of a 1-bit optimizer "warmup" or, once frozen, "1-bit"."""
 
     @property
     def frozen_at(self) -> int | None:
@@ -63,7 +63,7 @@ class PlainLearner:
         """Builds one of `PARENTS`' two sides over all ranks of `comm`."""
         self.module = model
         groups = parameter_groups(model, plan.weight_decay)
-        self.optimizer: Averaged | OneBitAdam | OneBitLamb
+        self.optimizer: Averaged | OneBitAdam | OneBitLamb | ZeroOneAdam
         match optimizer:
             case "adamw":
                 self.optimizer = AveragedAdamW(groups, comm, lr=plan.learning_rate)
@@ -73,6 +73,14 @@ class PlainLearner:
                 self.optimizer = OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
             case "onebit-lamb":
                 self.optimizer = OneBitLamb(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+            case "zero-one-adam":
+                self.optimizer = ZeroOneAdam(
+                    groups,
+                    lr=plan.learning_rate,
+                    var_freeze_step=plan.fixed_freeze_step,
+                    local_step_scaler=plan.local_step_scaler,
+                    comm=comm,
+                )
             case _:
                 raise ValueError(
                     f"optimizer must be one of {', '.join((*PARENTS.values(), *PARENTS))}, got {optimizer!r}"
@@ -92,6 +100,9 @@ class PlainLearner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._steps += 1
+        # What is validated, and what training ends with, is one model and not one a rank.
+        if isinstance(self.optimizer, ZeroOneAdam) and self._plan.is_validated_after(self._steps):
+            self.optimizer.synchronize_weights()
 
     @property
     def bytes_sent(self) -> int:

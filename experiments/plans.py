@@ -20,6 +20,7 @@ class Plan:
         freeze_step: when a 1-bit optimizer freezes the variance; "auto" lets it decide.
         evaluate_every: steps between validations; the last step is always validated.
         seed: of the weights and the batches.
+        local_step_scaler: steps after which 0/1 Adam, once frozen, doubles the interval between two syncs.
     """
 
     steps: int
@@ -29,6 +30,16 @@ class Plan:
     freeze_step: int | Literal["auto"]
     evaluate_every: int
     seed: int
+    local_step_scaler: int = 32_678
+
+    @property
+    def fixed_freeze_step(self) -> int:
+        """`freeze_step` for optimizers that cannot decide; a fifth of the steps where it is "auto"."""
+        return max(1, self.steps // 5) if self.freeze_step == "auto" else self.freeze_step
+
+    def is_validated_after(self, step: int) -> bool:
+        """Whether the model is validated after step 1, 2, ..., steps."""
+        return step >= self.steps or step % self.evaluate_every == 0
 
     def rate_at(self, step: int) -> float:
         """Learning rate of step 0, 1, ..., steps - 1."""

@@ -21,8 +21,20 @@ from experiments.training import Outcome
 
 __all__ = ["COLOURS", "LABELS", "Reference", "Series", "draw_comparison", "new_figure", "save", "title_row"]
 
-LABELS = {"adamw": "AdamW", "onebit-adam": "1-bit Adam", "lamb": "LAMB", "onebit-lamb": "1-bit LAMB"}
-COLOURS = {"adamw": "#5b6572", "onebit-adam": "#d1495b", "lamb": "#5b6572", "onebit-lamb": "#00798c"}
+LABELS = {
+    "adamw": "AdamW",
+    "onebit-adam": "1-bit Adam",
+    "zero-one-adam": "0/1 Adam",
+    "lamb": "LAMB",
+    "onebit-lamb": "1-bit LAMB",
+}
+COLOURS = {
+    "adamw": "#5b6572",
+    "onebit-adam": "#d1495b",
+    "zero-one-adam": "#edae49",
+    "lamb": "#5b6572",
+    "onebit-lamb": "#00798c",
+}
 _QUIET = "#8a939e"
 
 

@@ -27,7 +27,7 @@ class Subject:
 
     Attributes:
         task: what is learned.
-        plan: for the first seed, of AdamW and 1-bit Adam.
+        plan: for the first seed, of AdamW, 1-bit Adam and 0/1 Adam.
         lamb_plan: the same of LAMB and 1-bit LAMB, whose rate is a part of the weights' size.
         rank_items: units that a rank reads in a step.
         unit: what they are.
@@ -61,6 +61,7 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         learning_rate=1e-3,
         weight_decay=0.01,
         freeze_step=500,
+        local_step_scaler=250,
         evaluate_every=100,
         seed=0,
     )
@@ -86,6 +87,7 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         learning_rate=1e-3,
         weight_decay=0.01,
         freeze_step=200,
+        local_step_scaler=60,
         evaluate_every=20,
         seed=0,
     )

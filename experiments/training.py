@@ -127,8 +127,7 @@ class Trainer:
         self.step += 1
         self.step_bytes = self.learner.bytes_sent - sent_before
         self.bytes_sent += self.step_bytes
-        due = self.finished or self.step % self.plan.evaluate_every == 0
-        validation_loss = self._record() if due else None
+        validation_loss = self._record() if self.plan.is_validated_after(self.step) else None
         self.seconds += time.perf_counter() - started
         return StepReport(self.step, loss, self.step_bytes, self.learner.stage, validation_loss)
 

@@ -23,6 +23,7 @@ from thinwire.compress.adam_math import (
     warmup_update,
 )
 from thinwire.compress.codecs import Codec
+from thinwire.compress.exchange import Exchange
 from thinwire.compress.freeze import FreezeRule
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.parameters import ParameterTable
@@ -47,6 +48,11 @@ class AdamBucket(Bucket):
     momentum: Tensor
     second: Tensor
     still: Tensor | None = None
+
+    @property
+    def compressor(self) -> Exchange:
+        """The exchange that keeps the residuals, where there are any."""
+        return self.exchange
 
     def hold_still(self, momentum: Tensor) -> None:
         """Zero `momentum` and the residuals where coordinates stay, so that they do not blur their blocks' scales."""
@@ -150,11 +156,12 @@ class Cohort:
     def load_own_state(self, saved: dict[str, Any]) -> None:
         """Take over what `own_state` returned."""
 
-    def restore_frozen(self, frozen_at: int) -> None:
-        """Enter the frozen stage with the denominators and momenta that a checkpoint put into the flat buckets."""
+    def restore(self, frozen_at: int | None) -> None:
+        """Go on with what a checkpoint put into the flat buckets, which is the frozen stage's after `frozen_at`."""
         self.frozen_at = frozen_at
-        for bucket in self.buckets:
-            self._begin_compression(bucket)
+        if frozen_at is not None:
+            for bucket in self.buckets:
+                self._begin_compression(bucket)
 
     def _warmup_step(self, outcome: Round, loss_scale: float | None) -> None:
         for settings, present, gradients in self._read_gradients(outcome, loss_scale):
@@ -223,17 +230,25 @@ class Cohort:
         self.name_frozen_state()
         for settings, members in self._by_group():
             denominators = [self._view(bucket.second, slot) for bucket, slot in members]
-            to_denominators(denominators, settings, self.steps)
-            mask = self._table.group(members[0][1].parameter).get("exp_avg_mask")
-            if mask is not None:
-                for denominator in denominators:
-                    denominator.masked_fill_(mask.to(denominator.device) == 0, float("inf"))
+            self._turn_into_denominators(denominators, members, settings, self.steps)
             if self._compressed == "update":
-                raise_smallest(denominators)
                 torch._foreach_div_([self._view(bucket.momentum, slot) for bucket, slot in members], denominators)
         self.frozen_at = self.steps
         for bucket in self.buckets:
             self._begin_compression(bucket)
+
+    def _turn_into_denominators(
+        self, variances: list[Tensor], members: Members, settings: AdamSettings, step: int
+    ) -> None:
+        """Turn the variances of a parameter group, in place, into what its momentum is divided by: infinity where
+        coordinates stay."""
+        to_denominators(variances, settings, step)
+        mask = self._table.group(members[0][1].parameter).get("exp_avg_mask")
+        if mask is not None:
+            for denominator in variances:
+                denominator.masked_fill_(mask.to(denominator.device) == 0, float("inf"))
+        if self._compressed == "update":
+            raise_smallest(variances)
 
     def _begin_compression(self, bucket: AdamBucket) -> None:
         bucket.exchange = make_exchange(
@@ -250,7 +265,16 @@ class Cohort:
 
     def _make_bucket(self, index: int, layout: BucketLayout) -> AdamBucket:
         device = self._table.parameters[layout.slots[0].parameter].device
-        exchange = make_exchange(
+        exchange = self._exact_exchange(index, layout, device)
+        momentum, second = torch.zeros_like(exchange.payload), torch.zeros_like(exchange.payload)
+        for slot in layout.slots:
+            state = self._table.state(slot.parameter)
+            state["exp_avg"] = self._view(momentum, slot)
+            state["exp_avg_sq"] = self._view(second, slot)
+        return AdamBucket(index, layout, exchange, self, momentum, second)
+
+    def _exact_exchange(self, index: int, layout: BucketLayout, device: torch.device) -> Exchange:
+        return make_exchange(
             self._comm,
             self._links,
             layout.numel,
@@ -259,12 +283,6 @@ class Cohort:
             error_feedback=False,
             device=device,
         )
-        momentum, second = torch.zeros_like(exchange.payload), torch.zeros_like(exchange.payload)
-        for slot in layout.slots:
-            state = self._table.state(slot.parameter)
-            state["exp_avg"] = self._view(momentum, slot)
-            state["exp_avg_sq"] = self._view(second, slot)
-        return AdamBucket(index, layout, exchange, self, momentum, second)
 
     def _view(self, flat: Tensor, slot: Slot) -> Tensor:
         return flat[slot.offset : slot.offset + slot.numel].view(self._table.parameters[slot.parameter].shape)

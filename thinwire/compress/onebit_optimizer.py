@@ -93,12 +93,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
             place=self._make_cohort,
             fill=self._fill,
         )
+        self._synchronizer.follow(lambda: not self._scales_apart)
         self._cohorts: list[Cohort] = []
         self._loss_scale: float | None = None
         self.skipped_steps = 0
         self.bytes_uncompressed = 0
         self._agreed_settings = {
-            "freeze_step": freeze_step,
+            **self._stage_settings(),
             "codec": codec,
             "block_size": block_size,
             "bucket_bytes": bucket_bytes,
@@ -120,6 +121,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _own_settings(self) -> dict[str, Any]:
         """Further options that all ranks must share, and that give momenta and residuals their meaning."""
+
+    def _stage_settings(self) -> dict[str, Any]:
+        """Options about when stages begin: all ranks must share them, and a resume may change them."""
+        return {"freeze_step": self._freeze_step}
+
+    @property
+    def _scales_apart(self) -> bool:
+        """Whether the loss scales of the ranks' GradScalers may differ: then no gradient leaves before step()."""
+        return False
+
+    def _is_outdated(self, scale_changed: bool) -> bool:
+        """Whether what left during backward is not what would be sent now, on every rank alike."""
+        return scale_changed and self.freeze_step_taken is not None
 
     @abstractmethod
     def _new_cohort(self, rule: FreezeRule, layouts: Sequence[BucketLayout], first_index: int) -> Cohort:
@@ -175,7 +189,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 loss = closure()
         loss_scale = self._present_loss_scale()
         self._check_gradients_untouched(scaled=loss_scale is not None)
-        scaler_has_seen = self._synchronizer.finished or loss_scale is None
+        if self._scales_apart:
+            self._loss_scale = loss_scale
+        scaler_has_seen = self._synchronizer.finished or loss_scale is None or self._scales_apart
         outcome = self._synchronizer.finish()
         if not scaler_has_seen and 0 < len(outcome.guilty) < self.comm.size:
             self._synchronizer.end_round()
@@ -184,12 +200,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 "in, so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
                 "parameter a gradient in each backward, or train in bf16 without a GradScaler"
             )
-        if loss_scale != self._loss_scale:
-            self._loss_scale = loss_scale
-            if outcome.finite and self.freeze_step_taken is not None:
-                # Momentum left during backward as if this step's scale were the last one's. Scales change rarely, and
-                # alike on every rank; nothing is committed yet, so the round is simply sent again.
-                outcome = self._synchronizer.repeat()
+        scale_changed = loss_scale != self._loss_scale
+        self._loss_scale = loss_scale
+        if outcome.finite and self._is_outdated(scale_changed):
+            # Momentum left during backward as if this step's scale were the last one's. Scales change rarely, and
+            # alike on every rank; nothing is committed yet, so the round is simply sent again.
+            outcome = self._synchronizer.repeat()
         if len(outcome.absent) < len(self._table):
             self._count_uncompressed()
             if outcome.finite:
@@ -244,7 +260,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if foreign:
             raise ValueError(
                 f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so nobody "
-                "would synchronise them: pass all of model.parameters() to {type(self).__name__}"
+                f"would synchronise them: pass all of model.parameters() to {type(self).__name__}"
             )
         ddp_model.register_comm_hook(None, leave_gradients_alone)
         self._synchronizer.follow(lambda: bool(ddp_model.require_backward_grad_sync))

@@ -44,11 +44,14 @@ class ParameterTable:
         self.make_master(len(self) - 1)
 
     def make_master(self, index: int) -> None:
-        """(Re)build the master weight of a 16-bit parameter from the parameter."""
-        parameter = self.parameters[index]
-        if parameter.dtype != torch.float32:
-            self.state(index)["master"] = parameter.detach().float().clone()
-            self._published[index] = parameter._version
+        """(Re)build the master weight of a 16-bit parameter, or of one that has been given one, from the parameter."""
+        if self.parameters[index].dtype != torch.float32 or "master" in self.state(index):
+            self._copy_to_master(index)
+
+    def keep_apart(self, index: int) -> None:
+        """Give the parameter a master weight whatever its dtype, so that the two may come to differ."""
+        if "master" not in self.state(index):
+            self._copy_to_master(index)
 
     def group_number(self, index: int) -> int:
         """Which parameter group it is in."""
@@ -69,7 +72,7 @@ class ParameterTable:
 
     def weight(self, index: int) -> Tensor:
         """What updates are applied to: the fp32 master where there is one, else the parameter."""
-        if "master" in self.state(index) and self.parameters[index]._version != self._published[index]:
+        if "master" in self.state(index) and self.changed(index):
             self.make_master(index)  # weights were loaded into the model since
         master: Tensor = self.state(index).get("master", self.parameters[index])
         return master
@@ -78,8 +81,24 @@ class ParameterTable:
         """Round the master weight, where there is one, into the parameter."""
         weight = self.weight(index)
         if weight is not self.parameters[index]:
-            self.parameters[index].copy_(weight)
-            self._published[index] = self.parameters[index]._version
+            self.show(index, weight)
+
+    def show(self, index: int, weight: Tensor) -> None:
+        """Round `weight` into the parameter, and leave the master as it is."""
+        self.parameters[index].copy_(weight)
+        self.accept(index)
+
+    def changed(self, index: int) -> bool:
+        """Whether somebody else has written to the parameter since it was last published."""
+        return self.parameters[index]._version != self._published[index]
+
+    def accept(self, index: int) -> None:
+        """Take the parameter as it is for what was published: its master stays."""
+        self._published[index] = self.parameters[index]._version
+
+    def _copy_to_master(self, index: int) -> None:
+        self.state(index)["master"] = self.parameters[index].detach().float().clone()
+        self.accept(index)
 
     def name(self, index: int) -> str:
         """How an error message calls it."""

@@ -56,8 +56,8 @@ def _save_cohort(cohort: Cohort) -> dict[str, Any]:
         "buckets": [
             {
                 "parameters": [slot.parameter for slot in bucket.layout.slots],
-                "worker_residual": bucket.exchange.worker_residual,
-                "owner_residual": bucket.exchange.owner_residual,
+                "worker_residual": bucket.compressor.worker_residual,
+                "owner_residual": bucket.compressor.owner_residual,
             }
             for bucket in cohort.buckets
         ],
@@ -100,7 +100,7 @@ def load(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
     for index in range(len(optimizer._table)):
         optimizer._table.make_master(index)
         if "master" in state_dict["state"].get(index, {}):
-            optimizer._table.weight(index).copy_(state_dict["state"][index]["master"])
+            optimizer._table.weight(index).detach().copy_(state_dict["state"][index]["master"])
     optimizer._cohorts.clear()
     optimizer._synchronizer.restore(
         [[bucket["parameters"] for bucket in cohort["buckets"]] for cohort in ours["cohorts"]]
@@ -114,7 +114,10 @@ def load(optimizer: OneBitOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer.bytes_uncompressed = ours["bytes_uncompressed"]
     optimizer._bytes_before_resume += ours["bytes_sent"] - optimizer.bytes_sent
     optimizer._loss_scale = ours["loss_scale"]
-    if optimizer.freeze_step_taken is not None and not same_place:
+    compresses = any(
+        bucket.compressor.worker_residual is not None for cohort in optimizer._cohorts for bucket in cohort.buckets
+    )
+    if compresses and not same_place:
         warnings.warn(
             f"this state was saved by rank {ours['rank']} of {ours['size']} and is loaded by rank "
             f"{optimizer.comm.rank} of {optimizer.comm.size}, or on other nodes: error-feedback residuals belong "
@@ -138,9 +141,8 @@ def _load_cohort(
             state = optimizer._table.state(slot.parameter)
             for name in state.keys() - {"master"}:
                 state[name].copy_(states[slot.parameter][name])
-    if saved["frozen_at"] is None:
-        return
-    cohort.restore_frozen(saved["frozen_at"])
+    cohort.restore(saved["frozen_at"])
     if same_place:
         for bucket, entry in zip(cohort.buckets, saved["buckets"], strict=True):
-            bucket.exchange.load_residuals(entry["worker_residual"], entry["owner_residual"])
+            if entry["worker_residual"] is not None:
+                bucket.compressor.load_residuals(entry["worker_residual"], entry["owner_residual"])

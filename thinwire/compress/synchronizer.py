@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,11 +24,15 @@ __all__ = ["Bucket", "GradientSynchronizer", "Round"]
 
 @dataclass
 class Bucket:
-    """A flat run of parameters and the exchange that averages what they send."""
+    """A flat run of parameters and the exchange that averages what they send.
+
+    A `quiet` bucket is filled as others are, but sends nothing; all ranks agree on which are.
+    """
 
     index: int
     layout: BucketLayout
     exchange: Exchange
+    quiet: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,7 @@ class GradientSynchronizer:
         self._round = None
         self._pipeline.reset()
         self._heard = 0
-        for index in self._arrived:
+        for index in self._arrived.keys() & self._places.keys():
             self._fill(*self._places[index], self._table.parameters[index].grad)
         return self.finish()
 
@@ -280,6 +284,9 @@ class GradientSynchronizer:
     def _awaited(self, bucket: Bucket) -> int:
         return sum(slot.parameter not in self._left_out for slot in bucket.layout.slots)
 
+    def _speaks(self, bucket: Bucket) -> bool:
+        return not bucket.quiet and self._awaited(bucket) > 0
+
     def _launch(self, bucket: Bucket) -> None:
         if not self._awaited(bucket):
             self._pipeline.follow(NothingToSend())
@@ -287,6 +294,9 @@ class GradientSynchronizer:
         missing = [slot for slot in bucket.layout.slots if slot.parameter not in self._arrived]
         for slot in missing:
             self._fill(bucket, slot, None)
+        if bucket.quiet:
+            self._pipeline.follow(NothingToSend())
+            return
         unexpected = any(slot.parameter not in self._left_out for slot in missing)
         flags = Flags.INCOMPLETE if unexpected else Flags.NONE
         if any(self._table.parameters[index].requires_grad for index in self._unplaced):
@@ -299,7 +309,7 @@ class GradientSynchronizer:
         for bucket in self.buckets[self._pipeline.started :]:
             self._launch(bucket)
         self._pipeline.drain()
-        outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :] if self._awaited(bucket)]
+        outcomes = [bucket.exchange.outcome() for bucket in self.buckets[self._heard :] if self._speaks(bucket)]
         self._heard = len(self.buckets)
         return outcomes
 

@@ -43,7 +43,7 @@ _REFUSED = {
     "MuSGD": "scale the learning rate of your parameter groups and use SGD",
     "OneBitLamb": "it has no sharded form yet; use thinwire.OneBitLamb without the engine, or OneBitAdam",
     "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
-    "ZeroOneAdam": "use OneBitAdam",
+    "ZeroOneAdam": "use OneBitAdam, or thinwire.ZeroOneAdam without the engine",
 }
 
 _ONEBIT_ADAM_EXPECTS = {

@@ -1,0 +1,52 @@
+"""0/1 Adam is the paper's algorithm, sends nothing on local steps, and is bit for bit the same on every rank after a
+sync."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from tests.compress.zero_one_algorithm import ReferenceZeroOneAdam
+from tests.compress.zero_one_training import SCHEDULE
+from thinwire.comm import threads
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 2.0, "betas": (0.8, 0.99), "eps": 1e-6}])
+@pytest.mark.parametrize("compress", ["update", "momentum"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_equals_the_algorithm_in_float64_over_120_steps(world_size, compress, options) -> None:
+    numel, steps = 300, 120
+    rng = np.random.default_rng(world_size)
+    start = rng.standard_normal(numel).astype(np.float32)
+    gradients = (rng.standard_normal((steps, world_size, numel)) + 0.3).astype(np.float32)
+    settings = {"lr": 1e-2, "block_size": 64, "compress": compress} | SCHEDULE | options
+    reference = ReferenceZeroOneAdam(start, world_size, **settings)
+    expected = []
+    for payloads in gradients:
+        reference.step(payloads.astype(np.float64))
+        expected.append(reference.weights.copy())
+    assert set(reference.kinds) == set("ecls")
+
+    def rank(comm):
+        weight = nn.Parameter(torch.from_numpy(start.copy()))
+        optimizer = thinwire.ZeroOneAdam([weight], comm=comm, **settings)
+        found, in_sync = [], []
+        for payloads in gradients:
+            weight.grad = torch.from_numpy(payloads[comm.rank])
+            optimizer.step()
+            found.append(weight.detach().double().numpy())
+            in_sync.append(optimizer.in_sync)
+        return found, in_sync
+
+    results = threads.run(rank, world_size)
+    for number, (found, in_sync) in enumerate(results):
+        assert in_sync == [kind != "l" for kind in reference.kinds]
+        for step in range(steps):
+            moved = np.linalg.norm(expected[step][number] - start)
+            rounding = 1e-7 * np.linalg.norm(start)  # of weights to fp32, which no optimizer escapes
+            assert np.linalg.norm(found[step] - expected[step][number]) <= 1e-5 * moved + rounding, step
+    for step in np.flatnonzero(results[0][1]):
+        assert all(np.array_equal(found[step], results[0][0][step]) for found, _ in results)
