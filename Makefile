@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test lint plots stages bench bench-engine long-sequences long-documents gpu wheel clean
+.PHONY: help train test lint plots stages bench bench-engine long-sequences long-documents ethernet gpu wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-engine    measure the engine's step time and memory beside torch's"
 	@echo "make long-sequences  attention by length, dense and block-sparse (about 20 minutes)"
 	@echo "make long-documents  BERT on long documents, sparse, dense and truncated (about an hour)"
+	@echo "make ethernet        race DDP, PowerSGD and 1-bit Adam over slow links (as root on Linux; about half an hour)"
 	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present"
 	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
 
@@ -58,6 +59,9 @@ long-sequences: $(READY)
 
 long-documents: $(READY)
 	$(RUN) -m experiments.long_documents $(ARGS)
+
+ethernet: $(READY)
+	$(RUN) -m experiments.ethernet $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu
