@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -42,21 +44,57 @@ def check_plain(world: Communicator, wrap_first: bool, accumulation: int) -> Non
     assert some_dropped
 
 
+class Job:
+    """OneBitAdam beside DDP, over a stack whose layers are dropped and left out."""
+
+    def __init__(self, world: Communicator) -> None:
+        self.inner = make_stack()
+        self.rank = world.rank
+        self.model = DistributedDataParallel(self.inner)
+        self.optimizer = thinwire.OneBitAdam(
+            self.model.parameters(), lr=3e-3, freeze_step=60, block_size=64, bucket_bytes=2000, comm=world
+        )
+        self.optimizer.attach(self.model)
+        self.schedule = ProgressiveLayerDrop(0.3, 0.02)
+        self.drop = drop_layers(self.inner, self.schedule, seed=7)
+        self.masks = b""
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.schedule.update_state(step)
+            self.optimizer.zero_grad()
+            loss = self.model(batch(self.rank, step)).square().mean()
+            dropped = self.drop.dropped_parameters()
+            self.optimizer.leave_out(dropped)
+            loss.backward()
+            self.optimizer.step()
+            gone = {id(parameter) for parameter in dropped}
+            self.masks += bytes(id(layer.up.weight) in gone for layer in self.inner.layers)
+
+    def state(self) -> dict[str, Any]:
+        parts = (self.inner, self.optimizer, self.drop)
+        return copy.deepcopy({number: part.state_dict() for number, part in enumerate(parts)})
+
+    def resume(self, state: dict[str, Any]) -> None:
+        for number, part in enumerate((self.inner, self.optimizer, self.drop)):
+            part.load_state_dict(state[number])
+
+    @property
+    def weights(self) -> bytes:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.inner.parameters()]).numpy().tobytes()
+
+
 def check_attached_onebit(world: Communicator) -> None:
-    """OneBitAdam beside DDP, 40 steps through the freeze: the same weights everywhere."""
-    inner = make_stack()
-    model = DistributedDataParallel(inner)
-    optimizer = thinwire.OneBitAdam(model.parameters(), lr=3e-3, freeze_step=10, block_size=64, comm=world)
-    optimizer.attach(model)
-    schedule = ProgressiveLayerDrop(0.3, 1.0)
-    drop_layers(inner, schedule)
-    for step in range(40):
-        schedule.update_state(step)
-        optimizer.zero_grad()
-        model(batch(world.rank, step)).square().mean().backward()
-        optimizer.step()
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in inner.parameters()])
-    assert len(set(world.all_gather_bytes(flat.numpy().tobytes()))) == 1
+    """500 steps, through the freeze and a resume: the same masks and weights on every rank, and as without the stop."""
+    whole, first, second = Job(world), Job(world), Job(world)
+    whole.train(range(500))
+    first.train(range(230))
+    second.resume(first.state())
+    second.train(range(230, 500))
+    assert first.masks + second.masks == whole.masks
+    assert 0.2 < sum(whole.masks) / len(whole.masks) < 0.6
+    assert second.weights == whole.weights
+    assert len(set(world.all_gather_bytes(whole.weights + whole.masks))) == 1
 
 
 if __name__ == "__main__":
