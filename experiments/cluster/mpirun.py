@@ -1,0 +1,73 @@
+"""Starts programs with Open MPI's mpirun, as a user would, and never waits longer than it was told to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Finished", "clean_environment", "find_mpirun", "run_limited"]
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "PRTE_", "SLURM_", "TORCHELASTIC_")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that has ended.
+
+    Attributes:
+        code: its exit code; None where it was killed because its time was over.
+        output: what it printed, errors included.
+    """
+
+    code: int | None
+    output: str
+
+
+def find_mpirun() -> str | None:
+    """The mpirun beside this Python, else the one in PATH."""
+    beside_python = Path(sys.executable).with_name("mpirun")
+    return str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+
+
+def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process, without traces of a launcher, with one thread a rank, and `extra`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**clean, **threads, **as_root, **extra}
+
+
+def run_limited(command: Sequence[str], environment: Mapping[str, str], seconds: float, folder: Path) -> Finished:
+    """Runs a command in `folder` for at most `seconds`; then it and its children are killed."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        return Finished(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        output, _ = process.communicate()
+        return Finished(None, output)
+    except BaseException:
+        _kill(process)
+        process.wait()
+        raise
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
