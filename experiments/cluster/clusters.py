@@ -12,7 +12,7 @@ from typing import Protocol
 
 from experiments.cluster import namespaces, remote_agent
 from experiments.cluster.commands import ClusterError, run
-from experiments.cluster.links import HOST_DEVICE, Link
+from experiments.cluster.links import HOST_DEVICE, cluster_links, shape_links
 from experiments.cluster.mpirun import Finished, clean_environment, find_mpirun, run_limited
 from experiments.cluster.signals import unwinding_on_signals
 
@@ -62,9 +62,8 @@ class EmulatedCluster:
             raise ValueError(f"hosts must be from 1 to 250, got {hosts}")
         self.hosts = hosts
         self.name = namespaces.new_cluster_name()
-        switch = f"{self.name}-switch"
-        self.links = [Link(f"{self.name}-host{host}", switch, f"port{host}") for host in range(hosts)]
-        self._switch = switch
+        self.links = cluster_links(self.name, hosts)
+        self._switch = self.links[0].switch
 
     @contextmanager
     def running(self) -> Iterator[EmulatedCluster]:
@@ -89,8 +88,7 @@ class EmulatedCluster:
 
     def shape(self, megabits: float | None) -> None:
         """Limits every link to so many 10⁶ bits a second, each way; None takes the limits away."""
-        for link in self.links:
-            link.shape(megabits)
+        shape_links(self.links, megabits)
 
     def run(
         self,

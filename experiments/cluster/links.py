@@ -6,11 +6,12 @@ slower than the link allows: a race against them would be unfair.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from experiments.cluster.commands import run
 
-__all__ = ["HOST_DEVICE", "Link"]
+__all__ = ["HOST_DEVICE", "Link", "cluster_links", "shape_links"]
 
 HOST_DEVICE = "eth0"
 """What every host calls its end."""
@@ -56,3 +57,14 @@ class Link:
     @property
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self.host, HOST_DEVICE), (self.switch, self.port)
+
+
+def cluster_links(cluster: str, hosts: int) -> list[Link]:
+    """The links of a cluster, by its name, host by host."""
+    return [Link(f"{cluster}-host{host}", f"{cluster}-switch", f"port{host}") for host in range(hosts)]
+
+
+def shape_links(links: Iterable[Link], megabits: float | None) -> None:
+    """Shapes all of them alike; see `Link.shape`."""
+    for link in links:
+        link.shape(megabits)

@@ -38,9 +38,11 @@ def find_mpirun() -> str | None:
 def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process, without traces of a launcher, with one thread a rank, and `extra`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+    # torch warns that emulated hosts have no names in any DNS.
+    calm = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**clean, **threads, **as_root, **extra}
+    return {**clean, **calm, **threads, **as_root, **extra}
 
 
 def run_limited(command: Sequence[str], environment: Mapping[str, str], seconds: float, folder: Path) -> Finished:

@@ -1,0 +1,140 @@
+"""Who races: one table, from which every measurement and picture takes its names, colours and learners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from experiments.learners import Learner, parameter_groups
+from experiments.plans import Plan
+from experiments.race.data_parallel import DataParallelLearner
+from thinwire import OneBitAdam
+from thinwire.comm import Communicator
+
+__all__ = ["BASELINE", "CONTENDERS", "FAIR_BASELINE", "Contender"]
+
+BASELINE = "ddp-fp32"
+FAIR_BASELINE = "ddp-bf16"
+"""What is honest to beat: 16 bits cost nothing (Agarwal et al., MLSys 2022)."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train a model on several hosts.
+
+    Attributes:
+        label: for tables and pictures.
+        colour: for pictures.
+        ours: thinwire's, to be compared with the baselines.
+        trains: races to a loss; what shows one stage only does not.
+        build: makes the learner of a model, on every rank alike. Collective.
+    """
+
+    label: str
+    colour: str
+    ours: bool
+    trains: bool
+    build: Callable[[nn.Module, Plan, Communicator], Learner]
+
+
+class SelfSynchronizing(Protocol):
+    """What thinwire's optimizers share."""
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> None:
+        """Applies the synchronised step."""
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether steps send one bit an element."""
+
+    @property
+    def freeze_step_taken(self) -> int | None:
+        """When they began to."""
+
+
+class ThinwireLearner:
+    """A model beside one of thinwire's optimizers, which synchronises by itself; a `Learner`."""
+
+    micro_batches = 1
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, build: Callable[[list[dict[str, Any]]], SelfSynchronizing]
+    ) -> None:
+        """Gives `build` the parameter groups."""
+        self.module = model
+        self._optimizer = build(parameter_groups(model, plan.weight_decay))
+        self._plan = plan
+        self._steps = 0
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """See `Learner`."""
+        return self.module(*inputs)
+
+    def learn(self, loss: Tensor) -> None:
+        """See `Learner`."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._plan.rate_at(self._steps)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Learner`."""
+        return self._optimizer.bytes_sent
+
+    @property
+    def stage(self) -> str:
+        """See `Learner`."""
+        return "1-bit" if self._optimizer.frozen else "warmup"
+
+    @property
+    def frozen_at(self) -> int | None:
+        """See `Learner`."""
+        return self._optimizer.freeze_step_taken
+
+
+def _onebit_adam(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
+    def build(groups: list[dict[str, Any]]) -> OneBitAdam:
+        return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm, warmup_wire="bf16")
+
+    return ThinwireLearner(model, plan, build)
+
+
+def _onebit_adam_warmup(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
+    def build(groups: list[dict[str, Any]]) -> OneBitAdam:
+        return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=_NEVER, comm=comm, warmup_wire="bf16")
+
+    return ThinwireLearner(model, plan, build)
+
+
+_NEVER = 2**31
+
+CONTENDERS = {
+    BASELINE: Contender("DDP, fp32", "#5b6572", False, True, DataParallelLearner),
+    FAIR_BASELINE: Contender(
+        "DDP, bf16 hook", "#2b6ca3", False, True, lambda *given: DataParallelLearner(*given, hook="bf16")
+    ),
+    "ddp-powersgd-1": Contender(
+        "DDP, PowerSGD rank 1", "#7a9e3f", False, True, lambda *given: DataParallelLearner(*given, hook=1)
+    ),
+    "ddp-powersgd-4": Contender(
+        "DDP, PowerSGD rank 4", "#3f7d53", False, True, lambda *given: DataParallelLearner(*given, hook=4)
+    ),
+    "onebit-adam": Contender("1-bit Adam", "#d1495b", True, True, _onebit_adam),
+    "onebit-adam-warmup": Contender("1-bit Adam, bf16 warmup", "#e0a13c", True, False, _onebit_adam_warmup),
+}
+"""By name. The step race measures the last stage of those that change their ways: 1-bit Adam frozen, PowerSGD begun."""

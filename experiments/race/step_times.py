@@ -1,0 +1,162 @@
+"""How long a step of each contender takes, at each link rate: all in one job, taking turns, so that whatever else the
+machine does hits them alike. `experiments.ethernet` starts it under mpirun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.cluster.links import cluster_links, shape_links
+from experiments.command_line import Parser, positive
+from experiments.learners import Learner
+from experiments.models import build_bert
+from experiments.plans import Plan
+from experiments.race.contenders import BASELINE, CONTENDERS
+from experiments.race.data_parallel import AloneLearner
+from experiments.race.findings import ALONE, rate_of_waiting
+from experiments.race.stopwatch import Interface, Reading, Stopwatch
+from experiments.results import write_json
+from experiments.sizes import SIZES
+from thinwire import comm as communication
+from thinwire.comm import Communicator
+
+__all__ = ["main"]
+
+_TIMEOUT = 300.0
+_VOCABULARY, _LENGTH = 4096, 32
+_PLAN = Plan(
+    steps=1_000_000, warmup_steps=1, learning_rate=1e-4, weight_decay=0.01, freeze_step=2, evaluate_every=1, seed=0
+)
+_FIRST_STEPS = 13
+"""Steps that are not measured: kernels compile, DDP lays its buckets, 1-bit Adam freezes, PowerSGD begins at 10."""
+_STEPS_A_TURN = 2
+_FEWEST_ROUNDS = 3
+
+Turn = dict[str, float]
+"""Of one contender, a step: what `_summary` returns."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """On every rank: measures, and writes the turns by link rate and contender."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    comm = communication.init(backend="gloo", timeout=_TIMEOUT, quiet=True)
+    learners = _learners(options, comm)
+    for learner in learners.values():
+        for step in range(_FIRST_STEPS):
+            _advance(learner, options.batch_size, comm.rank, step)
+    turns: dict[str, dict[str, list[Turn]]] = {}
+    for rate in _rates(options, turns, comm):
+        if options.cluster and comm.rank == 0:
+            shape_links(cluster_links(options.cluster, options.hosts), rate)
+        comm.barrier()
+        turns[str(rate)] = _measure(learners, options, comm)
+        if comm.rank == 0:
+            print(f"step times at {rate} Mb/s measured", file=sys.stderr, flush=True)
+    if comm.rank == 0:
+        parameters = sum(parameter.numel() for parameter in learners[ALONE].module.parameters())
+        write_json(options.output, {"ranks": comm.size, "parameters": parameters, "turns": turns})
+    comm.close()
+
+
+def _learners(options: argparse.Namespace, comm: Communicator) -> dict[str, Learner]:
+    """By name; the one without a network first."""
+
+    def model() -> Any:
+        return build_bert(SIZES[options.model], _VOCABULARY, _LENGTH, 0.0, seed=0)
+
+    learners: dict[str, Learner] = {ALONE: AloneLearner(model(), _PLAN)}
+    for name in options.contenders:
+        learners[name] = CONTENDERS[name].build(model(), _PLAN, comm)
+    return learners
+
+
+def _rates(
+    options: argparse.Namespace, turns: Mapping[str, Mapping[str, Sequence[Turn]]], comm: Communicator
+) -> Iterator[int | None]:
+    """The rates asked for, then the one at which the baseline waits as long as in the paper; None is unshaped."""
+    if not options.cluster:
+        yield None
+        return
+    yield from options.rates
+    # Rank 0's figures decide; the others' are the same up to rounding.
+    found = torch.tensor(
+        rate_of_waiting({float(rate): by_name[BASELINE] for rate, by_name in turns.items()}, options.waiting)
+    )
+    comm.broadcast(found)
+    if found.isfinite() and (rate := round(float(found))) not in options.rates:
+        yield rate
+
+
+def _measure(learners: Mapping[str, Learner], options: argparse.Namespace, comm: Communicator) -> dict[str, list[Turn]]:
+    """Rounds of a turn each, for about `options.seconds`."""
+    turns: dict[str, list[Turn]] = {name: [] for name in learners}
+    started = time.perf_counter()
+    step = _FIRST_STEPS
+    interface = Interface(options.device)
+    while True:
+        for name, learner in learners.items():
+            comm.barrier()
+            stopwatch = Stopwatch(interface)
+            for number in range(_STEPS_A_TURN):
+                _advance(learner, options.batch_size, comm.rank, step + number)
+            turns[name].append(_summary(stopwatch.stop(), comm))
+        step += _STEPS_A_TURN
+        over = torch.tensor(float(time.perf_counter() - started > options.seconds))
+        comm.broadcast(over)
+        if over and len(turns[ALONE]) >= _FEWEST_ROUNDS:
+            return turns
+
+
+def _summary(reading: Reading, comm: Communicator) -> Turn:
+    """Of all ranks, a step: the slowest one's seconds, mean waiting and processor time, the busiest link's bytes."""
+    readings = [Reading(**json.loads(one)) for one in comm.all_gather_bytes(json.dumps(asdict(reading)).encode())]
+    whole = {
+        "seconds": max(one.seconds for one in readings),
+        "waited": sum(one.waited for one in readings) / len(readings),
+        "cpu": sum(one.cpu for one in readings) / len(readings),
+        "interface_bytes": max(max(one.sent, one.received) for one in readings),
+    }
+    return {name: value / _STEPS_A_TURN for name, value in whole.items()}
+
+
+def _advance(learner: Learner, sequences: int, rank: int, step: int) -> None:
+    total, count = learner(*_batch(sequences, rank, step))
+    learner.learn(total / count)
+
+
+def _batch(sequences: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Random tokens, of which a sixth is asked for: what they are does not change how long a step takes."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randint(5, _VOCABULARY, (sequences, _LENGTH), generator=generator)
+    labels = torch.full_like(inputs, -100)
+    labels[:, ::6] = inputs[:, ::6]
+    return inputs, labels
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("experiments.race.step_times", "Measures steps; see experiments.ethernet.")
+    parser.add_argument("--model", choices=tuple(SIZES), required=True)
+    parser.add_argument("--batch-size", type=positive, required=True)
+    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), required=True)
+    parser.add_argument("--rates", nargs="+", type=positive, default=[], help="Mb/s")
+    parser.add_argument("--waiting", type=float, default=0.94, help="of the step, by the fp32 baseline")
+    parser.add_argument("--seconds", type=positive, required=True, help="a rate")
+    parser.add_argument("--cluster", help="whose links to shape; none: leave the network as it is")
+    parser.add_argument("--hosts", type=positive, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
