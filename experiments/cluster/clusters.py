@@ -111,7 +111,10 @@ class EmulatedCluster:
             command = remote_agent.remote_command(
                 self.name, self.address(0), ["exec", *mpirun, sys.executable, *program]
             )
-            return run_limited(command, clean_environment(exported), seconds, REPOSITORY)
+            try:
+                return run_limited(command, clean_environment(exported), seconds, REPOSITORY)
+            finally:
+                namespaces.end_processes(self.name)
 
     def _mpirun(self, hostfile: str, ranks: int, exported: Mapping[str, str]) -> list[str]:
         program = find_mpirun()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,30 +48,31 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_limited(command: Sequence[str], environment: Mapping[str, str], seconds: float, folder: Path) -> Finished:
-    """Runs a command in `folder` for at most `seconds`; then it and its children are killed."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        return Finished(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        output, _ = process.communicate()
-        return Finished(None, output)
-    except BaseException:
-        _kill(process)
-        process.wait()
-        raise
+    """Runs a command in `folder` for at most `seconds`; then it and its process group are killed.
+
+    What it started elsewhere may outlive it and go on writing: that is not waited for.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
+                code = process.wait(seconds)
+            finally:
+                _kill(process)
+        output.seek(0)
+        return Finished(code, output.read())
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from experiments.cluster.commands import ClusterError, run
 
-__all__ = ["add_namespace", "new_cluster_name", "remove_namespaces", "remove_stale_namespaces"]
+__all__ = ["add_namespace", "end_processes", "new_cluster_name", "remove_namespaces", "remove_stale_namespaces"]
 
 _PREFIX = "thinwire"
+_TCP_RETRIES = 6
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-[0-9a-f]+(?:-\w+)?")
 
 
@@ -26,15 +27,29 @@ def new_cluster_name() -> str:
 
 
 def add_namespace(name: str) -> None:
-    """Makes a network namespace, with nothing in it but a loopback device that is down."""
+    """Makes a network namespace, with nothing in it but a loopback device that is down.
+
+    Its TCP gives a silent peer up after about 25 seconds. The kernel's own patience is a quarter of an hour, for which
+    mpirun would wait for a host that has been cut off.
+    """
     run("ip", "netns", "add", name)
+    run("ip", "netns", "exec", name, "sh", "-c", f"echo {_TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
 
 
 def remove_namespaces(cluster: str) -> None:
     """Ends the processes inside a cluster's namespaces, and removes them."""
-    for name in _existing():
-        if name.startswith(f"{cluster}-"):
-            _remove(name)
+    for name in _of_cluster(cluster):
+        _remove(name)
+
+
+def end_processes(cluster: str) -> None:
+    """Kills whatever runs inside a cluster's namespaces: what a job left behind on hosts that it could not reach."""
+    for name in _of_cluster(cluster):
+        _end_processes(name)
+
+
+def _of_cluster(cluster: str) -> list[str]:
+    return [name for name in _existing() if name.startswith(f"{cluster}-")]
 
 
 def remove_stale_namespaces() -> list[str]:
@@ -53,10 +68,14 @@ def _existing() -> list[str]:
 def _remove(name: str) -> None:
     # Another run may be removing the same stale one.
     with contextlib.suppress(ClusterError):
-        for process in run("ip", "netns", "pids", name).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+        _end_processes(name)
         run("ip", "netns", "delete", name)
+
+
+def _end_processes(name: str) -> None:
+    for process in run("ip", "netns", "pids", name).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
 
 
 def _alive(process: int, start_time: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -125,15 +126,9 @@ _NEVER = 2**31
 
 CONTENDERS = {
     BASELINE: Contender("DDP, fp32", "#5b6572", False, True, DataParallelLearner),
-    FAIR_BASELINE: Contender(
-        "DDP, bf16 hook", "#2b6ca3", False, True, lambda *given: DataParallelLearner(*given, hook="bf16")
-    ),
-    "ddp-powersgd-1": Contender(
-        "DDP, PowerSGD rank 1", "#7a9e3f", False, True, lambda *given: DataParallelLearner(*given, hook=1)
-    ),
-    "ddp-powersgd-4": Contender(
-        "DDP, PowerSGD rank 4", "#3f7d53", False, True, lambda *given: DataParallelLearner(*given, hook=4)
-    ),
+    FAIR_BASELINE: Contender("DDP, bf16 hook", "#2b6ca3", False, True, partial(DataParallelLearner, hook="bf16")),
+    "ddp-powersgd-1": Contender("DDP, PowerSGD rank 1", "#7a9e3f", False, True, partial(DataParallelLearner, hook=1)),
+    "ddp-powersgd-4": Contender("DDP, PowerSGD rank 4", "#3f7d53", False, True, partial(DataParallelLearner, hook=4)),
     "onebit-adam": Contender("1-bit Adam", "#d1495b", True, True, _onebit_adam),
     "onebit-adam-warmup": Contender("1-bit Adam, bf16 warmup", "#e0a13c", True, False, _onebit_adam_warmup),
 }

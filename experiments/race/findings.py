@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import exp, log, nan
+from math import exp, inf, log, nan
 from statistics import median
 
-__all__ = ["ALONE", "StepParts", "crossover", "rate_of_waiting", "split_step", "winning_rate"]
+__all__ = ["ALONE", "StepParts", "Turn", "crossover", "rate_of_waiting", "speedup", "split_step", "winning_rate"]
 
 ALONE = "alone"
 """The name of what computes and sends nothing."""
@@ -78,18 +78,20 @@ def rate_of_waiting(turns: Mapping[float, Sequence[Turn]], fraction: float) -> f
     return crossover({rate: waited - fraction for rate, waited in waits.items()})
 
 
-def winning_rate(ours: Mapping[float, float], theirs: Mapping[float, float]) -> float:
-    """The link rate under which ours takes less time than theirs; infinite if at all rates, NaN if at none.
+def speedup(turns: Sequence[Turn], baseline: Sequence[Turn]) -> float:
+    """How many times faster than the baseline a step is: the median of the rounds, each compared within itself."""
+    return median(theirs["seconds"] / ours["seconds"] for ours, theirs in zip(turns, baseline, strict=True))
+
+
+def winning_rate(speedups: Mapping[float, float]) -> float:
+    """The link rate under which steps are faster than the baseline's; infinite if at all rates, NaN if at none.
 
     Args:
-        ours: seconds a step by rate.
-        theirs: the same, at the same rates.
+        speedups: over the baseline, by rate.
     """
-    leads = {rate: log(theirs[rate] / ours[rate]) for rate in sorted(ours)}
-    values = list(leads.values())
-    if all(lead > 0 for lead in values):
-        return float("inf")
-    return crossover(leads)
+    if all(speedup > 1 for speedup in speedups.values()):
+        return inf
+    return crossover({rate: log(speedup) for rate, speedup in speedups.items()})
 
 
 def crossover(values: Mapping[float, float]) -> float:

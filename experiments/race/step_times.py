@@ -106,10 +106,11 @@ def _measure(learners: Mapping[str, Learner], options: argparse.Namespace, comm:
     while True:
         for name, learner in learners.items():
             comm.barrier()
+            counted = learner.bytes_sent
             stopwatch = Stopwatch(interface)
             for number in range(_STEPS_A_TURN):
                 _advance(learner, options.batch_size, comm.rank, step + number)
-            turns[name].append(_summary(stopwatch.stop(), comm))
+            turns[name].append(_summary(stopwatch.stop(), learner.bytes_sent - counted, comm))
         step += _STEPS_A_TURN
         over = torch.tensor(float(time.perf_counter() - started > options.seconds))
         comm.broadcast(over)
@@ -117,7 +118,7 @@ def _measure(learners: Mapping[str, Learner], options: argparse.Namespace, comm:
             return turns
 
 
-def _summary(reading: Reading, comm: Communicator) -> Turn:
+def _summary(reading: Reading, counted_bytes: int, comm: Communicator) -> Turn:
     """Of all ranks, a step: the slowest one's seconds, mean waiting and processor time, the busiest link's bytes."""
     readings = [Reading(**json.loads(one)) for one in comm.all_gather_bytes(json.dumps(asdict(reading)).encode())]
     whole = {
@@ -125,6 +126,7 @@ def _summary(reading: Reading, comm: Communicator) -> Turn:
         "waited": sum(one.waited for one in readings) / len(readings),
         "cpu": sum(one.cpu for one in readings) / len(readings),
         "interface_bytes": max(max(one.sent, one.received) for one in readings),
+        "counted_bytes": counted_bytes,
     }
     return {name: value / _STEPS_A_TURN for name, value in whole.items()}
 

@@ -1,0 +1,150 @@
+"""The race over Ethernet: DDP, its compressed forms and thinwire, on a cluster of its own with links of any rate.
+
+As root on Linux it makes hosts from network namespaces and shapes their links; elsewhere it says so and uses loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from experiments import machine
+from experiments.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
+from experiments.cluster.commands import ClusterError, missing
+from experiments.command_line import Parser, fraction, positive
+from experiments.errors import InputError
+from experiments.race import step_plots, step_report
+from experiments.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
+from experiments.results import RESULTS, check_writable, read_json, write_json
+from experiments.sizes import SIZES
+from thinwire.comm.detect import detect
+
+__all__ = ["main", "parse"]
+
+_NAME = "ethernet"
+_RATES = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
+_FAIR_RATE, _FAIR_SECONDS = 1000, 300.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the races, prints tables, writes JSON and pictures; the exit code."""
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+    except InputError as error:
+        print(f"experiments.ethernet: error: {error}", file=sys.stderr)
+        return 2
+    lack = missing()
+    if lack is not None:
+        print(f"No shaped links: {lack}. Racing over loopback, which is faster than any of them.", file=sys.stderr)
+    try:
+        with EmulatedCluster(options.hosts).running() if lack is None else nullcontext() as emulated:
+            cluster: Cluster = emulated or LoopbackCluster(options.hosts)
+            _race_steps(options, cluster, emulated)
+    except ClusterError as error:
+        print(f"experiments.ethernet: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None) -> None:
+    """Step times at every rate, with the check that the baseline's transport is as fast as the links."""
+    fair = None
+    if emulated is not None:
+        emulated.shape(_FAIR_RATE)
+        measured = _job(cluster, "experiments.race.line_rate", [], 1, _FAIR_SECONDS)
+        emulated.shape(None)
+        fair = step_report.fairness(measured, _FAIR_RATE)
+        print(f"Gloo's all-reduce of 100 MB at 1 Gb/s: {100 * fair['fraction_of_line_rate']:.0f}% of line rate")
+    arguments = ["--model", options.model, "--batch-size", options.batch_size, "--contenders", *options.contenders]
+    arguments += ["--seconds", options.seconds, "--waiting", options.waiting]
+    arguments += _links(emulated, cluster)
+    if emulated is not None:
+        arguments += ["--rates", *options.rates]
+    raw = _job(cluster, "experiments.race.step_times", arguments, options.ranks_a_host, options.limit)
+    entries = step_report.at_rates(raw["turns"])
+    winners = step_report.winning_rates(entries)
+    content = {
+        "machine": machine.describe(),
+        "subject": f"BERT-{options.model}, {raw['parameters'] / 1e6:.1f} M parameters, {options.batch_size} sequences a "
+        f"rank, {options.hosts} hosts, {raw['ranks']} ranks, Gloo",
+        "findings": step_report.sentences(entries, winners, options.waiting),
+        "waiting": options.waiting,
+        "fairness": fair,
+        "wins_against_bf16_under_megabits": {name: _finite(rate) for name, rate in winners.items()},
+        "rates": entries,
+    }
+    write_json(options.output / f"{_NAME}.json", content)
+    step_report.print_table(entries)
+    print("\n" + "\n".join(content["findings"]))
+    step_plots.draw(content, options.output / f"{_NAME}.png")
+    print(f"Written: {options.output / _NAME}.json and .png", flush=True)
+
+
+def _job(
+    cluster: Cluster, module: str, arguments: Sequence[object], ranks_a_host: int, seconds: float
+) -> dict[str, Any]:
+    """What the module's ranks wrote.
+
+    Raises:
+        ClusterError: the job failed or took too long; with the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measured.json"
+        program = ["-m", module, *map(str, arguments), "--output", str(output)]
+        finished = cluster.run(program, ranks_a_host=ranks_a_host, seconds=seconds)
+        if finished.code != 0:
+            ended = f"took longer than {seconds:.0f} s" if finished.code is None else f"ended with {finished.code}"
+            raise ClusterError(f"{module} {ended}:\n{finished.output[-4000:]}")
+        return read_json(output)
+
+
+def _links(emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
+    shared: list[object] = ["--hosts", cluster.hosts, "--device", cluster.device]
+    return shared if emulated is None else [*shared, "--cluster", emulated.name]
+
+
+def _finite(rate: float) -> float | str | None:
+    """JSON knows neither infinity nor NaN."""
+    if rate != rate:
+        return None
+    return "all" if rate == float("inf") else rate
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads and checks the command line; raises `InputError` for what cannot be used."""
+    parser = Parser("experiments.ethernet", "Races DDP, PowerSGD and thinwire over links of different rates.")
+    parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="network namespaces to make")
+    parser.add_argument("--ranks-a-host", type=positive, default=1, metavar="N", help="processes on each")
+    parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="who races"
+    )
+    parser.add_argument("--rates", nargs="+", type=positive, default=_RATES, metavar="N", help="of the links, in Mb/s")
+    parser.add_argument(
+        "--waiting", type=fraction, default=0.94, help="also race where fp32 waits this fraction of its step"
+    )
+    parser.add_argument("--seconds", type=positive, default=20, metavar="N", help="for each rate")
+    parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
+    options = parser.parse_args(arguments)
+    if absent := {BASELINE, FAIR_BASELINE} - set(options.contenders):
+        raise InputError(f"--contenders must name what others are compared with: add {', '.join(sorted(absent))}")
+    if options.hosts * options.ranks_a_host < 2:
+        raise InputError("a single rank sends nothing: give more --hosts or more --ranks-a-host")
+    if options.hosts > 250:
+        raise InputError(f"--hosts must be at most 250, got {options.hosts}")
+    if detect(os.environ).launcher != "single":
+        raise InputError("this starts its own ranks: run it without a launcher")
+    check_writable(options.output, "--output")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

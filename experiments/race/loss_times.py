@@ -1,0 +1,151 @@
+"""How long each contender takes to a loss: whole trainings, warmup included, one after another in one job.
+
+Few steps have to go over the slow links to know how long all of them take: stretches of them are timed at the rate, all
+along the training, and those between run over links without a limit. `experiments.ethernet` starts it under mpirun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.cluster.links import cluster_links, shape_links
+from experiments.command_line import Parser, freeze_step, positive, rate
+from experiments.language import MaskedLanguageTask
+from experiments.plans import Plan
+from experiments.race.contenders import CONTENDERS
+from experiments.race.stopwatch import Interface, Stopwatch
+from experiments.results import write_json
+from experiments.sizes import SIZES
+from experiments.tokens import Tokens
+from experiments.training import Trainer
+from thinwire import comm as communication
+from thinwire.comm import Communicator
+
+__all__ = ["Clock", "main"]
+
+_TIMEOUT = 300.0
+_STRETCH = 4
+"""Steps timed one after another; the first of a stretch only settles."""
+
+
+@dataclass
+class Clock:
+    """How long steps take at the links' rate, stage by stage, and how many there were of each.
+
+    Attributes:
+        timed: seconds of the timed steps, the slowest rank's, by stage.
+        done: all steps, by stage.
+    """
+
+    timed: dict[str, list[float]] = field(default_factory=dict)
+    done: Counter[str] = field(default_factory=Counter)
+
+    def seconds(self, done: Counter[str]) -> float:
+        """What so many steps of each stage take. A stage too short to be timed takes what the others do."""
+        every = [one for times in self.timed.values() for one in times]
+        return sum(count * mean(self.timed.get(stage, every)) for stage, count in done.items())
+
+
+def main(arguments: Sequence[str]) -> None:
+    """On every rank: trains with every contender, and writes losses and seconds on the way."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    comm = communication.init(backend="gloo", timeout=_TIMEOUT, quiet=True)
+    with np.load(options.tokens) as file:
+        tokens = Tokens(int(file["vocabulary"]), file["training"], file["validation"], None)
+    task = MaskedLanguageTask(tokens, SIZES[options.model], options.batch_size, dropout=0.0)
+    runs = {name: _train(name, task, options, comm) for name in options.contenders}
+    if comm.rank == 0:
+        write_json(options.output, {"ranks": comm.size, "steps": options.steps, "runs": runs})
+    comm.close()
+
+
+def _train(name: str, task: MaskedLanguageTask, options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
+    """One contender's curve: steps, validation losses, and seconds and bytes until then."""
+    plan = _plan(options)
+    learner = CONTENDERS[name].build(task.build_model(plan.seed), plan, comm)
+    trainer = Trainer(task, plan, learner, comm)
+    clock = Clock()
+    points: list[tuple[int, float, int, Counter[str]]] = []
+    for step in range(plan.steps):
+        place = step % options.timed_every
+        if place == 0:
+            _shape(options, comm, options.rate)
+        elif place == _STRETCH:
+            _shape(options, comm, None)
+        stage = learner.stage
+        stopwatch = Stopwatch(Interface(options.device))
+        learner.learn(task.training_loss(learner, plan.seed, step, comm.rank, comm.size))
+        clock.done[stage] += 1
+        if 0 < place < _STRETCH:
+            took = torch.tensor(stopwatch.stop().seconds, dtype=torch.float64)
+            comm.all_reduce(took, "max")
+            clock.timed.setdefault(stage, []).append(float(took))
+        if (step + 1) % plan.evaluate_every == 0 or step + 1 == plan.steps:
+            points.append((step + 1, trainer.validate(), learner.bytes_sent, clock.done.copy()))
+            if comm.rank == 0:
+                print(
+                    f"{name}: step {step + 1}, loss {points[-1][1]:.3f}, {learner.stage}", file=sys.stderr, flush=True
+                )
+    _shape(options, comm, None)
+    return {
+        "steps": [point[0] for point in points],
+        "losses": [point[1] for point in points],
+        "bytes_sent": [point[2] for point in points],
+        "seconds": [clock.seconds(point[3]) for point in points],
+        "seconds_a_step": {stage: mean(times) for stage, times in clock.timed.items()},
+        "timed_steps": {stage: len(times) for stage, times in clock.timed.items()},
+        "frozen_at": learner.frozen_at,
+    }
+
+
+def _shape(options: argparse.Namespace, comm: Communicator, megabits: float | None) -> None:
+    """Between steps, on all ranks together."""
+    comm.barrier()
+    if options.cluster and comm.rank == 0:
+        shape_links(cluster_links(options.cluster, options.hosts), megabits)
+    comm.barrier()
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    return Plan(
+        steps=options.steps,
+        warmup_steps=max(1, options.steps // 10),
+        learning_rate=options.learning_rate,
+        weight_decay=0.01,
+        freeze_step=options.freeze_step,
+        evaluate_every=max(1, options.steps // 30),
+        seed=0,
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("experiments.race.loss_times", "Races to a loss; see experiments.ethernet.")
+    parser.add_argument("--model", choices=tuple(SIZES), required=True)
+    parser.add_argument("--batch-size", type=positive, required=True)
+    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), required=True)
+    parser.add_argument("--tokens", type=Path, required=True, help="an .npz file")
+    parser.add_argument("--steps", type=positive, required=True)
+    parser.add_argument("--learning-rate", type=rate, required=True)
+    parser.add_argument("--freeze-step", type=freeze_step, required=True)
+    parser.add_argument("--timed-every", type=positive, required=True, help=f"steps; of those {_STRETCH} at the rate")
+    parser.add_argument("--rate", type=rate, help="of the links, in Mb/s")
+    parser.add_argument("--cluster", help="whose links to shape; none: leave the network as it is")
+    parser.add_argument("--hosts", type=positive, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
