@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test lint plots stages bench bench-engine long-sequences long-documents layer-drop gpu wheel clean
+.PHONY: help train test lint plots stages bench bench-engine long-sequences long-documents layer-drop ethernet gpu wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make long-sequences  attention by length, dense and block-sparse (about 20 minutes)"
 	@echo "make long-documents  BERT on long documents, sparse, dense and truncated (about an hour)"
 	@echo "make layer-drop      BERT with and without progressive layer drop: loss, time, learning rates (about 40 minutes)"
+	@echo "make ethernet        race DDP, PowerSGD and 1-bit Adam over slow links (as root on Linux; about half an hour)"
 	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present"
 	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
 
@@ -62,6 +63,8 @@ long-documents: $(READY)
 
 layer-drop: $(READY)
 	$(RUN) -m experiments.layer_drop $(ARGS)
+ethernet: $(READY)
+	$(RUN) -m experiments.ethernet $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu

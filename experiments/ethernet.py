@@ -14,21 +14,27 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments import machine
 from experiments.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
 from experiments.cluster.commands import ClusterError, missing
-from experiments.command_line import Parser, fraction, positive
+from experiments.command_line import Parser, fraction, freeze_step, positive, rate
+from experiments.corpus import load
 from experiments.errors import InputError
-from experiments.race import step_plots, step_report
+from experiments.race import loss_report, step_plots, step_report
 from experiments.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
 from experiments.results import RESULTS, check_writable, read_json, write_json
 from experiments.sizes import SIZES
+from experiments.tokens import share_tokens
+from thinwire.comm import threads
 from thinwire.comm.detect import detect
 
 __all__ = ["main", "parse"]
 
 _NAME = "ethernet"
 _RATES = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
+_VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 512
 _FAIR_RATE, _FAIR_SECONDS = 1000, 300.0
 
 
@@ -36,34 +42,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the races, prints tables, writes JSON and pictures; the exit code."""
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
+        lack = missing()
+        if lack is not None:
+            print(f"No shaped links: {lack}. Racing over loopback, which is faster than any.", file=sys.stderr)
+        with EmulatedCluster(options.hosts).running() if lack is None else nullcontext() as emulated:
+            cluster: Cluster = emulated or LoopbackCluster(options.hosts)
+            rate = None
+            if "steps" in options.races:
+                rate = _race_steps(options, cluster, emulated)
+            if "losses" in options.races:
+                _race_to_a_loss(options, cluster, emulated, options.loss_rate or rate)
     except InputError as error:
         print(f"experiments.ethernet: error: {error}", file=sys.stderr)
         return 2
-    lack = missing()
-    if lack is not None:
-        print(f"No shaped links: {lack}. Racing over loopback, which is faster than any of them.", file=sys.stderr)
-    try:
-        with EmulatedCluster(options.hosts).running() if lack is None else nullcontext() as emulated:
-            cluster: Cluster = emulated or LoopbackCluster(options.hosts)
-            _race_steps(options, cluster, emulated)
     except ClusterError as error:
         print(f"experiments.ethernet: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None) -> None:
-    """Step times at every rate, with the check that the baseline's transport is as fast as the links."""
-    fair = None
-    if emulated is not None:
-        emulated.shape(_FAIR_RATE)
-        measured = _job(cluster, "experiments.race.line_rate", [], 1, _FAIR_SECONDS)
-        emulated.shape(None)
-        fair = step_report.fairness(measured, _FAIR_RATE)
-        print(f"Gloo's all-reduce of 100 MB at 1 Gb/s: {100 * fair['fraction_of_line_rate']:.0f}% of line rate")
+def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None) -> float | None:
+    """Step times at every rate; returns the one at which fp32 waits as long as asked for, None without rates."""
+    fair = None if emulated is None else _check_fairness(emulated)
     arguments = ["--model", options.model, "--batch-size", options.batch_size, "--contenders", *options.contenders]
-    arguments += ["--seconds", options.seconds, "--waiting", options.waiting]
-    arguments += _links(emulated, cluster)
+    arguments += ["--seconds", options.seconds, "--waiting", options.waiting, *_links(emulated, cluster)]
     if emulated is not None:
         arguments += ["--rates", *options.rates]
     raw = _job(cluster, "experiments.race.step_times", arguments, options.ranks_a_host, options.limit)
@@ -71,8 +73,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     winners = step_report.winning_rates(entries)
     content = {
         "machine": machine.describe(),
-        "subject": f"BERT-{options.model}, {raw['parameters'] / 1e6:.1f} M parameters, {options.batch_size} sequences a "
-        f"rank, {options.hosts} hosts, {raw['ranks']} ranks, Gloo",
+        "subject": f"BERT-{options.model}, {raw['parameters'] / 1e6:.1f} M parameters, {_setting(options)}",
         "findings": step_report.sentences(entries, winners, options.waiting),
         "waiting": options.waiting,
         "fairness": fair,
@@ -84,6 +85,62 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     print("\n" + "\n".join(content["findings"]))
     step_plots.draw(content, options.output / f"{_NAME}.png")
     print(f"Written: {options.output / _NAME}.json and .png", flush=True)
+    rate: float | None = step_report.most_waiting(entries, options.waiting)["megabits"]
+    return rate
+
+
+def _check_fairness(emulated: EmulatedCluster) -> dict[str, float]:
+    emulated.shape(_FAIR_RATE)
+    measured = _job(emulated, "experiments.race.line_rate", [], 1, _FAIR_SECONDS)
+    emulated.shape(None)
+    fair = step_report.fairness(measured, _FAIR_RATE)
+    print(f"Gloo's all-reduce of 100 MB at 1 Gb/s: {100 * fair['fraction_of_line_rate']:.0f}% of line rate", flush=True)
+    return fair
+
+
+def _race_to_a_loss(
+    options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None, rate: float | None
+) -> None:
+    """Whole trainings on text, at one rate."""
+    if emulated is not None and rate is None:
+        raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
+    racing = [name for name in options.contenders if CONTENDERS[name].trains]
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens.npz"
+        _tokenize(tokens)
+        arguments = ["--model", options.loss_model, "--batch-size", options.batch_size, "--contenders", *racing]
+        arguments += ["--tokens", tokens, "--steps", options.steps, "--learning-rate", options.learning_rate]
+        arguments += ["--freeze-step", options.freeze_step, "--timed-every", options.timed_every]
+        arguments += _links(emulated, cluster)
+        if emulated is not None:
+            arguments += ["--rate", rate]
+        raw = _job(cluster, "experiments.race.loss_times", arguments, options.ranks_a_host, options.limit)
+    text = f"BERT-{options.loss_model} on Python's standard library, {raw['steps']} steps"
+    content = {
+        "machine": machine.describe(),
+        "subject": f"{text}, {_setting(options)}",
+        "findings": [loss_report.sentence(raw["runs"])],
+        "megabits": None if emulated is None else rate,
+        "seconds_to_the_loss": loss_report.arrivals(raw["runs"]),
+        **raw,
+    }
+    write_json(options.output / f"{_NAME}_losses.json", content)
+    loss_report.print_table(raw["runs"])
+    print("\n" + content["findings"][0])
+    loss_report.draw(content, options.output / f"{_NAME}_losses.png")
+    print(f"Written: {options.output / _NAME}_losses.json and .png", flush=True)
+
+
+def _tokenize(path: Path) -> None:
+    """The corpus, once for all ranks, as a shared file system would hold it."""
+    alone = threads.single(timeout=60.0)
+    tokens = share_tokens(alone, load, _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
+    np.savez(path, vocabulary=tokens.vocabulary, training=tokens.training, validation=tokens.validation)
+
+
+def _setting(options: argparse.Namespace) -> str:
+    ranks = "one rank" if options.ranks_a_host == 1 else f"{options.ranks_a_host} ranks"
+    return f"{options.batch_size} sequences a rank, {options.hosts} hosts of {ranks}, Gloo"
 
 
 def _job(
@@ -131,6 +188,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--waiting", type=fraction, default=0.94, help="also race where fp32 waits this fraction of its step"
     )
     parser.add_argument("--seconds", type=positive, default=20, metavar="N", help="for each rate")
+    parser.add_argument("--races", nargs="+", choices=("steps", "losses"), default=("steps", "losses"), help="which")
+    parser.add_argument("--loss-model", choices=tuple(SIZES), default="tiny", help="which BERT races to a loss")
+    parser.add_argument("--loss-rate", type=positive, metavar="N", help="of its links, in Mb/s; else as --waiting says")
+    parser.add_argument("--steps", type=positive, default=1500, metavar="N", help="of the race to a loss")
+    parser.add_argument("--learning-rate", type=rate, default=1e-3, metavar="X", help="its peak")
+    parser.add_argument("--freeze-step", type=freeze_step, default="auto", metavar="N", help='of 1-bit Adam, or "auto"')
+    parser.add_argument(
+        "--timed-every", type=positive, default=20, metavar="N", help="steps, of which 4 go over the slow links"
+    )
     parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
     options = parser.parse_args(arguments)

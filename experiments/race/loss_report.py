@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+
 from experiments import plotting
 from experiments.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
 from experiments.race.step_plots import rate_name
@@ -68,7 +70,7 @@ def print_table(runs: Mapping[str, Mapping[str, Any]]) -> None:
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds: validation loss over seconds."""
     runs = content["runs"]
-    figure, panel = plotting.plt.subplots(figsize=(10, 6))
+    figure, panel = plt.subplots(figsize=(10, 6))
     figure.subplots_adjust(left=0.08, right=0.97, top=0.83, bottom=0.16)
     figure.text(0.03, 0.93, content["findings"][0], fontsize=14, fontweight="bold")
     made_on = content["machine"]

@@ -7,6 +7,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -32,7 +33,7 @@ def rate_name(megabits: float) -> str:
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds."""
-    figure, (left, right) = plotting.plt.subplots(1, 2, figsize=(15, 6.2), width_ratios=(1, 1.15))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 6.2), width_ratios=(1, 1.15))
     figure.subplots_adjust(left=0.145, right=0.865, top=0.76, bottom=0.2, wspace=0.16)
     for line, finding in enumerate(content["findings"]):
         figure.text(0.02, 0.935 - 0.052 * line, finding, fontsize=14, fontweight="bold")

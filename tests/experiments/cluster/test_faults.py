@@ -43,7 +43,7 @@ def _sound_links(cluster: EmulatedCluster) -> None:
 @pytest.fixture(scope="module")
 def sound_losses() -> list[float]:
     """Of rank 0, where nothing goes wrong: the same on threads."""
-    return threads.run(HOSTS, lambda world: faulty_program.train(world, (33,), None, pause=0.0))[0]
+    return threads.run(lambda world: faulty_program.train(world, (33,), None, pause=0.0), HOSTS)[0]
 
 
 def run_with_fault(
