@@ -27,7 +27,7 @@ class StepParts:
         wire: of the time they sleep, what the link is busy for.
         wait: the rest of it: latency, other ranks, rounds that follow one another.
         link_busy: the busiest link's bytes at its rate; more than `wire` where some hides behind computing.
-        hidden: the fraction of `link_busy` that no rank waits for; NaN where the rate is not limited.
+        hidden: the fraction of `link_busy` that no rank waits for; None where the rate is not limited.
         cpu: processor time, all threads, mean of the ranks.
         interface_bytes: of the busiest interface, headers included.
     """
@@ -38,7 +38,7 @@ class StepParts:
     wire: float
     wait: float
     link_busy: float
-    hidden: float
+    hidden: float | None
     cpu: float
     interface_bytes: float
 
@@ -66,7 +66,7 @@ def split_step(turns: Sequence[Turn], alone: Sequence[Turn], megabits: float | N
         wire=wire,
         wait=asleep - wire,
         link_busy=link_busy,
-        hidden=1 - wire / link_busy if link_busy else nan,
+        hidden=1 - wire / link_busy if link_busy else None,
         cpu=median(turn["cpu"] for turn in turns),
         interface_bytes=interface_bytes,
     )

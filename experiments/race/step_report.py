@@ -111,9 +111,10 @@ def print_table(entries: Sequence[Mapping[str, Any]]) -> None:
         print(f" {'sent':>9} {'counted':>9} {'x fp32':>7} {'x bf16':>7}")
         for name, one in entry["contenders"].items():
             parts = [1e3 * one[part] for part in ("seconds", "compute", "encode", "wire", "wait")]
+            hidden = "" if one["hidden"] is None else f"{100 * one['hidden']:.0f}%"
             print(
                 f"{CONTENDERS[name].label:28} {parts[0]:8.1f} {parts[1]:8.1f} {parts[2]:7.1f} {parts[3]:8.1f} "
-                f"{parts[4]:7.1f} {100 * one['hidden']:6.0f}% {human_bytes(one['interface_bytes']):>9} "
+                f"{parts[4]:7.1f} {hidden:>7} {human_bytes(one['interface_bytes']):>9} "
                 f"{human_bytes(one['counted_bytes']):>9} "
                 f"{one['speedup_over_fp32']:7.2f} {one['speedup_over_bf16']:7.2f}"
             )
