@@ -180,9 +180,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks-a-host", type=positive, default=1, metavar="N", help="processes on each")
     parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")
-    parser.add_argument(
-        "--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="who races"
-    )
+    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), help="who races; else all that differ")
     parser.add_argument("--rates", nargs="+", type=positive, default=_RATES, metavar="N", help="of the links, in Mb/s")
     parser.add_argument(
         "--waiting", type=fraction, default=0.94, help="also race where fp32 waits this fraction of its step"
@@ -200,6 +198,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
     options = parser.parse_args(arguments)
+    shared_hosts = options.ranks_a_host > 1
+    options.contenders = options.contenders or [
+        name for name, one in CONTENDERS.items() if shared_hosts or not one.needs_shared_hosts
+    ]
+    if options.timed_every < 2:
+        raise InputError("--timed-every must be at least 2: the first step of a stretch only settles")
     if absent := {BASELINE, FAIR_BASELINE} - set(options.contenders):
         raise InputError(f"--contenders must name what others are compared with: add {', '.join(sorted(absent))}")
     if options.hosts * options.ranks_a_host < 2:

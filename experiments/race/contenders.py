@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -29,16 +29,18 @@ class Contender:
     Attributes:
         label: for tables and pictures.
         colour: for pictures.
+        build: makes the learner of a model, on every rank alike. Collective.
         ours: thinwire's, to be compared with the baselines.
         trains: races to a loss; what shows one stage only does not.
-        build: makes the learner of a model, on every rank alike. Collective.
+        needs_shared_hosts: differs from another contender only where several ranks share a host.
     """
 
     label: str
     colour: str
-    ours: bool
-    trains: bool
     build: Callable[[nn.Module, Plan, Communicator], Learner]
+    ours: bool = False
+    trains: bool = True
+    needs_shared_hosts: bool = False
 
 
 class SelfSynchronizing(Protocol):
@@ -108,28 +110,45 @@ class ThinwireLearner:
         return self._optimizer.freeze_step_taken
 
 
-def _onebit_adam(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
-    def build(groups: list[dict[str, Any]]) -> OneBitAdam:
-        return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm, warmup_wire="bf16")
-
-    return ThinwireLearner(model, plan, build)
-
-
-def _onebit_adam_warmup(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
-    def build(groups: list[dict[str, Any]]) -> OneBitAdam:
-        return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=_NEVER, comm=comm, warmup_wire="bf16")
-
-    return ThinwireLearner(model, plan, build)
+def _onebit_adam(
+    model: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    *,
+    nodes: Literal["auto", "flat"] = "auto",
+    freeze_step: int | None = None,
+) -> Learner:
+    """1-bit Adam whose warmup goes in bf16, frozen as the plan says unless `freeze_step` is given."""
+    return ThinwireLearner(
+        model,
+        plan,
+        lambda groups: OneBitAdam(
+            groups,
+            lr=plan.learning_rate,
+            freeze_step=plan.freeze_step if freeze_step is None else freeze_step,
+            comm=comm,
+            warmup_wire="bf16",
+            nodes=nodes,
+        ),
+    )
 
 
 _NEVER = 2**31
 
 CONTENDERS = {
-    BASELINE: Contender("DDP, fp32", "#5b6572", False, True, DataParallelLearner),
-    FAIR_BASELINE: Contender("DDP, bf16 hook", "#2b6ca3", False, True, partial(DataParallelLearner, hook="bf16")),
-    "ddp-powersgd-1": Contender("DDP, PowerSGD rank 1", "#7a9e3f", False, True, partial(DataParallelLearner, hook=1)),
-    "ddp-powersgd-4": Contender("DDP, PowerSGD rank 4", "#3f7d53", False, True, partial(DataParallelLearner, hook=4)),
-    "onebit-adam": Contender("1-bit Adam", "#d1495b", True, True, _onebit_adam),
-    "onebit-adam-warmup": Contender("1-bit Adam, bf16 warmup", "#e0a13c", True, False, _onebit_adam_warmup),
+    BASELINE: Contender("DDP, fp32", "#5b6572", DataParallelLearner),
+    FAIR_BASELINE: Contender("DDP, bf16 hook", "#2b6ca3", partial(DataParallelLearner, hook="bf16")),
+    "ddp-powersgd-1": Contender("DDP, PowerSGD rank 1", "#7a9e3f", partial(DataParallelLearner, hook=1)),
+    "ddp-powersgd-4": Contender("DDP, PowerSGD rank 4", "#3f7d53", partial(DataParallelLearner, hook=4)),
+    "onebit-adam": Contender("1-bit Adam", "#d1495b", _onebit_adam, ours=True),
+    "onebit-adam-flat": Contender(
+        "1-bit Adam, flat", "#8f6bb3", partial(_onebit_adam, nodes="flat"), ours=True, needs_shared_hosts=True
+    ),
+    "onebit-adam-warmup": Contender(
+        "1-bit Adam, bf16 warmup", "#e0a13c", partial(_onebit_adam, freeze_step=_NEVER), ours=True, trains=False
+    ),
 }
-"""By name. The step race measures the last stage of those that change their ways: 1-bit Adam frozen, PowerSGD begun."""
+"""By name. The step race measures the last stage of those that change their ways: 1-bit Adam frozen, PowerSGD begun.
+
+1-bit Adam is hierarchical where ranks share a host.
+"""

@@ -21,6 +21,7 @@ from tests.experiments.cluster.needs import needs_cluster
         (["--contenders", "onebit-adam"], "ddp-bf16, ddp-fp32"),
         (["--waiting", "1.5"], "from 0 to below 1"),
         (["--rates", "0"], "at least 1"),
+        (["--timed-every", "1"], "at least 2"),
         (["--output", "/proc/nowhere"], "cannot be written"),
     ],
 )
@@ -36,8 +37,10 @@ def test_a_launcher_around_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         parse([])
 
 
-def test_everybody_races_by_default(tmp_path: Path) -> None:
-    assert parse(["--output", str(tmp_path)]).contenders == tuple(CONTENDERS)
+def test_everybody_races_by_default_who_differs(tmp_path: Path) -> None:
+    output = ["--output", str(tmp_path)]
+    assert set(CONTENDERS) - set(parse(output).contenders) == {"onebit-adam-flat"}
+    assert parse(["--ranks-a-host", "2", *output]).contenders == list(CONTENDERS)
 
 
 @needs_cluster
