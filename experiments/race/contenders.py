@@ -15,11 +15,13 @@ from experiments.race.data_parallel import DataParallelLearner
 from thinwire import OneBitAdam
 from thinwire.comm import Communicator
 
-__all__ = ["BASELINE", "CONTENDERS", "FAIR_BASELINE", "Contender"]
+__all__ = ["BASELINE", "CONTENDERS", "FAIR_BASELINE", "POWER_SGD", "Contender"]
 
 BASELINE = "ddp-fp32"
 FAIR_BASELINE = "ddp-bf16"
 """What is honest to beat: 16 bits cost nothing (Agarwal et al., MLSys 2022)."""
+POWER_SGD = ("ddp-powersgd-1", "ddp-powersgd-4")
+"""The compression that torch brings along."""
 
 
 @dataclass(frozen=True)

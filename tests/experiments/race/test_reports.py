@@ -109,6 +109,12 @@ def test_arrivals_lie_between_points(runs: dict[str, dict[str, Any]]) -> None:
     assert "1-bit Adam reaches the same loss 4.0x as soon" in loss_report.sentence(runs)
 
 
+def test_power_sgd_is_compared_with_where_it_arrives(runs: dict[str, dict[str, Any]]) -> None:
+    assert "PowerSGD" not in loss_report.sentence(runs)
+    runs["ddp-powersgd-1"] = run(0.125, [6.0, 5.0, 4.0])
+    assert "0.5x as DDP, PowerSGD rank 1" in loss_report.sentence(runs)
+
+
 def test_who_is_there_at_the_first_point_arrived_then() -> None:
     assert loss_report.seconds_to(5.0, [3.0, 6.0], [4.0, 3.0]) == 3.0
 
