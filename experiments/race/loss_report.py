@@ -78,7 +78,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     runs = content["runs"]
     figure, panel = plt.subplots(figsize=(10, 6))
     figure.subplots_adjust(left=0.08, right=0.97, top=0.83, bottom=0.16)
-    figure.text(0.03, 0.93, content["findings"][0], fontsize=14, fontweight="bold")
+    figure.text(0.03, 0.93, content["findings"][0], fontsize=12, fontweight="bold")
     made_on = content["machine"]
     hardware = f"made on {made_on['cpu']}, {made_on['cores']} cores"
     figure.text(0.03, 0.025, f"{content['subject']}; {hardware}", fontsize=9, color=_QUIET)
