@@ -63,6 +63,8 @@ long-documents: $(READY)
 
 layer-drop: $(READY)
 	$(RUN) -m experiments.layer_drop $(ARGS)
+ethernet: $(READY)
+	$(RUN) -m experiments.ethernet $(ARGS)
 
 ethernet: $(READY)
 	$(RUN) -m experiments.ethernet $(ARGS)
