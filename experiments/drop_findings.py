@@ -66,8 +66,8 @@ class Finding:
         return [
             f"Layer drop takes {self.stack:.2f} of the layers' time, {self.whole_step:.2f} of the step's; at equal "
             f"samples its loss is {100 * self.loss_difference:+.1f}%",
-            f"At rate {self.quickest_rate:g} it has the baseline's final loss (rate {self.learning_rate:g}) "
-            f"{_factor(again)}; beside the baseline at its own best rate, {_factor(best)}",
+            f"At rate {self.quickest_rate:g} the baseline's final loss (rate {self.learning_rate:g}) is "
+            f"{_arrival(again)}; that of its own best rate is {_arrival(best)}",
         ]
 
 
@@ -141,7 +141,7 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def _factor(sooner: float | None) -> str:
+def _arrival(sooner: float | None) -> str:
     if sooner is None:
-        return "never"
-    return f"{sooner:.1f}x sooner" if sooner >= 1 else f"{1 / sooner:.1f}x later"
+        return "never reached"
+    return f"reached {sooner:.1f}x sooner" if sooner >= 1 else f"reached {1 / sooner:.1f}x later"

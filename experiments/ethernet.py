@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None) -> float | None:
     """Step times at every rate; returns the one at which fp32 waits as long as asked for, None without rates."""
     fair = None if emulated is None else _check_fairness(emulated)
-    arguments = ["--model", options.model, "--batch-size", options.batch_size, "--contenders", *options.contenders]
+    racing = [name for name in options.contenders if CONTENDERS[name].steps_alike]
+    arguments = ["--model", options.model, "--batch-size", options.batch_size, "--contenders", *racing]
     arguments += ["--seconds", options.seconds, "--waiting", options.waiting, *_links(emulated, cluster)]
     if emulated is not None:
         arguments += ["--rates", *options.rates]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from experiments.learners import Learner, parameter_groups
 from experiments.plans import Plan
 from experiments.race.data_parallel import DataParallelLearner
-from thinwire import OneBitAdam
+from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire.comm import Communicator
 
 __all__ = ["BASELINE", "CONTENDERS", "FAIR_BASELINE", "POWER_SGD", "Contender"]
@@ -34,6 +34,7 @@ class Contender:
         build: makes the learner of a model, on every rank alike. Collective.
         ours: thinwire's, to be compared with the baselines.
         trains: races to a loss; what shows one stage only does not.
+        steps_alike: races steps, which are all alike in its last stage.
         needs_shared_hosts: differs from another contender only where several ranks share a host.
     """
 
@@ -42,6 +43,7 @@ class Contender:
     build: Callable[[nn.Module, Plan, Communicator], Learner]
     ours: bool = False
     trains: bool = True
+    steps_alike: bool = True
     needs_shared_hosts: bool = False
 
 
@@ -95,6 +97,9 @@ class ThinwireLearner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
+        # What is validated is one model, and not one a rank.
+        if isinstance(self._optimizer, ZeroOneAdam) and self._plan.is_validated_after(self._steps):
+            self._optimizer.synchronize_weights()
 
     @property
     def bytes_sent(self) -> int:
@@ -135,6 +140,24 @@ def _onebit_adam(
     )
 
 
+def _zero_one_adam(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
+    """0/1 Adam, whose exact steps go in bf16; its intervals grow with the plan's steps as the paper's with its own."""
+    return ThinwireLearner(
+        model,
+        plan,
+        lambda groups: ZeroOneAdam(
+            groups,
+            lr=plan.learning_rate,
+            var_freeze_step=plan.fixed_freeze_step,
+            var_update_scaler=max(1, plan.fixed_freeze_step // _VARIANCE_INTERVALS),
+            local_step_scaler=plan.local_step_scaler,
+            comm=comm,
+            warmup_wire="bf16",
+        ),
+    )
+
+
+_VARIANCE_INTERVALS = 25
 _NEVER = 2**31
 
 CONTENDERS = {
@@ -143,6 +166,7 @@ CONTENDERS = {
     "ddp-powersgd-1": Contender("DDP, PowerSGD rank 1", "#7a9e3f", partial(DataParallelLearner, hook=1)),
     "ddp-powersgd-4": Contender("DDP, PowerSGD rank 4", "#3f7d53", partial(DataParallelLearner, hook=4)),
     "onebit-adam": Contender("1-bit Adam", "#d1495b", _onebit_adam, ours=True),
+    "zero-one-adam": Contender("0/1 Adam", "#5a3e85", _zero_one_adam, ours=True, steps_alike=False),
     "onebit-adam-flat": Contender(
         "1-bit Adam, flat", "#8f6bb3", partial(_onebit_adam, nodes="flat"), ours=True, needs_shared_hosts=True
     ),

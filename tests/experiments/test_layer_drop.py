@@ -223,14 +223,14 @@ def test_what_the_runs_say() -> None:
     assert found.quickest_rate == 4e-3
     first, second = found.sentences
     assert "+2.0%" in first
-    assert "2.5x sooner; beside the baseline at its own best rate, never" in second
+    assert "reached 2.5x sooner; that of its own best rate is never reached" in second
 
 
 def test_a_lead_lost_is_called_later() -> None:
     slow = [*RUNS[:6], run(DROPPING, 4e-3, 0, [6.0, 4.0, 3.0], seconds=25.0), RUNS[7]]
     found = find(slow, 1e-3, SAVINGS, SETTLED)
     assert found.sooner[f"{PRE_LN}, its best rate"] == pytest.approx(20 / 50)
-    assert "at its own best rate, 2.5x later" in found.sentences[1]
+    assert "its own best rate is reached 2.5x later" in found.sentences[1]
 
 
 def test_the_picture_shows_broken_runs_too(tmp_path: Path) -> None:
