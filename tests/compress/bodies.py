@@ -11,7 +11,7 @@ import torch
 from tests.compress.algorithm import ReferenceExchange
 from tests.compress.training import make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
-from thinwire.compress import Exchange, OneBitLamb, ShardedOneBitAdam, make_codec
+from thinwire.compress import Exchange, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam, make_codec
 from thinwire.zero import ShardedOptimizer
 
 BLOCK = 64
@@ -64,6 +64,38 @@ def lamb_weights_are_bit_identical_after_100_steps(comm: Communicator) -> None:
     assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:5])
 
 
+def weights_are_bit_identical_over_nodes(comm: Communicator) -> None:
+    """60 steps in which every two ranks count as a node, so that the last node of an odd number has one."""
+    model = make_model(seed=comm.rank)
+    nodes = [rank // 2 for rank in range(comm.size)]
+    optimizer = make_optimizer(model, comm, freeze_step=20, bucket_bytes=400, nodes=nodes)
+    losses = train(model, optimizer, range(60))
+    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
+    assert np.mean(losses[-20:]) < np.mean(losses[:5])
+    optimizer.close()
+
+
+def zero_one_weights_are_bit_identical_after_a_sync(comm: Communicator) -> None:
+    """70 steps of 0/1 Adam, the last with local steps between two syncs."""
+    model = make_model(seed=comm.rank)
+    optimizer = ZeroOneAdam(
+        model.parameters(),
+        lr=3e-3,
+        var_freeze_step=20,
+        var_update_scaler=3,
+        local_step_scaler=10,
+        block_size=64,
+        bucket_bytes=400,
+        comm=comm,
+    )
+    losses = train(model, optimizer, range(70))
+    optimizer.synchronize_weights()
+    assert optimizer.in_sync
+    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
+    assert np.mean(losses[-20:]) < np.mean(losses[:5])
+    optimizer.close()
+
+
 def resume_is_bit_identical(comm: Communicator) -> None:
     """Losses after a checkpoint equal those of the run that went on."""
     model = make_model()
@@ -109,6 +141,8 @@ ALL = (
     exchange_equals_the_algorithm,
     weights_are_bit_identical_after_200_steps,
     lamb_weights_are_bit_identical_after_100_steps,
+    weights_are_bit_identical_over_nodes,
+    zero_one_weights_are_bit_identical_after_a_sync,
     resume_is_bit_identical,
     stages_are_bit_identical,
 )
