@@ -36,7 +36,7 @@ train: $(READY)
 	$(RUN) -m experiments.pretrain_bert $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -63,8 +63,6 @@ long-documents: $(READY)
 
 layer-drop: $(READY)
 	$(RUN) -m experiments.layer_drop $(ARGS)
-ethernet: $(READY)
-	$(RUN) -m experiments.ethernet $(ARGS)
 
 ethernet: $(READY)
 	$(RUN) -m experiments.ethernet $(ARGS)
