@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.zero import partition, shard_numel, valid_in_shard
+from thinwire.zero import bucket_numel, partition, shard_numel, valid_in_shard
 
 
 @given(
@@ -51,3 +51,13 @@ def test_impossible_shards_are_refused(arguments) -> None:
 def test_a_bucket_holds_at_least_one_element() -> None:
     with pytest.raises(ValueError, match="bucket_numel must be at least 1"):
         partition([3], [0], world_size=1, block_size=64, bucket_numel=0)
+
+
+@pytest.mark.parametrize(
+    ("numel", "itemsize", "expected"),
+    [(0, 4, 1 << 18), (8 << 18, 4, 1 << 18), (8 << 20, 4, 1 << 20), (8 << 20, 2, 1 << 20), (1 << 30, 4, 4 << 20)],
+)
+def test_buckets_are_an_eighth_of_the_model_from_1_to_16_mib(numel: int, itemsize: int, expected: int) -> None:
+    assert bucket_numel(None, numel, itemsize) == expected
+    assert bucket_numel(100, numel, itemsize) == 100 // itemsize
+    assert bucket_numel(1, numel, itemsize) == 1

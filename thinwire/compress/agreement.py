@@ -25,10 +25,10 @@ def check_options(amsgrad: bool, compress: str) -> None:
         raise ValueError(f"compress must be 'update' or 'momentum', got {compress!r}")
 
 
-def check_wire(bucket_bytes: int, warmup_wire: str) -> None:
+def check_wire(bucket_bytes: int | None, warmup_wire: str) -> None:
     """Raise ValueError for a bucket without room for an element, or a wire there is not."""
-    if not bucket_bytes >= 4:
-        raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
+    if bucket_bytes is not None and not bucket_bytes >= 4:
+        raise ValueError(f"bucket_bytes must be at least 4, one element, or None, got {bucket_bytes}")
     if warmup_wire not in ("fp32", "bf16"):
         raise ValueError(f"warmup_wire must be 'fp32' or 'bf16', got {warmup_wire!r}")
 

@@ -14,7 +14,7 @@ from thinwire.compress import agreement
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.compress.cohort import Cohort, Compressed
 from thinwire.compress.freeze import FreezeRule
-from thinwire.compress.onebit_optimizer import BUCKET_BYTES, Nodes, OneBitOptimizer, WarmupWire
+from thinwire.compress.onebit_optimizer import Nodes, OneBitOptimizer, WarmupWire
 from thinwire.zero import BucketLayout
 
 __all__ = ["OneBitAdam"]
@@ -45,7 +45,7 @@ class OneBitAdam(OneBitOptimizer):
             coordinate with a small variance amplifies (docs/design.md has the measurements).
         codec: how: "sign1" (1 bit), "int8", "bf16" or "none".
         block_size: elements that share one scale, a multiple of 64.
-        bucket_bytes: fp32 bytes of gradients that leave together.
+        bucket_bytes: fp32 bytes of gradients that leave together; None is an eighth of the model, from 1 to 16 MiB.
         warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" sends half the bytes.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
             the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node;
@@ -77,7 +77,7 @@ class OneBitAdam(OneBitOptimizer):
         compress: Compressed = "update",
         codec: CodecName = "sign1",
         block_size: int = DEFAULT_BLOCK_SIZE,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         warmup_wire: WarmupWire = "fp32",
         nodes: Nodes = "auto",
     ) -> None:

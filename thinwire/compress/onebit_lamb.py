@@ -15,7 +15,7 @@ from thinwire.compress.cohort import Compressed
 from thinwire.compress.freeze import FreezeRule
 from thinwire.compress.lamb_cohort import LambCohort
 from thinwire.compress.lamb_math import check_lamb_options
-from thinwire.compress.onebit_optimizer import BUCKET_BYTES, Nodes, OneBitOptimizer, WarmupWire
+from thinwire.compress.onebit_optimizer import Nodes, OneBitOptimizer, WarmupWire
 from thinwire.zero import BucketLayout
 
 __all__ = ["OneBitLamb"]
@@ -75,7 +75,7 @@ class OneBitLamb(OneBitOptimizer):
         compress: Compressed = "update",
         codec: CodecName = "sign1",
         block_size: int = DEFAULT_BLOCK_SIZE,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         warmup_wire: WarmupWire = "fp32",
         nodes: Nodes = "auto",
     ) -> None:

@@ -29,9 +29,8 @@ from thinwire.zero.agreement import broadcast_from_rank_0, check_parameters, che
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUCKET_BYTES", "Nodes", "OneBitOptimizer", "WarmupWire"]
+__all__ = ["Nodes", "OneBitOptimizer", "WarmupWire"]
 
-BUCKET_BYTES = 16 << 20
 
 WarmupWire = Literal["fp32", "bf16"]
 Nodes = Literal["auto", "flat"] | Sequence[int]
@@ -62,7 +61,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         comm_backend_name: Literal["nccl", "gloo", "mpi"] | None,
         codec: CodecName,
         block_size: int,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         warmup_wire: WarmupWire,
         nodes: Nodes,
     ) -> None:
@@ -88,7 +87,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._synchronizer = GradientSynchronizer(
             self.comm,
             self._table,
-            bucket_numel=max(1, bucket_bytes // 4),
+            bucket_bytes=bucket_bytes,
             block_size=block_size,
             place=self._make_cohort,
             fill=self._fill,

@@ -14,12 +14,14 @@ from thinwire.comm import Communicator
 from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.compress.packet import Flags
 from thinwire.compress.parameters import ParameterTable
-from thinwire.zero import BucketLayout, Slot, partition
+from thinwire.zero import BucketLayout, Slot, bucket_numel, partition
 from thinwire.zero.arrival import ArrivalHook, at_backward_end
 from thinwire.zero.leaving_out import NothingToSend, agree_to_leave_out, has_gradient
 from thinwire.zero.pipeline import Pipeline
 
 __all__ = ["Bucket", "GradientSynchronizer", "Round"]
+
+_FP32_BYTES = 4
 
 
 @dataclass
@@ -67,7 +69,7 @@ class GradientSynchronizer:
         comm: Communicator,
         table: ParameterTable,
         *,
-        bucket_numel: int,
+        bucket_bytes: int | None,
         block_size: int,
         place: Callable[[Sequence[BucketLayout], int], list[Bucket]],
         fill: Callable[[Bucket, Slot, Tensor | None], None],
@@ -76,7 +78,7 @@ class GradientSynchronizer:
         self.step = 0
         self._comm = comm
         self._table = table
-        self._bucket_numel = bucket_numel
+        self._bucket_bytes = bucket_bytes
         self._block_size = block_size
         self._place = place
         self._fill = fill
@@ -111,7 +113,7 @@ class GradientSynchronizer:
         placed = {index for cohort in cohorts for order in cohort for index in order}
         self._unplaced = [index for index in range(len(self._table.parameters)) if index not in placed]
         for cohort in cohorts:
-            self._add_buckets([self._partition(order, bucket_numel=None)[0] for order in cohort])
+            self._add_buckets([self._partition(order, whole=True)[0] for order in cohort])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -337,19 +339,21 @@ class GradientSynchronizer:
         if not orders[0]:
             return
         self._unplaced = [index for index in self._unplaced if index not in set(unplaced)]
-        for bucket in self._add_buckets(self._partition(orders[0], self._bucket_numel)):
+        for bucket in self._add_buckets(self._partition(orders[0])):
             for slot in bucket.layout.slots:
                 if slot.parameter in self._arrived:
                     self._fill(bucket, slot, self._table.parameters[slot.parameter].grad)
 
-    def _partition(self, order: Sequence[int], bucket_numel: int | None) -> list[BucketLayout]:
+    def _partition(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
+        """Buckets of the parameters `order`, of which no `bucket_bytes` are made where they stay `whole`."""
         numels = [parameter.numel() for parameter in self._table.parameters]
+        numel = sum(numels[parameter] for parameter in order)
         return partition(
             numels,
             order,
             world_size=self._comm.size,
             block_size=self._block_size,
-            bucket_numel=bucket_numel or sum(numels) + 1,
+            bucket_numel=numel + 1 if whole else bucket_numel(self._bucket_bytes, numel, _FP32_BYTES),
         )
 
     def _add_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:

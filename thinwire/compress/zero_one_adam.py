@@ -14,7 +14,7 @@ from thinwire.compress import agreement
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.compress.cohort import Compressed
 from thinwire.compress.freeze import FreezeRule
-from thinwire.compress.onebit_optimizer import BUCKET_BYTES, Nodes, OneBitOptimizer, WarmupWire
+from thinwire.compress.onebit_optimizer import Nodes, OneBitOptimizer, WarmupWire
 from thinwire.compress.zero_one_cohort import ZeroOneCohort
 from thinwire.compress.zero_one_schedule import ZeroOneSchedule, check_count
 from thinwire.zero import BucketLayout
@@ -77,7 +77,7 @@ class ZeroOneAdam(OneBitOptimizer):
         compress: Compressed = "update",
         codec: CodecName = "sign1",
         block_size: int = DEFAULT_BLOCK_SIZE,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         warmup_wire: WarmupWire = "fp32",
         nodes: Nodes = "auto",
     ) -> None:

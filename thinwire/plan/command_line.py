@@ -64,7 +64,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--var-update-scaler", type=int, default=defaults.var_update_scaler)
     run.add_argument("--local-step-scaler", type=int, default=defaults.local_step_scaler)
     run.add_argument("--local-step-clipper", type=int, default=defaults.local_step_clipper)
-    run.add_argument("--bucket-mib", type=float, default=defaults.bucket_bytes / 2**20, help="of thinwire's optimizers")
+    run.add_argument("--bucket-mib", type=float, help="of thinwire's optimizers; by default as they have them")
     parser.add_argument("--json", action="store_true", help="for other programs, in seconds and bytes")
     parser.set_defaults(run=_plan)
 
@@ -91,7 +91,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         var_update_scaler=arguments.var_update_scaler,
         local_step_scaler=arguments.local_step_scaler,
         local_step_clipper=arguments.local_step_clipper,
-        bucket_bytes=round(arguments.bucket_mib * 2**20),
+        bucket_bytes=None if arguments.bucket_mib is None else round(arguments.bucket_mib * 2**20),
     )
     methods = methods_for(cluster, arguments.methods, arguments.powersgd_ranks)
     limit = None if arguments.memory_gb is None else 1e9 * arguments.memory_gb

@@ -13,10 +13,12 @@ from thinwire.plan.methods import Method
 from thinwire.plan.overlap import NO_BUCKETS, Buckets, cut
 from thinwire.plan.schedule import Schedule
 from thinwire.plan.workload import Matrices, Workload
+from thinwire.zero import bucket_numel
 
 __all__ = ["Phase", "phases"]
 
 _DDP_BUCKET_BYTES = 25 << 20  # torch's
+_SHARDED_BUCKET_BYTES = 16 << 20  # ShardedOptimizer's
 
 # Memory traffic, bytes an element, of passes without a rate of their own.
 _APPLY_BYTES = 12  # update and weight in, weight out
@@ -87,11 +89,15 @@ class _Setting:
         """The model in buckets of about `bucket_elements`, each of which costs what `cost` says of its elements."""
         return cut(self.parameters, self.workload.model.last_elements, bucket_elements, cost)
 
+    def _sharded_bucket(self, size: int) -> int:
+        return max(1, (self.schedule.bucket_bytes or _SHARDED_BUCKET_BYTES) // size)
+
     def exchanged(self, codec: Codec) -> Buckets:
         """Averages through `codec` as thinwire's unsharded optimizers make them, flat or by node."""
         exchange = hierarchical_exchange if self.method.hierarchical else two_legs
         return self.in_buckets(
-            max(1, self.schedule.bucket_bytes // 4), lambda elements: exchange(self.cluster, elements, codec)
+            bucket_numel(self.schedule.bucket_bytes, self.parameters, 4),
+            lambda elements: exchange(self.cluster, elements, codec),
         )
 
     def exact_buckets(self) -> Buckets:
@@ -102,16 +108,14 @@ class _Setting:
         """Gradients on their way to their owners, in the weights' dtype."""
         codec = _EXACT[self.workload.dtype]
         return self.in_buckets(
-            max(1, self.schedule.bucket_bytes // self.workload.element_bytes),
+            self._sharded_bucket(self.workload.element_bytes),
             lambda elements: two_legs(self.cluster, elements, codec, back=False),
         )
 
     def gathered_weights(self) -> Buckets:
         """Weights on their way from their owners."""
         size = self.workload.element_bytes
-        return self.in_buckets(
-            max(1, self.schedule.bucket_bytes // size), lambda elements: gather(self.cluster, elements, size)
-        )
+        return self.in_buckets(self._sharded_bucket(size), lambda elements: gather(self.cluster, elements, size))
 
 
 def _ddp(setting: _Setting) -> list[Phase]:

@@ -35,7 +35,7 @@ class Schedule:
         local_step_scaler: steps after which the interval between exchanges of updates doubles.
         local_step_clipper: the longest such interval.
         resync_interval: steps between gathers of sharded 1-bit Adam's weights.
-        bucket_bytes: gradients that leave together, in thinwire's optimizers; DDP has 25 MiB.
+        bucket_bytes: gradients that leave together, in thinwire's optimizers, by default as theirs; DDP has 25 MiB.
     """
 
     steps: int = 100_000
@@ -47,12 +47,14 @@ class Schedule:
     local_step_scaler: int = 32678
     local_step_clipper: int = 16
     resync_interval: int = 100
-    bucket_bytes: int = 16 << 20
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         scalers = ("var_update_scaler", "local_step_scaler", "local_step_clipper")
-        for name in ("steps", *scalers, "resync_interval", "bucket_bytes"):
+        for name in ("steps", *scalers, "resync_interval"):
             require_whole(name, getattr(self, name))
+        if self.bucket_bytes is not None:
+            require_whole("bucket_bytes", self.bucket_bytes)
         if not 0 <= self.warmup <= 1:
             raise PlanError(f"warmup is the part of the steps before the freeze, from 0 to 1, got {self.warmup!r}")
         if self.warmup_wire not in ("fp32", "bf16"):

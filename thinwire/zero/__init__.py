@@ -3,7 +3,14 @@ ZeRO stages 0 to 2 for any elementwise torch optimizer."""
 
 from __future__ import annotations
 
-from thinwire.zero.layout import BucketLayout, Slot, partition, shard_numel, valid_in_shard
+from thinwire.zero.layout import (
+    BucketLayout,
+    Slot,
+    bucket_numel,
+    partition,
+    shard_numel,
+    valid_in_shard,
+)
 from thinwire.zero.optimizer import ShardedOptimizer, StepResult
 from thinwire.zero.pieces import OwnPieces, Piece, PieceSource
 
@@ -15,6 +22,7 @@ __all__ = [
     "ShardedOptimizer",
     "Slot",
     "StepResult",
+    "bucket_numel",
     "partition",
     "shard_numel",
     "valid_in_shard",

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BucketLayout", "Slot", "partition", "shard_numel", "valid_in_shard"]
+__all__ = [
+    "BucketLayout",
+    "Slot",
+    "bucket_numel",
+    "partition",
+    "shard_numel",
+    "valid_in_shard",
+]
+
+_BUCKETS = 8
+_SMALLEST, _LARGEST = 1 << 20, 16 << 20
 
 
 def shard_numel(numel: int, world_size: int, multiple: int) -> int:
@@ -60,6 +70,17 @@ class BucketLayout:
     def padded_numel(self) -> int:
         """Elements of the whole bucket, padding included."""
         return self.shard * self.world_size
+
+
+def bucket_numel(bucket_bytes: int | None, numel: int, itemsize: int) -> int:
+    """Elements of a bucket of `bucket_bytes`, of a model with `numel` in all, each of `itemsize` bytes.
+
+    None is an eighth of the model, from 1 to 16 MiB: one bucket in eight is left when backward ends, with nothing to
+    hide behind, and large models' buckets are large enough that latency does not count.
+    """
+    if bucket_bytes is None:
+        bucket_bytes = min(_LARGEST, max(_SMALLEST, -(-numel // _BUCKETS) * itemsize))
+    return max(1, bucket_bytes // itemsize)
 
 
 def partition(
