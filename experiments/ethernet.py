@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from experiments.cluster.commands import ClusterError, missing
 from experiments.command_line import Parser, fraction, freeze_step, positive, rate
 from experiments.corpus import load
 from experiments.errors import InputError
-from experiments.race import loss_report, step_plots, step_report
+from experiments.race import loss_report, overlap_report, planned, step_plots, step_report
 from experiments.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
 from experiments.results import RESULTS, check_writable, read_json, write_json
 from experiments.sizes import SIZES
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rate = None
             if "steps" in options.races:
                 rate = _race_steps(options, cluster, emulated)
+            if "overlap" in options.races:
+                _measure_overlap(options, cluster, emulated)
             if "losses" in options.races:
                 _race_to_a_loss(options, cluster, emulated, options.loss_rate or rate)
     except InputError as error:
@@ -65,18 +68,26 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     """Step times at every rate; returns the one at which fp32 waits as long as asked for, None without rates."""
     fair = None if emulated is None else _check_fairness(emulated)
     racing = [name for name in options.contenders if CONTENDERS[name].steps_alike]
-    arguments = ["--model", options.model, "--batch-size", options.batch_size, "--contenders", *racing]
-    arguments += ["--seconds", options.seconds, "--waiting", options.waiting, *_links(emulated, cluster)]
+    arguments = ["--model", options.model, "--contenders", *racing, *_stepping(options, emulated, cluster)]
+    arguments += ["--waiting", options.waiting, "--probe-seconds", options.probe_seconds]
     if emulated is not None:
         arguments += ["--rates", *options.rates]
     raw = _job(cluster, "experiments.race.step_times", arguments, options.ranks_a_host, options.limit)
     entries = step_report.at_rates(raw["turns"])
+    plans = {
+        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["parts"])
+        for key, by_name in raw["turns"].items()
+    }
     winners = step_report.winning_rates(entries)
     content = {
         "machine": machine.describe(),
-        "subject": f"BERT-{options.model}, {raw['parameters'] / 1e6:.1f} M parameters, {_setting(options)}",
+        "subject": _subject(options.model, raw["shapes"], options),
         "findings": step_report.sentences(entries, winners, options.waiting),
         "waiting": options.waiting,
+        "plan_median_error": planned.median_error(list(plans.values())),
+        "plan_by_megabits": plans,
+        "step_parts_alone": raw["parts"],
+        "probes": raw["probes"],
         "fairness": fair,
         "wins_against_bf16_under_megabits": {name: _finite(rate) for name, rate in winners.items()},
         "rates": entries,
@@ -84,10 +95,40 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     write_json(options.output / f"{_NAME}.json", content)
     step_report.print_table(entries)
     print("\n" + "\n".join(content["findings"]))
+    print(f"thinwire plan is off by {100 * content['plan_median_error']:.0f}% in the median of all of these")
     step_plots.draw(content, options.output / f"{_NAME}.png")
     print(f"Written: {options.output / _NAME}.json and .png", flush=True)
     rate: float | None = step_report.most_waiting(entries, options.waiting)["megabits"]
     return rate
+
+
+def _measure_overlap(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None) -> None:
+    """How much of the wire's time hides behind backward where both take as long, of every contender alone."""
+    if emulated is None:
+        print("Nothing to overlap: links were not shaped", file=sys.stderr)
+        return
+    racing = [name for name in options.contenders if CONTENDERS[name].steps_alike]
+    arguments = ["--model", options.overlap_model, "--contenders", *racing, "--balanced"]
+    arguments += _stepping(options, emulated, cluster)
+    raw = _job(cluster, "experiments.race.step_times", arguments, options.ranks_a_host, options.limit)
+    content = {
+        "machine": machine.describe(),
+        "subject": _subject(options.overlap_model, raw["shapes"], options),
+        "step_parts_alone": raw["parts"],
+        "contenders": overlap_report.records(raw["balanced"]),
+    }
+    write_json(options.output / f"{_NAME}_overlap.json", content)
+    overlap_report.print_table(content["contenders"])
+    print(f"Written: {options.output / _NAME}_overlap.json", flush=True)
+
+
+def _stepping(options: argparse.Namespace, emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
+    return ["--batch-size", options.batch_size, "--seconds", options.seconds, *_links(emulated, cluster)]
+
+
+def _subject(model: str, shapes: Sequence[Sequence[int]], options: argparse.Namespace) -> str:
+    parameters = sum(prod(shape) for shape in shapes)
+    return f"BERT-{model}, {parameters / 1e6:.1f} M parameters, {_setting(options)}"
 
 
 def _check_fairness(emulated: EmulatedCluster) -> dict[str, float]:
@@ -187,7 +228,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--waiting", type=fraction, default=0.94, help="also race where fp32 waits this fraction of its step"
     )
     parser.add_argument("--seconds", type=positive, default=20, metavar="N", help="for each rate")
-    parser.add_argument("--races", nargs="+", choices=("steps", "losses"), default=("steps", "losses"), help="which")
+    races = ("steps", "overlap", "losses")
+    parser.add_argument("--races", nargs="+", choices=races, default=races, help="which")
+    parser.add_argument("--probe-seconds", type=positive, default=20, metavar="N", help="of thinwire probe, a rate")
+    parser.add_argument("--overlap-model", choices=tuple(SIZES), default="small", help="which BERT overlaps")
     parser.add_argument("--loss-model", choices=tuple(SIZES), default="tiny", help="which BERT races to a loss")
     parser.add_argument("--loss-rate", type=positive, metavar="N", help="of its links, in Mb/s; else as --waiting says")
     parser.add_argument("--steps", type=positive, default=1500, metavar="N", help="of the race to a loss")

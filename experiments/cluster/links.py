@@ -16,7 +16,9 @@ __all__ = ["HOST_DEVICE", "Link", "cluster_links", "shape_links"]
 HOST_DEVICE = "eth0"
 """What every host calls its end."""
 
-_BURST, _QUEUE = "256kb", "8mb"
+_QUEUE = "8mb"
+_LEAST_BURST, _BURST_SECONDS = 64 << 10, 0.002
+"""What a link carries at once after a rest: as little as lets it reach its rate, since small messages gain by it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Link:
         """Limits both directions to so many 10⁶ bits a second; None takes the limits away."""
         for namespace, device in self._ends:
             if megabits is not None:
-                rate = ("rate", f"{round(1e6 * megabits)}bit", "burst", _BURST, "limit", _QUEUE)
+                burst = max(_LEAST_BURST, round(1e6 / 8 * megabits * _BURST_SECONDS))
+                rate = ("rate", f"{round(1e6 * megabits)}bit", "burst", f"{burst}b", "limit", _QUEUE)
                 run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
             elif "tbf" in run("tc", "-n", namespace, "qdisc", "show", "dev", device):
                 run("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")

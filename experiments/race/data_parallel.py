@@ -44,6 +44,10 @@ class AloneLearner:
     def learn(self, loss: Tensor) -> None:
         """See `Learner`."""
         loss.backward()
+        self.update()
+
+    def update(self) -> None:
+        """The part of `learn` that follows backward."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 

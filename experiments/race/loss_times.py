@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,29 +31,44 @@ from experiments.training import Trainer
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 
-__all__ = ["Clock", "main"]
+__all__ = ["Clock", "Kind", "main"]
 
 _TIMEOUT = 300.0
 _STRETCH = 4
 """Steps timed one after another; the first of a stretch only settles."""
 
 
+class Kind(NamedTuple):
+    """Steps that take the same time: of one stage, and sending the same bytes."""
+
+    stage: str
+    bytes_sent: int
+
+
 @dataclass
 class Clock:
-    """How long steps take at the links' rate, stage by stage, and how many there were of each.
+    """How long steps take at the links' rate, by kind, and how many there were of each.
 
     Attributes:
-        timed: seconds of the timed steps, the slowest rank's, by stage.
-        done: all steps, by stage.
+        timed: seconds of the timed steps, the slowest rank's.
+        done: all steps.
     """
 
-    timed: dict[str, list[float]] = field(default_factory=dict)
-    done: Counter[str] = field(default_factory=Counter)
+    timed: dict[Kind, list[float]] = field(default_factory=dict)
+    done: Counter[Kind] = field(default_factory=Counter)
 
-    def seconds(self, done: Counter[str]) -> float:
-        """What so many steps of each stage take. A stage too short to be timed takes what the others do."""
-        every = [one for times in self.timed.values() for one in times]
-        return sum(count * mean(self.timed.get(stage, every)) for stage, count in done.items())
+    def seconds(self, done: Counter[Kind]) -> float:
+        """What so many steps of each kind take. A kind too rare to be timed takes what the nearest in bytes does."""
+        return sum(count * mean(self.timed[self._timed_like(kind)]) for kind, count in done.items())
+
+    def by_stage(self) -> dict[str, float]:
+        """Mean seconds of a step, by stage, over all that were done."""
+        stages = dict.fromkeys(kind.stage for kind in self.done)
+        of_stage = {name: Counter({k: n for k, n in self.done.items() if k.stage == name}) for name in stages}
+        return {name: self.seconds(done) / done.total() for name, done in of_stage.items()}
+
+    def _timed_like(self, kind: Kind) -> Kind:
+        return min(self.timed, key=lambda one: (abs(one.bytes_sent - kind.bytes_sent), one.stage != kind.stage))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -76,21 +91,22 @@ def _train(name: str, task: MaskedLanguageTask, options: argparse.Namespace, com
     learner = CONTENDERS[name].build(task.build_model(plan.seed), plan, comm)
     trainer = Trainer(task, plan, learner, comm)
     clock = Clock()
-    points: list[tuple[int, float, int, Counter[str]]] = []
+    points: list[tuple[int, float, int, Counter[Kind]]] = []
     for step in range(plan.steps):
         place = step % options.timed_every
         if place == 0:
             _shape(options, comm, options.rate)
         elif place == _STRETCH:
             _shape(options, comm, None)
-        stage = learner.stage
+        stage, sent_before = learner.stage, learner.bytes_sent
         stopwatch = Stopwatch(Interface(options.device))
         learner.learn(task.training_loss(learner, plan.seed, step, comm.rank, comm.size))
-        clock.done[stage] += 1
+        kind = Kind(stage, learner.bytes_sent - sent_before)
+        clock.done[kind] += 1
         if 0 < place < _STRETCH:
             took = torch.tensor(stopwatch.stop().seconds, dtype=torch.float64)
             comm.all_reduce(took, "max")
-            clock.timed.setdefault(stage, []).append(float(took))
+            clock.timed.setdefault(kind, []).append(float(took))
         if (step + 1) % plan.evaluate_every == 0 or step + 1 == plan.steps:
             points.append((step + 1, trainer.validate(), learner.bytes_sent, clock.done.copy()))
             if comm.rank == 0:
@@ -103,8 +119,11 @@ def _train(name: str, task: MaskedLanguageTask, options: argparse.Namespace, com
         "losses": [point[1] for point in points],
         "bytes_sent": [point[2] for point in points],
         "seconds": [clock.seconds(point[3]) for point in points],
-        "seconds_a_step": {stage: mean(times) for stage, times in clock.timed.items()},
-        "timed_steps": {stage: len(times) for stage, times in clock.timed.items()},
+        "seconds_a_step": clock.by_stage(),
+        "kinds": [
+            {**kind._asdict(), "steps": steps, "timed_seconds": clock.timed.get(kind, [])}
+            for kind, steps in clock.done.items()
+        ],
         "frozen_at": learner.frozen_at,
     }
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from experiments.results import write_json
 from experiments.sizes import SIZES
 from thinwire import comm as communication
 from thinwire.comm import Communicator
+from thinwire.plan import probe
 
 __all__ = ["main"]
 
@@ -39,6 +41,7 @@ _PLAN = Plan(
 _FIRST_STEPS = 13
 """Steps that are not measured: kernels compile, DDP lays its buckets, 1-bit Adam freezes, PowerSGD begins at 10."""
 _STEPS_A_TURN = 2
+_PART_ROUNDS = 9
 _FEWEST_ROUNDS = 3
 
 Turn = dict[str, float]
@@ -50,34 +53,88 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     torch.set_num_threads(1)
     comm = communication.init(backend="gloo", timeout=_TIMEOUT, quiet=True)
-    learners = _learners(options, comm)
+    alone = AloneLearner(_model(options), _PLAN)
+    learners: dict[str, Learner] = {ALONE: alone}
+    learners |= {name: CONTENDERS[name].build(_model(options), _PLAN, comm) for name in options.contenders}
     for learner in learners.values():
         for step in range(_FIRST_STEPS):
             _advance(learner, options.batch_size, comm.rank, step)
-    turns: dict[str, dict[str, list[Turn]]] = {}
-    for rate in _rates(options, turns, comm):
-        if options.cluster and comm.rank == 0:
-            shape_links(cluster_links(options.cluster, options.hosts), rate)
-        comm.barrier()
-        turns[str(rate)] = _measure(learners, options, comm)
-        if comm.rank == 0:
-            print(f"step times at {rate} Mb/s measured", file=sys.stderr, flush=True)
+    measured: dict[str, Any] = {"ranks": comm.size, "shapes": [list(one.shape) for one in alone.module.parameters()]}
+    measured["parts"] = _time_parts(alone, options, comm)
+    if options.balanced:
+        measured["balanced"] = _balanced(learners, measured["parts"]["backward"], options, comm)
+    else:
+        measured |= _at_rates(learners, options, comm)
     if comm.rank == 0:
-        parameters = sum(parameter.numel() for parameter in learners[ALONE].module.parameters())
-        write_json(options.output, {"ranks": comm.size, "parameters": parameters, "turns": turns})
+        write_json(options.output, measured)
     comm.close()
 
 
-def _learners(options: argparse.Namespace, comm: Communicator) -> dict[str, Learner]:
-    """By name; the one without a network first."""
+def _at_rates(learners: Mapping[str, Learner], options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
+    """All learners' turns, and what `thinwire probe` measures of the links, by rate."""
+    turns: dict[str, dict[str, list[Turn]]] = {}
+    probes: dict[str, Any] = {}
+    for rate in _rates(options, turns, comm):
+        _shape(rate, options, comm)
+        probes[str(rate)] = probe(comm, options.probe_seconds).model_dump()
+        turns[str(rate)] = _measure(learners, options, comm)
+        if comm.rank == 0:
+            print(f"step times at {rate} Mb/s measured", file=sys.stderr, flush=True)
+    return {"turns": turns, "probes": probes}
 
-    def model() -> Any:
-        return build_bert(SIZES[options.model], _VOCABULARY, _LENGTH, 0.0, seed=0)
 
-    learners: dict[str, Learner] = {ALONE: AloneLearner(model(), _PLAN)}
+def _balanced(
+    learners: Mapping[str, Learner], backward_seconds: float, options: argparse.Namespace, comm: Communicator
+) -> dict[str, Any]:
+    """Each learner's turns at the rate at which the wire is busy for as long as backward takes."""
+    found = {}
     for name in options.contenders:
-        learners[name] = CONTENDERS[name].build(model(), _PLAN, comm)
-    return learners
+        pair = {one: learners[one] for one in (ALONE, name)}
+        sent_before = learners[name].bytes_sent
+        _advance(learners[name], options.batch_size, comm.rank, _FIRST_STEPS)
+        bits = 8.0 * (learners[name].bytes_sent - sent_before)
+        rate = _rank_0s(bits / (1e6 * backward_seconds), comm)
+        _shape(rate, options, comm)
+        found[name] = {"megabits": rate, "turns": _measure(pair, options, comm)}
+        if comm.rank == 0:
+            print(f"{name} measured at {rate:.0f} Mb/s", file=sys.stderr, flush=True)
+    return found
+
+
+def _shape(rate: float | None, options: argparse.Namespace, comm: Communicator) -> None:
+    if options.cluster and comm.rank == 0:
+        shape_links(cluster_links(options.cluster, options.hosts), rate)
+    comm.barrier()
+
+
+def _model(options: argparse.Namespace) -> Any:
+    return build_bert(SIZES[options.model], _VOCABULARY, _LENGTH, 0.0, seed=0)
+
+
+def _rank_0s(value: float, comm: Communicator) -> float:
+    """Ranks' figures are the same up to rounding and noise: rank 0's decides."""
+    agreed = torch.tensor(value, dtype=torch.float64)
+    comm.broadcast(agreed)
+    return float(agreed)
+
+
+def _time_parts(alone: AloneLearner, options: argparse.Namespace, comm: Communicator) -> dict[str, float]:
+    """Seconds of a step's forward, backward and update on the slowest rank, with nobody to talk to; medians."""
+    rounds = []
+    for step in range(_PART_ROUNDS):
+        comm.barrier()
+        started = time.perf_counter()
+        total, count = alone(*_batch(options.batch_size, comm.rank, step))
+        loss = total / count
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        alone.update()
+        parts = torch.tensor([forward - started, backward - forward, time.perf_counter() - backward])
+        comm.all_reduce(parts, "max")
+        rounds.append(parts)
+    medians = torch.stack(rounds).median(0).values
+    return dict(zip(("forward", "backward", "update"), medians.tolist(), strict=True))
 
 
 def _rates(
@@ -88,12 +145,9 @@ def _rates(
         yield None
         return
     yield from options.rates
-    # Rank 0's figures decide; the others' are the same up to rounding.
-    found = torch.tensor(
-        rate_of_waiting({float(rate): by_name[BASELINE] for rate, by_name in turns.items()}, options.waiting)
-    )
-    comm.broadcast(found)
-    if found.isfinite() and (rate := round(float(found))) not in options.rates:
+    waits = rate_of_waiting({float(rate): by_name[BASELINE] for rate, by_name in turns.items()}, options.waiting)
+    found = _rank_0s(waits, comm)
+    if isfinite(found) and (rate := round(found)) not in options.rates:
         yield rate
 
 
@@ -153,6 +207,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=positive, default=[], help="Mb/s")
     parser.add_argument("--waiting", type=float, default=0.94, help="of the step, by the fp32 baseline")
     parser.add_argument("--seconds", type=positive, required=True, help="a rate")
+    parser.add_argument("--probe-seconds", type=positive, default=20, help="of thinwire probe, a rate")
+    parser.add_argument("--balanced", action="store_true", help="each contender where wire and backward take as long")
     parser.add_argument("--cluster", help="whose links to shape; none: leave the network as it is")
     parser.add_argument("--hosts", type=positive, required=True)
     parser.add_argument("--device", required=True)

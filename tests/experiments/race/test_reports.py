@@ -11,7 +11,7 @@ import pytest
 from experiments.race import loss_report, step_plots, step_report
 from experiments.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
 from experiments.race.findings import ALONE
-from experiments.race.loss_times import Clock
+from experiments.race.loss_times import Clock, Kind
 
 MACHINE = {"cpu": "some", "cores": 2}
 
@@ -131,7 +131,15 @@ def test_the_picture_of_losses_is_drawn(tmp_path: Path, runs: dict[str, dict[str
     assert (tmp_path / "losses.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_the_clock_adds_what_steps_of_each_stage_take() -> None:
-    clock = Clock({"warmup": [1.0, 3.0], "1-bit": [0.5]})
-    assert clock.seconds(Counter({"warmup": 10, "1-bit": 4})) == 22
-    assert clock.seconds(Counter({"unknown": 2})) == 3
+def test_the_clock_adds_what_steps_of_each_kind_take() -> None:
+    exact, packed, silent = Kind("warmup", 32), Kind("1-bit", 1), Kind("1-bit", 0)
+    done = Counter({exact: 10, packed: 4, silent: 6})
+    clock = Clock({exact: [1.0, 3.0], packed: [0.5], silent: [0.25]}, done)
+    assert clock.seconds(done) == 23.5
+    assert clock.by_stage() == {"warmup": 2.0, "1-bit": pytest.approx(0.35)}
+
+
+def test_steps_too_rare_to_be_timed_take_what_the_nearest_in_bytes_do() -> None:
+    clock = Clock({Kind("warmup", 32): [4.0], Kind("warmup", 1): [1.0], Kind("1-bit", 1): [0.5]})
+    assert clock.seconds(Counter({Kind("warmup", 30): 2})) == 8
+    assert clock.seconds(Counter({Kind("1-bit", 2): 2})) == 1
