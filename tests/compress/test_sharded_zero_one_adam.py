@@ -1,5 +1,5 @@
-"""0/1 Adam on sharded state against 0/1 Adam on whole state: the same bits in fp32, the same weights on every rank after
-a sync, less memory, and nothing that one rank decides alone but its local steps."""
+"""0/1 Adam on sharded state against 0/1 Adam on whole state: the same bits in fp32, the same weights on every rank
+after a sync, less memory, and nothing that one rank decides alone but its local steps."""
 
 from __future__ import annotations
 

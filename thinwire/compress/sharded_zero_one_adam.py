@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.compress import agreement
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, make_codec
+from thinwire.compress.common_weights import CommonWeights
 from thinwire.compress.sharded_zero_one_bucket import ShardedZeroOneBucket
 from thinwire.compress.sharded_zero_one_state_io import load_buckets, own_tensors, save_buckets
 from thinwire.compress.zero_one_clock import GroupSettings, ZeroOneClock
@@ -107,7 +108,13 @@ class ShardedZeroOneAdam(ShardedOptimizer):
             masters.keep_state(False)
         self._zero_one = [
             ShardedZeroOneBucket(
-                bucket, masters, self._exchange_comm, self._codec, self._clock, self._groups, lambda: self.loss_scale
+                bucket,
+                CommonWeights(bucket, masters),
+                self._exchange_comm,
+                self._codec,
+                self._clock,
+                self._groups,
+                lambda: self.loss_scale,
             )
             for bucket, masters in zip(self._buckets, self._masters, strict=True)
         ]
@@ -152,6 +159,7 @@ class ShardedZeroOneAdam(ShardedOptimizer):
             raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
         if self.in_sync:
             return
+        self._notice_written_weights()
         for bucket in self._zero_one:
             bucket.meet()
             bucket.sync_step(decay=False)
@@ -167,11 +175,11 @@ class ShardedZeroOneAdam(ShardedOptimizer):
     # Checkpoints
 
     def pieces(self) -> list[Piece]:
-        """This rank's shard of weights, masters and state; between two syncs the weights are those of the last."""
+        """See ShardedOptimizer; between two syncs the weights are those of the last."""
         return save_buckets(self._zero_one, self._placement.names)
 
     def rank_tensors(self) -> dict[str, Tensor]:
-        """This rank's residuals and, once the variance is frozen, its own momenta, by parameter."""
+        """Return this rank's residuals and, once the variance is frozen, its own momenta, by parameter."""
         left_out = {_LEFT_OUT_STEPS: torch.tensor([self.left_out_steps])}
         return own_tensors(self._zero_one, self._placement.names) | left_out
 
@@ -217,7 +225,7 @@ class ShardedZeroOneAdam(ShardedOptimizer):
         self._clock.reset()
         self._resynchronized_at = self.left_out_steps = 0
         for bucket in self._zero_one:
-            bucket.drop_local_steps()
+            bucket.weights.reset()
             bucket.begin()
 
     # One step
@@ -233,6 +241,7 @@ class ShardedZeroOneAdam(ShardedOptimizer):
         return Vote(finite, math.nan if finite else math.inf, absent)
 
     def _apply(self, norm: float, absent: frozenset[int]) -> None:
+        self._notice_written_weights()
         kind, interval = self._clock.next_kind, self._variance_interval
         self._clock.steps += 1
         if kind is StepKind.EXACT:
@@ -279,6 +288,20 @@ class ShardedZeroOneAdam(ShardedOptimizer):
         )
         return False
 
+    def _notice_written_weights(self) -> None:
+        """Take over weights that somebody wrote into the parameters.
+
+        Raises RuntimeError where those were this rank's own: what was written need not be the same on other ranks.
+        """
+        for bucket in self._zero_one:
+            changed = bucket.check_written(self.in_sync)
+            if changed is not None:
+                raise RuntimeError(
+                    f"{self._placement.describe(changed.parameter)} was changed between local steps, in which ranks "
+                    "hold weights of their own: call optimizer.synchronize_weights() on every rank before you change "
+                    "weights"
+                )
+
     def _freeze(self) -> None:
         self._clock.frozen_at = self.steps
         for bucket in self._zero_one:
@@ -289,12 +312,11 @@ class ShardedZeroOneAdam(ShardedOptimizer):
         if not now and self.steps - self._resynchronized_at < self._resync_interval:
             return
         self._resynchronized_at = self.steps
-        if self.stage > 0:
-            rounded = [bucket for bucket in self._zero_one if bucket.masters.separate]
-            for wait in [bucket.publish_masters() for bucket in rounded]:
-                wait()
-            for bucket in rounded:
-                bucket.adopt_weights()
+        rounded = [bucket for bucket in self._zero_one if bucket.weights.rounded_masters]
+        for wait in [bucket.weights.publish() for bucket in rounded]:
+            wait()
+        for bucket in rounded:
+            bucket.adopt_weights()
 
     @property
     def _variance_interval(self) -> int:

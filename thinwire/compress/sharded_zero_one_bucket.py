@@ -9,35 +9,27 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.adam_math import AdamSettings, raise_smallest, to_denominators, track_variances
+from thinwire.compress.adam_math import raise_smallest, to_denominators, track_variances
 from thinwire.compress.codecs import Codec, make_codec
+from thinwire.compress.common_weights import CommonWeights
 from thinwire.compress.exchange import Exchange, Outcome
-from thinwire.compress.kernels.reference import store_rounded
 from thinwire.compress.lean_exchange import LeanExchange
 from thinwire.compress.packet import Flags
 from thinwire.compress.zero_one_clock import GroupSettings, ZeroOneClock
 from thinwire.compress.zero_one_schedule import StepKind
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.flat import FlatBucket
-from thinwire.zero.masters import BucketMasters
 
 __all__ = ["ShardedZeroOneBucket"]
 
-_ROUNDED_AT_ONCE = 1 << 20  # elements whose random bits, 8 bytes each, are in memory
-
-Change = Callable[[int, slice, Tensor], None]
-"""Changes fp32 weights, those of a part of one parameter, in place; given the parameter's number and the part's place
-in the bucket."""
-
 
 class ShardedZeroOneBucket:
-    """A bucket's weights and 0/1 Adam's state of them; the transport of its gradients.
+    """A bucket's state of 0/1 Adam, and the transport of its gradients.
 
     On every rank, [padded_numel]: `momentum`, fp32; `denominators`, √v̂ + ε, infinite where coordinates stay, and the
     worker's residual, both fp32 or, for 16-bit parameters, bf16; once the variance is frozen `mean_momentum`, fp32, of
-    the local steps since the last sync, and `common`, the weights of the last sync. Of this rank's shard, or at stage 0
-    of the whole bucket: `variance`, fp32, until it is frozen, and the masters of 16-bit parameters. `momentum` and
-    `mean_momentum` are divided by √v̂ + ε once it is frozen.
+    the local steps since the last sync. Of this rank's shard, or at stage 0 of the whole bucket: `variance`, fp32,
+    until it is frozen. `momentum` and `mean_momentum` are divided by √v̂ + ε once it is frozen.
     """
 
     may_stay = False
@@ -45,7 +37,7 @@ class ShardedZeroOneBucket:
     def __init__(
         self,
         bucket: FlatBucket,
-        masters: BucketMasters,
+        weights: CommonWeights,
         comm: Communicator,
         codec: Codec,
         clock: ZeroOneClock,
@@ -54,12 +46,14 @@ class ShardedZeroOneBucket:
     ) -> None:
         self.bucket = bucket
         self.layout: BucketLayout = bucket.layout
-        self.masters = masters
+        self.weights = weights
         self._comm = comm
         self._codec = codec
         self._clock = clock
         self._groups = groups
         self._loss_scale = loss_scale
+        self._exact: Exchange | None = None  # of an exact step under way
+        self._own: Tensor | None = None  # the new momentum of a local step under way
         self.begin()
 
     def begin(self) -> None:
@@ -68,11 +62,9 @@ class ShardedZeroOneBucket:
         self.momentum = torch.zeros(layout.padded_numel, device=device)
         self.denominators = torch.full_like(self.momentum, float("inf"), dtype=self._worker_dtype)
         self.denominators[layout.numel :] = 1.0
-        self.variance: Tensor | None = self.momentum.new_zeros(
-            layout.padded_numel if self.masters.whole else layout.shard
-        )
+        held = self.weights.held
+        self.variance: Tensor | None = self.momentum.new_zeros(held.stop - held.start)
         self._mean_momentum: Tensor | None = None
-        self._common: Tensor | None = None
         self._begin_compression()
         self._forget_step()
 
@@ -80,8 +72,7 @@ class ShardedZeroOneBucket:
         """Let the variance go, and make room for what a worker does alone."""
         self.variance = None
         self._mean_momentum = torch.zeros_like(self.momentum)
-        if not self._masters_are_common:
-            self._common = self.bucket.flat.clone()
+        self.weights.stand_apart()
 
     def freeze(self) -> None:
         """Begin local steps with the variance as it is; residuals start from zero."""
@@ -89,13 +80,6 @@ class ShardedZeroOneBucket:
         self.momentum.div_(self.denominators)
         self._begin_compression()
         self.find_still()
-
-    @property
-    def common(self) -> Tensor:
-        """The weights that all ranks have in common, [padded_numel]: those of the last sync, or the present ones."""
-        if self._masters_are_common:
-            return self.masters.weights
-        return self.bucket.flat if self._common is None else self._common
 
     @property
     def mean_momentum(self) -> Tensor:
@@ -147,12 +131,12 @@ class ShardedZeroOneBucket:
     # What a step does: the clock has counted it already
 
     def outcome(self) -> Outcome:
-        """What the headers said, the same on every rank."""
+        """What the headers said, the same on every rank; before the step is counted."""
         return self._sending.outcome()
 
     @property
     def local_is_finite(self) -> bool:
-        """Whether this rank's gradients of a local step are."""
+        """Whether what this rank adds to a local step is."""
         return bool(torch.isfinite(self._own_payload().abs().max()))
 
     def exact_step(self, absent: frozenset[int]) -> None:
@@ -163,12 +147,10 @@ class ShardedZeroOneBucket:
         assert self._exact is not None
         gradient = self._exact.payload
         self._exact.read(gradient)
-        for slot in self._slots_without(absent):
-            place = _place(slot)
-            self.momentum[place].lerp_(gradient[place], 1 - self._groups.of(slot.parameter).beta1)
+        self._track_momentum(gradient, absent)
         self._publish_denominators(gradient, absent)
         self._exact = None
-        self._warmup_move(absent)
+        self._move_by_momentum(absent)
         self.find_still()
 
     def compressed_step(self) -> None:
@@ -178,13 +160,11 @@ class ShardedZeroOneBucket:
         gradient.mul_(self.denominators)
         self._hold_still(gradient)
         self.exchange.commit()
-        for slot in self.layout.slots:
-            place = _place(slot)
-            self.momentum[place].lerp_(gradient[place], 1 - self._groups.of(slot.parameter).beta1)
-        self._warmup_move(frozenset())
+        self._track_momentum(gradient, frozenset())
+        self._move_by_momentum(frozenset())
 
     def local_step(self, shares: Mapping[int, float], finite: bool) -> None:
-        """Move this rank's own weights; by nothing new unless its gradients are `finite`.
+        """Move this rank's own weights; by nothing new unless what it adds is `finite`.
 
         `shares`: by parameter group, the weight of this step in the mean of the momenta since the last sync.
         """
@@ -197,12 +177,11 @@ class ShardedZeroOneBucket:
             else:
                 mean.mul_(1 - share)
         if any(self._groups.of(slot.parameter).weight_decay for slot in self.layout.slots):
-            self._move(self._decay, frozenset())
+            self.weights.move(self._decay, (), self._seed)
         self.show()
 
     def sync_step(self, *, decay: bool = True) -> None:
-        """Take the average of the momenta over, and move from the weights of the last sync by it: the same bits on
-        every rank."""
+        """Take over the average of the momenta, and move from the weights of the last sync by it."""
         self.exchange.read(self.momentum)
         self._hold_still(self.momentum)
         self.exchange.commit()
@@ -214,8 +193,8 @@ class ShardedZeroOneBucket:
             distance = self._clock.progress.distance(self._groups.number(parameter))
             weights.add_(self.momentum[place], alpha=-distance)
 
-        self._move(move, frozenset())
-        self.bucket.flat.copy_(self.common)
+        self.weights.move(move, (), self._seed)
+        self.weights.show()
 
     def meet(self) -> None:
         """Exchange what a sync would, now, without a gradient."""
@@ -225,31 +204,25 @@ class ShardedZeroOneBucket:
         self.exchange.wait()
         self.exchange.outcome()
 
+    @torch.no_grad()
     def show(self) -> None:
-        """Write this rank's own weights into the parameters."""
+        """Write this rank's own weights, between two syncs, into the parameters."""
         for slot in self.layout.slots:
-            place = _place(slot)
-            distance = self._clock.progress.distance(self._groups.number(slot.parameter))
-            self.bucket.flat[place].copy_((self.mean_momentum[place] * -distance).add_(self.common[place]))
+            self.bucket.flat[_place(slot)].copy_(self._own_weights(slot))
 
-    def of_shard(self, held: Tensor) -> Tensor:
-        """This rank's shard, a view, of a tensor that is held as masters and variance are."""
-        return self.bucket.shard_of(held) if self.masters.whole else held
-
-    def publish_masters(self) -> Callable[[], None]:
-        """Start giving every rank the owners' masters, rounded to nearest; what waits for it. Between no local steps."""
-        return self.masters.publish()
+    def check_written(self, in_sync: bool) -> Slot | None:
+        """Take over what somebody else wrote into the parameters; the first that is not what this rank had there, if
+        ranks hold weights of their own."""
+        for slot in self.weights.take_over_written(in_sync):
+            if not torch.equal(self.bucket.flat[_place(slot)], self._own_weights(slot).to(self.bucket.dtype)):
+                return slot
+        return None
 
     def adopt_weights(self) -> None:
-        """Take the parameters as they are now for what all ranks have in common."""
-        if self._common is not None:
-            self._common.copy_(self.bucket.flat)
+        """Take the parameters as they are for what all ranks have in common; local progress is dropped."""
+        self.weights.adopt()
         if self._mean_momentum is not None:
             self._mean_momentum.zero_()
-
-    def drop_local_steps(self) -> None:
-        """Go back to the weights that all ranks have in common."""
-        self.bucket.flat.copy_(self.common)
 
     def find_still(self) -> None:
         """See whether coordinates stay, and forget what compression lost there."""
@@ -271,19 +244,18 @@ class ShardedZeroOneBucket:
         return torch.float32 if self.bucket.dtype == torch.float32 else torch.bfloat16
 
     @property
-    def _masters_are_common(self) -> bool:
-        return self.masters.separate and self.masters.whole
+    def _seed(self) -> int:
+        return (self._clock.steps << 20) + self.bucket.index
 
     @property
     def _sending(self) -> Exchange:
         if self._clock.next_kind is not StepKind.EXACT:
             return self.exchange
         if self._exact is None:
-            codec = make_codec("none", self._codec.block_size)
             self._exact = Exchange(
                 self._comm,
                 self.layout.numel,
-                codec,
+                make_codec("none", self._codec.block_size),
                 bucket=self.bucket.index,
                 error_feedback=False,
                 device=self.bucket.flat.device,
@@ -294,6 +266,11 @@ class ShardedZeroOneBucket:
         if self._own is None:
             self._own = torch.zeros_like(self.momentum)
         return self._own
+
+    def _own_weights(self, slot: Slot) -> Tensor:
+        place = _place(slot)
+        distance = self._clock.progress.distance(self._groups.number(slot.parameter))
+        return (self.mean_momentum[place] * -distance).add_(self.weights.values[place])
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         """The gradient; compressed, divided by √v̂ + ε. Once the variance is frozen the new momentum and, in a sync, its
@@ -320,20 +297,27 @@ class ShardedZeroOneBucket:
             share = self._clock.progress.share(number, settings, self._clock.steps + 1)
             torch.lerp(self.mean_momentum[place], payload, share, out=payload)
 
+    def _track_momentum(self, gradient: Tensor, absent: frozenset[int]) -> None:
+        for slot in self._slots_without(absent):
+            weight = 1 - self._groups.of(slot.parameter).beta1
+            self.momentum[_place(slot)].lerp_(gradient[_place(slot)], weight)
+
     def _publish_denominators(self, gradient: Tensor, absent: frozenset[int]) -> None:
         assert self.variance is not None
-        first = self._first_of_masters
-        held = self.denominators if self.masters.whole else self.bucket.shard_of(self.denominators).clone()
-        for run in self.masters.runs:
+        held = self.weights.held
+        denominators = self.denominators[held].clone()
+        for run in self.weights.own_runs:
             if run.parameter not in absent:
-                settings = self._groups.of(run.parameter)
                 variance = self.variance[run.place]
-                track_variances([gradient[first:][run.place]], [variance], settings)
-                denominators = variance.clone()
-                to_denominators([denominators], settings, self._clock.variance_updates)
-                held[run.place] = denominators.to(held.dtype)
-        if not self.masters.whole:
-            self._comm.all_gather(self.denominators, held)
+                settings = self._groups.of(run.parameter)
+                track_variances([gradient[held][run.place]], [variance], settings)
+                root = variance.clone()
+                to_denominators([root], settings, self._clock.variance_updates)
+                denominators[run.place].copy_(root)
+        if len(denominators) == len(self.denominators):
+            self.denominators.copy_(denominators)
+        else:
+            self._comm.all_gather(self.denominators, denominators)
         for slot in self._slots_without(absent):
             self._finish_denominators(slot)
 
@@ -353,51 +337,21 @@ class ShardedZeroOneBucket:
             average.masked_fill_(still, 0.0)
             self.exchange.hold_zero(still)
 
-    def _warmup_move(self, absent: frozenset[int]) -> None:
+    def _move_by_momentum(self, absent: frozenset[int]) -> None:
         def move(parameter: int, place: slice, weights: Tensor) -> None:
             settings = self._groups.of(parameter)
             self._decay(parameter, place, weights)
             rate = settings.lr / settings.first_correction(self._clock.steps)
             weights.addcdiv_(self.momentum[place], self.denominators[place].float(), value=-rate)
 
-        self._move(move, absent)
-        if self._masters_are_common:
-            self.bucket.flat.copy_(self.common)
+        self.weights.move(move, absent, self._seed)
+        self.weights.show()
 
     def _decay(self, parameter: int, place: slice, weights: Tensor) -> None:
         del place
-        settings: AdamSettings = self._groups.of(parameter)
+        settings = self._groups.of(parameter)
         if settings.weight_decay:
             weights.mul_(1 - settings.lr * settings.weight_decay)
-
-    def _move(self, change: Change, absent: frozenset[int]) -> None:
-        """Change what all ranks have in common, with the same random bits on all where 16 bits are rounded, and the
-        masters."""
-        if self.masters.separate:
-            first = self._first_of_masters
-            for run in self.masters.runs:
-                if run.parameter not in absent:
-                    place = slice(first + run.place.start, first + run.place.stop)
-                    change(run.parameter, place, self.masters.weights[run.place])
-        if not self._masters_are_common:
-            for slot in self._slots_without(absent):
-                place = _place(slot)
-                common = self.common[place]
-                weights = common.float()
-                change(slot.parameter, place, weights)
-                if weights is not common:
-                    self._store_rounded(common, weights, slot.offset)
-
-    def _store_rounded(self, common: Tensor, weights: Tensor, first: int) -> None:
-        seed = (self._clock.steps << 20) + self.bucket.index
-        parts = zip(common.split(_ROUNDED_AT_ONCE), weights.split(_ROUNDED_AT_ONCE), strict=True)
-        for number, (stored, values) in enumerate(parts):
-            store_rounded(stored, values, seed, first + number * _ROUNDED_AT_ONCE)
-
-    @property
-    def _first_of_masters(self) -> int:
-        """Where in the bucket the masters, and the variance, begin."""
-        return 0 if self.masters.whole else self._comm.rank * self.layout.shard
 
     def _slots_without(self, absent: frozenset[int]) -> list[Slot]:
         return [slot for slot in self.layout.slots if slot.parameter not in absent]
@@ -415,8 +369,7 @@ class ShardedZeroOneBucket:
         self._holds_still = False
 
     def _forget_step(self) -> None:
-        self._exact: Exchange | None = None
-        self._own: Tensor | None = None
+        self._exact = self._own = None
         self._incomplete = False
 
 

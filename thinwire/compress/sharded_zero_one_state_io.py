@@ -18,20 +18,20 @@ _WORKER_RESIDUAL, _MEAN_MOMENTUM = "worker_residual", "mean_momentum"
 
 
 def save_buckets(buckets: Sequence[ShardedZeroOneBucket], names: Sequence[str]) -> list[Piece]:
-    """This rank's shard of what all ranks have in common: weights and masters, denominators, owners' residuals; until
+    """Return this rank's shard of what all have in common: weights and masters, denominators, owners' residuals; until
     the variance is frozen also momentum and variance."""
     pieces = []
     for one in buckets:
         bucket = one.bucket
         own = {
-            "weight": bucket.shard_of(one.common).to(bucket.dtype),
+            "weight": bucket.shard_of(one.weights.values).to(bucket.dtype),
             _DENOMINATOR: bucket.shard_of(one.denominators),
             _OWNER_RESIDUAL: one.exchange.owner_residual,
         }
-        if one.masters.separate:
-            own["master"] = one.of_shard(one.masters.weights)
+        if one.weights.own_masters is not None:
+            own["master"] = one.weights.own_masters
         if one.variance is not None:
-            own[_VARIANCE] = one.of_shard(one.variance)
+            own[_VARIANCE] = one.weights.shard_of(one.variance)
             own[_MOMENTUM] = bucket.shard_of(one.momentum)
         for run in bucket.own_runs:
             for kind, shard in own.items():
@@ -41,7 +41,7 @@ def save_buckets(buckets: Sequence[ShardedZeroOneBucket], names: Sequence[str]) 
 
 
 def own_tensors(buckets: Sequence[ShardedZeroOneBucket], names: Sequence[str]) -> dict[str, Tensor]:
-    """This worker's residual and, once the variance is frozen, its momenta, by parameter."""
+    """Return this worker's residual and, once the variance is frozen, its momenta, by parameter."""
     tensors = {}
     for one in buckets:
         for slot in one.layout.slots:
@@ -74,7 +74,7 @@ def load_buckets(
             saved = source.read(_OWNER_RESIDUAL, names[run.parameter], run.start, run.numel)
             one.exchange.owner_residual[run.place].copy_(saved)
         if one.variance is not None:
-            for run in one.masters.runs:
+            for run in one.weights.own_runs:
                 saved = source.read(_VARIANCE, names[run.parameter], run.start, run.numel)
                 one.variance[run.place].copy_(saved)
         one.find_still()
