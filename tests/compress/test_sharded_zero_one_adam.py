@@ -17,12 +17,14 @@ from thinwire.comm import Communicator, threads
 from thinwire.compress import ShardedZeroOneAdam
 from thinwire.zero.live_tensors import live_tensor_bytes
 
+A_BUCKET_EACH = {"bucket_bytes": 4}
+"""A bucket for every parameter: both optimizers then have the same buckets, in whatever order."""
+
 STEPS = 75  # every kind of step, local intervals of 1, 2, 4 and 5 among them
 
 
 def build(comm: Communicator, model: nn.Module, stage: int = 1, **options) -> ShardedZeroOneAdam:
-    # A bucket for every parameter: the unsharded optimizer then has the same buckets, in whatever order.
-    options = {"lr": 3e-3, "block_size": 64, "bucket_bytes": 4} | SCHEDULE | options
+    options = {"lr": 3e-3, "block_size": 64, "bucket_bytes": 1200} | SCHEDULE | options
     return ShardedZeroOneAdam(
         model.parameters(), stage=stage, comm=comm, named_parameters=model.named_parameters(), **options
     )
@@ -61,19 +63,21 @@ def assert_same(found: list[tuple[bool, Tensor]], expected: list[tuple[bool, Ten
         assert torch.equal(mine, theirs), step
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.5, "betas": (0.8, 0.99), "eps": 1e-6}])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+DECAYED = {"weight_decay": 0.5, "betas": (0.8, 0.99), "eps": 1e-6}
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, DECAYED), (2, {}), (3, DECAYED)])
 def test_every_step_has_the_bits_of_the_unsharded_optimizer(ranks: int, options: dict) -> None:
     def whole(comm: Communicator) -> list[tuple[bool, Tensor]]:
         model = make_model()
-        return path(make_zero_one(model, comm, bucket_bytes=4, **options), model)
+        return path(make_zero_one(model, comm, **A_BUCKET_EACH, **options), model)
 
     expected = threads.run(whole, ranks)
     for stage in (0, 1):
 
         def sharded(comm: Communicator, stage: int = stage) -> list[tuple[bool, Tensor]]:
             model = make_model()
-            return path(build(comm, model, stage, **options), model)
+            return path(build(comm, model, stage, **A_BUCKET_EACH, **options), model)
 
         for mine, theirs in zip(threads.run(sharded, ranks), expected, strict=True):
             assert_same(mine, theirs)
@@ -111,27 +115,25 @@ def test_odd_sizes_in_one_bucket_give_the_bits_of_the_unsharded_optimizer(numel:
 def test_buckets_of_several_parameters_and_accumulation_reach_the_same_loss() -> None:
     def body(comm: Communicator, sharded: bool) -> list[float]:
         model = make_model()
-        make = build if sharded else make_zero_one
-        optimizer = make(comm, model, bucket_bytes=900) if sharded else make_zero_one(model, comm, bucket_bytes=900)
-        return train(optimizer, model, range(100), accumulation=2)
+        optimizer = build(comm, model, bucket_bytes=900) if sharded else make_zero_one(model, comm, bucket_bytes=900)
+        return train(optimizer, model, range(90), accumulation=2)
 
     mine, theirs = (threads.run(lambda comm, s=s: body(comm, s), 2)[0] for s in (True, False))
     # Blocks of signs share scales with other neighbours; the noise differs, the loss by a few percent.
     assert sum(mine[-30:]) == pytest.approx(sum(theirs[-30:]), rel=0.1)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "stage"), [(torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float16, 1)])
 def test_16_bit_weights_are_the_same_bits_after_a_sync_and_follow_the_masters(dtype: torch.dtype, stage: int) -> None:
     def whole(comm: Communicator) -> list[float]:
         model = make_model()
-        return train(make_zero_one(model, comm), model, range(110))
+        return train(make_zero_one(model, comm), model, range(100))
 
     def body(comm: Communicator) -> tuple[list[tuple[bool, Tensor]], list[float]]:
         model = make_model()
         optimizer = build(comm, model, stage, param_dtype=dtype, resync_interval=20, weight_decay=0.01)
         seen = path(optimizer, model)
-        losses = train(optimizer, model, range(STEPS, 110))
+        losses = train(optimizer, model, range(STEPS, 100))
         optimizer.synchronize_weights()
         masters = {piece.name: piece for piece in optimizer.pieces() if piece.kind == "master"}
         for piece in optimizer.pieces():
@@ -146,7 +148,7 @@ def test_16_bit_weights_are_the_same_bits_after_a_sync_and_follow_the_masters(dt
         same = [torch.equal(seen[step][1], expected) for seen, _ in outcomes]
         assert all(same) if in_sync else not all(same)
     mean, expected_mean = (
-        sum(sum(losses[-30:]) for losses in of_ranks) / 90
+        sum(sum(losses[-25:]) for losses in of_ranks) / 75
         for of_ranks in ([losses for _, losses in outcomes], threads.run(whole, 3))
     )
     # Weights of 8 bits of precision on a loss of 0.05; the noise of 1-bit steps differs with them.
@@ -215,9 +217,11 @@ def train_on_ones(optimizer, model: nn.Module) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_a_step_that_sends_and_is_not_finite_is_skipped_on_every_rank(dtype: torch.dtype | None) -> None:
-    def body(comm: Communicator, at: int) -> list[tuple[bool, Tensor]]:
+@pytest.mark.parametrize(("dtype", "at"), [(None, 3), (None, 10), (None, 27), (torch.float16, 27)])
+def test_a_step_that_sends_and_is_not_finite_is_skipped_on_every_rank(dtype: torch.dtype | None, at: int) -> None:
+    """Before an exact step, a compressed one, and a sync: everything goes on as if it had not been."""
+
+    def body(comm: Communicator) -> list[tuple[bool, Tensor]]:
         model = make_model()
         optimizer = build(comm, model, param_dtype=dtype)
         optimizer.loss_scale = 8.0
@@ -231,25 +235,23 @@ def test_a_step_that_sends_and_is_not_finite_is_skipped_on_every_rank(dtype: tor
         assert optimizer.last_step.grad_norm == math.inf
         assert optimizer.steps == at
         assert torch.equal(weights(model), before)
-        return path(optimizer, model, range(at, at + 12), scale=8.0)
+        return path(optimizer, model, range(at, at + 5), scale=8.0)
 
-    def undisturbed(comm: Communicator, at: int) -> list[tuple[bool, Tensor]]:
+    def undisturbed(comm: Communicator) -> list[tuple[bool, Tensor]]:
         model = make_model()
         optimizer = build(comm, model, param_dtype=dtype)
         optimizer.loss_scale = 8.0
         train(optimizer, model, range(at), scale=8.0)
-        return path(optimizer, model, range(at, at + 12), scale=8.0)
+        return path(optimizer, model, range(at, at + 5), scale=8.0)
 
-    for at in (3, 10, 27):  # before an exact step, a compressed one, a sync
-        found = threads.run(lambda comm, at=at: body(comm, at), 3)
-        for mine, theirs in zip(found, threads.run(lambda comm, at=at: undisturbed(comm, at), 3), strict=True):
-            assert_same(mine, theirs)
+    for mine, theirs in zip(threads.run(body, 3), threads.run(undisturbed, 3), strict=True):
+        assert_same(mine, theirs)
 
 
 def test_a_local_step_that_is_not_finite_adds_nothing_on_that_rank_alone() -> None:
     def body(comm: Communicator, sharded: bool) -> tuple[Tensor, int]:
         model = make_model()
-        optimizer = build(comm, model) if sharded else make_zero_one(model, comm, bucket_bytes=4)
+        optimizer = build(comm, model, **A_BUCKET_EACH) if sharded else make_zero_one(model, comm, **A_BUCKET_EACH)
         train(optimizer, model, range(72))
         optimizer.zero_grad()
         (loss_of(model, comm.rank, 500) * (math.nan if comm.rank == 1 else 1.0)).backward()
@@ -270,7 +272,7 @@ def test_a_local_step_that_is_not_finite_adds_nothing_on_that_rank_alone() -> No
 def test_synchronize_weights_is_that_of_the_unsharded_optimizer() -> None:
     def body(comm: Communicator, sharded: bool) -> tuple[Tensor, Tensor]:
         model = make_model()
-        optimizer = build(comm, model) if sharded else make_zero_one(model, comm, bucket_bytes=4)
+        optimizer = build(comm, model, **A_BUCKET_EACH) if sharded else make_zero_one(model, comm, **A_BUCKET_EACH)
         train(optimizer, model, range(73))
         assert not optimizer.in_sync
         optimizer.synchronize_weights()
