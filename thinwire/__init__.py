@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from thinwire import comm, compress, zero
-from thinwire.compress import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam
+from thinwire.compress import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = [
     "OneBitLamb",
     "ShardedOneBitAdam",
     "ShardedOptimizer",
+    "ShardedZeroOneAdam",
     "ZeroOneAdam",
     "__version__",
     "comm",

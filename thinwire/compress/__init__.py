@@ -10,6 +10,7 @@ from thinwire.compress.onebit_adam import OneBitAdam
 from thinwire.compress.onebit_lamb import OneBitLamb
 from thinwire.compress.packet import Flags, Header, PacketError
 from thinwire.compress.sharded_onebit_adam import ReplicaDriftError, ShardedOneBitAdam
+from thinwire.compress.sharded_zero_one_adam import ShardedZeroOneAdam
 from thinwire.compress.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "PacketError",
     "ReplicaDriftError",
     "ShardedOneBitAdam",
+    "ShardedZeroOneAdam",
     "ZeroOneAdam",
     "ddp_hook",
     "make_codec",

@@ -108,6 +108,19 @@ class Engine:
         self.optimizer.wait_for_weights()
         return self._module
 
+    def train(self, mode: bool = True) -> nn.Module:
+        """Put the model into training mode, or, on all ranks at the same step, into evaluation mode: see `eval`."""
+        if not mode:
+            self.optimizer.synchronize_weights()
+        return self.module.train(mode)
+
+    def eval(self) -> nn.Module:
+        """Put the model into evaluation mode, with the same weights on every rank.
+
+        Collective with ZeroOneAdam between two of its syncs, and then a sync more. Returns the model.
+        """
+        return self.train(False)
+
     # One step
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -199,7 +212,8 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's averaged gradient before clipping; None where it is not known.
 
-        That is before the first step and, without clipping, once 1-bit Adam is frozen: nobody sees the whole average.
+        That is before the first step, without clipping once 1-bit Adam is frozen, since nobody sees the whole average,
+        and with 0/1 Adam.
         """
         return self._grad_norm
 

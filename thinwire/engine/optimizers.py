@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
-from thinwire.compress import ShardedOneBitAdam
+from thinwire.compress import ShardedOneBitAdam, ShardedZeroOneAdam
 from thinwire.engine import stage3
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.optimizer import ONEBIT_ADAM, check_optimizer
+from thinwire.engine.config.optimizer import ONEBIT_ADAM, ZERO_ONE_ADAM, check_optimizer
 from thinwire.engine.precision import Precision
 from thinwire.engine.stage3_optimizer import FullyShardedOptimizer
 from thinwire.zero import ShardedOptimizer
@@ -34,15 +34,21 @@ EngineOptimizer = ShardedOptimizer | FullyShardedOptimizer
 
 _BYTES_OF_FP32 = 4
 
+_OWN: dict[str, type[ShardedOneBitAdam] | type[ShardedZeroOneAdam]] = {
+    ONEBIT_ADAM: ShardedOneBitAdam,
+    ZERO_ONE_ADAM: ShardedZeroOneAdam,
+}
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to shard: parameters or groups of them, the class that steps them, and its options."""
+    """What to shard: parameters or groups of them, the class that steps them, and its options. `own`: the optimizer of
+    ours that was asked for, which is sharded already."""
 
     parameters: ParamsT
     optimizer_class: OptimizerClass
     options: dict[str, Any]
-    onebit: bool = False
+    own: type[ShardedOneBitAdam] | type[ShardedZeroOneAdam] | None = None
 
     def trains(self) -> set[int]:
         """The ids of the parameters that the optimizer will hold."""
@@ -68,8 +74,8 @@ def find_recipe(
                 'there is no optimizer: pass one to thinwire.initialize, or give the configuration an "optimizer" '
                 'section, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
             )
-        if section.type == ONEBIT_ADAM:
-            return Recipe(parameters, torch.optim.AdamW, dict(section.params), onebit=True)
+        if section.type in _OWN:
+            return Recipe(parameters, torch.optim.AdamW, dict(section.params), own=_OWN[section.type])
         return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))
     if section is not None:
         raise ValueError(
@@ -108,15 +114,18 @@ def build_optimizer(
         "named_parameters": model.named_parameters(),
         "param_dtype": precision.dtype,
         "bucket_bytes": zero.reduce_bucket_size * width,
-        "max_norm": config.gradient_clipping,
-        "offload": zero.offload_optimizer.device == "cpu",
-        "pin_memory": zero.offload_optimizer.pin_memory,
     }
-    if recipe.onebit:
+    if recipe.own is not ShardedZeroOneAdam:  # which neither clips nor offloads
+        shared |= {
+            "max_norm": config.gradient_clipping,
+            "offload": zero.offload_optimizer.device == "cpu",
+            "pin_memory": zero.offload_optimizer.pin_memory,
+        }
+    if recipe.own is not None:
         options = dict(recipe.options)
         shared["comm"] = _communicator(options.pop("comm_backend_name", None), comm)
         shared["resync_interval"] = config.thinwire.resync_interval
-        optimizer: ShardedOptimizer = ShardedOneBitAdam(recipe.parameters, **shared, **options)
+        optimizer: ShardedOptimizer = recipe.own(recipe.parameters, **shared, **options)
     else:
         optimizer = ShardedOptimizer(recipe.parameters, recipe.optimizer_class, **shared, **recipe.options)
     if zero.overlap_comm:
@@ -161,7 +170,7 @@ def _build_stage_3(
 
 
 def _communicator(backend: Literal["gloo", "nccl", "mpi"] | None, comm: Communicator) -> Communicator:
-    """The ranks of `comm` over the backend that the configuration names for 1-bit Adam."""
+    """The ranks of `comm` over the backend that the configuration names for its optimizer."""
     if backend is None or backend == comm.backend:
         return comm
     joined = communication.init(backend, comm.timeout, quiet=True)

@@ -119,6 +119,7 @@ class Checkpoints:
     def export(self, folder: str | os.PathLike[str], filename: str) -> bool:
         """Write all weights, in the dtypes that the model computes in, and buffers to one file; see `write_weights`."""
         self._parts.optimizer.wait_for_weights()
+        self._parts.optimizer.synchronize_weights()
         tensors = {}
         for name, parameter in self._parameters.items():
             _, dtype = self._names.description.parameters[name]

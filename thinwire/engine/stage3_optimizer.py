@@ -111,6 +111,9 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     def end_backward(self) -> None:
         """Nothing is left unsent: FSDP2 has averaged every gradient when backward returns."""
 
+    def synchronize_weights(self) -> None:
+        """Nothing: all ranks hold parts of the same weights."""
+
     def wait_for_weights(self) -> None:
         """Nothing to wait for: this rank's parts are stepped when `step` returns."""
 

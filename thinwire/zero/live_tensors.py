@@ -26,6 +26,8 @@ _HINTS = {
     "residual": "residuals",
     "state": "optimizer state",
     "momentum": "optimizer state",
+    "variance": "optimizer state",
+    "denominator": "optimizer state",
     "codes": "optimizer state",
     "ranges": "optimizer state",
     "param_groups": "masters",

@@ -167,6 +167,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._gate is not None:
             self._gate.open()
 
+    def synchronize_weights(self) -> None:
+        """Nothing: all ranks hold the same weights. Optimizers with local steps meet here, all ranks together."""
+
     @property
     def bytes_sent(self) -> int:
         """Bytes this rank has sent to synchronise steps."""

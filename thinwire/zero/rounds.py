@@ -96,6 +96,11 @@ class BackwardRounds:
         return [number for number in range(len(self._placement.parameters)) if number not in known]
 
     @property
+    def in_step(self) -> bool:
+        """Whether gradients have been taken since the last step, so that `step` or `drop` has to come next."""
+        return self._sent or bool(self._arrived)
+
+    @property
     def left_out(self) -> frozenset[int]:
         """Parameters that all of the step's backwards, as sent so far, left out on every rank."""
         return self._left_out_of_all or frozenset()

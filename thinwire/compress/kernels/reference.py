@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.compress.kernels.layout import HEADER_BYTES, codes_offset
 from thinwire.compress.kernels.noise import random_bits
 
-__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload"]
+__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
 
 
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
@@ -107,10 +107,16 @@ def apply_signs(
     numbers = _numbers(weights, first)
     step = _signed_scales(packets, numbers, shard, block_size) * _single(lr, weights)
     values = weights.float() * _single(decay, weights) - torch.where(codes != 0, step, 0.0)
+    store_rounded(weights, values, seed, first)
+
+
+def store_rounded(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
+    """Write float32 `values` into `weights`, of any width; 16 bits get one of the two neighbours at random, with the
+    probability that keeps the mean, the same for the same seed and element number. `weights` begin at `first`."""
     if weights.dtype == torch.bfloat16:
-        values = _round_bfloat16(values, random_bits(seed, numbers))
+        values = _round_bfloat16(values, random_bits(seed, _numbers(weights, first)))
     elif weights.dtype == torch.float16:
-        values = _round_float16(values, random_bits(seed, numbers))
+        values = _round_float16(values, random_bits(seed, _numbers(weights, first)))
     weights.copy_(values)
 
 

@@ -42,7 +42,8 @@ class Section(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """`type`: "OneBitAdam", or the name of a class in torch.optim. `params`: exactly that class's keyword arguments."""
+    """`type`: "OneBitAdam", "ZeroOneAdam", or the name of a class in torch.optim. `params`: exactly that class's
+    keyword arguments."""
 
     type: str
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -130,7 +131,7 @@ class CheckpointConfig(Section):
 
 
 class ThinwireConfig(Section):
-    """What DeepSpeed has no key for. `resync_interval`: steps between re-gatherings of 1-bit Adam's 16-bit weights."""
+    """What DeepSpeed has no key for. `resync_interval`: steps between re-gatherings of 16-bit weights."""
 
     resync_interval: WholeNumber = Field(default=100, ge=1)
 

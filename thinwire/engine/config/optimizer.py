@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from thinwire.compress import make_codec
+from thinwire.compress.zero_one_schedule import ZeroOneSchedule, check_count
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import did_you_mean, dotted
 from thinwire.engine.config.params import Expected, check_params, expected_by
 
-__all__ = ["ONEBIT_ADAM", "check_optimizer"]
+__all__ = ["ONEBIT_ADAM", "ZERO_ONE_ADAM", "check_optimizer"]
 
 ONEBIT_ADAM = "OneBitAdam"
+ZERO_ONE_ADAM = "ZeroOneAdam"
 
 # torch.optim's elementwise classes: a shard steps as it would inside the whole tensor.
 _ELEMENTWISE = (
@@ -43,7 +45,6 @@ _REFUSED = {
     "MuSGD": "scale the learning rate of your parameter groups and use SGD",
     "OneBitLamb": "it has no sharded form yet; use thinwire.OneBitLamb without the engine, or OneBitAdam",
     "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
-    "ZeroOneAdam": "use OneBitAdam, or thinwire.ZeroOneAdam without the engine",
 }
 
 _ONEBIT_ADAM_EXPECTS = {
@@ -66,6 +67,27 @@ _ONEBIT_ADAM_DECLINES = {
     "exp_avg_mask": Declined("give it in a parameter group of thinwire.OneBitAdam"),
     "eps_inside_sqrt": Declined("use thinwire.OneBitAdam without the engine", (False,)),
     "amsgrad": Declined("a frozen variance has no maximum to keep", (False,)),
+}
+
+_INTERVALS = ("var_update_scaler", "local_step_scaler", "local_step_clipper")
+
+_ZERO_ONE_ADAM_EXPECTS = {
+    **{name: expected for name, expected in _ONEBIT_ADAM_EXPECTS.items() if name != "freeze_step"},
+    **{name: Expected("int") for name in ("var_freeze_step", *_INTERVALS)},
+}
+
+_ZERO_ONE_ADAM_DECLINES = _ONEBIT_ADAM_DECLINES | {
+    "bias_correction": Declined("on sharded state it always corrects; thinwire.ZeroOneAdam need not", (True,)),
+    "codec": Declined("on sharded state it is sign1; thinwire.ZeroOneAdam has others", ("sign1",)),
+    "compress": Declined("on sharded state it is the update; thinwire.ZeroOneAdam has the momentum too", ("update",)),
+    "exp_avg_mask": Declined("give it in a parameter group of thinwire.ZeroOneAdam"),
+    "eps_inside_sqrt": Declined("use thinwire.ZeroOneAdam without the engine", (False,)),
+    "freeze_step": Declined('give "var_freeze_step"'),
+}
+
+_OWN = {
+    ONEBIT_ADAM: (_ONEBIT_ADAM_EXPECTS, _ONEBIT_ADAM_DECLINES),
+    ZERO_ONE_ADAM: (_ZERO_ONE_ADAM_EXPECTS, _ZERO_ONE_ADAM_DECLINES),
 }
 
 _EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"', (0, 0.0))}
@@ -94,9 +116,10 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
     if name is None:
         return dict(tree)
     before = len(problems)
-    if name == ONEBIT_ADAM:
-        declined = _EVERY_OPTIMIZER_DECLINES | _ONEBIT_ADAM_DECLINES
-        params = check_params("optimizer.params", name, params, _ONEBIT_ADAM_EXPECTS, declined, problems)
+    if name in _OWN:
+        expected, declined = _OWN[name]
+        declined = _EVERY_OPTIMIZER_DECLINES | declined
+        params = check_params("optimizer.params", name, params, expected, declined, problems)
     else:
         params = _check_torch_params(name, params, problems)
     if len(problems) == before:
@@ -105,7 +128,7 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
 
 
 def _proper_name(given: str, problems: list[str]) -> str | None:
-    names = (ONEBIT_ADAM, *_ELEMENTWISE)
+    names = (*_OWN, *_ELEMENTWISE)
     by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
     name = by_lower.get(given.lower())
     if name is None:
@@ -134,6 +157,8 @@ def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> 
     try:
         if name == ONEBIT_ADAM:
             _check_onebit_adam(params)
+        elif name == ZERO_ONE_ADAM:
+            _check_zero_one_adam(params)
         else:
             getattr(torch.optim, name)([torch.zeros(1)], **params)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -141,10 +166,20 @@ def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> 
 
 
 def _check_onebit_adam(params: Mapping[str, Any]) -> None:
+    _check_adam_and_codec(params)
+    freeze_step = params.get("freeze_step", "auto")
+    if freeze_step != "auto" and freeze_step < 1:
+        raise ValueError(f"freeze_step must be at least 1 warmup step, got {freeze_step}")
+
+
+def _check_zero_one_adam(params: Mapping[str, Any]) -> None:
+    _check_adam_and_codec(params)
+    check_count("var_freeze_step", params.get("var_freeze_step", 1))
+    ZeroOneSchedule(**{name: params.get(name, 1) for name in _INTERVALS})
+
+
+def _check_adam_and_codec(params: Mapping[str, Any]) -> None:
     torch.optim.AdamW(
         [torch.zeros(1)], **{key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
     )
     make_codec("sign1", **{key: params[key] for key in ("block_size",) if key in params})
-    freeze_step = params.get("freeze_step", "auto")
-    if freeze_step != "auto" and freeze_step < 1:
-        raise ValueError(f"freeze_step must be at least 1 warmup step, got {freeze_step}")

@@ -7,10 +7,12 @@ from typing import Any
 
 from thinwire.engine.config.errors import shown
 from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
-from thinwire.engine.config.optimizer import ONEBIT_ADAM
+from thinwire.engine.config.optimizer import ONEBIT_ADAM, ZERO_ONE_ADAM
 from thinwire.sparse_attn.config import layout_from_config
 
 __all__ = ["check_combinations", "total_steps"]
+
+_RESYNCHRONIZED = (ONEBIT_ADAM, ZERO_ONE_ADAM)
 
 
 def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list[str]:
@@ -26,6 +28,7 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
         *_overlap(config.zero_optimization),
         *_offload(config.zero_optimization),
         *_onebit_only(config),
+        *_zero_one_adam(config),
         *_activations(config),
         *_sparse_attention(config),
         *_layer_drop(config),
@@ -114,10 +117,42 @@ def _offload(zero: ZeroConfig) -> Iterator[str]:
 
 def _onebit_only(config: EngineConfig) -> Iterator[str]:
     optimizer = config.optimizer.type if config.optimizer is not None else None
-    if config.thinwire.resync_interval != ThinwireConfig().resync_interval and optimizer != ONEBIT_ADAM:
+    if config.thinwire.resync_interval != ThinwireConfig().resync_interval and optimizer not in _RESYNCHRONIZED:
         yield (
-            f'"thinwire.resync_interval" only matters to {ONEBIT_ADAM}, and the optimizer is '
+            f'"thinwire.resync_interval" only matters to {" and ".join(_RESYNCHRONIZED)}, and the optimizer is '
             f"{optimizer or 'not in the configuration'}: delete it"
+        )
+
+
+def _zero_one_adam(config: EngineConfig) -> Iterator[str]:
+    if config.optimizer is None or config.optimizer.type != ZERO_ONE_ADAM:
+        return
+    zero = config.zero_optimization
+    if zero.stage > 1:
+        yield (
+            f'"zero_optimization.stage" {zero.stage} does not go with {ZERO_ONE_ADAM}: in a local step a worker needs '
+            "its own whole gradient, momentum and weights, which stages 2 and 3 would shard. Use stage 0 or 1, or "
+            f"{ONEBIT_ADAM} with stage 2"
+        )
+    if config.gradient_clipping:
+        yield (
+            f'"gradient_clipping" does not go with {ZERO_ONE_ADAM}: in a local step nobody knows the norm of the '
+            f"averaged gradient. Set it to 0, or use {ONEBIT_ADAM}"
+        )
+    if zero.offload_optimizer.device == "cpu":
+        yield (
+            f'"zero_optimization.offload_optimizer" does not go with {ZERO_ONE_ADAM}, whose workers use all of their '
+            "state at every step: delete it"
+        )
+    if zero.overlap_comm:
+        yield (
+            f'"zero_optimization.overlap_comm" has no effect with {ZERO_ONE_ADAM}, whose steps gather no weights: '
+            "delete it"
+        )
+    if config.progressive_layer_drop.enabled:
+        yield (
+            f'"progressive_layer_drop" does not go with {ZERO_ONE_ADAM}: ranks cannot agree on the layers they drop '
+            f"in a step that sends nothing. Use {ONEBIT_ADAM}"
         )
 
 
