@@ -331,11 +331,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _apply(self, norm: float, absent: frozenset[int]) -> None:
         """Move the weights of all ranks."""
         coefficient = self._clip(norm) / self.loss_scale
+        self._move_and_publish(lambda masters, average: masters.step(average, coefficient, absent))
+
+    def _move_and_publish(self, move: Callable[[BucketMasters, Tensor], None]) -> None:
+        """Call `move` with the masters and the averaged gradient of every bucket that has one; give all ranks the new
+        weights."""
         # The buckets that forward uses first come last in backward: their weights leave first.
         waits = []
         for masters, gradients in reversed(list(zip(self._masters, self._gradients, strict=True))):
             if gradients.filled:
-                masters.step(gradients.average, coefficient, absent)
+                move(masters, gradients.average)
                 waits.append((masters.bucket.index, masters.publish()))
         for bucket, wait in waits:
             if self._gate is None or bucket not in self._gated:
