@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from thinwire import comm, compress, zero
-from thinwire.compress import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam
+from thinwire.compress import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedOneBitLamb, ZeroOneAdam
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "ShardedOneBitAdam",
+    "ShardedOneBitLamb",
     "ShardedOptimizer",
     "ZeroOneAdam",
     "__version__",

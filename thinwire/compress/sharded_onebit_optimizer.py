@@ -199,9 +199,7 @@ class ShardedOneBitOptimizer(ShardedOptimizer):
         """Give u another scale in each parameter, in place, at the freeze; `momenta`: every bucket's own shard of u."""
 
     def _frozen_step(self) -> None:
-        for bucket in self._frozen:
-            bucket.take_over()
-        self._prepare_moves()
+        self._take_over()
         for bucket in self._frozen:
             bucket.move(seed=(self.steps << 20) + bucket.bucket.index)
         self.steps += 1
@@ -209,8 +207,10 @@ class ShardedOneBitOptimizer(ShardedOptimizer):
         if (self.steps - self.frozen_at) % self._resync_interval == 0:
             self._resynchronize()
 
-    def _prepare_moves(self) -> None:
-        """Find out what the moves of this step need to know of all ranks' u."""
+    def _take_over(self) -> None:
+        """Take every bucket's new u over, and find out what else the moves of this step depend on."""
+        for bucket in self._frozen:
+            bucket.take_over()
 
     def _find_clip(self) -> None:
         """Between the legs: the averaged gradient's norm, and what it makes of this step."""

@@ -87,6 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
 
+    _masters_class = BucketMasters
+
     def __init__(
         self,
         params: ParamsT,
@@ -369,7 +371,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         offload: bool,
         pin_memory: bool,
     ) -> BucketMasters:
-        return BucketMasters(
+        return self._masters_class(
             bucket,
             self.param_groups,
             self._placement.group_of,
