@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
-from thinwire.compress import ShardedOneBitAdam
+from thinwire.compress import ShardedOneBitAdam, ShardedOneBitLamb
 from thinwire.engine import stage3
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.optimizer import ONEBIT_ADAM, check_optimizer
+from thinwire.engine.config.optimizer import ONEBIT_ADAM, ONEBIT_LAMB, check_optimizer
 from thinwire.engine.precision import Precision
 from thinwire.engine.stage3_optimizer import FullyShardedOptimizer
 from thinwire.zero import ShardedOptimizer
@@ -34,10 +34,15 @@ EngineOptimizer = ShardedOptimizer | FullyShardedOptimizer
 
 _BYTES_OF_FP32 = 4
 
+_ONEBIT = {ONEBIT_ADAM: ShardedOneBitAdam, ONEBIT_LAMB: ShardedOneBitLamb}
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to shard: parameters or groups of them, the class that steps them, and its options."""
+    """What to shard: parameters or groups of them, the class that steps them, and its options.
+
+    `onebit`: whether the class is one of the 1-bit optimizers, which shard themselves.
+    """
 
     parameters: ParamsT
     optimizer_class: OptimizerClass
@@ -68,8 +73,8 @@ def find_recipe(
                 'there is no optimizer: pass one to thinwire.initialize, or give the configuration an "optimizer" '
                 'section, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
             )
-        if section.type == ONEBIT_ADAM:
-            return Recipe(parameters, torch.optim.AdamW, dict(section.params), onebit=True)
+        if section.type in _ONEBIT:
+            return Recipe(parameters, _ONEBIT[section.type], dict(section.params), onebit=True)
         return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))
     if section is not None:
         raise ValueError(
@@ -116,7 +121,8 @@ def build_optimizer(
         options = dict(recipe.options)
         shared["comm"] = _communicator(options.pop("comm_backend_name", None), comm)
         shared["resync_interval"] = config.thinwire.resync_interval
-        optimizer: ShardedOptimizer = ShardedOneBitAdam(recipe.parameters, **shared, **options)
+        optimizer = recipe.optimizer_class(recipe.parameters, **shared, **options)
+        assert isinstance(optimizer, ShardedOptimizer)
     else:
         optimizer = ShardedOptimizer(recipe.parameters, recipe.optimizer_class, **shared, **recipe.options)
     if zero.overlap_comm:

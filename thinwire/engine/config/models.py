@@ -42,7 +42,7 @@ class Section(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """`type`: "OneBitAdam", or the name of a class in torch.optim. `params`: exactly that class's keyword arguments."""
+    """`type`: "OneBitAdam", "OneBitLamb" or a class in torch.optim. `params`: exactly its keyword arguments."""
 
     type: str
     params: Mapping[str, Any] = Field(default_factory=dict)

@@ -3,19 +3,24 @@ calls otherwise."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from thinwire.compress import make_codec
+from thinwire.compress import ShardedOneBitLamb, make_codec
+from thinwire.compress.agreement import check_group
+from thinwire.compress.lamb_math import LAMB_OPTIONS, check_lamb_options
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import did_you_mean, dotted
 from thinwire.engine.config.params import Expected, check_params, expected_by
 
-__all__ = ["ONEBIT_ADAM", "check_optimizer"]
+__all__ = ["ONEBIT", "ONEBIT_ADAM", "ONEBIT_LAMB", "check_optimizer"]
 
 ONEBIT_ADAM = "OneBitAdam"
+ONEBIT_LAMB = "OneBitLamb"
+ONEBIT = (ONEBIT_ADAM, ONEBIT_LAMB)
 
 # torch.optim's elementwise classes: a shard steps as it would inside the whole tensor.
 _ELEMENTWISE = (
@@ -34,14 +39,13 @@ _ELEMENTWISE = (
 
 _REFUSED = {
     "Adafactor": "its variance is factored over a matrix's rows and columns, so that a shard cannot step alone",
-    "Lamb": "its trust ratio is a norm over a whole layer, so that a shard cannot step alone; use AdamW",
+    "Lamb": "its trust ratio is a norm over a whole layer, so that a shard cannot step alone; use OneBitLamb or AdamW",
     "LBFGS": "its line search needs a closure and products over all parameters, so that a shard cannot step alone",
     "Lion": "torch has none; pass an optimizer of your own to thinwire.initialize",
     "Muon": "it orthogonalises whole matrices, so that a shard cannot step alone",
     "MuAdam": "scale the learning rate of your parameter groups and use Adam",
     "MuAdamW": "scale the learning rate of your parameter groups and use AdamW",
     "MuSGD": "scale the learning rate of your parameter groups and use SGD",
-    "OneBitLamb": "it has no sharded form yet; use thinwire.OneBitLamb without the engine, or OneBitAdam",
     "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
     "ZeroOneAdam": "use OneBitAdam, or thinwire.ZeroOneAdam without the engine",
 }
@@ -66,6 +70,19 @@ _ONEBIT_ADAM_DECLINES = {
     "exp_avg_mask": Declined("give it in a parameter group of thinwire.OneBitAdam"),
     "eps_inside_sqrt": Declined("use thinwire.OneBitAdam without the engine", (False,)),
     "amsgrad": Declined("a frozen variance has no maximum to keep", (False,)),
+}
+
+_ONEBIT_LAMB_EXPECTS = (
+    _ONEBIT_ADAM_EXPECTS | {"bias_correction": Expected("bool")} | {name: Expected("float") for name in LAMB_OPTIONS}
+)
+
+_ONEBIT_LAMB_DECLINES = {
+    "codec": Declined("on sharded state it is sign1; thinwire.OneBitLamb has others", ("sign1",)),
+    "compress": Declined("on sharded state it is the update; thinwire.OneBitLamb has the momentum too", ("update",)),
+    "cuda_aware": _ONEBIT_ADAM_DECLINES["cuda_aware"],
+    "exp_avg_mask": Declined("give it in a parameter group of thinwire.OneBitLamb"),
+    "eps_inside_sqrt": Declined("LAMB adds eps to the root", (False,)),
+    "amsgrad": _ONEBIT_ADAM_DECLINES["amsgrad"],
 }
 
 _EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"', (0, 0.0))}
@@ -97,6 +114,9 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
     if name == ONEBIT_ADAM:
         declined = _EVERY_OPTIMIZER_DECLINES | _ONEBIT_ADAM_DECLINES
         params = check_params("optimizer.params", name, params, _ONEBIT_ADAM_EXPECTS, declined, problems)
+    elif name == ONEBIT_LAMB:
+        declined = _EVERY_OPTIMIZER_DECLINES | _ONEBIT_LAMB_DECLINES
+        params = check_params("optimizer.params", name, params, _ONEBIT_LAMB_EXPECTS, declined, problems)
     else:
         params = _check_torch_params(name, params, problems)
     if len(problems) == before:
@@ -105,7 +125,7 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
 
 
 def _proper_name(given: str, problems: list[str]) -> str | None:
-    names = (ONEBIT_ADAM, *_ELEMENTWISE)
+    names = (*ONEBIT, *_ELEMENTWISE)
     by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
     name = by_lower.get(given.lower())
     if name is None:
@@ -134,6 +154,8 @@ def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> 
     try:
         if name == ONEBIT_ADAM:
             _check_onebit_adam(params)
+        elif name == ONEBIT_LAMB:
+            _check_onebit_lamb(params)
         else:
             getattr(torch.optim, name)([torch.zeros(1)], **params)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -144,6 +166,19 @@ def _check_onebit_adam(params: Mapping[str, Any]) -> None:
     torch.optim.AdamW(
         [torch.zeros(1)], **{key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
     )
+    _check_exchange(params)
+
+
+def _check_onebit_lamb(params: Mapping[str, Any]) -> None:
+    taken = inspect.signature(ShardedOneBitLamb).parameters
+    defaults = {key: taken[key].default for key in _ONEBIT_LAMB_EXPECTS if key in taken}
+    group = defaults | dict(params)
+    check_group(group)
+    check_lamb_options(group)
+    _check_exchange(params)
+
+
+def _check_exchange(params: Mapping[str, Any]) -> None:
     make_codec("sign1", **{key: params[key] for key in ("block_size",) if key in params})
     freeze_step = params.get("freeze_step", "auto")
     if freeze_step != "auto" and freeze_step < 1:
