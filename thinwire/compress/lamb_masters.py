@@ -3,7 +3,6 @@ cannot, as sums to add up over the ranks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,38 +21,40 @@ __all__ = ["LambMasters", "LambMoments", "square_norms"]
 class LambMoments(torch.optim.Optimizer):
     """LAMB up to its trust ratio, which is elementwise: `step` turns gradients into updates and moves nothing.
 
-    Options are those of OneBitLamb. State is AdamW's: `step`, `exp_avg`, `exp_avg_sq`. Raises ValueError for options
-    that cannot work.
+    Options are those of OneBitLamb. State is AdamW's: `step`, `exp_avg`, `exp_avg_sq`; but all parameters have one step
+    count, `begin_step`'s, whether they have a gradient in every step or not. Raises ValueError for options that cannot
+    work.
     """
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         agreement.check_group(options)
         check_lamb_options(options)
         super().__init__(params, options)
+        self._count = 0
+
+    def begin_step(self, number: int) -> None:
+        """Step number `number`, from 1 on, comes next, or goes by without a gradient."""
+        self._count = number
+        for state in self.state.values():
+            state["step"].fill_(number)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Replace every `.grad` by m̂ / (√v̂ + ε) + λw, in place."""
         assert closure is None
         for group in self.param_groups:
-            settings = LambSettings.of_group(group)
-            by_step: dict[int, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_step[self._count(parameter)].append(parameter)
-            for step, parameters in by_step.items():
-                self._to_updates(parameters, settings, step)
+            present = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in present:
+                if not self.state[parameter]:
+                    self.state[parameter] = {
+                        "step": torch.tensor(float(self._count)),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+            if present:
+                self._to_updates(present, LambSettings.of_group(group))
 
-    def _count(self, parameter: Tensor) -> int:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        return int(state["step"])
-
-    def _to_updates(self, parameters: list[Tensor], settings: LambSettings, step: int) -> None:
+    def _to_updates(self, parameters: list[Tensor], settings: LambSettings) -> None:
         gradients: list[Tensor] = []
         for parameter in parameters:
             assert parameter.grad is not None
@@ -62,16 +63,22 @@ class LambMoments(torch.optim.Optimizer):
         variances = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
         track_moments(gradients, momenta, variances, settings)
         torch._foreach_copy_(gradients, variances)
-        root(gradients, settings, step)
+        root(gradients, settings, self._count)
         torch._foreach_reciprocal_(gradients)
         torch._foreach_mul_(gradients, momenta)
-        torch._foreach_div_(gradients, settings.first_correction(step))
+        torch._foreach_div_(gradients, settings.first_correction(self._count))
         if settings.weight_decay:
             torch._foreach_add_(gradients, parameters, alpha=settings.weight_decay)
 
 
 class LambMasters(BucketMasters):
     """BucketMasters whose optimizer is LambMoments: weights move in a second step, by a coefficient a layer."""
+
+    def begin_step(self, number: int) -> None:
+        """See LambMoments."""
+        if self.optimizer is not None:
+            assert isinstance(self.optimizer, LambMoments)
+            self.optimizer.begin_step(number)
 
     def find_updates(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
         """Take the gradients in, as BucketMasters.step does; the updates stay in their memory until `move`."""

@@ -40,7 +40,7 @@ class ShardedOneBitLamb(ShardedOneBitOptimizer):
             block_size, resync_interval, on_drift, reversible: as in ShardedOneBitAdam. At stage 2 gradients would be
             sharded too, which the frozen stage has no whole ones of: it is refused.
         freeze_step, weight_decay, bias_correction, max_coeff, min_coeff, coeff_beta, factor_max, factor_min,
-            factor_threshold: as in OneBitLamb. Bias correction counts the steps in which a parameter had a gradient.
+            factor_threshold: as in OneBitLamb.
 
     A step that is not finite on any rank is skipped on all of them: see `last_step`. Raises ValueError or TypeError, on
     every rank, for parameters or options that cannot work.
@@ -153,6 +153,7 @@ class ShardedOneBitLamb(ShardedOneBitOptimizer):
         coefficient = self._clip(norm) / self.loss_scale
         squares = self._zeros(2)
         for masters, gradients in zip(self._lamb_masters(), self._gradients, strict=True):
+            masters.begin_step(self.steps + 1)
             if gradients.filled:
                 masters.find_updates(gradients.average, coefficient, absent)
                 masters.measure(squares)

@@ -281,7 +281,9 @@ class ShardedOneBitOptimizer(ShardedOptimizer):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for what the warmup could do and the frozen stage cannot."""
         if group.get("maximize") or group.get("amsgrad"):
-            raise ValueError("1-bit Adam has no maximize and no amsgrad: a frozen stage descends, with one variance")
+            raise ValueError(
+                f"{type(self).__name__} has no maximize and no amsgrad: a frozen stage descends, with one variance"
+            )
         mask: Tensor | None = group.get("exp_avg_mask")
         for parameter in group["params"] if mask is not None else ():
             assert mask is not None
