@@ -8,7 +8,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from thinwire import comm, compress, zero
-from thinwire.compress import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from thinwire.compress import (
+    OneBitAdam,
+    OneBitLamb,
+    ShardedOneBitAdam,
+    ShardedOneBitLamb,
+    ShardedZeroOneAdam,
+    ZeroOneAdam,
+)
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -19,6 +26,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "ShardedOneBitAdam",
+    "ShardedOneBitLamb",
     "ShardedOptimizer",
     "ShardedZeroOneAdam",
     "ZeroOneAdam",

@@ -177,6 +177,7 @@ def test_formulas(parameters: int, ranks: int) -> None:
         (8 + 4 / ranks, each(1, state_bytes=4, **fp32)),
         (5.125 + 8 / ranks, each(1, frozen=True)),
         (9.125 + 4 / ranks, each(2, frozen=True, **fp32)),
+        (9.125 + 8 / ranks, each(1, frozen=True, fresh_variance=True, **fp32)),
     ]:
         assert measured == pytest.approx(parameters * expected)
 

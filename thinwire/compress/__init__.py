@@ -9,7 +9,9 @@ from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.compress.onebit_adam import OneBitAdam
 from thinwire.compress.onebit_lamb import OneBitLamb
 from thinwire.compress.packet import Flags, Header, PacketError
-from thinwire.compress.sharded_onebit_adam import ReplicaDriftError, ShardedOneBitAdam
+from thinwire.compress.sharded_onebit_adam import ShardedOneBitAdam
+from thinwire.compress.sharded_onebit_lamb import ShardedOneBitLamb
+from thinwire.compress.sharded_onebit_optimizer import ReplicaDriftError
 from thinwire.compress.sharded_zero_one_adam import ShardedZeroOneAdam
 from thinwire.compress.zero_one_adam import ZeroOneAdam
 
@@ -25,6 +27,7 @@ __all__ = [
     "PacketError",
     "ReplicaDriftError",
     "ShardedOneBitAdam",
+    "ShardedOneBitLamb",
     "ShardedZeroOneAdam",
     "ZeroOneAdam",
     "ddp_hook",

@@ -50,17 +50,20 @@ def freeze(
     groups: Sequence[Mapping[str, Any]],
     group_of: Sequence[int],
     codec: Codec,
+    scale: Callable[[Sequence[Tensor]], None],
 ) -> list[FrozenState]:
     """Freeze every bucket; collective. Each rank reads the state of its own shards only.
+
+    `scale` may change u in place, every bucket's own shard, fp32 [shard], before it is packed.
 
     Denominators are raised to a hundredth of their parameter's mean, as in OneBitAdam, and a coordinate whose variance
     is 0, or whose `exp_avg_mask` is, stays still.
     """
     parts = [_parts_of(one, groups, group_of) for one in masters]
     ranges = _ranges(comm, [part for of_bucket in parts for part in of_bucket], len(group_of), buckets[0].flat.device)
-    return [
-        _freeze_bucket(comm, bucket, of_bucket, ranges, codec) for bucket, of_bucket in zip(buckets, parts, strict=True)
-    ]
+    shards = [_Shard(bucket, of_bucket, ranges) for bucket, of_bucket in zip(buckets, parts, strict=True)]
+    scale([shard.u for shard in shards])
+    return [shard.publish(comm, codec) for shard in shards]
 
 
 def variance_norm(comm: Communicator, masters: Sequence[BucketMasters], beta2: Callable[[int], float]) -> float:
@@ -70,35 +73,21 @@ def variance_norm(comm: Communicator, masters: Sequence[BucketMasters], beta2: C
     """
     total = torch.zeros((), dtype=torch.float64, device=masters[0].bucket.flat.device)
     for one in masters:
-        low, high = _own_places(one)
-        for number, run in enumerate(one.runs):
+        for number, cut in one.own_cuts():
             state = one.state_of(number)
             if "exp_avg_sq" in state:
-                begin, end = max(run.place.start, low), min(run.place.stop, high)
-                own = state["exp_avg_sq"][max(0, begin - run.place.start) : max(0, end - run.place.start)]
-                total += own.sum(dtype=torch.float64).to(total.device) / (
-                    1 - beta2(run.parameter) ** float(state["step"])
-                )
+                norm = state["exp_avg_sq"][cut].sum(dtype=torch.float64).to(total.device)
+                total += norm / (1 - beta2(one.runs[number].parameter) ** float(state["step"]))
     comm.all_reduce(total)
     return float(total)
 
 
-def _own_places(masters: BucketMasters) -> tuple[int, int]:
-    """Where, in what these masters hold, this rank's shard begins and ends."""
-    low, high = masters.bucket.own_range
-    return (low, high) if masters.whole else (0, high - low)
-
-
 def _parts_of(masters: BucketMasters, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> list[_Part]:
     """The own shard's parts, with places in the shard."""
-    low, high = _own_places(masters)
+    first = masters.bucket.own_range[0] if masters.whole else 0
     parts = []
-    for number, run in enumerate(masters.runs):
-        begin, end = max(run.place.start, low), min(run.place.stop, high)
-        if begin >= end:
-            continue
-        cut = slice(begin - run.place.start, end - run.place.start)
-        state = masters.state_of(number)
+    for number, cut in masters.own_cuts():
+        run, state = masters.runs[number], masters.state_of(number)
         group = groups[group_of[run.parameter]]
         device = masters.bucket.flat.device
         if "exp_avg_sq" in state:
@@ -106,14 +95,15 @@ def _parts_of(masters: BucketMasters, groups: Sequence[Mapping[str, Any]], group
             momentum = state["exp_avg"][cut].to(device)
             to_denominators([variance], AdamSettings.of_group({**_DEFAULTS, **group}), int(state["step"]))
         else:  # it never had a gradient
-            variance = torch.full((end - begin,), float("inf"), device=device)
+            variance = torch.full((cut.stop - cut.start,), float("inf"), device=device)
             momentum = torch.zeros_like(variance)
         mask = group.get("exp_avg_mask")
         if mask is not None:
             shape = masters.bucket.shape_of(run.parameter)
             held = mask.to(device).expand(shape).reshape(-1)[run.start + cut.start : run.start + cut.stop] == 0
             variance.masked_fill_(held, float("inf"))
-        parts.append(_Part(run.parameter, slice(begin - low, end - low), variance, momentum))
+        begin = run.place.start + cut.start - first
+        parts.append(_Part(run.parameter, slice(begin, begin + len(variance)), variance, momentum))
     return parts
 
 
@@ -146,27 +136,32 @@ def _ranges(comm: Communicator, parts: Sequence[_Part], parameters: int, device:
     return torch.stack([low, high], dim=1).float()
 
 
-def _freeze_bucket(
-    comm: Communicator, bucket: FlatBucket, parts: Sequence[_Part], ranges: Tensor, codec: Codec
-) -> FrozenState:
-    layout = bucket.layout
-    device = bucket.flat.device
-    of_slots = ranges[[slot.parameter for slot in layout.slots]]
-    tables = table(of_slots[:, 0], of_slots[:, 1])
-    number_of = {slot.parameter: number for number, slot in enumerate(layout.slots)}
-    codes = torch.zeros(layout.shard, dtype=torch.uint8, device=device)
-    u = torch.zeros(layout.shard, device=device)
-    for part in parts:
-        low, high = ranges[part.parameter].tolist()
-        inverse = 1 / part.denominator
-        codes[part.place] = quantize(inverse, low, high)
-        u[part.place] = part.momentum * tables[number_of[part.parameter]][codes[part.place].int()]
-    every_code = torch.empty(layout.padded_numel, dtype=torch.uint8, device=device)
-    comm.all_gather(every_code, codes)
-    own = torch.zeros(1, codec.packet_bytes(layout.shard), dtype=torch.uint8, device=device)
-    first, last = bucket.own_range
-    codec.encode(u, None, own, last - first)
-    u.masked_fill_(codes == 0, 0.0)
-    momentum = torch.empty(comm.size, own.shape[1], dtype=torch.uint8, device=device)
-    comm.all_gather(momentum.view(-1), own.view(-1))
-    return FrozenState(every_code, of_slots, momentum, u)
+class _Shard:
+    """The own shard of a bucket, frozen: codes, uint8 [shard], and u, fp32 [shard]."""
+
+    def __init__(self, bucket: FlatBucket, parts: Sequence[_Part], ranges: Tensor) -> None:
+        layout = bucket.layout
+        self._bucket = bucket
+        self._ranges = ranges[[slot.parameter for slot in layout.slots]]
+        tables = table(self._ranges[:, 0], self._ranges[:, 1])
+        number_of = {slot.parameter: number for number, slot in enumerate(layout.slots)}
+        self._codes = torch.zeros(layout.shard, dtype=torch.uint8, device=bucket.flat.device)
+        self.u = torch.zeros(layout.shard, device=bucket.flat.device)
+        for part in parts:
+            low, high = ranges[part.parameter].tolist()
+            codes = quantize(1 / part.denominator, low, high)
+            self._codes[part.place] = codes
+            self.u[part.place] = part.momentum * tables[number_of[part.parameter]][codes.int()]
+
+    def publish(self, comm: Communicator, codec: Codec) -> FrozenState:
+        """Give codes and u to all ranks, and keep what u's packets lost; collective."""
+        bucket = self._bucket
+        codes = torch.empty(bucket.layout.padded_numel, dtype=torch.uint8, device=self.u.device)
+        comm.all_gather(codes, self._codes)
+        own = torch.zeros(1, codec.packet_bytes(bucket.layout.shard), dtype=torch.uint8, device=self.u.device)
+        first, last = bucket.own_range
+        codec.encode(self.u, None, own, last - first)
+        self.u.masked_fill_(self._codes == 0, 0.0)
+        momentum = torch.empty(comm.size, own.shape[1], dtype=torch.uint8, device=self.u.device)
+        comm.all_gather(momentum.view(-1), own.view(-1))
+        return FrozenState(codes, self._ranges, momentum, self.u)

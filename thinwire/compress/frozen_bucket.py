@@ -147,13 +147,17 @@ class FrozenBucket:
         return self.exchange.outcome()
 
     @torch.no_grad()
-    def apply(self, seed: int) -> None:
-        """Take the new u over, and move masters and replica by it; `seed` of the replica's stochastic rounding."""
+    def take_over(self) -> None:
+        """Take the new u over, and the residuals of this step."""
         if self._stays:
             # What the average of every rank's β₁ u is, without an exchange; residuals wait for the next one.
             self.exchange.codec.scale(self.momentum, self._settings.group(self.layout.slots[0].parameter).beta1)
         else:
             self._take_momentum()
+
+    @torch.no_grad()
+    def move(self, seed: int) -> None:
+        """Move masters and replica by u; `seed` of the replica's stochastic rounding."""
         if self._masters.separate:
             self._move_masters()
         if self._masters.separate and self._masters.whole:
@@ -199,8 +203,17 @@ class FrozenBucket:
             shard=self.layout.shard,
             block_size=self.layout.block_size,
             beta1=self._settings.group(slot.parameter).beta1,
-            loss_scale=self._settings.loss_scale(),
+            loss_scale=self._divisor(slot.parameter),
         )
+
+    def _divisor(self, parameter: int) -> float:
+        """What a parameter's gradients are divided by before they enter u."""
+        return self._settings.loss_scale()
+
+    def _rates(self, parameter: int) -> tuple[float, float]:
+        """What u is multiplied by to move a parameter, and what decay leaves of its weights."""
+        group = self._settings.group(parameter)
+        return group.lr / group.first_correction(self._settings.step() + 1), 1 - group.lr * group.weight_decay
 
     def _adjust(self, average: Tensor) -> None:
         """Clip the gradient's part of the owner's average, β₁ u + (1 - β₁) ḡ / (√v̂ + ε), and hold still what stays."""
@@ -232,7 +245,7 @@ class FrozenBucket:
         """Move `weights`, which begin at element `first` of the bucket, by this step's u."""
         momentum = self.momentum.to(weights.device)
         for run in runs:
-            group = self._settings.group(run.parameter)
+            lr, decay = self._rates(run.parameter)
             kernels.apply_signs(
                 weights[run.place],
                 momentum,
@@ -240,8 +253,8 @@ class FrozenBucket:
                 first=first + run.place.start,
                 shard=self.layout.shard,
                 block_size=self.layout.block_size,
-                lr=group.lr / group.first_correction(self._settings.step() + 1),
-                decay=1 - group.lr * group.weight_decay,
+                lr=lr,
+                decay=decay,
                 seed=seed,
             )
 

@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
-from thinwire.compress import ShardedOneBitAdam, ShardedZeroOneAdam
+from thinwire.compress import ShardedOneBitAdam, ShardedOneBitLamb, ShardedZeroOneAdam
 from thinwire.engine import stage3
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.optimizer import ONEBIT_ADAM, ZERO_ONE_ADAM, check_optimizer
+from thinwire.engine.config.optimizer import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_ADAM, check_optimizer
 from thinwire.engine.precision import Precision
 from thinwire.engine.stage3_optimizer import FullyShardedOptimizer
 from thinwire.zero import ShardedOptimizer
@@ -34,8 +34,11 @@ EngineOptimizer = ShardedOptimizer | FullyShardedOptimizer
 
 _BYTES_OF_FP32 = 4
 
-_OWN: dict[str, type[ShardedOneBitAdam] | type[ShardedZeroOneAdam]] = {
+_Own = type[ShardedOneBitAdam] | type[ShardedOneBitLamb] | type[ShardedZeroOneAdam]
+
+_OWN: dict[str, _Own] = {
     ONEBIT_ADAM: ShardedOneBitAdam,
+    ONEBIT_LAMB: ShardedOneBitLamb,
     ZERO_ONE_ADAM: ShardedZeroOneAdam,
 }
 
@@ -48,7 +51,7 @@ class Recipe:
     parameters: ParamsT
     optimizer_class: OptimizerClass
     options: dict[str, Any]
-    own: type[ShardedOneBitAdam] | type[ShardedZeroOneAdam] | None = None
+    own: _Own | None = None
 
     def trains(self) -> set[int]:
         """The ids of the parameters that the optimizer will hold."""

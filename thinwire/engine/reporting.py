@@ -109,5 +109,6 @@ class Reporter:
                 dtype=self._parts.precision.dtype or trained[0].dtype,
                 state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
                 frozen=frozen,
+                fresh_variance="exp_avg_sq_fresh" in kinds,
             )
         return MemoryReport(live_tensor_bytes(self._parts.model, optimizer), formula)

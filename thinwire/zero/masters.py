@@ -74,13 +74,7 @@ class BucketMasters:
         """
         if self.optimizer is None:
             return
-        gradient = average.to(device=self.weights.device, dtype=torch.float32)
-        if coefficient != 1.0:
-            gradient.mul_(coefficient)
-        for run, part in zip(self.runs, self.parts, strict=True):
-            part.grad = None if run.parameter in absent else gradient[run.place]
-        self._take_over_settings()
-        self.optimizer.step()
+        self._run_optimizer(average, coefficient, absent)
         for part in self.parts:
             part.grad = None
 
@@ -100,18 +94,23 @@ class BucketMasters:
         state: dict[str, Any] = self.optimizer.state[self.parts[part]]
         return state
 
+    def own_cuts(self) -> list[tuple[int, slice]]:
+        """The numbers of the parts that reach into this rank's shard, each with those of its elements that do."""
+        low, high = self.bucket.own_range
+        first = low if self.whole else 0
+        cuts = []
+        for number, run in enumerate(self.runs):
+            begin, end = max(run.place.start, first), min(run.place.stop, first + high - low)
+            if begin < end:
+                cuts.append((number, slice(begin - run.place.start, end - run.place.start)))
+        return cuts
+
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """Weights, masters and optimizer state of this rank's shard."""
         own = self.bucket.own_shard
         pieces = [Piece("weight", names[run.parameter], run.start, own[run.place]) for run in self.bucket.own_runs]
-        low, high = self.bucket.own_range
-        first = low if self.whole else 0
-        for number, run in enumerate(self.runs):
-            begin = max(run.place.start, first)
-            end = min(run.place.stop, first + high - low)
-            if begin >= end:
-                continue
-            cut = slice(begin - run.place.start, end - run.place.start)
+        for number, cut in self.own_cuts():
+            run = self.runs[number]
             name, start = names[run.parameter], run.start + cut.start
             if self.separate:
                 pieces.append(Piece("master", name, start, self.parts[number][cut]))
@@ -132,6 +131,16 @@ class BucketMasters:
             packed = self.optimizer.state_dict()
             packed["state"] = {place: state[number] for place, number in enumerate(order) if state[number]}
             self.optimizer.load_state_dict(packed)
+
+    def _run_optimizer(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
+        assert self.optimizer is not None
+        gradient = average.to(device=self.weights.device, dtype=torch.float32)
+        if coefficient != 1.0:
+            gradient.mul_(coefficient)
+        for run, part in zip(self.runs, self.parts, strict=True):
+            part.grad = None if run.parameter in absent else gradient[run.place]
+        self._take_over_settings()
+        self.optimizer.step()
 
     def _number_of(self, part: Tensor) -> int:
         return next(number for number, mine in enumerate(self.parts) if mine is part)

@@ -23,6 +23,7 @@ def model_state_formula(
     dtype: torch.dtype = torch.bfloat16,
     state_bytes: float = 8,
     frozen: bool = False,
+    fresh_variance: bool = False,
 ) -> dict[str, float]:
     """Bytes a rank should hold, by category; their sum is the published figure.
 
@@ -38,6 +39,7 @@ def model_state_formula(
         dtype: of the parameters as the model sees them.
         state_bytes: of the optimizer a parameter: Adam 8, SGD with momentum 4, without 0.
         frozen: 1-bit Adam, after the freeze; stages 1 and 2 only.
+        fresh_variance: 1-bit LAMB's, once frozen: another 4Ψ/N.
 
     Raises ValueError for a stage, dtype or combination that there is no formula for.
     """
@@ -56,7 +58,7 @@ def model_state_formula(
             "masters": masters * shared,
             "gradients": 0,
             "residuals": size + 4 * shared,
-            "optimizer state": 1 + 1 / 8,
+            "optimizer state": 1 + 1 / 8 + (4 * shared if fresh_variance else 0),
         }
     else:
         each = {

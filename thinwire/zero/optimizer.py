@@ -15,7 +15,12 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
-from thinwire.zero.agreement import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
+from thinwire.zero.agreement import (
+    broadcast_from_rank_0,
+    check_parameters,
+    check_same_on_every_rank,
+    check_sharding,
+)
 from thinwire.zero.flat import FlatBucket
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.masters import BucketMasters, OptimizerClass
@@ -86,6 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
+
+    _masters_class = BucketMasters
 
     def __init__(
         self,
@@ -334,11 +341,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _apply(self, norm: float, absent: frozenset[int]) -> None:
         """Move the weights of all ranks."""
         coefficient = self._clip(norm) / self.loss_scale
+        self._move_and_publish(lambda masters, average: masters.step(average, coefficient, absent))
+
+    def _move_and_publish(self, move: Callable[[BucketMasters, Tensor], None]) -> None:
+        """Call `move` with the masters and the averaged gradient of every bucket that has one; give all ranks the new
+        weights."""
         # The buckets that forward uses first come last in backward: their weights leave first.
         waits = []
         for masters, gradients in reversed(list(zip(self._masters, self._gradients, strict=True))):
             if gradients.filled:
-                masters.step(gradients.average, coefficient, absent)
+                move(masters, gradients.average)
                 waits.append((masters.bucket.index, masters.publish()))
         for bucket, wait in waits:
             if self._gate is None or bucket not in self._gated:
@@ -367,7 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         offload: bool,
         pin_memory: bool,
     ) -> BucketMasters:
-        return BucketMasters(
+        return self._masters_class(
             bucket,
             self.param_groups,
             self._placement.group_of,
@@ -381,16 +393,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, *, stage: int, param_dtype: torch.dtype | None, bucket_bytes: int, max_norm: float, block_size: int
     ) -> None:
         """Raise ValueError or TypeError for options that cannot work, before anything is built."""
-        if stage not in (0, 1, 2):
-            raise ValueError(
-                f"stage must be 0, 1 or 2, got {stage!r}: stage 3 shards the model itself, which "
-                "thinwire.initialize does with torch's fully_shard"
-            )
-        if param_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {param_dtype!r}")
-        if not bucket_bytes >= 4:
-            raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
-        if not max_norm >= 0:
-            raise ValueError(f"max_norm must be at least 0, which does not clip, got {max_norm}")
+        check_sharding(stage=stage, param_dtype=param_dtype, bucket_bytes=bucket_bytes, max_norm=max_norm)
         if isinstance(block_size, bool) or not block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {block_size!r}")

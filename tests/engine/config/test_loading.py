@@ -235,6 +235,14 @@ def test_every_problem_is_told_at_once() -> None:
             {"zero_optimization": {"stage": 3}, "optimizer": {"type": "OneBitAdam"}},
             '"zero_optimization.stage" 3 does not go with OneBitAdam',
         ),
+        (
+            {"zero_optimization": {"stage": 3}, "optimizer": {"type": "OneBitLamb"}},
+            "Use stage 0 or 1, or AdamW with stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 2}, "optimizer": {"type": "OneBitLamb"}},
+            '"zero_optimization.stage" 2 does not go with OneBitLamb',
+        ),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}, "has no effect in stage 3"),
         (
             {"zero_optimization": {"reduce_bucket_size": 1000, "allgather_bucket_size": 2000}},
@@ -249,10 +257,10 @@ def test_every_problem_is_told_at_once() -> None:
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
             '"zero_optimization.offload_optimizer.pin_memory" has no effect',
         ),
-        ({"thinwire": {"resync_interval": 10}}, "only matters to OneBitAdam and ZeroOneAdam, and"),
+        ({"thinwire": {"resync_interval": 10}}, "only matters to OneBitAdam, OneBitLamb, ZeroOneAdam, and"),
         (
             {"thinwire": {"resync_interval": 10}, "optimizer": {"type": "AdamW"}},
-            "OneBitAdam and ZeroOneAdam, and the optimizer is AdamW",
+            "OneBitLamb, ZeroOneAdam, and the optimizer is AdamW",
         ),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, 'has no effect without "modules"'),
     ],

@@ -84,13 +84,34 @@ def test_onebit_adam_under_every_spelling(kind: str) -> None:
     assert optimizer_of(kind, freeze_step="auto", **what_happens) == ("OneBitAdam", {"freeze_step": "auto"})
 
 
+@pytest.mark.parametrize("kind", ["OneBitLamb", "OnebitLamb", "onebitlamb"])
+def test_onebit_lamb_takes_deepspeeds_parameters(kind: str) -> None:
+    params = {
+        "lr": 11e-3,
+        "freeze_step": 1000,
+        "bias_correction": False,
+        "betas": [0.9, 0.95],
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "max_coeff": 0.3,
+        "min_coeff": 0.01,
+        "coeff_beta": 0.8,
+        "factor_max": 4,
+        "factor_min": 0.5,
+        "factor_threshold": 0.1,
+        "comm_backend_name": "mpi",
+    }
+    assert optimizer_of(kind, **params) == ("OneBitLamb", {**params, "betas": (0.9, 0.95)})
+    what_happens = {"lr": "auto", "amsgrad": False, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "codec": "sign1"}
+    assert optimizer_of(kind, freeze_step="auto", **what_happens) == ("OneBitLamb", {"freeze_step": "auto"})
+
+
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
         ("Adma", {}, '"optimizer.type" "Adma" is not a known optimizer. Did you mean "Adam"?'),
         ("Lamb", {}, "norm over a whole layer"),
         ("Lion", {}, "torch has none; pass an optimizer of your own to thinwire.initialize"),
-        ("OneBitLamb", {}, "use thinwire.OneBitLamb without the engine, or OneBitAdam"),
         ("AdamW", {"beta": [0.9, 0.99]}, '"optimizer.params.beta" is not a parameter of AdamW. Did you mean "betas"?'),
         ("AdamW", {"lr": "big"}, '"optimizer.params.lr" must be a number, got "big"'),
         ("AdamW", {"lr": True}, '"optimizer.params.lr" must be a number, got true'),
@@ -115,6 +136,21 @@ def test_onebit_adam_under_every_spelling(kind: str) -> None:
         ("OneBitAdam", {"block_size": 100}, "block_size must be a multiple of 64"),
         ("OneBitAdam", {"comm_backend_name": "ucx"}, '"nccl" or "gloo" or "mpi", got "ucx"'),
         ("OneBitAdam", {"amsgrad": True}, "a frozen variance has no maximum to keep"),
+        ("OneBitLamb", {"max_coef": 1}, 'Did you mean "max_coeff"?'),
+        ("OneBitLamb", {"max_coeff": 0.001}, "min_coeff must be above 0 and at most max_coeff"),
+        ("OneBitLamb", {"factor_min": 2}, "factor_min must be above 0 and at most 1"),
+        (
+            "OneBitLamb",
+            {"factor_threshold": "fast"},
+            '"optimizer.params.factor_threshold" must be a number, got "fast"',
+        ),
+        ("OneBitLamb", {"betas": [0.9, 1.0]}, "betas must be two numbers from 0"),
+        ("OneBitLamb", {"freeze_step": 0}, "freeze_step must be at least 1 warmup step, got 0"),
+        ("OneBitLamb", {"block_size": 100}, "block_size must be a multiple of 64"),
+        ("OneBitLamb", {"compress": "momentum"}, '"optimizer.params.compress" can only be "update"'),
+        ("OneBitLamb", {"eps_inside_sqrt": True}, '"optimizer.params.eps_inside_sqrt" can only be false'),
+        ("OneBitLamb", {"cuda_aware": True}, "thinwire finds out itself"),
+        ("OneBitLamb", {"max_grad_norm": 1.0}, 'use "gradient_clipping"'),
     ],
 )
 def test_optimizers_that_cannot_work(kind: str, params: dict[str, Any], message: str) -> None:

@@ -42,8 +42,8 @@ class Section(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """`type`: "OneBitAdam", "ZeroOneAdam", or the name of a class in torch.optim. `params`: exactly that class's
-    keyword arguments."""
+    """`type`: "OneBitAdam", "OneBitLamb", "ZeroOneAdam", or the name of a class in torch.optim. `params`: exactly that
+    class's keyword arguments."""
 
     type: str
     params: Mapping[str, Any] = Field(default_factory=dict)

@@ -3,21 +3,26 @@ calls otherwise."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from thinwire.compress import make_codec
+from thinwire.compress import ShardedOneBitLamb, make_codec
+from thinwire.compress.agreement import check_group
+from thinwire.compress.lamb_math import LAMB_OPTIONS, check_lamb_options
 from thinwire.compress.zero_one_schedule import ZeroOneSchedule, check_count
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import did_you_mean, dotted
 from thinwire.engine.config.params import Expected, check_params, expected_by
 
-__all__ = ["ONEBIT_ADAM", "ZERO_ONE_ADAM", "check_optimizer"]
+__all__ = ["ONEBIT_ADAM", "ONEBIT_LAMB", "OWN_OPTIMIZERS", "ZERO_ONE_ADAM", "check_optimizer"]
 
 ONEBIT_ADAM = "OneBitAdam"
+ONEBIT_LAMB = "OneBitLamb"
 ZERO_ONE_ADAM = "ZeroOneAdam"
+OWN_OPTIMIZERS = (ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_ADAM)
 
 # torch.optim's elementwise classes: a shard steps as it would inside the whole tensor.
 _ELEMENTWISE = (
@@ -36,14 +41,13 @@ _ELEMENTWISE = (
 
 _REFUSED = {
     "Adafactor": "its variance is factored over a matrix's rows and columns, so that a shard cannot step alone",
-    "Lamb": "its trust ratio is a norm over a whole layer, so that a shard cannot step alone; use AdamW",
+    "Lamb": "its trust ratio is a norm over a whole layer, so that a shard cannot step alone; use OneBitLamb or AdamW",
     "LBFGS": "its line search needs a closure and products over all parameters, so that a shard cannot step alone",
     "Lion": "torch has none; pass an optimizer of your own to thinwire.initialize",
     "Muon": "it orthogonalises whole matrices, so that a shard cannot step alone",
     "MuAdam": "scale the learning rate of your parameter groups and use Adam",
     "MuAdamW": "scale the learning rate of your parameter groups and use AdamW",
     "MuSGD": "scale the learning rate of your parameter groups and use SGD",
-    "OneBitLamb": "it has no sharded form yet; use thinwire.OneBitLamb without the engine, or OneBitAdam",
     "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
 }
 
@@ -69,6 +73,19 @@ _ONEBIT_ADAM_DECLINES = {
     "amsgrad": Declined("a frozen variance has no maximum to keep", (False,)),
 }
 
+_ONEBIT_LAMB_EXPECTS = (
+    _ONEBIT_ADAM_EXPECTS | {"bias_correction": Expected("bool")} | {name: Expected("float") for name in LAMB_OPTIONS}
+)
+
+_ONEBIT_LAMB_DECLINES = {
+    "codec": Declined("on sharded state it is sign1; thinwire.OneBitLamb has others", ("sign1",)),
+    "compress": Declined("on sharded state it is the update; thinwire.OneBitLamb has the momentum too", ("update",)),
+    "cuda_aware": _ONEBIT_ADAM_DECLINES["cuda_aware"],
+    "exp_avg_mask": Declined("give it in a parameter group of thinwire.OneBitLamb"),
+    "eps_inside_sqrt": Declined("LAMB adds eps to the root", (False,)),
+    "amsgrad": _ONEBIT_ADAM_DECLINES["amsgrad"],
+}
+
 _INTERVALS = ("var_update_scaler", "local_step_scaler", "local_step_clipper")
 
 _ZERO_ONE_ADAM_EXPECTS = {
@@ -87,6 +104,7 @@ _ZERO_ONE_ADAM_DECLINES = _ONEBIT_ADAM_DECLINES | {
 
 _OWN = {
     ONEBIT_ADAM: (_ONEBIT_ADAM_EXPECTS, _ONEBIT_ADAM_DECLINES),
+    ONEBIT_LAMB: (_ONEBIT_LAMB_EXPECTS, _ONEBIT_LAMB_DECLINES),
     ZERO_ONE_ADAM: (_ZERO_ONE_ADAM_EXPECTS, _ZERO_ONE_ADAM_DECLINES),
 }
 
@@ -157,6 +175,8 @@ def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> 
     try:
         if name == ONEBIT_ADAM:
             _check_onebit_adam(params)
+        elif name == ONEBIT_LAMB:
+            _check_onebit_lamb(params)
         elif name == ZERO_ONE_ADAM:
             _check_zero_one_adam(params)
         else:
@@ -167,9 +187,7 @@ def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> 
 
 def _check_onebit_adam(params: Mapping[str, Any]) -> None:
     _check_adam_and_codec(params)
-    freeze_step = params.get("freeze_step", "auto")
-    if freeze_step != "auto" and freeze_step < 1:
-        raise ValueError(f"freeze_step must be at least 1 warmup step, got {freeze_step}")
+    _check_freeze_step(params)
 
 
 def _check_zero_one_adam(params: Mapping[str, Any]) -> None:
@@ -182,4 +200,24 @@ def _check_adam_and_codec(params: Mapping[str, Any]) -> None:
     torch.optim.AdamW(
         [torch.zeros(1)], **{key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
     )
+    _check_exchange(params)
+
+
+def _check_onebit_lamb(params: Mapping[str, Any]) -> None:
+    taken = inspect.signature(ShardedOneBitLamb).parameters
+    defaults = {key: taken[key].default for key in _ONEBIT_LAMB_EXPECTS if key in taken}
+    group = defaults | dict(params)
+    check_group(group)
+    check_lamb_options(group)
+    _check_exchange(params)
+    _check_freeze_step(params)
+
+
+def _check_freeze_step(params: Mapping[str, Any]) -> None:
+    freeze_step = params.get("freeze_step", "auto")
+    if freeze_step != "auto" and freeze_step < 1:
+        raise ValueError(f"freeze_step must be at least 1 warmup step, got {freeze_step}")
+
+
+def _check_exchange(params: Mapping[str, Any]) -> None:
     make_codec("sign1", **{key: params[key] for key in ("block_size",) if key in params})

@@ -7,12 +7,10 @@ from typing import Any
 
 from thinwire.engine.config.errors import shown
 from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
-from thinwire.engine.config.optimizer import ONEBIT_ADAM, ZERO_ONE_ADAM
+from thinwire.engine.config.optimizer import ONEBIT_ADAM, ONEBIT_LAMB, OWN_OPTIMIZERS, ZERO_ONE_ADAM
 from thinwire.sparse_attn.config import layout_from_config
 
 __all__ = ["check_combinations", "total_steps"]
-
-_RESYNCHRONIZED = (ONEBIT_ADAM, ZERO_ONE_ADAM)
 
 
 def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list[str]:
@@ -24,6 +22,7 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
         *_without_enabled(config),
         *_precision(config),
         *_buckets(config.zero_optimization, allgather_bucket_size),
+        *_stage_2(config),
         *_stage_3(config),
         *_overlap(config.zero_optimization),
         *_offload(config.zero_optimization),
@@ -87,14 +86,24 @@ def _buckets(zero: ZeroConfig, allgather_bucket_size: Any) -> Iterator[str]:
         )
 
 
+def _stage_2(config: EngineConfig) -> Iterator[str]:
+    if config.zero_optimization.stage == 2 and config.optimizer is not None and config.optimizer.type == ONEBIT_LAMB:
+        yield (
+            f'"zero_optimization.stage" 2 does not go with {ONEBIT_LAMB}: once frozen a gradient lives only while its '
+            "bucket is in flight, at every stage, so that there is none to shard. Use stage 0 or 1"
+        )
+
+
 def _stage_3(config: EngineConfig) -> Iterator[str]:
     if config.zero_optimization.stage != 3:
         return
-    if config.optimizer is not None and config.optimizer.type == ONEBIT_ADAM:
+    if config.optimizer is not None and config.optimizer.type in (ONEBIT_ADAM, ONEBIT_LAMB):
+        stages = "0 or 1" if config.optimizer.type == ONEBIT_LAMB else "0, 1 or 2"
         yield (
-            f'"zero_optimization.stage" 3 does not go with {ONEBIT_ADAM}: stage 3 gathers every layer\'s parameters, '
-            "and would have to gather its momentum, in full precision, and each worker of the 1-bit exchange needs its "
-            "own whole residual and momentum, which stage 3 would shard. Use stage 0, 1 or 2, or AdamW with stage 3"
+            f'"zero_optimization.stage" 3 does not go with {config.optimizer.type}: stage 3 gathers every layer\'s '
+            "parameters, and would have to gather its momentum, in full precision, and each worker of the 1-bit "
+            "exchange needs its own whole residual and momentum, which stage 3 would shard. "
+            f"Use stage {stages}, or AdamW with stage 3"
         )
 
 
@@ -117,9 +126,9 @@ def _offload(zero: ZeroConfig) -> Iterator[str]:
 
 def _onebit_only(config: EngineConfig) -> Iterator[str]:
     optimizer = config.optimizer.type if config.optimizer is not None else None
-    if config.thinwire.resync_interval != ThinwireConfig().resync_interval and optimizer not in _RESYNCHRONIZED:
+    if config.thinwire.resync_interval != ThinwireConfig().resync_interval and optimizer not in OWN_OPTIMIZERS:
         yield (
-            f'"thinwire.resync_interval" only matters to {" and ".join(_RESYNCHRONIZED)}, and the optimizer is '
+            f'"thinwire.resync_interval" only matters to {", ".join(OWN_OPTIMIZERS)}, and the optimizer is '
             f"{optimizer or 'not in the configuration'}: delete it"
         )
 

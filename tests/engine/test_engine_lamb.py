@@ -1,0 +1,90 @@
+"""1-bit LAMB by name: the engine trains with it, reports its memory, saves and resumes on both sides of the freeze."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.engine.test_engine_checkpoints import train_same_data
+from tests.engine.tiny import make_engine, settings, train
+from thinwire import ShardedOneBitLamb
+from thinwire.comm import threads
+from thinwire.engine import NonFiniteError
+from thinwire.zero.live_tensors import live_tensor_bytes
+
+LAMB = {
+    "type": "OneBitLamb",
+    "params": {"lr": 1e-2, "freeze_step": 8, "block_size": 64, "max_coeff": 0.5, "factor_threshold": 0.2},
+}
+
+
+def lamb(stage: int, **changes):
+    return settings(stage, optimizer=LAMB, thinwire={"resync_interval": 5}, **changes)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, {}), (1, {}), (1, {"bf16": {"enabled": True}})])
+def test_it_trains(stage, precision) -> None:
+    def body(comm):
+        engine = make_engine(comm, lamb(stage, gradient_clipping=1.0, gradient_accumulation_steps=2, **precision))
+        assert isinstance(engine.optimizer, ShardedOneBitLamb)
+        warmup = train(engine, range(8))
+        assert max(engine.optimizer.get_lamb_coeffs()[2:]) <= 0.5  # the first two have no gradients
+        frozen = train(engine, range(8, 40))
+        assert engine.optimizer.frozen
+        assert sum(frozen[-5:]) < 0.9 * sum(warmup[:5])
+        return engine.module.state_dict()
+
+    weights = threads.run(body, 3)
+    assert all(torch.equal(weights[0][name], other[name]) for other in weights for name in other)
+
+
+@pytest.mark.parametrize("steps", [5, 14])
+def test_resume(tmp_path, steps) -> None:
+    def save(comm):
+        engine = make_engine(comm, lamb(1))
+        train(engine, range(steps))
+        engine.save_checkpoint(tmp_path)
+        return train_same_data(engine, range(steps, steps + 6)), engine.optimizer.get_lamb_coeffs()
+
+    def resume(comm):
+        engine = make_engine(comm, lamb(1), seed=1)
+        assert engine.load_checkpoint(tmp_path)[0]
+        return train_same_data(engine, range(steps, steps + 6)), engine.optimizer.get_lamb_coeffs()
+
+    expected = threads.run(save, 4)[0]
+    assert threads.run(resume, 4)[0] == expected
+    for world in (1, 3):
+        assert sum(threads.run(resume, world)[0][0]) == pytest.approx(sum(expected[0]), rel=0.02)
+
+
+def test_a_loss_that_is_not_finite_once_frozen() -> None:
+    def body(comm):
+        engine = make_engine(comm, lamb(1))
+        train(engine, range(10))
+        engine.backward(engine(torch.ones(6, 16)).mean() * (math.nan if comm.rank == 1 else 1))
+        with pytest.raises(NonFiniteError, match="step 11: the loss was not finite on rank 1"):
+            engine.step()
+        assert all(math.isfinite(loss) for loss in train(engine, range(11, 14)))
+
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_higher_stages_are_refused(stage) -> None:
+    with pytest.raises(ValueError, match=f"{stage} does not go with OneBitLamb"):
+        make_engine(None, lamb(stage))
+
+
+def test_stage_1_holds_less_than_stage_0() -> None:
+    def body(comm, stage, steps):
+        engine = make_engine(comm, lamb(stage, bf16={"enabled": True}))
+        train(engine, range(steps))
+        return sum(live_tensor_bytes(engine.module, engine.optimizer).values())
+
+    for steps in (2, 10):
+        whole, sharded = (
+            max(threads.run(lambda comm, stage=stage, steps=steps: body(comm, stage, steps), 4)) for stage in (0, 1)
+        )
+        assert sharded < 0.8 * whole
