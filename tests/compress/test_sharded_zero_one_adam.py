@@ -181,7 +181,7 @@ def live_bytes(ranks: int, stage: int, steps: int, dtype: torch.dtype | None) ->
         (torch.bfloat16, 1, lambda n: 10 + 12 / n, lambda n: 16 + 8 / n),
     ],
 )
-def test_memory_is_what_the_page_says(ranks, dtype, stage, before, after) -> None:
+def test_memory_is_what_docs_zero_one_adam_says(ranks, dtype, stage, before, after) -> None:
     assert live_bytes(ranks, stage, 4, dtype) == pytest.approx(before(ranks), rel=0.01)
     assert live_bytes(ranks, stage, 11, dtype) == pytest.approx(after(ranks), rel=0.01)
 
