@@ -106,6 +106,30 @@ def test_onebit_lamb_takes_deepspeeds_parameters(kind: str) -> None:
     assert optimizer_of(kind, freeze_step="auto", **what_happens) == ("OneBitLamb", {"freeze_step": "auto"})
 
 
+@pytest.mark.parametrize("kind", ["ZeroOneAdam", "zerooneadam"])
+def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
+    params = {
+        "lr": 1e-3,
+        "weight_decay": 0.01,
+        "betas": [0.9, 0.99],
+        "eps": 1e-6,
+        "var_freeze_step": 1000,
+        "var_update_scaler": 16,
+        "local_step_scaler": 1000,
+        "local_step_clipper": 8,
+        "comm_backend_name": "gloo",
+    }
+    assert optimizer_of(kind, **params) == ("ZeroOneAdam", {**params, "betas": (0.9, 0.99)})
+    what_happens = {
+        "lr": "auto",
+        "amsgrad": False,
+        "bias_correction": True,
+        "max_grad_norm": 0,
+        "eps_inside_sqrt": False,
+    }
+    assert optimizer_of(kind, **what_happens) == ("ZeroOneAdam", {})
+
+
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
@@ -125,6 +149,12 @@ def test_onebit_lamb_takes_deepspeeds_parameters(kind: str) -> None:
         ("AdamW", {"torch_adam": False}, "Adam is always torch's"),
         ("AdamW", {"differentiable": True}, "can only be false"),
         ("SGD", {"nesterov": True}, "Nesterov momentum requires a momentum"),
+        ("ZeroOneAdam", {"freeze_step": 10}, 'not supported: give "var_freeze_step"'),
+        ("ZeroOneAdam", {"var_freeze_step": 0}, "var_freeze_step must be a whole number of at least 1, got 0"),
+        ("ZeroOneAdam", {"local_step_clipper": 0}, "local_step_clipper must be a whole number of at least 1, got 0"),
+        ("ZeroOneAdam", {"local_step_clippers": 4}, 'Did you mean "local_step_clipper"?'),
+        ("ZeroOneAdam", {"codec": "int8"}, "thinwire.ZeroOneAdam has others"),
+        ("ZeroOneAdam", {"block_size": 100}, "block_size must be a multiple of 64"),
         ("OneBitAdam", {"cuda_aware": True}, "thinwire finds out itself whether MPI can send from GPU memory"),
         ("OneBitAdam", {"cuda_aware": False}, "THINWIRE_MPI_CUDA_AWARE"),
         ("OneBitAdam", {"freeze_steps": 3}, 'Did you mean "freeze_step"?'),
