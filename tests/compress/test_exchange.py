@@ -122,6 +122,9 @@ class Relabelled(Codec):
     def decode_mean(self, *arguments):
         self.inner.decode_mean(*arguments)
 
+    def join(self, parts):
+        return self.inner.join(parts)
+
 
 @pytest.mark.parametrize("attribute", ["step", "bucket", "block_size", "codec"])
 def test_a_packet_that_is_not_the_expected_one_is_an_error_on_every_rank(attribute) -> None:

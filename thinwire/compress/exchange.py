@@ -254,8 +254,9 @@ class Exchange:
 
     def _valid_in(self, place: slice) -> int:
         """How many elements of a part of the own shard are not padding."""
-        numel: int = place.stop - place.start
-        return min(max(self.valid_in_own_shard - place.start, 0), numel)
+        begin: int = place.start
+        end: int = place.stop
+        return min(max(self.valid_in_own_shard, begin), end) - begin
 
     def _packets(self, rows: int, place: slice) -> Tensor:
         numbers = self.codec.packet_bytes(place.stop - place.start)
