@@ -146,9 +146,10 @@ class Exchange:
         assert self._leg_1, "advance() follows start()"
         average = torch.empty(self.shard, device=self._device)
         for number, place in enumerate(self.parts):
-            self._average_part(number, average[place], place, adjust)
+            self._average_part(number, self._leg_1.pop(0), average[place])
+            if adjust is not None:
+                adjust(average[place], place)
             self._leg_2.append(self._send_average(number, average[place], place))
-        self._leg_1 = []
         self._average = average
 
     def wait(self) -> None:
@@ -161,7 +162,8 @@ class Exchange:
     def outcome(self) -> Outcome:
         """Check every header of both legs and say what they said.
 
-        Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, codec or block size.
+        Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, part, codec or block
+        size.
         """
         flags = Flags.NONE
         for leg in self._headers:
@@ -230,13 +232,11 @@ class Exchange:
         before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
         self.codec.encode(self.payload.view(-1, self.shard)[:, place], before, packets, self.numel - place.start)
 
-    def _average_part(self, number: int, average: Tensor, place: slice, adjust: Adjust | None) -> None:
-        leg = self._leg_1[number]
+    def _average_part(self, number: int, leg: Leg, average: Tensor) -> None:
+        """Wait for a part of leg 1, and write the mean of what came into `average`, fp32."""
         leg.work.wait()
         self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number, self._leg_1_senders))
-        self.codec.decode_mean(leg.received, average, self._valid_in(place))
-        if adjust is not None:
-            adjust(average, place)
+        self.codec.decode_mean(leg.received, average, self._valid_in(self.parts[number]))
 
     def _send_average(self, number: int, average: Tensor, place: slice) -> Leg:
         """Encode the average of a part, fp32, which becomes the new owner residual, and send it to every worker."""
