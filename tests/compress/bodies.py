@@ -32,10 +32,12 @@ def decisive_payloads(size: int, numel: int, steps: int) -> tuple[np.ndarray, np
     raise AssertionError("unreachable: itertools.count does not end")
 
 
-def exchange_equals_the_algorithm(comm: Communicator, numel: int = 1000, steps: int = 100) -> None:
+def exchange_equals_the_algorithm(
+    comm: Communicator, numel: int = 1000, steps: int = 100, part: int | None = None
+) -> None:
     """The exchange and Algorithm 1 in float64, over `steps` steps: equal to 1e-6 relative, and alike on every rank."""
     payloads, expected = decisive_payloads(comm.size, numel, steps)
-    exchange = Exchange(comm, numel, make_codec("sign1", BLOCK))
+    exchange = Exchange(comm, numel, make_codec("sign1", BLOCK), part=part)
     outputs = np.stack([exchange.average(torch.from_numpy(p[comm.rank]), i).numpy() for i, p in enumerate(payloads)])
     errors = np.linalg.norm(outputs - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert errors.max() <= 1e-6, f"{errors.max():.1e}"

@@ -4,13 +4,15 @@ One interface, so that the exchange, the optimizers and the DDP hook need not kn
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.compress import kernels
 from thinwire.compress.kernels import HEADER_BYTES
+from thinwire.zero import valid_in_shard
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "Codec", "CodecName", "make_codec"]
 
@@ -23,8 +25,10 @@ DEFAULT_BLOCK_SIZE = 2048
 class Codec(ABC):
     """A lossy map of rows of fp32 to packets.
 
-    A row is one shard: `shard` elements, a multiple of `block_size`. `numel` counts the valid elements over all
-    rows laid end to end; what lies beyond is padding, which holds zeros, enters no scale and decodes to zero.
+    A row is one shard, or the same part of each shard: `shard` elements, a multiple of `block_size`. Rows of floats lie
+    end to end, [rows · shard], or apart, [rows, shard] with a stride. `numel` counts the valid elements from the
+    first one's place to the end of the last row, what lies between rows included; what lies beyond is padding, which
+    holds zeros, enters no scale and decodes to zero.
     """
 
     name: CodecName
@@ -37,7 +41,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
-        """Write `payload + residual`, fp32 [rows · shard], into `packets`, uint8 [rows, packet_bytes].
+        """Write `payload + residual`, fp32, both laid out alike, into `packets`, uint8 [rows, packet_bytes].
 
         `payload` becomes what the codec lost, that is the next residual; `residual` itself is only read, so that a
         step that is skipped can keep it. Headers are not touched.
@@ -46,14 +50,14 @@ class Codec(ABC):
     def encode_rounded(
         self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
     ) -> None:
-        """Like `encode`, with residuals in bf16 [rows · shard]; `new_residual` may be `residual`. Spends `payload`."""
+        """Like `encode`, with residuals in bf16; `new_residual` may be `residual`. Spends `payload`."""
         payload.add_(residual)
         self.encode(payload, None, packets, numel)
         new_residual.copy_(payload)
 
     @abstractmethod
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        """Read `packets`, uint8 [rows, packet_bytes], into `output`, fp32 [rows · shard]."""
+        """Read `packets`, uint8 [rows, packet_bytes], into `output`, fp32."""
 
     @abstractmethod
     def scale(self, packets: Tensor, factor: float) -> None:
@@ -62,6 +66,10 @@ class Codec(ABC):
     @abstractmethod
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         """Average `packets`, uint8 [workers, packet_bytes], summed in row order, into `output`, fp32 [shard]."""
+
+    @abstractmethod
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The packets, uint8 [rows, packet_bytes], of rows whose parts `parts` are the packets of, in order."""
 
 
 class _BlockCodec(Codec):
@@ -76,21 +84,44 @@ class _BlockCodec(Codec):
         return kernels.packet_bytes(self.name, shard, self.block_size)
 
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
-        kernels.encode(self.name, payload, residual, packets, numel, self.block_size)
+        for one, valid, mine, before in _runs(packets, numel, payload, residual):
+            kernels.encode(self.name, mine, before, one, valid, self.block_size)
 
     def encode_rounded(
         self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
     ) -> None:
-        kernels.encode_rounded(self.name, payload, residual, new_residual, packets, numel, self.block_size)
+        for one, valid, mine, before, after in _runs(packets, numel, payload, residual, new_residual):
+            kernels.encode_rounded(self.name, mine, before, after, one, valid, self.block_size)
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        kernels.decode(self.name, packets, output, numel, self.block_size)
+        for one, valid, mine in _runs(packets, numel, output):
+            kernels.decode(self.name, one, mine, valid, self.block_size)
 
     def scale(self, packets: Tensor, factor: float) -> None:
         kernels.scales(self.name, packets, self.block_size).mul_(factor)
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         kernels.decode_mean(self.name, packets, output, numel, self.block_size)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        scales = [kernels.scales(self.name, part, self.block_size).view(torch.uint8) for part in parts]
+        codes = [part[:, HEADER_BYTES + of_part.shape[1] :] for part, of_part in zip(parts, scales, strict=True)]
+        return torch.cat([parts[0][:, :HEADER_BYTES], *scales, *codes], dim=1)
+
+
+def _runs(packets: Tensor, numel: int, vector: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """What one kernel call can take of packets and their vectors: everything, or a row where rows lie apart.
+
+    Yields the packets, how many of their elements are valid, and the vectors, flat.
+    """
+    vectors = (vector, *others)
+    if vector.is_contiguous():
+        valid = valid_in_shard(numel, vector.numel(), 0)
+        yield packets, valid, *(None if one is None else one.view(-1) for one in vectors)
+        return
+    for row in range(len(packets)):
+        valid = min(valid_in_shard(numel, vector.stride(0), row), vector.shape[1])
+        yield packets[row : row + 1], valid, *(None if one is None else one[row] for one in vectors)
 
 
 class _CastCodec(Codec):
@@ -131,6 +162,9 @@ class _CastCodec(Codec):
         for row in values[1:]:
             output.add_(row)
         output.div_(packets.shape[0])
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([parts[0], *(part[:, HEADER_BYTES:] for part in parts[1:])], dim=1)
 
 
 def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:

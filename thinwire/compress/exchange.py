@@ -1,10 +1,10 @@
-"""The compressed all-reduce of one bucket: leg 1 to the owners, leg 2 back, with error feedback on both.
-Two collectives a bucket; nothing that must survive a skipped step changes before `commit`."""
+"""The compressed all-reduce of one bucket: leg 1 to the owners, leg 2 back, with error feedback on both, a large bucket
+part by part. Two collectives a part; nothing that must survive a skipped step changes before `commit`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,9 +12,13 @@ from torch import Tensor
 from thinwire.comm import Communicator, Work
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import HEADER_BYTES, Flags, Header, PacketError, check_headers, raise_flag, write_headers
+from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 
-__all__ = ["Division", "Exchange", "Headers", "Outcome"]
+__all__ = ["Adjust", "Division", "Exchange", "Headers", "Leg", "Outcome"]
+
+Adjust = Callable[[Tensor, slice], None]
+"""Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,24 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Headers:
-    """What came before the packets of one leg, uint8 [packets, 16], and the ranks that sent them, if not 0, 1, ..."""
+    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
 
     raw: Tensor
+    part: int
     senders: Sequence[int] | None = None
 
     def check(self, expected: Header) -> Flags:
         """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
-        return check_headers(self.raw, expected, self.senders)
+        return check_headers(self.raw, replace(expected, part=self.part), self.senders)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One part's packets under way, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
+
+    sent: Tensor
+    received: Tensor
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,10 @@ class Division:
 
 class Exchange:
     """Average a vector of `numel` fp32 over the ranks of `comm`, both legs through `codec`.
+
+    Every shard is cut alike into `parts`, and each part of all shards goes its own way: while one is on the wire the
+    next is encoded, and the last one decoded. Blocks and owners are what they were without parts, so residuals and
+    results are too, to the last bit.
 
     1-bit Adam, Algorithm 1 (Tang et al. 2021). With C the codec, e and s the residuals:
 
@@ -74,8 +92,10 @@ class Exchange:
         error_feedback: bool = True,
         device: torch.device | str = "cpu",
         division: Division | None = None,
+        part: int | None = None,
     ) -> None:
-        """`division`: by default one shard for each rank of `comm`."""
+        """`division`: by default one shard for each rank of `comm`. `part`: the fewest elements of a shard that are
+        sent on their own, by default `least_part`'s; every rank must give the same."""
         if division is None:
             division = Division(comm.size, comm.size, comm.rank)
         self.numel = numel
@@ -83,6 +103,7 @@ class Exchange:
         self.bucket = bucket
         self.shard = shard_numel(numel, division.shards, codec.block_size)
         self.padded_numel = self.shard * division.shards
+        self.parts = cut_shard(self.shard, codec.block_size, least_part(codec) if part is None else part)
         owned = 0 if division.own is None else self.shard
         self.valid_in_own_shard = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
         self._comm = comm
@@ -94,8 +115,9 @@ class Exchange:
             self.worker_residual = torch.zeros(self.shard * division.sent, device=self._device)
             self.owner_residual = torch.zeros(owned, device=self._device)
         self._average: Tensor | None = None
-        self._leg_1: tuple[Tensor, Tensor, Work] | None = None
-        self._leg_2: tuple[Tensor, Tensor, Work] | None = None
+        self._leg_1: list[Leg] = []
+        self._leg_2: list[Leg] = []
+        self._leg_1_senders: Sequence[int] | None = None
         self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
@@ -108,48 +130,40 @@ class Exchange:
 
     def start(self, step: int, flags: Flags = Flags.NONE) -> None:
         """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual."""
-        self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step)
-        self._headers = []
-        send, receive = self._packets(self._comm.size), self._packets(self._comm.size)
-        self._encode_payload(send)
-        write_headers(send, Header(self.codec.identifier, self.codec.block_size, self.bucket, step, flags))
-        work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
-        self._leg_1 = (send, receive, work)
+        self._expect(step)
+        for number, place in enumerate(self.parts):
+            send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
+            self._encode_part(place, send)
+            write_headers(send, replace(self._expected, part=number, flags=flags))
+            work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
+            self._leg_1.append(Leg(send, receive, work))
 
-    def advance(self, adjust: Callable[[Tensor], None] | None = None) -> None:
+    def advance(self, adjust: Adjust | None = None) -> None:
         """Wait for leg 1, average the own shard, and start leg 2: encode the average and send it to every worker.
 
-        `adjust` may change the average, fp32 [shard], in place before it is encoded.
+        `adjust` may change the average before it is encoded.
         """
-        assert self._leg_1 is not None, "advance() follows start()"
-        _, received, work = self._leg_1
-        work.wait()
-        self._headers.append(Headers(received[:, :HEADER_BYTES].clone()))
+        assert self._leg_1, "advance() follows start()"
         average = torch.empty(self.shard, device=self._device)
-        self.codec.decode_mean(received, average, self.valid_in_own_shard)
-        if adjust is not None:
-            adjust(average)
-        not_finite = ~torch.isfinite(average.abs().max())
-        self._leg_1 = None
-        send, receive = self._packets(1), self._packets(self._comm.size)
-        self.codec.encode(average, self.owner_residual, send, self.valid_in_own_shard)
-        write_headers(send, self._leg_2_header())
-        raise_flag(send, Flags.NON_FINITE, not_finite)
-        work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
+        for number, place in enumerate(self.parts):
+            self._average_part(number, self._leg_1.pop(0), average[place])
+            if adjust is not None:
+                adjust(average[place], place)
+            self._leg_2.append(self._send_average(number, average[place], place))
         self._average = average
-        self._leg_2 = (send, receive, work)
 
     def wait(self) -> None:
         """Wait for leg 2. The packets stay until `read`."""
-        assert self._leg_2 is not None, "wait() follows advance()"
-        _, received, work = self._leg_2
-        work.wait()
-        self._headers.append(Headers(received[:, :HEADER_BYTES].clone()))
+        assert self._leg_2, "wait() follows advance()"
+        for number, leg in enumerate(self._leg_2):
+            leg.work.wait()
+            self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number))
 
     def outcome(self) -> Outcome:
         """Check every header of both legs and say what they said.
 
-        Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, codec or block size.
+        Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, part, codec or block
+        size.
         """
         flags = Flags.NONE
         for leg in self._headers:
@@ -163,9 +177,11 @@ class Exchange:
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""
-        assert self._leg_2 is not None, "read() follows wait()"
-        self.codec.decode(self._leg_2[1], output, self.numel)
-        self._leg_2 = None
+        assert self._leg_2, "read() follows wait()"
+        shards = output.view(-1, self.shard)
+        for place, leg in zip(self.parts, self._leg_2, strict=True):
+            self.codec.decode(leg.received, shards[:, place], self.numel - place.start)
+        self._leg_2 = []
 
     def commit(self) -> None:
         """Take over the new residuals. The old ones' memory becomes the next payload."""
@@ -205,11 +221,43 @@ class Exchange:
             self.commit()
         return output[: self.numel]
 
-    def _leg_2_header(self) -> Header:
-        return self._expected
+    def _expect(self, step: int) -> None:
+        """Begin an exchange in which headers have to name this step."""
+        self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step)
+        self._headers = []
+        self._leg_1, self._leg_2 = [], []
 
-    def _encode_payload(self, packets: Tensor) -> None:
-        self.codec.encode(self.payload, self.worker_residual, packets, self.numel)
+    def _encode_part(self, place: slice, packets: Tensor) -> None:
+        """Encode a part of every shard of the payload."""
+        before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
+        self.codec.encode(self.payload.view(-1, self.shard)[:, place], before, packets, self.numel - place.start)
 
-    def _packets(self, rows: int) -> Tensor:
-        return torch.empty(rows, self.codec.packet_bytes(self.shard), dtype=torch.uint8, device=self._device)
+    def _average_part(self, number: int, leg: Leg, average: Tensor) -> None:
+        """Wait for a part of leg 1, and write the mean of what came into `average`, fp32."""
+        leg.work.wait()
+        self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number, self._leg_1_senders))
+        self.codec.decode_mean(leg.received, average, self._valid_in(self.parts[number]))
+
+    def _send_average(self, number: int, average: Tensor, place: slice) -> Leg:
+        """Encode the average of a part, fp32, which becomes the new owner residual, and send it to every worker."""
+        not_finite = ~torch.isfinite(average.abs().max())
+        send, receive = self._packets(1, place), self._packets(self._comm.size, place)
+        before = None if self.owner_residual is None else self.owner_residual[place]
+        self.codec.encode(average, before, send, self._valid_in(place))
+        write_headers(send, replace(self._expected, part=number, flags=self._flags_to_pass_on()))
+        raise_flag(send, Flags.NON_FINITE, not_finite)
+        return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
+
+    def _flags_to_pass_on(self) -> Flags:
+        """What leg 2 has to tell of leg 1: nothing, as every rank saw the same headers."""
+        return Flags.NONE
+
+    def _valid_in(self, place: slice) -> int:
+        """How many elements of a part of the own shard are not padding."""
+        begin: int = place.start
+        end: int = place.stop
+        return min(max(self.valid_in_own_shard, begin), end) - begin
+
+    def _packets(self, rows: int, place: slice) -> Tensor:
+        numbers = self.codec.packet_bytes(place.stop - place.start)
+        return torch.empty(rows, numbers, dtype=torch.uint8, device=self._device)

@@ -124,10 +124,20 @@ class FrozenBucket:
 
     def advance(self) -> None:
         """Average what leg 1 brought, and start leg 2."""
-        clipped = self._settings.clip < 1.0
-        if clipped:
-            self.exchange.scale_step(self._settings.clip)
-        self.exchange.advance(self._adjust if clipped or self._holds_still else None)
+        clip = self._settings.clip
+        kept = None
+        if clip < 1.0:
+            self.exchange.scale_step(clip)
+            kept = self._decayed_momentum()
+
+        def adjust(average: Tensor, place: slice) -> None:
+            if kept is not None:
+                torch.lerp(kept[place], average, clip, out=average)
+            if self._holds_still:
+                # A product and not a fill: what is not finite must stay so, for every rank to see.
+                average.mul_(self.bucket.shard_of(self.codes)[place].ne(0))
+
+        self.exchange.advance(adjust)
 
     def wait(self) -> None:
         """Wait for leg 2."""
@@ -215,16 +225,12 @@ class FrozenBucket:
         group = self._settings.group(parameter)
         return group.lr / group.first_correction(self._settings.step() + 1), 1 - group.lr * group.weight_decay
 
-    def _adjust(self, average: Tensor) -> None:
-        """Clip the gradient's part of the owner's average, β₁ u + (1 - β₁) ḡ / (√v̂ + ε), and hold still what stays."""
-        if self._settings.clip < 1.0:
-            kept = self.own_momentum()
-            for run in self.bucket.own_runs:
-                kept[run.place].mul_(self._settings.group(run.parameter).beta1)
-            torch.lerp(kept, average, self._settings.clip, out=average)
-        if self._holds_still:
-            # A product and not a fill: what is not finite must stay so, for every rank to see.
-            average.mul_(self.bucket.shard_of(self.codes).ne(0))
+    def _decayed_momentum(self) -> Tensor:
+        """What clipping leaves of the owner's average, β₁ u + (1 - β₁) ḡ / (√v̂ + ε), as it is: β₁ u, fp32 [shard]."""
+        kept = self.own_momentum()
+        for run in self.bucket.own_runs:
+            kept[run.place].mul_(self._settings.group(run.parameter).beta1)
+        return kept
 
     def own_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard]."""

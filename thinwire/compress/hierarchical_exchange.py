@@ -3,15 +3,13 @@ that a node sends what one rank would."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Division, Exchange, Headers
+from thinwire.compress.exchange import Adjust, Division, Exchange, Headers, Leg
 from thinwire.compress.packet import HEADER_BYTES, Flags, Header, PacketError, write_headers
 from thinwire.zero import valid_in_shard
 
@@ -38,6 +36,7 @@ class HierarchicalExchange(Exchange):
         bucket: int = 0,
         error_feedback: bool = True,
         device: torch.device | str = "cpu",
+        part: int | None = None,
     ) -> None:
         self._links = links
         nodes, lane = links.num_nodes, links.lane
@@ -53,27 +52,30 @@ class HierarchicalExchange(Exchange):
                 sent=0 if lane is None else nodes,
                 own=None if lane is None else lane * nodes + links.node,
             ),
+            part=part,
         )
+        self._leg_1_senders = None if lane is None else [ranks[lane] for ranks in links.groups.members]
         self._lane_numel = self.shard * nodes
         self._sum: Tensor | None = None
+        self._passed_on = 0
 
     def start(self, step: int, flags: Flags = Flags.NONE) -> None:
         """Add up inside the node, and start leg 1 between nodes."""
         links = self._links
-        mine = self._packets(1)[:, :HEADER_BYTES].contiguous()
+        mine = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         write_headers(mine, Header(self.codec.identifier, self.codec.block_size, self.bucket, step, flags))
-        neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=mine.device)
+        neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         links.inside.all_gather(neighbours, mine)
         total = self._add_up()
         if links.lane is None:
-            self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step)
-            self._headers = []
+            self._expect(step)
         else:
             self._sum = total
             super().start(step, flags)
-        self._headers.append(Headers(neighbours, links.groups.members[links.node]))
+        self._headers.append(Headers(neighbours, 0, links.groups.members[links.node]))
+        self._passed_on = 0
 
-    def advance(self, adjust: Callable[[Tensor], None] | None = None) -> None:
+    def advance(self, adjust: Adjust | None = None) -> None:
         """See Exchange."""
         if self._links.lane is not None:
             super().advance(adjust)
@@ -81,20 +83,18 @@ class HierarchicalExchange(Exchange):
     def wait(self) -> None:
         """Wait for leg 2, and share inside the node what it brought."""
         links = self._links
-        if links.lane is not None:
-            super().wait()
-            assert self._leg_2 is not None
-            self._headers.pop()
-            mine = self._leg_2[1]
-        else:
-            mine = self._packets(links.num_nodes).zero_()
-        everyone = torch.empty(links.inside.size * mine.shape[0], mine.shape[1], dtype=mine.dtype, device=mine.device)
-        work = links.inside.all_gather(everyone, mine)
-        packets = everyone[: links.lanes * links.num_nodes]
-        members = links.groups.members
-        senders = [ranks[lane] for lane in range(links.lanes) for ranks in members]
-        self._headers.append(Headers(packets[:, :HEADER_BYTES].clone(), senders))
-        self._leg_2 = (mine, packets, work)
+        senders = [ranks[lane] for lane in range(links.lanes) for ranks in links.groups.members]
+        for number, place in enumerate(self.parts):
+            if links.lane is None:
+                mine = self._packets(links.num_nodes, place).zero_()
+            else:
+                self._leg_2[number].work.wait()
+                mine = self._leg_2[number].received
+            everyone = mine.new_empty(links.inside.size * mine.shape[0], mine.shape[1])
+            work = links.inside.all_gather(everyone, mine)
+            packets = everyone[: len(senders)]
+            self._headers.append(Headers(packets[:, :HEADER_BYTES].clone(), number, senders))
+            self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
 
     def commit(self) -> None:
         """Take over the new residuals."""
@@ -111,29 +111,23 @@ class HierarchicalExchange(Exchange):
         self.worker_residual.masked_fill_(of_lane, 0.0)
         self.owner_residual.masked_fill_(of_lane.view(self._links.num_nodes, self.shard)[self._links.node], 0.0)
 
-    def _encode_payload(self, packets: Tensor) -> None:
+    def _encode_part(self, place: slice, packets: Tensor) -> None:
         assert self._sum is not None
         assert self._links.lane is not None
         valid = valid_in_shard(self.numel, self._lane_numel, self._links.lane)
-        self.codec.encode(self._sum, self.worker_residual, packets, valid)
+        before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
+        self.codec.encode(self._sum.view(-1, self.shard)[:, place], before, packets, valid - place.start)
 
-    def _name_senders(self) -> None:
-        """Leg 1 came from the ranks of this lane."""
-        lane = self._links.lane
-        assert lane is not None
-        self._headers[-1] = Headers(self._headers[-1].raw, [ranks[lane] for ranks in self._links.groups.members])
-
-    def _leg_2_header(self) -> Header:
+    def _flags_to_pass_on(self) -> Flags:
         """What this rank has heard of others, which only it may have, passed on to everyone."""
-        self._name_senders()
         flags = Flags.NONE
-        for headers in self._headers:
+        heard, self._passed_on = self._headers[self._passed_on :], len(self._headers)
+        for headers in heard:
             try:
                 flags |= headers.check(self._expected)
             except PacketError:
                 flags |= Flags.MISMATCH
-        expected = self._expected
-        return Header(expected.codec, expected.block_size, expected.bucket, expected.step, flags)
+        return flags
 
     def _add_up(self) -> Tensor:
         """Return this rank's lane of the node's sum, times nodes / ranks: the mean over nodes is then that of ranks."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
+from thinwire.compress.packet import Flags
 
 __all__ = ["LeanExchange"]
 
@@ -17,9 +18,8 @@ class LeanExchange(Exchange):
     """An Exchange whose result is kept as leg 2's packets, and whose worker residual is in `residual_dtype`.
 
     With `reversible`, the residuals before this step are kept until `commit` or `revert`, at the price of a second
-    worker
-    residual: then a skipped step leaves them untouched, and `scale_step` can shrink what the step did to them. Without,
-    a step that is not finite sets the residual to zero where its payload was not.
+    worker residual: then a skipped step leaves them untouched, and `scale_step` can shrink what the step did to them.
+    Without, a step that is not finite sets the residual to zero where its payload was not.
     """
 
     def __init__(
@@ -32,12 +32,25 @@ class LeanExchange(Exchange):
         device: torch.device,
         residual_dtype: torch.dtype,
         reversible: bool,
+        part: int | None = None,
     ) -> None:
-        super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device)
+        super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device, part=part)
         self.worker_residual = torch.zeros(self.padded_numel, dtype=residual_dtype, device=device)
         self.owner_residual = torch.zeros(self.shard, device=device)
         self._reversible = reversible
         self._next: Tensor | None = None
+
+    def start(self, step: int, flags: Flags = Flags.NONE) -> None:
+        """See Exchange; the payload's memory goes, or becomes the residual."""
+        assert self.worker_residual is not None
+        if self.worker_residual.dtype == torch.float32:
+            self._next = self.payload
+        else:
+            self._next = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
+        super().start(step, flags)
+        self._payload = None
+        if not self._reversible:
+            self.worker_residual, self._next = self._next, None
 
     def scale_step(self, coefficient: float) -> None:
         """Change the new worker residual to what it were had this step's change been `coefficient` times as large.
@@ -51,10 +64,10 @@ class LeanExchange(Exchange):
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""
-        assert self._leg_2 is not None, "take_packets() follows wait()"
-        packets = self._leg_2[1]
-        self._leg_2 = None
-        return packets
+        assert self._leg_2, "take_packets() follows wait()"
+        parts = [leg.received for leg in self._leg_2]
+        self._leg_2 = []
+        return parts[0] if len(parts) == 1 else self.codec.join(parts)
 
     def commit(self) -> None:
         """Take over the new residuals."""
@@ -82,16 +95,13 @@ class LeanExchange(Exchange):
         if self._average is not None:
             self._average.masked_fill_(mask.view(self._comm.size, self.shard)[self._comm.rank], 0.0)
 
-    def _encode_payload(self, packets: Tensor) -> None:
+    def _encode_part(self, place: slice, packets: Tensor) -> None:
+        if self._next is self.payload:
+            super()._encode_part(place, packets)
+            return
         assert self.worker_residual is not None
-        if self.worker_residual.dtype == torch.float32:
-            self.codec.encode(self.payload, self.worker_residual, packets, self.numel)
-            new = self.payload
-        else:
-            new = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
-            self.codec.encode_rounded(self.payload, self.worker_residual, new, packets, self.numel)
-        self._payload = None
-        if self._reversible:
-            self._next = new
-        else:
-            self.worker_residual = new
+        assert self._next is not None
+        payload, before, after = (
+            vector.view(-1, self.shard)[:, place] for vector in (self.payload, self.worker_residual, self._next)
+        )
+        self.codec.encode_rounded(payload, before, after, packets, self.numel - place.start)

@@ -1,4 +1,4 @@
-"""The 16-byte header that every packet starts with, so that a packet of another step, bucket or codec is
+"""The 16-byte header that every packet starts with, so that a packet of another step, bucket, part or codec is
 an error on every rank and never a silent wrong sum."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from thinwire.compress.kernels import HEADER_BYTES
 
 __all__ = ["HEADER_BYTES", "Flags", "Header", "PacketError", "check_headers", "raise_flag", "write_headers"]
 
-# magic, format version, codec, flags, block size / 64, bucket, step
-_HEADER = struct.Struct("<HBBHHII")
+# magic, format version, codec, flags, block size / 64, bucket, part, step
+_HEADER = struct.Struct("<HBBHHHHI")
 assert _HEADER.size == HEADER_BYTES
 _MAGIC = 0x5754  # "TW", little-endian
-_VERSION = 1
+_VERSION = 2
 _FLAG_BYTES = slice(4, 6)
 _FLAGS_INT16 = 2  # the same place in the header seen as int16
-_STEP_LIMIT = 1 << 32
+_LIMITS = {"bucket": 1 << 16, "part": 1 << 16, "step": 1 << 32}  # numbers are sent modulo these
 
 
 class Flags(IntFlag):
@@ -50,30 +50,36 @@ class Header:
     bucket: int
     step: int
     flags: Flags = Flags.NONE
+    part: int = 0
 
     def pack(self) -> bytes:
         """The 16 bytes of this header, little-endian."""
         return _HEADER.pack(
-            _MAGIC, _VERSION, self.codec, self.flags, self.block_size // 64, self.bucket, self.step % _STEP_LIMIT
+            _MAGIC,
+            _VERSION,
+            self.codec,
+            self.flags,
+            self.block_size // 64,
+            *(getattr(self, name) % limit for name, limit in _LIMITS.items()),
         )
 
     @classmethod
     def unpack(cls, raw: bytes) -> Header:
         """Read 16 bytes back; raises PacketError where they are no header of this format."""
-        magic, version, codec, flags, block_units, bucket, step = _HEADER.unpack(raw)
+        magic, version, codec, flags, block_units, bucket, part, step = _HEADER.unpack(raw)
         if magic != _MAGIC or version != _VERSION:
             raise PacketError(
                 f"not a thinwire packet of format {_VERSION}: it starts with {raw[:4].hex()}. Ranks that run "
                 "different versions of thinwire, or a second user of the same communicator, cause this"
             )
-        return cls(codec, block_units * 64, bucket, step, Flags(flags))
+        return cls(codec, block_units * 64, bucket, step, Flags(flags), part)
 
     def check(self, expected: Header, sender: int) -> None:
         """Raise PacketError unless this header, flags aside, is the expected one."""
-        for name in ("codec", "block_size", "bucket", "step"):
+        for name in ("codec", "block_size", "bucket", "part", "step"):
             given, wanted = getattr(self, name), getattr(expected, name)
-            if name == "step":
-                wanted %= _STEP_LIMIT
+            if name in _LIMITS:
+                wanted %= _LIMITS[name]
             if given != wanted:
                 raise PacketError(
                     f"rank {sender} sent a packet of {name} {given} where {name} {wanted} was expected: the ranks "
