@@ -51,10 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rate = None
             if "steps" in options.races:
                 rate = _race_steps(options, cluster, emulated)
-            if "overlap" in options.races:
-                _measure_overlap(options, cluster, emulated)
             if "losses" in options.races:
                 _race_to_a_loss(options, cluster, emulated, options.loss_rate or rate)
+        if "overlap" in options.races:
+            if lack is None:
+                _measure_overlap(options)
+            else:
+                print("Nothing to overlap: links were not shaped", file=sys.stderr)
     except InputError as error:
         print(f"experiments.ethernet: error: {error}", file=sys.stderr)
         return 2
@@ -102,18 +105,21 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     return rate
 
 
-def _measure_overlap(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None) -> None:
-    """How much of the wire's time hides behind backward where both take as long, of every contender alone."""
-    if emulated is None:
-        print("Nothing to overlap: links were not shaped", file=sys.stderr)
-        return
+def _measure_overlap(options: argparse.Namespace) -> None:
+    """How much of the wire's time hides behind backward where both take as long, of every contender alone.
+
+    On no more hosts than there are cores: ranks that wait for a core hide nothing.
+    """
+    alone = argparse.Namespace(**{**vars(options), "hosts": max(2, min(options.hosts, os.cpu_count() or 2))})
+    alone.ranks_a_host = 1
     racing = [name for name in options.contenders if CONTENDERS[name].steps_alike]
-    arguments = ["--model", options.overlap_model, "--contenders", *racing, "--balanced"]
-    arguments += _stepping(options, emulated, cluster)
-    raw = _job(cluster, "experiments.race.step_times", arguments, options.ranks_a_host, options.limit)
+    with EmulatedCluster(alone.hosts).running() as cluster:
+        arguments = ["--model", options.overlap_model, "--contenders", *racing, "--balanced"]
+        arguments += _stepping(options, cluster, cluster)
+        raw = _job(cluster, "experiments.race.step_times", arguments, alone.ranks_a_host, options.limit)
     content = {
         "machine": machine.describe(),
-        "subject": _subject(options.overlap_model, raw["shapes"], options),
+        "subject": _subject(options.overlap_model, raw["shapes"], alone),
         "step_parts_alone": raw["parts"],
         "contenders": overlap_report.records(raw["balanced"]),
     }
