@@ -51,8 +51,7 @@ def test_resume_on_the_same_ranks_is_bit_identical(dtype, saved_stage: int, stag
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("at", MOMENTS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "at"), [(1, 12), (2, 30), (4, 12), (1, 73), (4, 73)])
 def test_resume_on_other_ranks_keeps_what_the_average_depends_on(ranks: int, at: int) -> None:
     def first(comm: Communicator):
         model = make_model()

@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.reference import store_rounded
+from thinwire.compress.kernels.rounding import store_rounded
 from thinwire.zero import Slot
 from thinwire.zero.flat import FlatBucket, Run
 from thinwire.zero.masters import BucketMasters
 
 __all__ = ["Change", "CommonWeights"]
-
-_ROUNDED_AT_ONCE = 1 << 20  # elements whose random bits, 8 bytes each, are in memory
 
 Change = Callable[[int, slice, Tensor], None]
 """Changes fp32 weights, those of a part of one parameter, in place; given the parameter's number and the part's place
@@ -105,9 +103,9 @@ class CommonWeights:
                     place = slice(first + run.place.start, first + run.place.stop)
                     change(run.parameter, place, self._masters.weights[run.place])
         if not self._masters_are_common:
-            for slot in self._bucket.layout.slots:
+            for number, slot in enumerate(self._bucket.layout.slots):
                 if slot.parameter not in absent:
-                    self._move_copy(change, slot, seed)
+                    self._move_copy(change, slot, (seed << 24) + number)
 
     @torch.no_grad()
     def take_over_written(self, in_sync: bool) -> list[Slot]:
@@ -135,9 +133,7 @@ class CommonWeights:
         weights = copy.float()
         change(slot.parameter, place, weights)
         if weights is not copy:
-            for first in range(0, slot.numel, _ROUNDED_AT_ONCE):
-                part = slice(first, first + _ROUNDED_AT_ONCE)
-                store_rounded(copy[part], weights[part], seed, slot.offset + first)
+            store_rounded(copy, weights, seed)
 
     def _present_versions(self) -> list[int]:
         # What is written through the flat bucket, as here, does not count.

@@ -12,13 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels import cpu_momentum
+from thinwire.compress.kernels import cpu_momentum, cpu_rounding
 from thinwire.compress.kernels.cpu_decode import DECODE
 from thinwire.compress.kernels.cpu_encode import ENCODE, ENCODE_ROUNDED
 from thinwire.compress.kernels.cpu_halves import FORMATS, NO_VALUES
 from thinwire.compress.kernels.noise import keys
 
-__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload"]
+__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
+
+_ROUNDED_BLOCK = 4096
 
 _NO_RESIDUAL = np.empty(0, dtype=np.float32)
 _NO_BYTES = np.empty(0, dtype=np.uint8)
@@ -183,6 +185,18 @@ def apply_signs(
         )
 
     _share_elements(work, first, codes.numel(), block_size)
+
+
+def store_rounded(weights: Tensor, values: Tensor, seed: int) -> None:
+    """Rounding at random; see `thinwire.compress.kernels.rounding.store_rounded`."""
+    weight_bytes, kind, values_array = _byte_array(weights), FORMATS[weights.dtype], _array(values)
+    first_key, second_key = map(np.uint32, keys(seed))
+
+    def work(first_block: int, last_block: int) -> None:
+        first, last = first_block * _ROUNDED_BLOCK, min(last_block * _ROUNDED_BLOCK, values.numel())
+        cpu_rounding.store_rounded(weight_bytes, kind, values_array, first, last, first_key, second_key)
+
+    _share_elements(work, 0, values.numel(), _ROUNDED_BLOCK)
 
 
 def _share_elements(work: Callable[[int, int], None], first: int, numel: int, block_size: int) -> None:

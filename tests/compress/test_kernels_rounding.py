@@ -1,0 +1,51 @@
+"""Rounding at random to 16 bits: the CPU's loop gives the reference's bits, keeps the mean, and refuses what does not
+fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.compress.kernels import reference
+from thinwire.compress.kernels.rounding import store_rounded
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000, 4096, 300_001])
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+def test_the_bits_of_the_reference(dtype: torch.dtype, numel: int) -> None:
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * 10 ** (6 * torch.rand(numel, generator=generator) - 5)
+    values[::7] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3e38]).repeat(numel)[
+        : len(values[::7])
+    ]
+    mine, expected = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    store_rounded(mine, values, seed=1234567 << 40)
+    reference.store_rounded(expected, values, 1234567 << 40, 0)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(mine.signbit() | mine.isnan(), expected.signbit() | expected.isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_is_kept_and_other_seeds_round_otherwise(dtype: torch.dtype) -> None:
+    step = torch.finfo(dtype).eps
+    values = torch.full((100_000,), 1 + 0.3 * step)
+    first, second = torch.empty(100_000, dtype=dtype), torch.empty(100_000, dtype=dtype)
+    store_rounded(first, values, seed=1)
+    store_rounded(second, values, seed=2)
+    assert set(first.float().unique().tolist()) == {1.0, 1 + step}
+    # 5 standard deviations of a fraction of 0.3 among 100,000.
+    assert float((first.double() - 1).mean() / step) == pytest.approx(0.3, abs=0.0073)
+    assert 0.3 < float((first != second).double().mean()) < 0.55  # 0.42 where independent
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    values = torch.zeros(4)
+    with pytest.raises(TypeError, match="values must be fp32"):
+        store_rounded(torch.zeros(4), torch.zeros(4, dtype=torch.float64), 0)
+    with pytest.raises(ValueError, match="vectors of one size"):
+        store_rounded(torch.zeros(5, dtype=torch.bfloat16), values, 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        store_rounded(torch.zeros(8, dtype=torch.bfloat16)[::2], values, 0)
