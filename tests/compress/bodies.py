@@ -11,7 +11,7 @@ import torch
 from tests.compress.algorithm import ReferenceExchange
 from tests.compress.training import make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
-from thinwire.compress import Exchange, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam, make_codec
+from thinwire.compress import Exchange, OneBitLamb, ShardedOneBitAdam, ShardedOneBitLamb, ZeroOneAdam, make_codec
 from thinwire.zero import ShardedOptimizer
 
 BLOCK = 64
@@ -139,6 +139,30 @@ def stages_are_bit_identical(comm: Communicator) -> None:
         assert len(outcomes) == 1
 
 
+def lamb_stages_are_bit_identical(comm: Communicator) -> None:
+    """1-bit LAMB on ZeRO stages 0 and 1: the same bits on every rank and stage, and coefficients."""
+    outcomes = set()
+    for stage in (0, 1):
+        model = make_model(seed=comm.rank)
+        optimizer = ShardedOneBitLamb(
+            model.parameters(),
+            lr=1e-2,
+            freeze_step=20,
+            weight_decay=0.01,
+            block_size=64,
+            bucket_bytes=400,
+            stage=stage,
+            comm=comm,
+            on_drift="raise",
+            resync_interval=10,
+        )
+        train(model, optimizer, range(50))
+        mine = weights(model).numpy().tobytes() + np.array(optimizer.get_lamb_coeffs()).tobytes()
+        outcomes |= set(comm.all_gather_bytes(mine))
+        optimizer.close()
+    assert len(outcomes) == 1
+
+
 ALL = (
     exchange_equals_the_algorithm,
     weights_are_bit_identical_after_200_steps,
@@ -147,4 +171,5 @@ ALL = (
     zero_one_weights_are_bit_identical_after_a_sync,
     resume_is_bit_identical,
     stages_are_bit_identical,
+    lamb_stages_are_bit_identical,
 )

@@ -114,11 +114,11 @@ def test_trains_as_well_as_the_unsharded_optimizer(dtype, world_size) -> None:
         optimizer = thinwire.OneBitLamb(
             model.parameters(), comm=comm, lr=1e-2, freeze_step=FREEZE, block_size=64, weight_decay=0.01
         )
-        return train(model, optimizer, range(100))
+        return train(model, optimizer, range(72))
 
     def sharded(comm):
         model = make_model(dtype=dtype)
-        losses = train(model, optimizer := build(comm, model, weight_decay=0.01), range(100))
+        losses = train(model, optimizer := build(comm, model, weight_decay=0.01), range(72))
         saved = save(comm, optimizer)
         return weights(model), losses, saved
 
@@ -167,23 +167,24 @@ def test_a_resume_is_bit_identical(at, dtype) -> None:
             assert resumed[2] == expected[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("at", [FREEZE - 4, FREEZE + 11])
 def test_another_number_of_ranks_takes_up_everything(at, world_size) -> None:
     def first(comm):
         model = make_model()
         optimizer = build(comm, model)
-        train(model, optimizer, range(at))
-        return save(comm, optimizer)
+        losses = train(model, optimizer, range(at))
+        return save(comm, optimizer), losses
 
-    saved = join(threads.run(first, 2))
+    parts, before = zip(*threads.run(first, 2), strict=True)
+    saved = join(list(parts))
 
     def second(comm):
         model = make_model(seed=9)
         optimizer = build(comm, model, bucket_bytes=500)
         optimizer.load(saved)
         again = save(comm, optimizer)
-        return again, train(model, optimizer, range(at, at + 60)), weights(model)
+        return again, train(model, optimizer, range(at, at + 40)), weights(model)
 
     outcomes = threads.run(second, world_size)
     again = join([one[0] for one in outcomes])
@@ -195,7 +196,7 @@ def test_another_number_of_ranks_takes_up_everything(at, world_size) -> None:
             numel = 1 if kind.startswith("scalar.") else parameter.numel()
             assert torch.equal(again.read(kind, name, 0, numel), saved.read(kind, name, 0, numel))
     assert all(torch.equal(mine, outcomes[0][2]) for _, _, mine in outcomes)
-    assert np.mean([losses[-20:] for _, losses, _ in outcomes]) < 0.1
+    assert np.mean([losses[-20:] for _, losses, _ in outcomes]) < 0.4 * np.mean([losses[:4] for losses in before])
 
 
 @pytest.mark.parametrize("at", [FREEZE - 4, FREEZE + 4])
@@ -293,6 +294,37 @@ def test_clipping_scales_the_step() -> None:
     # A sign that the last bit decides moves a weight by a whole step.
     torch.testing.assert_close(larger[0], once[0], rtol=0, atol=0.05)
     assert larger[1] == pytest.approx(1e3 * once[1], rel=0.5)
+
+
+def test_a_loss_scale_of_a_power_of_two_changes_no_bit() -> None:
+    def body(comm, scale):
+        model = make_model()
+        optimizer = build(comm, model, weight_decay=0.1)
+        optimizer.loss_scale = scale
+        for step in range(FREEZE + 8):
+            optimizer.zero_grad()
+            (scale * loss_of(model, comm.rank, step)).backward()
+            optimizer.step()
+        return weights(model)
+
+    assert torch.equal(*(threads.run(lambda comm, scale=scale: body(comm, scale), 2)[0] for scale in (1.0, 64.0)))
+
+
+def test_reset_state_begins_anew() -> None:
+    def body(comm):
+        model, fresh = make_model(), make_model(seed=3)
+        optimizer = build(comm, model)
+        train(model, optimizer, range(FREEZE + 5))
+        optimizer.reset_state()
+        assert not optimizer.frozen
+        assert optimizer.get_lamb_coeffs() == [1.0] * 6
+        fresh.load_state_dict(model.state_dict())
+        again = build(comm, fresh)
+        steps = range(FREEZE + 5, 2 * FREEZE + 15)
+        assert train(model, optimizer, steps) == train(fresh, again, steps)
+        assert again.frozen
+
+    threads.run(body, 2)
 
 
 def test_layers_without_gradients_groups_and_masks() -> None:

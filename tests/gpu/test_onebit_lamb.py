@@ -1,28 +1,33 @@
-"""1-bit LAMB with its parameters on a GPU, ranks as threads: the same bits on all, and the CPU's weights."""
+"""1-bit LAMB, whole and sharded, with its parameters on a GPU, ranks as threads: the same bits on all, and the
+CPU's weights."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 
 from tests.compress.training import batch, make_model
-from thinwire import OneBitLamb
+from thinwire import OneBitLamb, ShardedOneBitLamb
 from thinwire.comm import threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
-@pytest.mark.parametrize("compress", ["update", "momentum"])
+@pytest.mark.parametrize(
+    "make",
+    [OneBitLamb, partial(OneBitLamb, compress="momentum"), ShardedOneBitLamb, partial(ShardedOneBitLamb, offload=True)],
+)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_ranks_agree_bit_for_bit_and_follow_the_cpu(world_size, compress) -> None:
+def test_ranks_agree_bit_for_bit_and_follow_the_cpu(world_size, make) -> None:
     def train(comm, device):
         model = make_model().to(device)
-        optimizer = OneBitLamb(
+        optimizer = make(
             model.parameters(),
             lr=1e-2,
             freeze_step=10,
             weight_decay=0.01,
-            compress=compress,
             block_size=64,
             bucket_bytes=400,
             comm=comm,
