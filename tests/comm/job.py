@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
+import time
 import warnings
 
+import pytest
 import torch
 
 from tests.comm.collectives_body import check_everything
@@ -67,5 +71,94 @@ def join(backend: str) -> None:
     sys.stdout.write(f"{first.backend} {second.backend} {first.size}\n")
 
 
+def overlap() -> None:
+    """Large transfers end while this process makes no call of MPI at all."""
+    world = comm.init(timeout=60.0)
+    assert isinstance(world, comm.MPICommunicator)
+    group = world.duplicate()
+    sent = torch.arange(world.size * (1 << 22)).view(world.size, -1) + world.rank  # 32 MiB a peer: a rendezvous
+    received, total = torch.zeros_like(sent), torch.full((1 << 20,), 1.0, dtype=torch.bfloat16)
+    works = [
+        world.all_to_all(received, sent, async_op=True),
+        group.all_reduce(total, async_op=True),  # 16 bits are summed in Python, then on the thread
+    ]
+    deadline = time.monotonic() + 60.0
+    while (world._in_flight or group._in_flight) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not world._in_flight
+    assert not group._in_flight
+    column = (torch.arange(1 << 22) + world.rank * (1 << 22)).expand(world.size, -1)
+    assert torch.equal(received, column + torch.arange(world.size)[:, None])
+    assert bool((total == world.size).all())
+    for work in works:
+        assert work.is_completed()
+        work.wait()
+    world.barrier()
+    assert len(progress_threads()) == 1, "a duplicate shares the thread"
+    sys.stdout.write(f"rank {world.rank} computed meanwhile\n")
+
+
+def stall() -> None:
+    """Rank 1 never joins a transfer that rank 0 has left to the thread: it is named, and MPI is left alone."""
+    world = comm.init(timeout=FAILURE_TIMEOUT)
+    assert isinstance(world, comm.MPICommunicator)
+    if world.rank == 0:
+        work = world.all_to_all(torch.zeros(1 << 20), torch.zeros(1 << 20), async_op=True)
+        with pytest.raises(comm.CommunicationTimeout) as failure:
+            work.wait()
+        assert world._progress is not None
+        assert not world._progress._watched._transfers
+        assert failure.value.ranks == (1,)
+        sys.stdout.write(f"{failure.value}\n")
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+
+
+def progress_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "thinwire-mpi-progress"]
+
+
+def end_threads() -> None:
+    """The thread is there from the first asynchronous transfer to the last communicator, or the process's end."""
+    world = comm.init("mpi", quiet=True)
+    world.barrier()
+    assert not progress_threads()
+    world.all_reduce(torch.ones(3), async_op=True).wait()
+    (first,) = progress_threads()
+    del world
+    first.join(60.0)
+    assert not first.is_alive()
+    atexit.register(lambda: sys.stdout.write(f"{len(progress_threads())} at exit\n"))
+    second = comm.init("mpi", quiet=True)
+    second.all_reduce(torch.ones(3), async_op=True).wait()
+    sys.stdout.write(f"{len(progress_threads())} before\n")
+
+
+def one_thread(level: str) -> None:
+    """With an MPI that allows calls from one thread only, transfers move in wait, and a warning says so."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = level
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        world = comm.init("mpi", quiet=True)
+    check_everything(world, 3)
+    assert not progress_threads()
+    (warning,) = [str(one.message) for one in said if issubclass(one.category, RuntimeWarning)]
+    with pytest.raises(RuntimeError) as refusal:
+        comm.MPICommunicator(progress=True)
+    sys.stdout.write(f"{warning}\n{refusal.value}\n")
+
+
+def switched_off() -> None:
+    """Nothing is said, and no thread started, when the environment says so."""
+    warnings.simplefilter("error")
+    check_everything(comm.init("mpi", quiet=True), 5)
+    sys.stdout.write(f"{len(progress_threads())} threads\n")
+
+
+TASKS = (body, mpi_body, lose, join, overlap, stall, end_threads, one_thread, switched_off)
+
 if __name__ == "__main__":
-    {"body": body, "mpi_body": mpi_body, "lose": lose, "join": join}[sys.argv[1]](*sys.argv[2:])
+    {task.__name__: task for task in TASKS}[sys.argv[1]](*sys.argv[2:])

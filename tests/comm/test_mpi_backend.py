@@ -35,3 +35,42 @@ def test_a_stopped_rank_is_named():
     assert done.returncode != 0
     assert "all_to_all of 9 float32" in done.stderr
     assert "rank 1 did not answer" in done.stderr
+
+
+def test_transfers_end_while_nobody_calls_mpi():
+    done = run_mpirun(2, "overlap")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} computed meanwhile" for rank in range(2)]
+
+
+def test_who_never_joins_what_the_thread_drives_is_named():
+    done = run_mpirun(2, "stall")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        "all_to_all of 1048576 float32 (call 3) timed out after 2 s on rank 0 of 2: rank 1 did not answer"
+        in done.stdout
+    )
+
+
+def test_the_thread_ends_with_the_communicator_and_with_the_process():
+    pytest.importorskip("mpi4py")
+    done = run_alone("end_threads")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "1 before\n0 at exit\n"
+
+
+@pytest.mark.parametrize("level", ["single", "serialized"])
+def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(level):
+    pytest.importorskip("mpi4py")
+    done = run_alone("one_thread", level)
+    assert done.returncode == 0, done.stdout + done.stderr
+    warning, error = done.stdout.splitlines()
+    assert "move only while MPI is called" in warning
+    assert "do not ask for progress" in error
+
+
+def test_the_thread_can_be_switched_off():
+    pytest.importorskip("mpi4py")
+    done = run_alone("switched_off", THINWIRE_MPI_PROGRESS="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "0 threads\n"

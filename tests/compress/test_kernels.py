@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -47,6 +47,25 @@ class TestCpuThreads:
     ROWS, SHARD, BLOCK_SIZE = 3, 256 * 2048, 2048
     NUMEL = ROWS * SHARD - 4321
 
+    @pytest.fixture(autouse=True)
+    def threads_used(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """As many cores as torch has threads; the number of threads of every call."""
+        from thinwire.compress.kernels import cpu
+        from thinwire.simd.workers import Workers
+
+        used: list[int] = []
+
+        class Counted(Workers):
+            def threads(self) -> int:
+                return torch.get_num_threads()
+
+            def each(self, work: Callable[[int], None], parts: int, threads: int) -> None:
+                used.append(threads)
+                super().each(work, parts, threads)
+
+        monkeypatch.setattr(cpu, "_workers", Counted())
+        return used
+
     def results(self, codec: str, payload: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         payload = payload.clone()
         packets = torch.zeros(self.ROWS, kernels.packet_bytes(codec, self.SHARD, self.BLOCK_SIZE), dtype=torch.uint8)
@@ -57,13 +76,17 @@ class TestCpuThreads:
         return payload, packets, decoded, mean
 
     @pytest.mark.parametrize("codec", CODECS)
-    def test_the_number_of_threads_does_not_show(self, codec: str, thread_count: None) -> None:
+    def test_the_number_of_threads_does_not_show(self, codec: str, thread_count: None, threads_used: list[int]) -> None:
         payload, residual = torch.randn(2, self.ROWS * self.SHARD)
         torch.set_num_threads(1)
         wanted = self.results(codec, payload, residual)
+        assert set(threads_used) == {1}
         for threads in (2, 3, 7):
             torch.set_num_threads(threads)
-            for result, expected in zip(self.results(codec, payload, residual), wanted, strict=True):
+            threads_used.clear()
+            results = self.results(codec, payload, residual)
+            assert max(threads_used) == threads
+            for result, expected in zip(results, wanted, strict=True):
                 assert torch.equal(result, expected)
 
     @pytest.mark.parametrize("codec", CODECS)

@@ -49,6 +49,12 @@ def test_a_row_longer_than_a_chunk() -> None:
     check(cpu, BigBird(2, 64), (1100, 1100), 16, batch=1)
 
 
+@pytest.fixture
+def _enough_cores(monkeypatch):
+    monkeypatch.setattr(cpu._workers, "threads", torch.get_num_threads)
+
+
+@pytest.mark.usefixtures("_enough_cores")
 def test_the_same_bits_for_any_number_of_threads_and_any_strides() -> None:
     rows = torch.randn(4, 2, 200, 3, 32)
     q, k, v, d_out = (one.transpose(1, 2) for one in rows)
@@ -65,6 +71,7 @@ def test_the_same_bits_for_any_number_of_threads_and_any_strides() -> None:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+@pytest.mark.usefixtures("_enough_cores")
 def test_16_bits_are_the_same_bits_however_a_head_is_shared_out() -> None:
     tensors = torch.randn(4, 1, 3, 150, 24).bfloat16()
     before = torch.get_num_threads()

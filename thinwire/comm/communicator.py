@@ -173,6 +173,10 @@ class Communicator(ABC):
         """Free what the backend holds."""
         return
 
+    def _leave_in_flight(self) -> None:
+        """Keep moving what has been started: the caller goes on and waits for it later."""
+        return
+
     def _abandon(self) -> None:
         """Prepare for a process that ends with transfers of this communicator unfinished."""
         return
@@ -233,7 +237,9 @@ class Communicator(ABC):
             pending = start(call)
         self.traffic.add(name, sent_bytes(name, nbytes, self.size))
         work = Work(self, call, pending)
-        if not async_op:
+        if async_op:
+            self._leave_in_flight()
+        else:
             work.wait()
         return work
 

@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
@@ -21,6 +22,7 @@ from torch import Tensor
 from thinwire.comm.checks import ReduceOp
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.failure import ROLL_CALL_SECONDS, Call, RollCall
+from thinwire.comm.mpi_progress import SLEEP_SECONDS, Progress, Transfer
 from thinwire.comm.work import Pending
 
 __all__ = ["MPICommunicator", "install_abort_hook"]
@@ -28,8 +30,6 @@ __all__ = ["MPICommunicator", "install_abort_hook"]
 _LARGEST_COUNT = 2**31 - 1
 """Most elements that one MPI call before MPI-4 can count."""
 
-_YIELDS_BEFORE_SLEEP = 200
-_SLEEP_SECONDS = 50e-6
 _TOKEN_BYTES = 256
 
 _DATATYPES = {
@@ -47,7 +47,10 @@ class MPICommunicator(Communicator):
     """A communicator over the ranks of ``comm``, by default ``MPI.COMM_WORLD``. Collective.
 
     It works on duplicates, so that its messages never mix with the caller's. An MPI moves data while
-    somebody calls it: ``Work.is_completed`` between pieces of computation keeps a transfer going.
+    somebody calls it: a thread does so until every transfer is over. Where the MPI allows calls from one thread
+    only, which is a ``RuntimeWarning`` on rank 0, with ``progress=False`` or THINWIRE_MPI_PROGRESS=0, and, unless
+    it is asked for, where MPI reads GPU memory itself, a transfer moves in ``wait``, in ``Work.is_completed`` and in
+    other calls of MPI. ``progress=True`` raises ``RuntimeError`` where there can be no such thread.
 
     CUDA tensors are handed to MPI when it is CUDA-aware, else they travel through pinned host memory, as
     those of all_reduce always do (Open MPI's non-blocking reductions cannot read a GPU). ``cuda_aware``
@@ -57,7 +60,12 @@ class MPICommunicator(Communicator):
     _transport_errors = (MPI.Exception,)
 
     def __init__(
-        self, comm: MPI.Intracomm | None = None, timeout: float = 300.0, *, cuda_aware: bool | None = None
+        self,
+        comm: MPI.Intracomm | None = None,
+        timeout: float = 300.0,
+        *,
+        cuda_aware: bool | None = None,
+        progress: bool | Progress | None = None,
     ) -> None:
         parent = MPI.COMM_WORLD if comm is None else comm
         if parent == MPI.COMM_NULL or parent.Is_inter():
@@ -68,7 +76,8 @@ class MPICommunicator(Communicator):
         for own in (self._comm, self._control):
             own.Set_errhandler(MPI.ERRORS_RETURN)
         self._cuda_aware = _is_cuda_aware() if cuda_aware is None else cuda_aware
-        self._in_flight: set[_MPIPending] = set()
+        self._progress = progress if isinstance(progress, Progress) else self._make_progress(progress)
+        self._in_flight: set[Transfer] = set()
         self._tokens: list[MPI.Request] = []
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
@@ -119,15 +128,13 @@ class MPICommunicator(Communicator):
         return self._track([request], *tensors)
 
     def _track(self, requests: list[MPI.Request], *tensors: Tensor) -> Pending:
-        pending = _MPIPending(requests, tensors, self._in_flight)
-        self._in_flight.add(pending)
-        return pending
+        return Transfer(requests, tensors, self._in_flight, self._progress)
 
     def _subgroup(self, members: list[int], number: int) -> Communicator:
         own = self._comm.Get_group()
         group = own.Incl(members)
         comm = self._comm.Create_group(group)
-        made = MPICommunicator(comm, self.timeout, cuda_aware=self._cuda_aware)
+        made = MPICommunicator(comm, self.timeout, cuda_aware=self._cuda_aware, progress=self._progress or False)
         for handle in (comm, group, own):
             handle.Free()
         return made
@@ -149,10 +156,38 @@ class MPICommunicator(Communicator):
                     self._control.Recv([message, MPI.BYTE], status.Get_source())
                     answers[status.Get_source()] = Call.decode(bytes(message).rstrip(b"\0"))
                 else:
-                    time.sleep(_SLEEP_SECONDS)
+                    time.sleep(SLEEP_SECONDS)
         except MPI.Exception as error:
             return RollCall(answers, (), f"the roll call failed too: {error}")
         return RollCall(answers, tuple(rank for rank in others if rank not in answers))
+
+    def _make_progress(self, wanted: bool | None) -> Progress | None:
+        """The thread that drives transfers, unless it is unwanted or this MPI forbids it."""
+        if wanted is None:
+            wanted = _told("THINWIRE_MPI_PROGRESS")
+        reads_gpus = self._cuda_aware and torch.cuda.is_available()
+        if wanted is False or (wanted is None and reads_gpus):
+            return None
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            return Progress()
+        lacking = (
+            "MPI runs without MPI_THREAD_MULTIPLE, so that no thread can move transfers while the process computes: "
+            "they move only while MPI is called. Take an MPI built with it, and leave mpi4py.rc.thread_level at "
+            "'multiple'"
+        )
+        if wanted:
+            raise RuntimeError(f"{lacking}; or do not ask for progress")
+        if self.rank == 0:
+            warnings.warn(f"{lacking}; THINWIRE_MPI_PROGRESS=0 silences this", RuntimeWarning, stacklevel=3)
+        return None
+
+    def _leave_in_flight(self) -> None:
+        if self._progress is not None:
+            self._progress.watch(self._in_flight)
+
+    def _abandon(self) -> None:
+        if self._progress is not None:
+            self._progress.forget(self._in_flight)
 
     def _release(self) -> None:
         if not MPI.Is_finalized():
@@ -163,38 +198,6 @@ class MPICommunicator(Communicator):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"MPI takes tensors on cpu or cuda, not on {device}")
         return device.type == "cuda" and (reduction or not self._cuda_aware)
-
-
-class _MPIPending:
-    """Requests in flight, with the tensors that MPI reads and writes until they are over."""
-
-    def __init__(self, requests: list[MPI.Request], tensors: tuple[Tensor, ...], in_flight: set[_MPIPending]) -> None:
-        self._requests = requests
-        self._tensors = tensors
-        self._in_flight = in_flight
-        self._error: MPI.Exception | None = None
-
-    def done(self) -> bool:
-        try:
-            over = self._error is not None or MPI.Request.Testall(self._requests)
-        except MPI.Exception as error:
-            self._error = error
-            return True
-        if over:
-            self._in_flight.discard(self)
-        return over
-
-    def wait(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        yields = 0
-        while not self.done():
-            if time.monotonic() >= deadline:
-                return False
-            yields += 1
-            time.sleep(0 if yields < _YIELDS_BEFORE_SLEEP else _SLEEP_SECONDS)
-        if self._error is not None:
-            raise self._error
-        return True
 
 
 def install_abort_hook() -> None:
@@ -248,13 +251,19 @@ def _half_precision_op(dtype: torch.dtype, op: ReduceOp) -> MPI.Op:
 
 def _is_cuda_aware() -> bool:
     """Whether this MPI can read GPU memory, as the environment or the library itself says."""
-    told = os.environ.get("THINWIRE_MPI_CUDA_AWARE")
+    told = _told("THINWIRE_MPI_CUDA_AWARE")
     if told is not None:
-        if told not in ("0", "1"):
-            raise ValueError(f"THINWIRE_MPI_CUDA_AWARE should be 0 or 1, not {told!r}")
-        return told == "1"
+        return told
     try:
         query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
     except (OSError, AttributeError):
         return False
     return bool(query())
+
+
+def _told(variable: str) -> bool | None:
+    """What the environment says of a switch; None when it says nothing."""
+    value = os.environ.get(variable)
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{variable} should be 0 or 1, not {value!r}")
+    return None if value is None else value == "1"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from thinwire.compress.kernels.cpu_decode import DECODE
 from thinwire.compress.kernels.cpu_encode import ENCODE, ENCODE_ROUNDED
 from thinwire.compress.kernels.cpu_halves import FORMATS, NO_VALUES
 from thinwire.compress.kernels.noise import keys
+from thinwire.simd.workers import Workers
 
 __all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
 
@@ -45,7 +44,7 @@ def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor
     def work(first: int, last: int) -> None:
         kernel(payload_array, residual_array, flat, first, last, numel, block_size, row_blocks, row_bytes)
 
-    _workers.share(work, row_blocks * rows, block_size)
+    _share(work, row_blocks * rows, block_size)
 
 
 def encode_rounded(
@@ -68,7 +67,7 @@ def encode_rounded(
     def work(first: int, last: int) -> None:
         kernel(payload_array, residual_bytes, new_bytes, flat, first, last, numel, block_size, row_blocks, row_bytes)
 
-    _workers.share(work, row_blocks * rows, block_size)
+    _share(work, row_blocks * rows, block_size)
 
 
 def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
@@ -103,7 +102,7 @@ def _decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size:
             streaming,
         )
 
-    _workers.share(work, row_blocks * groups, block_size)
+    _share(work, row_blocks * groups, block_size)
 
 
 def momentum_payload(
@@ -204,7 +203,7 @@ def _share_elements(work: Callable[[int, int], None], first: int, numel: int, bl
     if not numel:
         return
     begin, end = first // block_size, -(-(first + numel) // block_size)
-    _workers.share(lambda low, high: work(begin + low, begin + high), end - begin, block_size)
+    _share(lambda low, high: work(begin + low, begin + high), end - begin, block_size)
 
 
 def _byte_array(tensor: Tensor) -> NDArray[Any]:
@@ -215,27 +214,11 @@ def _array(tensor: Tensor) -> NDArray[Any]:
     return tensor.detach().numpy()
 
 
-class _Workers:
-    """Threads that share out the blocks of one call, the caller's among them.
-
-    Nothing that runs on them waits for another, so any number of Python threads may call at once.
-    """
-
-    def __init__(self) -> None:
-        self._start()
-        os.register_at_fork(after_in_child=self._start)  # threads do not survive a fork
-
-    def _start(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="thinwire-kernel")
-
-    def share(self, work: Callable[[int, int], None], blocks: int, block_size: int) -> None:
-        """Run work(first, last) over ranges that cover `blocks`, on at most torch.get_num_threads() threads."""
-        threads = max(1, min(torch.get_num_threads(), blocks * block_size // _ELEMENTS_PER_THREAD))
-        edges = [blocks * part // threads for part in range(threads + 1)]
-        futures = [self._pool.submit(work, edges[part], edges[part + 1]) for part in range(1, threads)]
-        work(edges[0], edges[1])
-        for future in futures:
-            future.result()
+def _share(work: Callable[[int, int], None], blocks: int, block_size: int) -> None:
+    """Run work(first, last) over ranges that cover `blocks`, one a thread."""
+    threads = max(1, min(_workers.threads(), blocks * block_size // _ELEMENTS_PER_THREAD))
+    edges = [blocks * part // threads for part in range(threads + 1)]
+    _workers.each(lambda part: work(edges[part], edges[part + 1]), threads, threads)
 
 
-_workers = _Workers()
+_workers = Workers()

@@ -88,7 +88,7 @@ def forward(
     out = torch.empty_like(q)
     results = out
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
-    threads = torch.get_num_threads()
+    threads = _workers.threads()
     heads = call.batch * call.heads
     # As many parts of a head as give every thread several: rows of blocks differ in what they attend.
     parts = 1 if heads % threads == 0 or heads >= 8 * threads else min(index.num_rows, -(-8 * threads // max(heads, 1)))
@@ -161,7 +161,7 @@ def backward(
             for target, result in zip(of_head, results, strict=True):
                 _copy_if_another(target, result)
 
-    _workers.each(work, len(groups), torch.get_num_threads())
+    _workers.each(work, len(groups), _workers.threads())
     return *gradients, d_bias
 
 

@@ -1,0 +1,180 @@
+"""Keeps MPI transfers moving while the application computes: MPI itself moves data only while it is called.
+
+One thread asks after every transfer in flight. It sleeps when there is none, and while a caller waits, who asks too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from mpi4py import MPI
+from torch import Tensor
+
+__all__ = ["SLEEP_SECONDS", "Progress", "Transfer"]
+
+SLEEP_SECONDS = 50e-6
+"""Between two looks of a caller who has nothing else to do."""
+
+_YIELDS_BEFORE_SLEEP = 200
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 100e-6, 2e-3
+"""Seconds between two looks of the thread. In the longest pause a socket's buffer should not run empty or full."""
+
+_MOVING_SECONDS = 40e-6
+"""Processor time of a look that moved data. One that finds nothing takes 3 to 20 microseconds."""
+
+_EXIT_SECONDS = 5.0
+"""How long a process that ends waits for the thread to leave MPI."""
+
+
+class Progress:
+    """A thread that drives the transfers of some communicators. It starts with the first of them.
+
+    It ends with this object or the process, whichever is first, and holds neither up. MPI must allow calls from
+    several threads at once (MPI_THREAD_MULTIPLE).
+    """
+
+    def __init__(self) -> None:
+        self._watched = _Watched()
+        self._stop: weakref.finalize[..., Progress] | None = None
+
+    def watch(self, transfers: Iterable[Transfer]) -> None:
+        """Drive ``transfers`` until they are over or forgotten."""
+        self._watched.add(transfers)
+        if self._stop is None:
+            thread = threading.Thread(target=self._watched.drive, name="thinwire-mpi-progress", daemon=True)
+            thread.start()
+            # At exit too: MPI must not be called once it is finalised.
+            self._stop = weakref.finalize(self, _stop, self._watched, thread)
+
+    def forget(self, transfers: Iterable[Transfer]) -> None:
+        """Leave ``transfers`` alone."""
+        self._watched.remove(transfers)
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Within this context the caller drives MPI itself, and the thread stands aside."""
+        self._watched.attend(1)
+        try:
+            yield
+        finally:
+            self._watched.attend(-1)
+
+
+class Transfer:
+    """Requests in flight, with the tensors that MPI reads and writes until they are over."""
+
+    def __init__(
+        self,
+        requests: list[MPI.Request],
+        tensors: tuple[Tensor, ...],
+        in_flight: set[Transfer],
+        progress: Progress | None,
+    ) -> None:
+        """It joins ``in_flight`` and leaves it when it is over. ``progress``: what may be told to drive it, if any."""
+        self._requests = requests
+        self._tensors = tensors
+        self._in_flight = in_flight
+        self._progress = progress
+        self._testing = threading.Lock()
+        self._over = False
+        self._error: MPI.Exception | None = None
+        in_flight.add(self)
+
+    def done(self) -> bool:
+        """Whether it is over, well or badly; drives progress and never raises. Any thread may call it."""
+        with self._testing:  # MPI forbids that two threads test one request
+            if not self._over:
+                self._test()
+            return self._over
+
+    def wait(self, seconds: float) -> bool:
+        """Block for at most ``seconds``; False if it is still running. Raises ``MPI.Exception``."""
+        deadline = time.monotonic() + seconds
+        yields = 0
+        with nullcontext() if self._progress is None else self._progress.attended():
+            while not self.done():
+                if time.monotonic() >= deadline:
+                    return False
+                yields += 1
+                time.sleep(0 if yields < _YIELDS_BEFORE_SLEEP else SLEEP_SECONDS)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _test(self) -> None:
+        try:
+            self._over = MPI.Request.Testall(self._requests)
+        except MPI.Exception as error:
+            # Other requests may still run: the tensors stay in flight.
+            self._error, self._over = error, True
+        else:
+            if self._over:
+                self._in_flight.discard(self)
+        if self._over and self._progress is not None:
+            self._progress.forget((self,))
+
+
+class _Watched:
+    """What the thread and the rest of the process share."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._transfers: set[Transfer] = set()
+        self._attending = 0
+        self._closed = False
+
+    def add(self, transfers: Iterable[Transfer]) -> None:
+        with self._changed:
+            self._transfers.update(transfers)
+            self._changed.notify()
+
+    def remove(self, transfers: Iterable[Transfer]) -> None:
+        with self._changed:
+            self._transfers.difference_update(transfers)
+
+    def attend(self, callers: int) -> None:
+        with self._changed:
+            self._attending += callers
+            if self._transfers and not self._attending:
+                self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def drive(self) -> None:
+        """Look at all transfers again and again: soon after data moved, ever more rarely while none does."""
+        pause = _SHORTEST_PAUSE
+        while self._wait_for_some():
+            before = time.thread_time()
+            self._look()
+            moved = time.thread_time() - before >= _MOVING_SECONDS
+            pause = _SHORTEST_PAUSE if moved else min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(pause)
+
+    def _wait_for_some(self) -> bool:
+        """Sleep until there is something to look at, or this is closed: then False."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._transfers and not self._attending))
+            return not self._closed
+
+    def _look(self) -> None:
+        with self._changed:
+            transfers = list(self._transfers)
+        # Not with the lock, which callers take who neither wait for MPI nor expect to.
+        for transfer in transfers:
+            transfer.done()
+
+
+def _stop(watched: _Watched, thread: threading.Thread) -> None:
+    # In a forked child there is no such thread, and its locks may be held forever.
+    if thread.is_alive():
+        watched.close()
+        if thread is not threading.current_thread():
+            thread.join(_EXIT_SECONDS)
