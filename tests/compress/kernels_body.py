@@ -99,6 +99,35 @@ def same(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
+def check_rows_apart(backend: Backend, codec: str, device: str, shard: int, place: slice, numel: int) -> None:
+    """The same part of three shards of which `numel` elements are valid: the bits that each row has by itself."""
+    payload, residual = torch.randn(2, 3, shard, device=device)[:, :, place]
+    new = torch.zeros(3, shard, dtype=torch.bfloat16, device=device)[:, place]
+    half = torch.zeros(3, shard, dtype=torch.bfloat16, device=device)[:, place].copy_(residual)
+    part = payload.shape[1]
+    packets, rounded, alone = (uninitialised_packets(codec, 3, part, 64, device) for _ in range(3))
+    rounded.copy_(packets)
+    alone.copy_(packets)
+    lost, decoded = (torch.zeros(3, shard, device=device)[:, place] for _ in range(2))
+    lost.copy_(payload)
+    valid = min(max(numel - place.start, 0), 2 * shard + part)
+    backend.encode(codec, lost, residual, packets, valid, 64)
+    backend.encode_rounded(codec, payload, half, new, rounded, valid, 64)
+    backend.decode(codec, packets, decoded, valid, 64)
+    for row in range(3):
+        mine = min(max(numel - row * shard - place.start, 0), part)
+        one, of_row, values = payload[row].clone(), alone[row : row + 1], torch.empty(part, device=device)
+        backend.encode(codec, one, residual[row].clone(), of_row, mine, 64)
+        assert torch.equal(lost[row], one)
+        assert torch.equal(packets[row], of_row[0])
+        backend.decode(codec, of_row, values, mine, 64)
+        assert torch.equal(decoded[row], values)
+        after = torch.empty(part, dtype=torch.bfloat16, device=device)
+        backend.encode_rounded(codec, payload[row].clone(), half[row].clone(), after, of_row, mine, 64)
+        assert torch.equal(new[row], after)
+        assert torch.equal(rounded[row], of_row[0])
+
+
 def check_against_exact(subject: Subject, encoded: Encoded) -> None:
     """Scales to a few roundings, codes but for ties, and what was lost, all against float64."""
     wanted, numel, block_size = exact(encoded), encoded.numel, encoded.block_size

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.compress import emulation
-from tests.compress.kernels_body import CODECS, KernelsBody, Subject, uninitialised_packets
+from tests.compress.kernels_body import CODECS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
 from thinwire.compress import kernels
 from thinwire.compress.kernels import ops
 
@@ -139,6 +139,16 @@ class TestCpuThreads:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_numba)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_apart(codec: str, name: str, threads: int, thread_count: None) -> None:
+    torch.set_num_threads(threads)
+    for shard, first, stop in ((640, 128, 512), (640, 0, 64), (1 << 18, 64, (1 << 18) - 64)):
+        for numel in (0, first + 1, shard + 77, 3 * shard - 100, 3 * shard):
+            check_rows_apart(kernels.backends()[name], codec, "cpu", shard, slice(first, stop), numel)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_numba)])
 def test_any_alignment_will_do_on_a_cpu(codec: str, name: str) -> None:
     backend = kernels.backends()[name]
     payload, residual = torch.randn(2, 3 * 128)
@@ -191,6 +201,13 @@ class TestOperators:
         operator = getattr(torch.ops.thinwire, f"{codec}_{operation}").default
         torch.library.opcheck(operator, operator_arguments(codec, operation))
 
+    def test_opcheck_with_rows_apart(self, codec: str) -> None:
+        _, _, packets, *rest = operator_arguments(codec, "encode")
+        payload, residual = torch.randn(2, 3, 320)[:, :, 64:192]
+        torch.library.opcheck(
+            getattr(torch.ops.thinwire, f"{codec}_encode").default, (payload, residual, packets, *rest)
+        )
+
     def test_opcheck_without_residual(self, codec: str) -> None:
         payload, _, *rest = operator_arguments(codec, "encode")
         torch.library.opcheck(getattr(torch.ops.thinwire, f"{codec}_encode").default, (payload, None, *rest))
@@ -229,7 +246,12 @@ class TestOperators:
 
         refused(TypeError, "payload must be torch.float32", payload.double(), residual, packets, numel, block_size)
         refused(TypeError, "packets must be torch.uint8", payload, residual, packets.char(), numel, block_size)
-        refused(ValueError, "contiguous vector", payload.view(3, -1), residual, packets, numel, block_size)
+        refused(ValueError, "contiguous vector", payload.view(2, -1), residual, packets, numel, block_size)
+        refused(ValueError, "contiguous vector", payload.view(3, -1)[:, ::2], None, packets, numel, block_size)
+        refused(ValueError, "lay both out alike", payload.view(3, -1), residual, packets, numel, block_size)
+        apart = torch.zeros(3, 200)[:, :128]
+        refused(ValueError, "lay both out alike", apart, residual.view(3, -1), packets, numel, block_size)
+        refused(ValueError, "numel is 529: it must lie between 0 and the 528", apart, None, packets, 529, block_size)
         refused(ValueError, "contiguous vector", payload[::2], residual, packets, numel, block_size)
         refused(ValueError, "contiguous", payload, residual, packets.t(), numel, block_size)
         refused(ValueError, "at least one row", payload, residual, packets[0], numel, block_size)

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.compress.kernels_body import CODECS, KernelsBody, Subject, uninitialised_packets
+from tests.compress.kernels_body import CODECS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
 from tests.compress.kernels_momentum_body import MomentumBody, make_momentum, same_bits
 from thinwire.compress import kernels
 
@@ -46,6 +46,12 @@ class TestMomentumOnCuda(MomentumBody):
         assert same_bits(payload.cpu(), on_cpu.payload(Subject("operators", kernels), values))
         moved = on_cuda.apply(Subject("operators", kernels, "cuda"), values.cuda(), 1e-3, 0.999, seed=11)
         assert same_bits(moved.cpu(), on_cpu.apply(Subject("operators", kernels), values, 1e-3, 0.999, seed=11))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_apart(codec: str) -> None:
+    for numel in (0, 129, 717, 1820, 1920):
+        check_rows_apart(kernels.backends()["cuda"], codec, "cuda", 640, slice(128, 512), numel)
 
 
 @pytest.mark.parametrize("codec", CODECS)

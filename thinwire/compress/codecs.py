@@ -4,8 +4,8 @@ One interface, so that the exchange, the optimizers and the DDP hook need not kn
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -84,18 +84,16 @@ class _BlockCodec(Codec):
         return kernels.packet_bytes(self.name, shard, self.block_size)
 
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
-        for one, valid, mine, before in _runs(packets, numel, payload, residual):
-            kernels.encode(self.name, mine, before, one, valid, self.block_size)
+        kernels.encode(self.name, payload, residual, packets, _within(payload, numel), self.block_size)
 
     def encode_rounded(
         self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
     ) -> None:
-        for one, valid, mine, before, after in _runs(packets, numel, payload, residual, new_residual):
-            kernels.encode_rounded(self.name, mine, before, after, one, valid, self.block_size)
+        valid = _within(payload, numel)
+        kernels.encode_rounded(self.name, payload, residual, new_residual, packets, valid, self.block_size)
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        for one, valid, mine in _runs(packets, numel, output):
-            kernels.decode(self.name, one, mine, valid, self.block_size)
+        kernels.decode(self.name, packets, output, _within(output, numel), self.block_size)
 
     def scale(self, packets: Tensor, factor: float) -> None:
         kernels.scales(self.name, packets, self.block_size).mul_(factor)
@@ -109,19 +107,9 @@ class _BlockCodec(Codec):
         return torch.cat([parts[0][:, :HEADER_BYTES], *scales, *codes], dim=1)
 
 
-def _runs(packets: Tensor, numel: int, vector: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """What one kernel call can take of packets and their vectors: everything, or a row where rows lie apart.
-
-    Yields the packets, how many of their elements are valid, and the vectors, flat.
-    """
-    vectors = (vector, *others)
-    if vector.is_contiguous():
-        valid = valid_in_shard(numel, vector.numel(), 0)
-        yield packets, valid, *(None if one is None else one.view(-1) for one in vectors)
-        return
-    for row in range(len(packets)):
-        valid = min(valid_in_shard(numel, vector.stride(0), row), vector.shape[1])
-        yield packets[row : row + 1], valid, *(None if one is None else one[row] for one in vectors)
+def _within(vector: Tensor, numel: int) -> int:
+    """Of `numel` elements from the vector's first one's place on, those that lie before its end."""
+    return valid_in_shard(numel, kernels.span(vector), 0)
 
 
 class _CastCodec(Codec):

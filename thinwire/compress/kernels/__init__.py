@@ -4,6 +4,9 @@ A packet row is 16 header bytes that no kernel touches, one float32 scale a bloc
 an element for "sign1" (least significant first, 1 where u >= 0), a signed byte for "int8". `packets` has
 the shape [rows, packet_bytes]; a row carries a shard, which is a whole number of blocks; `numel` counts the
 valid elements over all rows laid end to end, and what lies beyond it is padding.
+
+Where float vectors of [rows * shard] are asked for, `encode`, `encode_rounded` and `decode` also take [rows, shard]
+whose rows lie apart in memory, all in one layout: `numel` then counts the elements between rows, too.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from thinwire.compress.kernels.layout import (
     MAX_BLOCK_SIZE,
     packet_bytes,
     scales,
+    span,
 )
 from thinwire.compress.kernels.ops import Backend, backends
 
@@ -38,6 +42,7 @@ __all__ = [
     "momentum_payload",
     "packet_bytes",
     "scales",
+    "span",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from thinwire.compress.kernels import cpu_momentum, cpu_rounding
 from thinwire.compress.kernels.cpu_decode import DECODE
 from thinwire.compress.kernels.cpu_encode import ENCODE, ENCODE_ROUNDED
 from thinwire.compress.kernels.cpu_halves import FORMATS, NO_VALUES
+from thinwire.compress.kernels.layout import runs
 from thinwire.compress.kernels.noise import keys
 from thinwire.simd.workers import Workers
 
@@ -35,16 +36,18 @@ _STREAM_ALIGNMENT = 64
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
     """Encode payload + residual; see `thinwire.compress.kernels.encode`."""
     kernel = ENCODE[codec]
-    payload_array = _array(payload)
-    residual_array = _NO_RESIDUAL if residual is None else _array(residual)
     rows, row_bytes = packets.shape
     row_blocks = payload.numel() // rows // block_size
-    flat = _array(packets).reshape(-1)
+    arrays = [
+        (_array(values), _NO_RESIDUAL if before is None else _array(before), _array(of_run).reshape(-1), valid)
+        for of_run, valid, values, before in runs(packets, numel, payload, residual)
+    ]
 
-    def work(first: int, last: int) -> None:
-        kernel(payload_array, residual_array, flat, first, last, numel, block_size, row_blocks, row_bytes)
+    def work(run: int, first: int, last: int) -> None:
+        payload_array, residual_array, flat, valid = arrays[run]
+        kernel(payload_array, residual_array, flat, first, last, valid, block_size, row_blocks, row_bytes)
 
-    _share(work, row_blocks * rows, block_size)
+    _share_runs(work, len(arrays), row_blocks * rows, block_size)
 
 
 def encode_rounded(
@@ -58,51 +61,51 @@ def encode_rounded(
 ) -> None:
     """Encode with bf16 residuals; see `thinwire.compress.kernels.encode_rounded`."""
     kernel = ENCODE_ROUNDED[codec]
-    payload_array, flat = _array(payload), _array(packets).reshape(-1)
-    residual_bytes = _NO_BYTES if residual is None else _byte_array(residual)
-    new_bytes = _byte_array(new_residual)
     rows, row_bytes = packets.shape
     row_blocks = payload.numel() // rows // block_size
+    arrays = [
+        (
+            _array(values),
+            _NO_BYTES if before is None else _byte_array(before),
+            _byte_array(after),
+            _array(of_run).reshape(-1),
+            valid,
+        )
+        for of_run, valid, values, before, after in runs(packets, numel, payload, residual, new_residual)
+    ]
 
-    def work(first: int, last: int) -> None:
-        kernel(payload_array, residual_bytes, new_bytes, flat, first, last, numel, block_size, row_blocks, row_bytes)
+    def work(run: int, first: int, last: int) -> None:
+        payload_array, residual_bytes, new_bytes, flat, valid = arrays[run]
+        kernel(payload_array, residual_bytes, new_bytes, flat, first, last, valid, block_size, row_blocks, row_bytes)
 
-    _share(work, row_blocks * rows, block_size)
+    _share_runs(work, len(arrays), row_blocks * rows, block_size)
 
 
 def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
     """Decode every row; see `thinwire.compress.kernels.decode`."""
-    _decode(codec, packets, output, numel, block_size, groups=packets.size(0))
+    _decode(codec, list(runs(packets, numel, output)), block_size, packets_a_group=1)
 
 
 def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
     """Average the rows; see `thinwire.compress.kernels.decode_mean`."""
-    _decode(codec, packets, output, numel, block_size, groups=1)
+    _decode(codec, [(packets, numel, output)], block_size, packets_a_group=packets.size(0))
 
 
-def _decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int, groups: int) -> None:
-    """Fill `groups` equal parts of `output`, each with the mean of as many consecutive rows of `packets`."""
+def _decode(codec: str, decoded: Sequence[tuple[Any, ...]], block_size: int, packets_a_group: int) -> None:
+    """Fill the outputs of `decoded`, equal runs of packets, with the mean of every so many consecutive packets."""
     kernel = DECODE[codec]
-    rows, row_bytes = packets.shape
-    row_blocks = output.numel() // groups // block_size
-    streaming = output.numel() >= _STREAM_ELEMENTS and output.data_ptr() % _STREAM_ALIGNMENT == 0
-    flat, output_array = _array(packets).reshape(-1), _array(output)
+    arrays = [(_array(packets).reshape(-1), _array(output), valid) for packets, valid, output in decoded]
+    packets, _, output = decoded[0]
+    row_bytes = packets.size(1)
+    row_blocks = output.numel() // block_size // (packets.size(0) // packets_a_group)
+    large = len(decoded) * output.numel() >= _STREAM_ELEMENTS
+    streaming = large and all(output.data_ptr() % _STREAM_ALIGNMENT == 0 for _, _, output in decoded)
 
-    def work(first: int, last: int) -> None:
-        kernel(
-            flat,
-            output_array,
-            first,
-            last,
-            numel,
-            block_size,
-            row_blocks,
-            row_bytes,
-            rows // groups,
-            streaming,
-        )
+    def work(run: int, first: int, last: int) -> None:
+        flat, output_array, valid = arrays[run]
+        kernel(flat, output_array, first, last, valid, block_size, row_blocks, row_bytes, packets_a_group, streaming)
 
-    _share(work, row_blocks * groups, block_size)
+    _share_runs(work, len(arrays), len(arrays) * (output.numel() // block_size), block_size)
 
 
 def momentum_payload(
@@ -196,6 +199,18 @@ def store_rounded(weights: Tensor, values: Tensor, seed: int) -> None:
         cpu_rounding.store_rounded(weight_bytes, kind, values_array, first, last, first_key, second_key)
 
     _share_elements(work, 0, values.numel(), _ROUNDED_BLOCK)
+
+
+def _share_runs(work: Callable[[int, int, int], None], runs: int, blocks: int, block_size: int) -> None:
+    """Run work(run, first, last) over ranges of the blocks of each of so many equal runs, `blocks` in all."""
+    run_blocks = max(1, blocks // runs)
+
+    def over_runs(first: int, last: int) -> None:
+        for run in range(first // run_blocks, -(-last // run_blocks)):
+            begin = run * run_blocks
+            work(run, max(first - begin, 0), min(last - begin, run_blocks))
+
+    _share(over_runs, blocks, block_size)
 
 
 def _share_elements(work: Callable[[int, int], None], first: int, numel: int, block_size: int) -> None:

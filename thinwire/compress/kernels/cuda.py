@@ -20,6 +20,7 @@ from thinwire.compress.kernels.cuda_launch import (
     momentum_payload_launch,
     source_text,
 )
+from thinwire.compress.kernels.layout import runs
 
 __all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload"]
 
@@ -30,11 +31,12 @@ _PACKET_ALIGNMENT = 4
 
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
     """Encode payload + residual; see `thinwire.compress.kernels.encode`."""
-    _check_alignment("payload", payload, _FLOAT_ALIGNMENT)
-    if residual is not None:
-        _check_alignment("residual", residual, _FLOAT_ALIGNMENT)
-    _check_alignment("packets", packets, _PACKET_ALIGNMENT)
-    _run(encode_launch(codec, payload, residual, packets, numel, block_size), payload.device)
+    for of_run, valid, values, before in runs(packets, numel, payload, residual):
+        _check_alignment("payload", values, _FLOAT_ALIGNMENT)
+        if before is not None:
+            _check_alignment("residual", before, _FLOAT_ALIGNMENT)
+        _check_alignment("packets", of_run, _PACKET_ALIGNMENT)
+        _run(encode_launch(codec, values, before, of_run, valid, block_size), payload.device)
 
 
 def encode_rounded(
@@ -47,18 +49,19 @@ def encode_rounded(
     block_size: int,
 ) -> None:
     """Encode with bf16 residuals; see `thinwire.compress.kernels.encode_rounded`."""
-    _check_alignment("payload", payload, _FLOAT_ALIGNMENT)
-    if residual is not None:
-        _check_alignment("residual", residual, _HALF_ALIGNMENT)
-    _check_alignment("new_residual", new_residual, _HALF_ALIGNMENT)
-    _check_alignment("packets", packets, _PACKET_ALIGNMENT)
-    launch = encode_rounded_launch(codec, payload, residual, new_residual, packets, numel, block_size)
-    _run(launch, payload.device)
+    for of_run, valid, values, before, after in runs(packets, numel, payload, residual, new_residual):
+        _check_alignment("payload", values, _FLOAT_ALIGNMENT)
+        if before is not None:
+            _check_alignment("residual", before, _HALF_ALIGNMENT)
+        _check_alignment("new_residual", after, _HALF_ALIGNMENT)
+        _check_alignment("packets", of_run, _PACKET_ALIGNMENT)
+        _run(encode_rounded_launch(codec, values, before, after, of_run, valid, block_size), payload.device)
 
 
 def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
     """Decode every row; see `thinwire.compress.kernels.decode`."""
-    _decode(codec, packets, output, numel, block_size, groups=packets.size(0))
+    for of_run, valid, values in runs(packets, numel, output):
+        _decode(codec, of_run, values, valid, block_size, groups=of_run.size(0))
 
 
 def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:

@@ -5,6 +5,9 @@ One place knows the byte offsets and the rules, so that no backend has to repeat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +25,9 @@ __all__ = [
     "check_momentum_payload",
     "codes_offset",
     "packet_bytes",
+    "runs",
     "scales",
+    "span",
 ]
 
 HEADER_BYTES = 16
@@ -41,6 +46,28 @@ def scales(codec: str, packets: Tensor, block_size: int) -> Tensor:
     block_bytes = SCALE_BYTES + block_size * CODE_BITS[codec] // 8
     blocks = (packets.shape[1] - HEADER_BYTES) // block_bytes
     return packets[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * blocks].view(torch.float32)
+
+
+def span(vector: Tensor) -> int:
+    """Elements from the first of a vector, or of [rows, shard], to its last, what lies between rows included."""
+    if vector.dim() < 2 or not vector.numel():
+        return vector.numel()
+    return (vector.size(0) - 1) * vector.stride(0) + vector.size(1)
+
+
+def runs(packets: Tensor, numel: int, vector: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """What lies in one piece: everything, or one row after the other, where the rows of floats lie apart.
+
+    Yields the packets, how many of their elements are valid, and `vector` and `others` about these, flat.
+    """
+    vectors = (vector, *others)
+    if vector.is_contiguous():
+        yield packets, numel, *(None if one is None else one.view(-1) for one in vectors)
+        return
+    rows, shard = vector.shape
+    for row in range(rows):
+        valid = min(max(numel - row * vector.stride(0), 0), shard)
+        yield packets[row : row + 1], valid, *(None if one is None else one[row] for one in vectors)
 
 
 def codes_offset(shard: int, block_size: int) -> int:
@@ -68,11 +95,11 @@ def check_encode(
 ) -> None:
     """Raise TypeError or ValueError unless the arguments of `encode` fit together."""
     _check_packets(codec, packets)
-    _check_vector("payload", payload, packets)
+    _check_run("payload", payload, packets, torch.float32)
     if residual is not None:
-        _check_like("residual", residual, (torch.float32,), "payload", payload, packets)
+        _check_laid_out_like("residual", residual, torch.float32, payload, packets)
     _check_rows(codec, "payload", payload.numel(), packets.size(0), packets, block_size)
-    _check_numel(numel, "payload", payload.numel())
+    _check_numel(numel, "payload", span(payload))
 
 
 def check_encode_rounded(
@@ -86,20 +113,20 @@ def check_encode_rounded(
 ) -> None:
     """Raise TypeError or ValueError unless the arguments of `encode_rounded` fit together."""
     _check_packets(codec, packets)
-    _check_vector("payload", payload, packets)
+    _check_run("payload", payload, packets, torch.float32)
     if residual is not None:
-        _check_like("residual", residual, (torch.bfloat16,), "payload", payload, packets)
-    _check_like("new_residual", new_residual, (torch.bfloat16,), "payload", payload, packets)
+        _check_laid_out_like("residual", residual, torch.bfloat16, payload, packets)
+    _check_laid_out_like("new_residual", new_residual, torch.bfloat16, payload, packets)
     _check_rows(codec, "payload", payload.numel(), packets.size(0), packets, block_size)
-    _check_numel(numel, "payload", payload.numel())
+    _check_numel(numel, "payload", span(payload))
 
 
 def check_decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
     """Raise TypeError or ValueError unless the arguments of `decode` fit together."""
     _check_packets(codec, packets)
-    _check_vector("output", output, packets)
+    _check_run("output", output, packets, torch.float32)
     _check_rows(codec, "output", output.numel(), packets.size(0), packets, block_size)
-    _check_numel(numel, "output", output.numel())
+    _check_numel(numel, "output", span(output))
 
 
 def check_decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
@@ -197,6 +224,29 @@ def _check_vector(
         )
     if vector.device != packets.device:
         raise ValueError(f"{name} is on {vector.device} and packets on {packets.device}: use one device")
+
+
+def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -> None:
+    """A vector, or rows of floats that may lie apart, one for each packet."""
+    if vector.dim() != 2:
+        _check_vector(name, vector, packets, (dtype,))
+        return
+    rows, shard = vector.shape
+    if rows != packets.size(0) or vector.stride(1) != 1 or (rows > 1 and vector.stride(0) < shard):
+        raise ValueError(
+            f"{name} must be a contiguous vector, or have a row without gaps for each of the {packets.size(0)} rows of "
+            f"packets, got shape {tuple(vector.shape)} with strides {vector.stride()}"
+        )
+    _check_vector(name, vector[0], packets, (dtype,))
+
+
+def _check_laid_out_like(name: str, vector: Tensor, dtype: torch.dtype, payload: Tensor, packets: Tensor) -> None:
+    """A second vector or rows of floats, laid out in memory as the payload is."""
+    _check_run(name, vector, packets, dtype)
+    if vector.numel() != payload.numel():
+        raise ValueError(f"{name} has {vector.numel()} elements and payload {payload.numel()}: give both the same")
+    if vector.dim() != payload.dim() or (vector.dim() == 2 and vector.stride() != payload.stride()):
+        raise ValueError(f"{name} has strides {vector.stride()} and payload {payload.stride()}: lay both out alike")
 
 
 def _check_like(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.layout import HEADER_BYTES, codes_offset
+from thinwire.compress.kernels.layout import HEADER_BYTES, codes_offset, runs
 from thinwire.compress.kernels.noise import random_bits
 
 __all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
@@ -17,6 +17,13 @@ __all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "
 
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
     """Encode u = payload + residual into `packets`, and leave u - decoded(u) in `payload`."""
+    for of_run, valid, values, before in runs(packets, numel, payload, residual):
+        _encode_run(codec, values, before, of_run, valid, block_size)
+
+
+def _encode_run(
+    codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int
+) -> None:
     corrected = payload if residual is None else payload + residual
     blocks = corrected.view(-1, block_size)
     valid = _valid(blocks, numel)
@@ -50,16 +57,18 @@ def encode_rounded(
     block_size: int,
 ) -> None:
     """Encode payload + residual into `packets`, and leave u - decoded(u), rounded to nearest, in `new_residual`."""
-    lost = payload.clone()
-    encode(codec, lost, None if residual is None else residual.to(payload.dtype), packets, numel, block_size)
-    new_residual.copy_(lost)
+    for of_run, valid, values, before, after in runs(packets, numel, payload, residual, new_residual):
+        lost = values.clone()
+        _encode_run(codec, lost, None if before is None else before.to(lost.dtype), of_run, valid, block_size)
+        after.copy_(lost)
 
 
 def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
     """Write the values that `packets` carries to `output`, row after row, and 0 on the padding."""
-    blocks = _values(codec, packets, output, output.numel() // packets.size(0), block_size)
-    blocks = blocks.view(-1, block_size)
-    output.copy_(torch.where(_valid(blocks, numel), blocks, 0.0).view(-1))
+    for of_run, valid, values in runs(packets, numel, output):
+        blocks = _values(codec, of_run, values, values.numel() // of_run.size(0), block_size)
+        blocks = blocks.view(-1, block_size)
+        values.copy_(torch.where(_valid(blocks, valid), blocks, 0.0).view(-1))
 
 
 def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
