@@ -13,10 +13,10 @@ from torch import Tensor
 import thinwire
 from tests.compress.bodies import exchange_equals_the_algorithm
 from tests.compress.training import make_model, train, weights
-from tests.compress.zero_one_training import make_zero_one
+from tests.compress.zero_one_training import SCHEDULE, make_zero_one
 from thinwire.comm import Communicator, threads
 from thinwire.comm.nodes import NodeGroups, NodeLinks
-from thinwire.compress import Exchange, Flags, PacketError, ShardedOneBitAdam, make_codec
+from thinwire.compress import Exchange, Flags, PacketError, ShardedOneBitAdam, ShardedZeroOneAdam, make_codec
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 from thinwire.compress.lean_exchange import LeanExchange
 from thinwire.compress.parts import cut_shard, least_part
@@ -227,12 +227,21 @@ def test_the_smallest_part_is_a_message_of_some_size(codec: str, kib: int) -> No
     assert kib << 10 <= one.packet_bytes(least_part(one)) < 1.03 * (kib << 10)
 
 
-KINDS = ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "ShardedOneBitAdam"]
+KINDS = ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "ShardedOneBitAdam", "ShardedZeroOneAdam"]
 
 
 def make(kind: str, model: torch.nn.Module, comm: Communicator, **options: Any) -> Any:
     if kind == "ZeroOneAdam":
         return make_zero_one(model, comm, **options)
+    if kind == "ShardedZeroOneAdam":
+        return ShardedZeroOneAdam(
+            model.parameters(),
+            lr=3e-3,
+            block_size=BLOCK,
+            comm=comm,
+            named_parameters=model.named_parameters(),
+            **SCHEDULE,
+        )
     if kind == "ShardedOneBitAdam":
         return ShardedOneBitAdam(
             model.parameters(),
