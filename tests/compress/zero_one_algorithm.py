@@ -10,8 +10,9 @@ from tests.compress.algorithm import ReferenceExchange
 class ReferenceZeroOneAdam:
     """Algorithm 1 of 0/1 Adam (arXiv 2202.06009) on one flat weight vector, in the two phases of DeepSpeed.
 
-    `weights` [workers, numel]: every worker's own. What is compressed is the paper's momentum (and gradient), or the
-    update: the same divided by √v + ε. A sync sends u / Σγ rather than u, so that residuals are momenta.
+    `weights` [workers, numel]: every worker's own. What is compressed is the paper's momentum (while the variance
+    moves, the gradient), or the update: the momentum divided by √v + ε, in both phases. A sync sends u / Σγ rather
+    than u, so that residuals are momenta.
     """
 
     def __init__(
@@ -45,8 +46,7 @@ class ReferenceZeroOneAdam:
         beta1, beta2 = self.betas
         if self.step_count % self.var_interval == 0:
             self.kinds += "e"
-            mean = gradients.mean(axis=0)
-            self.variance = beta2 * self.variance + (1 - beta2) * mean**2
+            self.variance = beta2 * self.variance + (1 - beta2) * gradients.mean(axis=0) ** 2
             self.var_updates += 1
             self.var_counter += 1
             if self.var_counter == self.var_update_scaler:
@@ -54,8 +54,12 @@ class ReferenceZeroOneAdam:
                 self.var_interval *= 2
         else:
             self.kinds += "c"
-            mean = self.scale() * self.exchange(gradients / self.scale())
-        self.momenta = beta1 * self.momenta + (1 - beta1) * mean
+        if self.kinds[-1] == "c" and self.compress == "update":
+            momenta = beta1 * self.momenta + (1 - beta1) * gradients
+            self.momenta[:] = self.denominator() * self.exchange(momenta / self.denominator())
+        else:
+            mean = self.exchange(gradients) if self.kinds[-1] == "c" else gradients.mean(axis=0)
+            self.momenta = beta1 * self.momenta + (1 - beta1) * mean
         self.weights *= 1 - self.lr * self.weight_decay
         self.weights -= self.rate() * self.momenta / self.denominator()
 

@@ -154,13 +154,11 @@ class ShardedZeroOneBucket:
         self.find_still()
 
     def compressed_step(self) -> None:
-        """Update the momentum from the compressed average, and move the weights."""
-        gradient = torch.empty_like(self.momentum)
-        self.exchange.read(gradient)
-        gradient.mul_(self.denominators)
-        self._hold_still(gradient)
+        """Take over the momentum that the ranks agreed on, and move the weights."""
+        self.exchange.read(self.momentum)
+        self.momentum.mul_(self.denominators)
+        self._hold_still(self.momentum)
         self.exchange.commit()
-        self._track_momentum(gradient, frozenset())
         self._move_by_momentum(frozenset())
 
     def local_step(self, shares: Mapping[int, float], finite: bool) -> None:
@@ -273,8 +271,8 @@ class ShardedZeroOneBucket:
         return (self.mean_momentum[place] * -distance).add_(self.weights.values[place])
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
-        """The gradient; compressed, divided by √v̂ + ε. Once the variance is frozen the new momentum and, in a sync, its
-        average with those of the local steps before."""
+        """The gradient; in a compressed step the new momentum divided by √v̂ + ε. Once the variance is frozen the new
+        momentum, which is divided already, and in a sync its average with those of the local steps before."""
         kind, place = self._clock.next_kind, _place(slot)
         payload = (self._own_payload() if kind is StepKind.LOCAL else self._sending.payload)[place]
         if gradient is None:
@@ -285,10 +283,12 @@ class ShardedZeroOneBucket:
             payload.div_(self._loss_scale())
         if kind is StepKind.EXACT:
             return
-        payload.div_(self.denominators[place])
-        if kind is StepKind.COMPRESSED:
-            return
         settings = self._groups.of(slot.parameter)
+        if kind is StepKind.COMPRESSED:
+            torch.lerp(self.momentum[place], payload, 1 - settings.beta1, out=payload)
+            payload.div_(self.denominators[place])
+            return
+        payload.div_(self.denominators[place])
         torch.lerp(self.momentum[place], payload, 1 - settings.beta1, out=payload)
         if kind is StepKind.SYNC:
             # A learning rate that changes between backward() and step() moves the weights by the new one, and weighs

@@ -41,8 +41,8 @@ class ZeroOneAdam(OneBitOptimizer):
         var_update_scaler: updates of the variance after which their interval doubles, beginning at 1.
         local_step_scaler: steps with a frozen variance after which the local interval doubles, beginning at 1.
         local_step_clipper: the longest local interval; 1 for no local steps.
-        compress: what is compressed: "update", gradients and momenta divided by √v̂ + ε, with denominators of at least
-            a hundredth of their parameter's mean; or as in the paper "momentum", gradients and momenta themselves.
+        compress: what is compressed: "update", momenta divided by √v̂ + ε, with denominators of at least a hundredth of
+            their parameter's mean; or as in the paper "momentum", gradients while the variance moves, then momenta.
         codec: how: "sign1" (1 bit), "int8", "bf16" or "none".
         warmup_wire: "fp32" sends what is averaged exactly in full, "bf16" sends half the bytes.
 

@@ -78,8 +78,8 @@ class ZeroOneCohort(Cohort):
     def fill(self, bucket: AdamBucket, slot: Slot, gradient: Tensor | None, loss_scale: float | None) -> None:
         """Write into the payload what a parameter adds to this step; None counts as zero.
 
-        The gradient; divided by √v̂ + ε in a compressed step where updates are compressed. Once the variance is frozen
-        the new momentum, and in a sync its average with those of the local steps before.
+        The gradient; in a compressed step where updates are compressed, the new momentum divided by √v̂ + ε. Once the
+        variance is frozen the new momentum, and in a sync its average with those of the local steps before.
         """
         assert isinstance(bucket, ZeroOneBucket)
         super().fill(bucket, slot, gradient, loss_scale)
@@ -90,6 +90,8 @@ class ZeroOneCohort(Cohort):
             payload.div_(loss_scale)
         if kind is StepKind.COMPRESSED:
             if self._compressed == "update":
+                beta1 = self._table.group(slot.parameter)["betas"][0]
+                torch.lerp(bucket.momentum[place], payload, 1 - beta1, out=payload)
                 payload.div_(bucket.denominators[place])
             elif bucket.still is not None:
                 payload.mul_(bucket.still[place].logical_not())
@@ -162,9 +164,12 @@ class ZeroOneCohort(Cohort):
         for settings, everyone in self._by_group():
             members = [(bucket, slot) for bucket, slot in everyone if self._trains(slot)]
             momenta = [self._view(bucket.momentum, slot) for bucket, slot in members]
-            gradients = [self._view(bucket.exchange.payload, slot) for bucket, slot in members]
+            averages = [self._view(bucket.exchange.payload, slot) for bucket, slot in members]
             denominators = [self._table.state(slot.parameter)["denominator"] for _, slot in members]
-            torch._foreach_lerp_(momenta, gradients, 1 - settings.beta1)
+            if self._compressed == "update":
+                torch._foreach_copy_(momenta, averages)
+            else:
+                torch._foreach_lerp_(momenta, averages, 1 - settings.beta1)
             weights = [self._table.weight(slot.parameter) for _, slot in members]
             frozen_update(weights, momenta, denominators, settings, self.steps)
             for _, slot in members:

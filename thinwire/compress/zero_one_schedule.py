@@ -19,7 +19,7 @@ class StepKind(Enum):
     """What a step of 0/1 Adam sends."""
 
     EXACT = auto()  # gradients, averaged exactly: the variance is updated
-    COMPRESSED = auto()  # gradients, through the codec
+    COMPRESSED = auto()  # momenta, or gradients, through the codec
     LOCAL = auto()  # nothing
     SYNC = auto()  # what the local steps since the last sync, and this one, have gathered, through the codec
 
