@@ -95,12 +95,13 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
         "wins_against_bf16_under_megabits": {name: _finite(rate) for name, rate in winners.items()},
         "rates": entries,
     }
-    write_json(options.output / f"{_NAME}.json", content)
+    name = _NAME if options.ranks_a_host == 1 else f"{_NAME}_{options.ranks_a_host}_ranks_a_host"
+    write_json(options.output / f"{name}.json", content)
     step_report.print_table(entries)
     print("\n" + "\n".join(content["findings"]))
     print(f"thinwire plan is off by {100 * content['plan_median_error']:.0f}% in the median of all of these")
-    step_plots.draw(content, options.output / f"{_NAME}.png")
-    print(f"Written: {options.output / _NAME}.json and .png", flush=True)
+    step_plots.draw(content, options.output / f"{name}.png")
+    print(f"Written: {options.output / name}.json and .png", flush=True)
     rate: float | None = step_report.most_waiting(entries, options.waiting)["megabits"]
     return rate
 
