@@ -15,7 +15,15 @@ from thinwire import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize, load_config
 
-__all__ = ["OPTIMIZERS", "PARENTS", "EngineLearner", "Learner", "PlainLearner", "parameter_groups"]
+__all__ = [
+    "OPTIMIZERS",
+    "PARENTS",
+    "EngineLearner",
+    "Learner",
+    "PlainLearner",
+    "parameter_groups",
+    "zero_one_intervals",
+]
 
 OPTIMIZERS = {"adamw": "AdamW", "onebit-adam": "OneBitAdam"}
 """Names on command lines and in results, and in the engine's configurations."""
@@ -74,13 +82,7 @@ class PlainLearner:
             case "onebit-lamb":
                 self.optimizer = OneBitLamb(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
             case "zero-one-adam":
-                self.optimizer = ZeroOneAdam(
-                    groups,
-                    lr=plan.learning_rate,
-                    var_freeze_step=plan.fixed_freeze_step,
-                    local_step_scaler=plan.local_step_scaler,
-                    comm=comm,
-                )
+                self.optimizer = ZeroOneAdam(groups, lr=plan.learning_rate, comm=comm, **zero_one_intervals(plan))
             case _:
                 raise ValueError(
                     f"optimizer must be one of {', '.join((*PARENTS.values(), *PARENTS))}, got {optimizer!r}"
@@ -169,6 +171,21 @@ class EngineLearner:
     def frozen_at(self) -> int | None:
         """See `Learner`."""
         return self._optimizer.frozen_at if isinstance(self._optimizer, ShardedOneBitAdam) else None
+
+
+def zero_one_intervals(plan: Plan) -> dict[str, Any]:
+    """0/1 Adam's options for runs of thousands of steps; its defaults are for hundreds of thousands.
+
+    Half of the steps until the freeze send 1 bit; where more do, BERT-tiny stays on its first plateau.
+    β₂ counts updates of the variance: 0.999 would remember all of them alike, the large gradients of the beginning too.
+    """
+    return {
+        "var_freeze_step": plan.fixed_freeze_step,
+        "var_update_scaler": max(1, plan.fixed_freeze_step // 5),
+        "betas": (0.9, 0.99),
+        "local_step_scaler": plan.local_step_scaler,
+        "local_step_clipper": 8,
+    }
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

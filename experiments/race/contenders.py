@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from experiments.learners import Learner, parameter_groups
+from experiments.learners import Learner, parameter_groups, zero_one_intervals
 from experiments.plans import Plan
 from experiments.race.data_parallel import DataParallelLearner
 from thinwire import OneBitAdam, ZeroOneAdam
@@ -148,23 +148,20 @@ def _onebit_adam(
 
 
 def _zero_one_adam(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
-    """0/1 Adam, whose exact steps go in bf16; its intervals grow with the plan's steps as the paper's with its own."""
+    """0/1 Adam, whose exact steps go in bf16."""
     return ThinwireLearner(
         model,
         plan,
         lambda groups: ZeroOneAdam(
             groups,
             lr=plan.learning_rate,
-            var_freeze_step=plan.fixed_freeze_step,
-            var_update_scaler=max(1, plan.fixed_freeze_step // _VARIANCE_INTERVALS),
-            local_step_scaler=plan.local_step_scaler,
             comm=comm,
             warmup_wire="bf16",
+            **zero_one_intervals(plan),
         ),
     )
 
 
-_VARIANCE_INTERVALS = 25
 _NEVER = 2**31
 
 CONTENDERS = {
