@@ -56,7 +56,7 @@ def sentence(runs: Mapping[str, Mapping[str, Any]]) -> str:
     text = f"{CONTENDERS[best].label} reaches the same loss {fair / ours[best]:.1f}x as soon as DDP in bf16"
     rivals = {name: when for name, when in reached.items() if name in POWER_SGD and when is not None}
     if not rivals:
-        return text
+        return f"{text}; PowerSGD never does" if any(name in runs for name in POWER_SGD) else text
     rival = min(rivals, key=lambda name: rivals[name])
     return f"{text}, {rivals[rival] / ours[best]:.1f}x as {CONTENDERS[rival].label}"
 
