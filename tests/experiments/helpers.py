@@ -70,4 +70,5 @@ def run_module(module: str, *arguments: object, **environment: str) -> subproces
 def run_command(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command that starts ranks, one thread each."""
     variables: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment}
-    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=120)
+    # Only what hangs should end here, just before the test's own limit would take the output along.
+    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=280)
