@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.cluster.links import cluster_links, shape_links
 from experiments.command_line import Parser, freeze_step, positive, rate
 from experiments.language import MaskedLanguageTask
 from experiments.plans import Plan
 from experiments.race.contenders import CONTENDERS
+from experiments.race.shaping import shape_together
 from experiments.race.stopwatch import Interface, Stopwatch
 from experiments.results import write_json
 from experiments.sizes import SIZES
@@ -95,9 +95,9 @@ def _train(name: str, task: MaskedLanguageTask, options: argparse.Namespace, com
     for step in range(plan.steps):
         place = step % options.timed_every
         if place == 0:
-            _shape(options, comm, options.rate)
+            shape_together(comm, options.cluster, options.hosts, options.rate)
         elif place == _STRETCH:
-            _shape(options, comm, None)
+            shape_together(comm, options.cluster, options.hosts, None)
         stage, sent_before = learner.stage, learner.bytes_sent
         stopwatch = Stopwatch(Interface(options.device))
         learner.learn(task.training_loss(learner, plan.seed, step, comm.rank, comm.size))
@@ -113,7 +113,7 @@ def _train(name: str, task: MaskedLanguageTask, options: argparse.Namespace, com
                 print(
                     f"{name}: step {step + 1}, loss {points[-1][1]:.3f}, {learner.stage}", file=sys.stderr, flush=True
                 )
-    _shape(options, comm, None)
+    shape_together(comm, options.cluster, options.hosts, None)
     return {
         "steps": [point[0] for point in points],
         "losses": [point[1] for point in points],
@@ -126,14 +126,6 @@ def _train(name: str, task: MaskedLanguageTask, options: argparse.Namespace, com
         ],
         "frozen_at": learner.frozen_at,
     }
-
-
-def _shape(options: argparse.Namespace, comm: Communicator, megabits: float | None) -> None:
-    """Between steps, on all ranks together."""
-    comm.barrier()
-    if options.cluster and comm.rank == 0:
-        shape_links(cluster_links(options.cluster, options.hosts), megabits)
-    comm.barrier()
 
 
 def _plan(options: argparse.Namespace) -> Plan:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.cluster.links import cluster_links, shape_links
 from experiments.command_line import Parser, positive
 from experiments.learners import Learner
 from experiments.models import build_bert
@@ -24,6 +23,7 @@ from experiments.plans import Plan
 from experiments.race.contenders import BASELINE, CONTENDERS
 from experiments.race.data_parallel import AloneLearner
 from experiments.race.findings import ALONE, rate_of_waiting
+from experiments.race.shaping import shape_together
 from experiments.race.stopwatch import Interface, Reading, Stopwatch
 from experiments.results import write_json
 from experiments.sizes import SIZES
@@ -75,7 +75,7 @@ def _at_rates(learners: Mapping[str, Learner], options: argparse.Namespace, comm
     turns: dict[str, dict[str, list[Turn]]] = {}
     probes: dict[str, Any] = {}
     for rate in _rates(options, turns, comm):
-        _shape(rate, options, comm)
+        shape_together(comm, options.cluster, options.hosts, rate)
         probes[str(rate)] = probe(comm, options.probe_seconds).model_dump()
         turns[str(rate)] = _measure(learners, options, comm)
         if comm.rank == 0:
@@ -94,17 +94,11 @@ def _balanced(
         _advance(learners[name], options.batch_size, comm.rank, _FIRST_STEPS)
         bits = 8.0 * (learners[name].bytes_sent - sent_before)
         rate = _rank_0s(bits / (1e6 * backward_seconds), comm)
-        _shape(rate, options, comm)
+        shape_together(comm, options.cluster, options.hosts, rate)
         found[name] = {"megabits": rate, "turns": _measure(pair, options, comm)}
         if comm.rank == 0:
             print(f"{name} measured at {rate:.0f} Mb/s", file=sys.stderr, flush=True)
     return found
-
-
-def _shape(rate: float | None, options: argparse.Namespace, comm: Communicator) -> None:
-    if options.cluster and comm.rank == 0:
-        shape_links(cluster_links(options.cluster, options.hosts), rate)
-    comm.barrier()
 
 
 def _model(options: argparse.Namespace) -> Any:

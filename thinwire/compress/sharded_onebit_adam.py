@@ -11,7 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE
-from thinwire.compress.sharded_onebit_optimizer import BUCKET_BYTES, ShardedOneBitOptimizer
+from thinwire.compress.sharded_onebit_optimizer import ShardedOneBitOptimizer
+from thinwire.zero import LARGEST_BUCKET_BYTES
 
 __all__ = ["ShardedOneBitAdam"]
 
@@ -57,7 +58,7 @@ class ShardedOneBitAdam(ShardedOneBitOptimizer):
         comm: Communicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = LARGEST_BUCKET_BYTES,
         max_norm: float = 0.0,
         offload: bool = False,
         pin_memory: bool = True,

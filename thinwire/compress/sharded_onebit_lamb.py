@@ -18,8 +18,8 @@ from thinwire.compress.frozen_bucket import FrozenBucket
 from thinwire.compress.frozen_lamb_bucket import FrozenLambBucket
 from thinwire.compress.lamb_masters import LambMasters, LambMoments, square_norms
 from thinwire.compress.lamb_math import LambSettings, Layer, check_lamb_options, trust_ratio
-from thinwire.compress.sharded_onebit_optimizer import BUCKET_BYTES, ShardedOneBitOptimizer
-from thinwire.zero import Piece, PieceSource
+from thinwire.compress.sharded_onebit_optimizer import ShardedOneBitOptimizer
+from thinwire.zero import LARGEST_BUCKET_BYTES, Piece, PieceSource
 from thinwire.zero.flat import FlatBucket
 from thinwire.zero.masters import BucketMasters
 
@@ -68,7 +68,7 @@ class ShardedOneBitLamb(ShardedOneBitOptimizer):
         comm: Communicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = LARGEST_BUCKET_BYTES,
         max_norm: float = 0.0,
         offload: bool = False,
         pin_memory: bool = True,

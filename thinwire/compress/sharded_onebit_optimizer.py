@@ -27,9 +27,7 @@ from thinwire.zero.masters import BucketMasters, OptimizerClass
 from thinwire.zero.optimizer import Vote
 from thinwire.zero.saved_state import check_same_optimizer
 
-__all__ = ["BUCKET_BYTES", "ReplicaDriftError", "ShardedOneBitOptimizer"]
-
-BUCKET_BYTES = 16 << 20
+__all__ = ["ReplicaDriftError", "ShardedOneBitOptimizer"]
 
 
 class ReplicaDriftError(RuntimeError):

@@ -20,13 +20,12 @@ from thinwire.compress.sharded_zero_one_bucket import ShardedZeroOneBucket
 from thinwire.compress.sharded_zero_one_state_io import load_buckets, own_tensors, save_buckets
 from thinwire.compress.zero_one_clock import GroupSettings, ZeroOneClock
 from thinwire.compress.zero_one_schedule import StepKind, ZeroOneSchedule, check_count
-from thinwire.zero import Piece, PieceSource, ShardedOptimizer
+from thinwire.zero import LARGEST_BUCKET_BYTES, Piece, PieceSource, ShardedOptimizer
 from thinwire.zero.optimizer import Vote
 from thinwire.zero.saved_state import check_same_optimizer
 
 __all__ = ["ShardedZeroOneAdam"]
 
-_BUCKET_BYTES = 16 << 20
 _LEFT_OUT_STEPS = "left_out_steps"
 
 
@@ -74,7 +73,7 @@ class ShardedZeroOneAdam(ShardedOptimizer):
         comm: communication.Communicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int = LARGEST_BUCKET_BYTES,
         block_size: int = DEFAULT_BLOCK_SIZE,
         resync_interval: int = 100,
     ) -> None:

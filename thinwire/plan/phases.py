@@ -13,12 +13,11 @@ from thinwire.plan.methods import Method
 from thinwire.plan.overlap import NO_BUCKETS, Buckets, cut
 from thinwire.plan.schedule import Schedule
 from thinwire.plan.workload import Matrices, Workload
-from thinwire.zero import bucket_numel
+from thinwire.zero import LARGEST_BUCKET_BYTES, bucket_numel
 
 __all__ = ["Phase", "phases"]
 
 _DDP_BUCKET_BYTES = 25 << 20  # torch's
-_SHARDED_BUCKET_BYTES = 16 << 20  # ShardedOptimizer's
 
 # Memory traffic, bytes an element, of passes without a rate of their own.
 _APPLY_BYTES = 12  # update and weight in, weight out
@@ -90,7 +89,7 @@ class _Setting:
         return cut(self.parameters, self.workload.model.last_elements, bucket_elements, cost)
 
     def _sharded_bucket(self, size: int) -> int:
-        return max(1, (self.schedule.bucket_bytes or _SHARDED_BUCKET_BYTES) // size)
+        return bucket_numel(self.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, self.parameters, size)
 
     def exchanged(self, codec: Codec) -> Buckets:
         """Averages through `codec` as thinwire's unsharded optimizers make them, flat or by node."""

@@ -4,6 +4,7 @@ ZeRO stages 0 to 2 for any elementwise torch optimizer."""
 from __future__ import annotations
 
 from thinwire.zero.layout import (
+    LARGEST_BUCKET_BYTES,
     BucketLayout,
     Slot,
     bucket_numel,
@@ -15,6 +16,7 @@ from thinwire.zero.optimizer import ShardedOptimizer, StepResult
 from thinwire.zero.pieces import OwnPieces, Piece, PieceSource
 
 __all__ = [
+    "LARGEST_BUCKET_BYTES",
     "BucketLayout",
     "OwnPieces",
     "Piece",

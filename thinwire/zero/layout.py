@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 __all__ = [
+    "LARGEST_BUCKET_BYTES",
     "BucketLayout",
     "Slot",
     "bucket_numel",
@@ -17,7 +18,9 @@ __all__ = [
 ]
 
 _BUCKETS = 8
-_SMALLEST, _LARGEST = 1 << 20, 16 << 20
+_SMALLEST_BUCKET_BYTES = 1 << 20
+LARGEST_BUCKET_BYTES = 16 << 20
+"""Of the buckets that are cut by default: all of a sharded model's."""
 
 
 def shard_numel(numel: int, world_size: int, multiple: int) -> int:
@@ -79,7 +82,7 @@ def bucket_numel(bucket_bytes: int | None, numel: int, itemsize: int) -> int:
     hide behind, and large models' buckets are large enough that latency does not count.
     """
     if bucket_bytes is None:
-        bucket_bytes = min(_LARGEST, max(_SMALLEST, -(-numel // _BUCKETS) * itemsize))
+        bucket_bytes = min(LARGEST_BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, -(-numel // _BUCKETS) * itemsize))
     return max(1, bucket_bytes // itemsize)
 
 

@@ -23,6 +23,7 @@ from thinwire.zero.agreement import (
 )
 from thinwire.zero.flat import FlatBucket
 from thinwire.zero.gradients import BucketGradients
+from thinwire.zero.layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.masters import BucketMasters, OptimizerClass
 from thinwire.zero.pieces import Piece, PieceSource
 from thinwire.zero.placement import Placement
@@ -32,7 +33,6 @@ from thinwire.zero.saved_state import check_same_optimizer, counters_of, read_we
 
 __all__ = ["STATE_IS_ON_ALL_RANKS", "ShardedOptimizer", "StepResult"]
 
-_BUCKET_BYTES = 16 << 20
 
 STATE_IS_ON_ALL_RANKS = (
     "its state lies on all ranks, and one rank's would not be enough to go on from. Save with the engine's "
@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         comm: communication.Communicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int = LARGEST_BUCKET_BYTES,
         max_norm: float = 0.0,
         offload: bool = False,
         pin_memory: bool = True,
