@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "PARENTS",
     "EngineLearner",
     "Learner",
+    "LoopLearner",
     "PlainLearner",
     "parameter_groups",
     "zero_one_intervals",
@@ -30,6 +31,10 @@ OPTIMIZERS = {"adamw": "AdamW", "onebit-adam": "OneBitAdam"}
 
 PARENTS = {"onebit-adam": "adamw", "zero-one-adam": "adamw", "onebit-lamb": "lamb"}
 """What sends a bit an element or less, and the exact optimizer each is compared with; `PlainLearner` has them all."""
+
+
+SelfSynchronizing = Averaged | OneBitAdam | OneBitLamb | ZeroOneAdam
+"""Optimizers whose ranks meet without anybody's help."""
 
 
 class Learner(Protocol):
@@ -62,31 +67,17 @@ class Learner(Protocol):
         """The step at which a 1-bit optimizer froze its variance; None if it did not."""
 
 
-class PlainLearner:
+class LoopLearner:
     """A model on every rank beside an optimizer that synchronises them by itself, as in a loop written by hand."""
 
     micro_batches = 1
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator) -> None:
-        """Builds one of `PARENTS`' two sides over all ranks of `comm`."""
+    def __init__(
+        self, model: nn.Module, plan: Plan, build: Callable[[list[dict[str, Any]]], SelfSynchronizing]
+    ) -> None:
+        """Gives `build` the parameter groups."""
         self.module = model
-        groups = parameter_groups(model, plan.weight_decay)
-        self.optimizer: Averaged | OneBitAdam | OneBitLamb | ZeroOneAdam
-        match optimizer:
-            case "adamw":
-                self.optimizer = AveragedAdamW(groups, comm, lr=plan.learning_rate)
-            case "lamb":
-                self.optimizer = AveragedLamb(groups, comm, lr=plan.learning_rate)
-            case "onebit-adam":
-                self.optimizer = OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
-            case "onebit-lamb":
-                self.optimizer = OneBitLamb(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
-            case "zero-one-adam":
-                self.optimizer = ZeroOneAdam(groups, lr=plan.learning_rate, comm=comm, **zero_one_intervals(plan))
-            case _:
-                raise ValueError(
-                    f"optimizer must be one of {', '.join((*PARENTS.values(), *PARENTS))}, got {optimizer!r}"
-                )
+        self.optimizer = build(parameter_groups(model, plan.weight_decay))
         self._plan = plan
         self._steps = 0
 
@@ -122,6 +113,29 @@ class PlainLearner:
     def frozen_at(self) -> int | None:
         """See `Learner`."""
         return None if isinstance(self.optimizer, Averaged) else self.optimizer.freeze_step_taken
+
+
+class PlainLearner(LoopLearner):
+    """A `LoopLearner` with one of `PARENTS`' two sides, by name, as the plan says."""
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator) -> None:
+        """Builds it over all ranks of `comm`."""
+        super().__init__(model, plan, lambda groups: _build(optimizer, groups, plan, comm))
+
+
+def _build(optimizer: str, groups: list[dict[str, Any]], plan: Plan, comm: Communicator) -> SelfSynchronizing:
+    match optimizer:
+        case "adamw":
+            return AveragedAdamW(groups, comm, lr=plan.learning_rate)
+        case "lamb":
+            return AveragedLamb(groups, comm, lr=plan.learning_rate)
+        case "onebit-adam":
+            return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+        case "onebit-lamb":
+            return OneBitLamb(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
+        case "zero-one-adam":
+            return ZeroOneAdam(groups, lr=plan.learning_rate, comm=comm, **zero_one_intervals(plan))
+    raise ValueError(f"optimizer must be one of {', '.join((*PARENTS.values(), *PARENTS))}, got {optimizer!r}")
 
 
 class EngineLearner:

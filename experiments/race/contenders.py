@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from experiments.learners import Learner, parameter_groups, zero_one_intervals
+from experiments.learners import Learner, LoopLearner, zero_one_intervals
 from experiments.plans import Plan
 from experiments.race.data_parallel import DataParallelLearner
 from thinwire import OneBitAdam, ZeroOneAdam
@@ -54,76 +54,6 @@ class Contender:
     needs_shared_hosts: bool = False
 
 
-class SelfSynchronizing(Protocol):
-    """What thinwire's optimizers share."""
-
-    param_groups: list[dict[str, Any]]
-
-    def step(self) -> None:
-        """Applies the synchronised step."""
-
-    def zero_grad(self) -> None:
-        """Drops the gradients."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """By this rank."""
-
-    @property
-    def frozen(self) -> bool:
-        """Whether steps send one bit an element."""
-
-    @property
-    def freeze_step_taken(self) -> int | None:
-        """When they began to."""
-
-
-class ThinwireLearner:
-    """A model beside one of thinwire's optimizers, which synchronises by itself; a `Learner`."""
-
-    micro_batches = 1
-
-    def __init__(
-        self, model: nn.Module, plan: Plan, build: Callable[[list[dict[str, Any]]], SelfSynchronizing]
-    ) -> None:
-        """Gives `build` the parameter groups."""
-        self.module = model
-        self._optimizer = build(parameter_groups(model, plan.weight_decay))
-        self._plan = plan
-        self._steps = 0
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        """See `Learner`."""
-        return self.module(*inputs)
-
-    def learn(self, loss: Tensor) -> None:
-        """See `Learner`."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._plan.rate_at(self._steps)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._steps += 1
-        # What is validated is one model, and not one a rank.
-        if isinstance(self._optimizer, ZeroOneAdam) and self._plan.is_validated_after(self._steps):
-            self._optimizer.synchronize_weights()
-
-    @property
-    def bytes_sent(self) -> int:
-        """See `Learner`."""
-        return self._optimizer.bytes_sent
-
-    @property
-    def stage(self) -> str:
-        """See `Learner`."""
-        return "1-bit" if self._optimizer.frozen else "warmup"
-
-    @property
-    def frozen_at(self) -> int | None:
-        """See `Learner`."""
-        return self._optimizer.freeze_step_taken
-
-
 def _onebit_adam(
     model: nn.Module,
     plan: Plan,
@@ -133,7 +63,7 @@ def _onebit_adam(
     freeze_step: int | None = None,
 ) -> Learner:
     """1-bit Adam whose warmup goes in bf16, frozen as the plan says unless `freeze_step` is given."""
-    return ThinwireLearner(
+    return LoopLearner(
         model,
         plan,
         lambda groups: OneBitAdam(
@@ -149,7 +79,7 @@ def _onebit_adam(
 
 def _zero_one_adam(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
     """0/1 Adam, whose exact steps go in bf16."""
-    return ThinwireLearner(
+    return LoopLearner(
         model,
         plan,
         lambda groups: ZeroOneAdam(
