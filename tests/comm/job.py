@@ -47,8 +47,9 @@ def mpi_body(seed: str) -> None:
     sys.stdout.write(f"rank {world.rank} of {world.size} passed over its own\n")
 
 
-def lose(how: str, victim: str) -> None:
-    """Rank ``victim`` leaves the job in the middle of it: killed, stopped, raising, or at another call."""
+def lose(how: str, chunk: str, victim: str) -> None:
+    """Rank ``victim`` leaves the job in the middle of it, killed, stopped, raising, or at another call, while all
+    others are in an all-to-all of chunks of so many elements."""
     world = comm.init(timeout=FAILURE_TIMEOUT)
     world.barrier()
     if world.rank == int(victim):
@@ -59,7 +60,8 @@ def lose(how: str, victim: str) -> None:
         elif how == "raising":
             raise KeyError("a bug of the user")
         world.all_gather(torch.empty(5 * world.size), torch.ones(5))
-    world.all_to_all(torch.empty(3 * world.size), torch.ones(3 * world.size))
+    numel = int(chunk) * world.size
+    world.all_to_all(torch.empty(numel), torch.ones(numel))
 
 
 def join(backend: str) -> None:

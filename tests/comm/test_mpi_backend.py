@@ -25,13 +25,13 @@ def test_body_without_mpirun():
 
 
 def test_a_raising_rank_ends_the_job():
-    done = run_mpirun(3, "lose", "raising", "1")
+    done = run_mpirun(3, "lose", "raising", "3", "1")
     assert done.returncode != 0
     assert "KeyError: 'a bug of the user'" in done.stderr
 
 
 def test_a_stopped_rank_is_named():
-    done = run_mpirun(3, "lose", "stopped", "1")
+    done = run_mpirun(3, "lose", "stopped", "3", "1")
     assert done.returncode != 0
     assert "all_to_all of 9 float32" in done.stderr
     assert "rank 1 did not answer" in done.stderr

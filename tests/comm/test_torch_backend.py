@@ -66,13 +66,14 @@ def test_body_under_torchrun():
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("chunk", [3, 100_003], ids=["small", "large"])
 @pytest.mark.parametrize(("how", "victim"), [("killed", 1), ("killed", 0), ("stopped", 0)])
-def test_a_lost_rank_is_named(how, victim):
-    for survivor in run_ranks(3, "lose", how, victim=victim):
+def test_a_lost_rank_is_named(how, victim, chunk):
+    for survivor in run_ranks(3, "lose", how, str(chunk), victim=victim):
         assert survivor.returncode != 0
         lines = survivor.stdout.splitlines()
         error = next(line for line in lines if "thinwire.comm.errors.Communication" in line)
-        assert "all_to_all of 9 float32" in error
+        assert f"all_to_all of {3 * chunk} float32" in error
         assert f"rank {victim} did not answer" in error
         assert ("CommunicationTimeout" in error) == (how == "stopped")
         assert (f"timed out after {FAILURE_TIMEOUT:g} s" in error) == (how == "stopped")
@@ -80,6 +81,6 @@ def test_a_lost_rank_is_named(how, victim):
 
 @pytest.mark.launch
 def test_a_rank_at_another_call_is_named():
-    for survivor in run_ranks(3, "lose", "elsewhere", victim=1):
+    for survivor in run_ranks(3, "lose", "elsewhere", "3", victim=1):
         assert survivor.returncode != 0
         assert "rank 1 is at all_gather of 5 float32" in survivor.stdout

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from thinwire.comm.checks import ReduceOp
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.failure import Call, RollCall
+from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise
 from thinwire.comm.store_roll_call import StoreRollCall
 from thinwire.comm.work import Pending
 
@@ -44,7 +45,7 @@ def group_timeout(timeout: float) -> timedelta:
 class _Wiring:
     """A process group with what torch keeps about it elsewhere, and a place of its own in the store.
 
-    ``group`` is None once it is let go.
+    ``instance`` tells apart those on one group. ``group`` is None once it is let go.
     """
 
     group: dist.ProcessGroup | None
@@ -52,9 +53,13 @@ class _Wiring:
     global_ranks: tuple[int, ...]
     store: Store
     path: str
+    instance: int = 0
+    pairwise: Pairwise | None = None
 
     def let_go(self) -> None:
-        self.group = None
+        if self.pairwise is not None:
+            self.pairwise.close()
+        self.group = self.pairwise = None
 
 
 class TorchCommunicator(Communicator):
@@ -85,6 +90,11 @@ class TorchCommunicator(Communicator):
         self._roll = StoreRollCall(store, self.rank, self.size, _host_of_store(wiring))
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        streams_meet = self.size > 2 and input.nbytes >= LEAST_CHUNK_BYTES * self.size
+        if streams_meet and not input.is_cuda:
+            if self._wiring.pairwise is None:
+                self._wiring.pairwise = Pairwise(self._group, self._wiring.instance)
+            return self._wiring.pairwise.start(output, input)
         return _pending(output, dist.all_to_all_single(output, input, group=self._group, async_op=True))
 
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
@@ -202,7 +212,7 @@ def _wire(group: dist.ProcessGroup | None) -> _Wiring:
     path = f"thinwire/{group.group_name}"
     # Communicators on one group need keys of their own; all ranks make them in the same order.
     instance = store.add(f"{path}/instances/{group.rank()}", 1)
-    return _Wiring(group, backend_of, global_ranks, store, f"{path}/{instance}")
+    return _Wiring(group, backend_of, global_ranks, store, f"{path}/{instance}", instance)
 
 
 def _host_of_store(wiring: _Wiring) -> int | None:
