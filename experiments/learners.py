@@ -190,12 +190,12 @@ class EngineLearner:
 def zero_one_intervals(plan: Plan) -> dict[str, Any]:
     """0/1 Adam's options for runs of thousands of steps; its defaults are for hundreds of thousands.
 
-    Half of the steps until the freeze send 1 bit; where more do, BERT-tiny stays on its first plateau.
-    β₂ counts updates of the variance: 0.999 would remember all of them alike, the large gradients of the beginning too.
+    β₂ counts updates of the variance, of which there are about 40 until the freeze: 0.999 would remember all of them
+    alike, the large gradients of the beginning too.
     """
     return {
         "var_freeze_step": plan.fixed_freeze_step,
-        "var_update_scaler": max(1, plan.fixed_freeze_step // 5),
+        "var_update_scaler": max(1, plan.fixed_freeze_step // 40),
         "betas": (0.9, 0.99),
         "local_step_scaler": plan.local_step_scaler,
         "local_step_clipper": 8,

@@ -11,7 +11,7 @@ class ReferenceZeroOneAdam:
     """Algorithm 1 of 0/1 Adam (arXiv 2202.06009) on one flat weight vector, in the two phases of DeepSpeed.
 
     `weights` [workers, numel]: every worker's own. What is compressed is the paper's momentum (while the variance
-    moves, the gradient), or the update: the momentum divided by √v + ε, in both phases. A sync sends u / Σγ rather
+    moves, the gradient), or the update: the momentum divided by √v + ε, in both phases, and bounded. A sync sends u / Σγ rather
     than u, so that residuals are momenta.
     """
 
@@ -56,7 +56,7 @@ class ReferenceZeroOneAdam:
             self.kinds += "c"
         if self.kinds[-1] == "c" and self.compress == "update":
             momenta = beta1 * self.momenta + (1 - beta1) * gradients
-            self.momenta[:] = self.denominator() * self.exchange(momenta / self.denominator())
+            self.momenta[:] = self.denominator() * self.exchange(self.bounded(momenta / self.denominator()))
         else:
             mean = self.exchange(gradients) if self.kinds[-1] == "c" else gradients.mean(axis=0)
             self.momenta = beta1 * self.momenta + (1 - beta1) * mean
@@ -67,6 +67,8 @@ class ReferenceZeroOneAdam:
         beta1, _ = self.betas
         decay = 1 - self.lr * self.weight_decay
         self.momenta = beta1 * self.momenta + (1 - beta1) * gradients
+        if self.compress == "update":
+            self.momenta = self.denominator() * self.bounded(self.momenta / self.denominator())
         step = -self.rate() * self.momenta / self.denominator()
         self.weights = decay * self.weights + step
         self.moved = decay * self.moved + step
@@ -87,6 +89,11 @@ class ReferenceZeroOneAdam:
 
     def rate(self) -> float:
         return self.lr / (1 - self.betas[0] ** self.step_count)
+
+    def bounded(self, updates: np.ndarray) -> np.ndarray:
+        beta1, beta2 = self.betas
+        bound = np.sqrt(len(self.weights)) * max(1.0, (1 - beta1) / np.sqrt(1 - beta2))
+        return np.clip(updates, -bound, bound)
 
     def scale(self) -> np.ndarray | float:
         return self.denominator() if self.compress == "update" else 1.0

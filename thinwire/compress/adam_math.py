@@ -13,6 +13,7 @@ __all__ = [
     "SMALLEST_OF_MEAN",
     "AdamSettings",
     "apply_updates",
+    "bound_updates",
     "frozen_update",
     "raise_smallest",
     "root",
@@ -127,6 +128,18 @@ def raise_smallest(denominators: list[Tensor]) -> None:
         finite = torch.isfinite(denominator)
         mean = torch.where(finite, denominator, 0.0).sum() / finite.sum().clamp(min=1)
         denominator.clamp_(min=SMALLEST_OF_MEAN * mean)
+
+
+def bound_updates(updates: Tensor, settings: AdamSettings, ranks: int) -> None:
+    """Clamp one rank's m / (√v̂ + ε), in place, to ±√ranks · max(1, (1 - β₁) / √(1 - β₂)); infinity becomes NaN.
+
+    That is the bound of an update where the variance follows every gradient (Kingma & Ba 2015, section 2.1); a rank's
+    own gradient is noisier than the average by up to √ranks. With a variance that waits for its next update, or is
+    frozen, nothing else stops gradients that grow by the very updates they cause.
+    """
+    bound = ranks**0.5 * max(1.0, (1 - settings.beta1) / (1 - settings.beta2) ** 0.5)
+    zero_or_nan = updates - updates
+    updates.clamp_(-bound, bound).add_(zero_or_nan)
 
 
 def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor | float:

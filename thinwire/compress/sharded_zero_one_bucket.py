@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.adam_math import raise_smallest, to_denominators, track_variances
+from thinwire.compress.adam_math import bound_updates, raise_smallest, to_denominators, track_variances
 from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.common_weights import CommonWeights
 from thinwire.compress.exchange import Exchange, Outcome
@@ -287,9 +287,10 @@ class ShardedZeroOneBucket:
         if kind is StepKind.COMPRESSED:
             torch.lerp(self.momentum[place], payload, 1 - settings.beta1, out=payload)
             payload.div_(self.denominators[place])
-            return
-        payload.div_(self.denominators[place])
-        torch.lerp(self.momentum[place], payload, 1 - settings.beta1, out=payload)
+        else:
+            payload.div_(self.denominators[place])
+            torch.lerp(self.momentum[place], payload, 1 - settings.beta1, out=payload)
+        bound_updates(payload, settings, self._comm.size)
         if kind is StepKind.SYNC:
             # A learning rate that changes between backward() and step() moves the weights by the new one, and weighs
             # this step among the last ones by the old.

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.compress import agreement
-from thinwire.compress.adam_math import AdamSettings, frozen_update, track_moments
+from thinwire.compress.adam_math import AdamSettings, bound_updates, frozen_update, track_moments
 from thinwire.compress.codecs import Codec
 from thinwire.compress.cohort import AdamBucket, Cohort, Compressed
 from thinwire.compress.freeze import FreezeRule
@@ -88,16 +88,19 @@ class ZeroOneCohort(Cohort):
         kind = self._next_kind()
         if self.frozen_at is None and loss_scale is not None:
             payload.div_(loss_scale)
+        if kind is StepKind.EXACT:
+            return
+        settings = AdamSettings.of_group(self._table.group(slot.parameter))
         if kind is StepKind.COMPRESSED:
             if self._compressed == "update":
-                beta1 = self._table.group(slot.parameter)["betas"][0]
-                torch.lerp(bucket.momentum[place], payload, 1 - beta1, out=payload)
+                torch.lerp(bucket.momentum[place], payload, 1 - settings.beta1, out=payload)
                 payload.div_(bucket.denominators[place])
             elif bucket.still is not None:
                 payload.mul_(bucket.still[place].logical_not())
-        elif kind is StepKind.SYNC:
+        if self._compressed == "update":
+            bound_updates(payload, settings, self._comm.size)
+        if kind is StepKind.SYNC:
             number = self._table.group_number(slot.parameter)
-            settings = AdamSettings.of_group(self._table.group(slot.parameter))
             self._settings_sent.setdefault(number, settings)
             share = self._progress.share(number, settings, self.steps + 1)
             torch.lerp(bucket.mean_momentum[place], payload, share, out=payload)
