@@ -89,11 +89,13 @@ def test_every_step_has_the_bits_of_the_unsharded_optimizer(
 
 @pytest.mark.parametrize("numel", [1, 63, 300, 1000])
 def test_odd_sizes_in_one_bucket_give_the_bits_of_the_unsharded_optimizer(numel: int) -> None:
-    """One flat parameter, gradients that are fixed beforehand, coordinates without any, and others held by a mask."""
+    """One flat parameter, gradients that are fixed beforehand and grow until updates meet their bound, coordinates
+    without any, and others held by a mask."""
     generator = torch.Generator().manual_seed(numel)
     start = torch.randn(numel, generator=generator)
     gradients = torch.randn(STEPS, 3, numel, generator=generator) * torch.logspace(-3, 1, numel)
     gradients[:, :, 5::17] = 0.0
+    gradients[20:] *= 40.0
     mask = torch.ones(numel)
     mask[7::11] = 0.0
 

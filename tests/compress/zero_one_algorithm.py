@@ -11,8 +11,8 @@ class ReferenceZeroOneAdam:
     """Algorithm 1 of 0/1 Adam (arXiv 2202.06009) on one flat weight vector, in the two phases of DeepSpeed.
 
     `weights` [workers, numel]: every worker's own. What is compressed is the paper's momentum (while the variance
-    moves, the gradient), or the update: the momentum divided by √v + ε, in both phases, and bounded. A sync sends u / Σγ rather
-    than u, so that residuals are momenta.
+    moves, the gradient), or the update: the momentum divided by √v + ε and bounded, in both phases. A sync sends
+    u / Σγ rather than u, so that residuals are momenta.
     """
 
     def __init__(

@@ -42,7 +42,8 @@ class ZeroOneAdam(OneBitOptimizer):
         local_step_scaler: steps with a frozen variance after which the local interval doubles, beginning at 1.
         local_step_clipper: the longest local interval; 1 for no local steps.
         compress: what is compressed: "update", momenta divided by √v̂ + ε, with denominators of at least a hundredth of
-            their parameter's mean; or as in the paper "momentum", gradients while the variance moves, then momenta.
+            their parameter's mean, and clamped to ±√ranks · max(1, (1 - β₁) / √(1 - β₂)), Adam's own bound for a rank;
+            or as in the paper "momentum", gradients while the variance moves, then momenta.
         codec: how: "sign1" (1 bit), "int8", "bf16" or "none".
         warmup_wire: "fp32" sends what is averaged exactly in full, "bf16" sends half the bytes.
 
