@@ -154,6 +154,15 @@ def _race_to_a_loss(
     if emulated is not None and rate is None:
         raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
     racing = [name for name in options.contenders if CONTENDERS[name].trains]
+    text = f"BERT-{options.loss_model} on Python's standard library, {options.steps} steps"
+    settings = {
+        "machine": machine.describe(),
+        "subject": f"{text}, {_setting(options)}",
+        "megabits": None if emulated is None else rate,
+        "learning_rate": options.learning_rate,
+        "freeze_step": options.freeze_step,
+    }
+    before = _runs_before(settings, options.output / f"{_NAME}_losses.json") if options.add else {}
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.npz"
         _tokenize(tokens)
@@ -164,20 +173,37 @@ def _race_to_a_loss(
         if emulated is not None:
             arguments += ["--rate", rate]
         raw = _job(cluster, "experiments.race.loss_times", arguments, options.ranks_a_host, options.limit)
-    text = f"BERT-{options.loss_model} on Python's standard library, {raw['steps']} steps"
+    runs = {**before, **raw["runs"]}
+    runs = {name: runs[name] for name in CONTENDERS if name in runs}
     content = {
-        "machine": machine.describe(),
-        "subject": f"{text}, {_setting(options)}",
-        "findings": [loss_report.sentence(raw["runs"])],
-        "megabits": None if emulated is None else rate,
-        "seconds_to_the_loss": loss_report.arrivals(raw["runs"]),
+        **settings,
+        "findings": [loss_report.sentence(runs)],
+        "seconds_to_the_loss": loss_report.arrivals(runs),
         **raw,
+        "runs": runs,
     }
     write_json(options.output / f"{_NAME}_losses.json", content)
-    loss_report.print_table(raw["runs"])
+    loss_report.print_table(runs)
     print("\n" + content["findings"][0])
     loss_report.draw(content, options.output / f"{_NAME}_losses.png")
     print(f"Written: {options.output / _NAME}_losses.json and .png", flush=True)
+
+
+def _runs_before(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The runs of a race that was run before under the same settings.
+
+    Raises:
+        InputError: there is none, or it was another race.
+    """
+    if not path.exists():
+        raise InputError(f"--add: there is no {path} to add to: race without --add first")
+    race = read_json(path)
+    differing = [name for name, value in settings.items() if race.get(name) != value]
+    if differing:
+        found = "; ".join(f"{name} {race.get(name)!r} and not {settings[name]!r}" for name in differing)
+        raise InputError(f"--add: {path} holds another race: {found}")
+    runs: dict[str, Any] = race["runs"]
+    return runs
 
 
 def _tokenize(path: Path) -> None:
@@ -247,6 +273,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--timed-every", type=positive, default=20, metavar="N", help="steps, of which 4 go over the slow links"
     )
+    parser.add_argument(
+        "--add", action="store_true", help="race to a loss again with these --contenders, the others' runs staying"
+    )
     parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
     options = parser.parse_args(arguments)
@@ -256,7 +285,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ]
     if options.timed_every < 2:
         raise InputError("--timed-every must be at least 2: the first step of a stretch only settles")
-    if absent := {BASELINE, FAIR_BASELINE} - set(options.contenders):
+    if options.add and (list(options.races) != ["losses"] or options.loss_rate is None):
+        raise InputError("--add goes with --races losses and the --loss-rate of the race that it adds to")
+    if not options.add and (absent := {BASELINE, FAIR_BASELINE} - set(options.contenders)):
         raise InputError(f"--contenders must name what others are compared with: add {', '.join(sorted(absent))}")
     if options.hosts * options.ranks_a_host < 2:
         raise InputError("a single rank sends nothing: give more --hosts or more --ranks-a-host")

@@ -190,15 +190,15 @@ class EngineLearner:
 def zero_one_intervals(plan: Plan) -> dict[str, Any]:
     """0/1 Adam's options for runs of thousands of steps; its defaults are for hundreds of thousands.
 
-    β₂ counts updates of the variance, of which there are about 40 until the freeze: 0.999 would remember all of them
-    alike, the large gradients of the beginning too.
+    β₂ counts updates of the variance, of which there are fewer than 100 until the freeze: 0.999 would remember all of
+    them alike, the large gradients of the beginning too.
     """
     return {
         "var_freeze_step": plan.fixed_freeze_step,
-        "var_update_scaler": max(1, plan.fixed_freeze_step // 40),
+        "var_update_scaler": max(1, plan.fixed_freeze_step // 20),
         "betas": (0.9, 0.99),
         "local_step_scaler": plan.local_step_scaler,
-        "local_step_clipper": 8,
+        "local_step_clipper": 4,
     }
 
 

@@ -137,7 +137,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         freeze_step=options.freeze_step,
         evaluate_every=max(1, options.steps // 30),
         seed=0,
-        local_step_scaler=max(1, options.steps // 16),
+        local_step_scaler=max(1, options.steps // 5),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from tests.experiments.cluster.needs import needs_cluster
         (["--waiting", "1.5"], "from 0 to below 1"),
         (["--rates", "0"], "at least 1"),
         (["--timed-every", "1"], "at least 2"),
+        (["--add", "--races", "losses"], "--loss-rate of the race"),
+        (["--add", "--loss-rate", "20"], "--races losses"),
         (["--output", "/proc/nowhere"], "cannot be written"),
     ],
 )
@@ -41,6 +44,23 @@ def test_everybody_races_by_default_who_differs(tmp_path: Path) -> None:
     output = ["--output", str(tmp_path)]
     assert set(CONTENDERS) - set(parse(output).contenders) == {"onebit-adam-flat"}
     assert parse(["--ranks-a-host", "2", *output]).contenders == list(CONTENDERS)
+
+
+@pytest.mark.parametrize(
+    ("there", "complaint"),
+    [
+        (None, "no .*ethernet_losses.json to add to"),
+        ({"learning_rate": 5.0}, "another race: .*learning_rate 5.0 and not 0.001"),
+    ],
+)
+def test_runs_are_added_only_to_a_race_of_the_same_settings(
+    there: dict[str, float] | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if there is not None:
+        (tmp_path / "ethernet_losses.json").write_text(json.dumps(there))
+    adding = ["--add", "--races", "losses", "--loss-rate", "20", "--contenders", "zero-one-adam"]
+    assert main([*adding, "--output", str(tmp_path)]) == 2
+    assert re.search(complaint, capsys.readouterr().err)
 
 
 @needs_cluster
