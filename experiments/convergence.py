@@ -132,11 +132,12 @@ def _write_results(
     }
     _write(output, _NAME, {"tasks": tasks}, comm)
     seeds = len(next(iter(next(iter(runs.values())).values())))
+    drawn = "one seed" if seeds == 1 else f"mean of {seeds} seeds, band: one standard deviation"
     hardware = machine.describe()
     figure, axes = plotting.new_figure(
         len(found),
         f"1-bit optimizers against their exact parents, {comm.size} ranks",
-        f"mean of {seeds} seeds, band: one standard deviation; made on {hardware['cpu']}, {hardware['cores']} cores",
+        f"{drawn}; made on {hardware['cpu']}, {hardware['cores']} cores",
     )
     for row, ((name, onebit), finding) in zip(axes, found.items(), strict=True):
         pair = (PARENTS[onebit], onebit)

@@ -21,13 +21,14 @@ _TAGS = range(1 << 30, (1 << 30) + (1 << 20))
 """Of messages on the group, which users of the same group are unlikely to take."""
 
 _EXIT_SECONDS = 5.0
+"""How long a communicator that is closed waits for its thread."""
 
 
 class Pairwise:
     """All-to-alls on the host tensors of one Gloo group, one after another in the order of their starts."""
 
     def __init__(self, group: dist.ProcessGroup, instance: int) -> None:
-        """`instance` tells those on one group apart: every rank must give the same."""
+        """``instance`` tells those on one group apart: every rank must give the same."""
         self._group = group
         self._tags = _TAGS[instance % 64 :: 64]
         self._started = 0
@@ -55,7 +56,7 @@ class Pairwise:
 
 
 class _Exchange:
-    """One all-to-all: a `Pending` for who waits, rounds for the thread."""
+    """One all-to-all: a ``Pending`` for who waits, rounds for the thread."""
 
     def __init__(self, group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
         self._group = group
@@ -70,7 +71,7 @@ class _Exchange:
         return self._over.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Block for at most `seconds`; False if it is still running. Raises what Gloo raised."""
+        """Block for at most ``seconds``; False if it is still running. Raises what Gloo raised."""
         if not self._over.wait(seconds):
             return False
         if self._error is not None:
