@@ -50,10 +50,10 @@ stages: $(READY)
 	$(RUN) -m experiments.stages $(ARGS)
 
 bench: $(READY)
-	$(RUN) -m experiments.bench_kernels $(ARGS)
+	$(RUN) -m experiments.benchmarks.kernels $(ARGS)
 
 bench-engine: $(READY)
-	$(RUN) -m experiments.bench_engine $(ARGS)
+	$(RUN) -m experiments.benchmarks.engine $(ARGS)
 
 long-sequences: $(READY)
 	$(RUN) -m experiments.long_sequences $(ARGS)
@@ -69,8 +69,8 @@ ethernet: $(READY)
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu
-	$(GPU_PYTHON) -m experiments.bench_kernels --device cuda $(ARGS)
-	$(GPU_PYTHON) -m experiments.bench_attention_gpu
+	$(GPU_PYTHON) -m experiments.benchmarks.kernels --device cuda $(ARGS)
+	$(GPU_PYTHON) -m experiments.benchmarks.attention_gpu
 
 wheel: $(READY)
 	$(RUN) -m build --wheel

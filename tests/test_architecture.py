@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "thinwire"
 
 # The floors of docs/design.md. Rooms that stand apart use the ground floor only; the engine may use them.
-FLOORS = {"simd": 0, "comm": 1, "zero": 2, "compress": 3, "plan": 4, "engine": 5}
+FLOORS = {"simd": 0, "comm": 1, "zero": 2, "compress": 3, "optim": 4, "plan": 5, "engine": 6}
 APART = {"sparse_attn", "pld"}
 MOST_LINES = 400
 

@@ -8,14 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from thinwire import comm, compress, zero
-from thinwire.compress import (
-    OneBitAdam,
-    OneBitLamb,
-    ShardedOneBitAdam,
-    ShardedOneBitLamb,
-    ShardedZeroOneAdam,
-    ZeroOneAdam,
-)
+from thinwire.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedOneBitLamb, ShardedZeroOneAdam, ZeroOneAdam
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:

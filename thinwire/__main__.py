@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from thinwire.engine.command_line import main
+from thinwire.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

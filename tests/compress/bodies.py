@@ -8,10 +8,11 @@ import itertools
 import numpy as np
 import torch
 
-from tests.compress.algorithm import ReferenceExchange
-from tests.compress.training import make_model, make_optimizer, train, weights
+from tests.optim.adam.reference import ReferenceExchange
+from tests.optim.training import make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
-from thinwire.compress import Exchange, OneBitLamb, ShardedOneBitAdam, ShardedOneBitLamb, ZeroOneAdam, make_codec
+from thinwire.compress import Exchange, make_codec
+from thinwire.optim import OneBitLamb, ShardedOneBitAdam, ShardedOneBitLamb, ZeroOneAdam
 from thinwire.zero import ShardedOptimizer
 
 BLOCK = 64

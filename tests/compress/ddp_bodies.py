@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.compress.training import batch, loss_of, make_model, make_optimizer, train, weights
+from tests.optim.training import batch, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
 
 

@@ -12,14 +12,15 @@ from torch import Tensor
 
 import thinwire
 from tests.compress.bodies import exchange_equals_the_algorithm
-from tests.compress.training import make_model, train, weights
-from tests.compress.zero_one_training import SCHEDULE, make_zero_one
+from tests.optim.training import make_model, train, weights
+from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import Communicator, threads
 from thinwire.comm.nodes import NodeGroups, NodeLinks
-from thinwire.compress import Exchange, Flags, PacketError, ShardedOneBitAdam, ShardedZeroOneAdam, make_codec
+from thinwire.compress import Exchange, Flags, PacketError, make_codec
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
-from thinwire.compress.lean_exchange import LeanExchange
+from thinwire.compress.low_memory_exchange import LeanExchange
 from thinwire.compress.parts import cut_shard, least_part
+from thinwire.optim import ShardedOneBitAdam, ShardedZeroOneAdam
 
 BLOCK = 64
 WHOLE = 1 << 40

@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.compress.zero_one_training import SCHEDULE
 from tests.engine.test_engine_checkpoints import train_same_data
 from tests.engine.tiny import make_engine, settings, train
+from tests.optim.zero_one.training import SCHEDULE
 from thinwire.comm import threads
 from thinwire.engine import NonFiniteError
 

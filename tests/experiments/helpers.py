@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.learners import OPTIMIZERS
-from experiments.plans import Plan
+from experiments.training.learners import OPTIMIZERS
+from experiments.training.plans import Plan
 
 REPOSITORY = Path(__file__).parents[2]
 

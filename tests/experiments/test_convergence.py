@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import convergence
+from experiments.convergence import __main__ as convergence
 from thinwire.comm import threads
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import layer_drop
-from experiments.drop_findings import Run, find, largest_error
-from experiments.drop_learning import (
+from experiments.layer_drop import __main__ as layer_drop
+from experiments.layer_drop.findings import Run, find, largest_error
+from experiments.layer_drop.learning import (
     DROPPING,
     POST_LN,
     PRE_LN,
@@ -25,8 +25,8 @@ from experiments.drop_learning import (
     Recipe,
     train_in_turns,
 )
-from experiments.drop_plots import draw
-from experiments.drop_step_time import (
+from experiments.layer_drop.plots import draw
+from experiments.layer_drop.step_time import (
     Saving,
     Workload,
     count_kept,
@@ -34,8 +34,8 @@ from experiments.drop_step_time import (
     measure_keep_rates,
     measure_savings,
 )
-from experiments.sizes import BertSize
-from experiments.tokens import Tokens
+from experiments.tasks.sizes import BertSize
+from experiments.tasks.tokens import Tokens
 from tests.experiments.helpers import run_module
 from thinwire.pld import ProgressiveLayerDrop, drop_layers
 

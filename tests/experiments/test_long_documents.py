@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import long_documents
-from experiments.document_learning import SYSTEMS, DocumentCurve, LearningPlan, learners, train_in_turns
-from experiments.sizes import BertSize
-from experiments.tokens import Tokens
+from experiments.long_documents import __main__ as long_documents
+from experiments.long_documents.learning import SYSTEMS, DocumentCurve, LearningPlan, learners, train_in_turns
+from experiments.tasks.sizes import BertSize
+from experiments.tasks.tokens import Tokens
 from tests.experiments.helpers import run_module
 
 LENGTH, WINDOW, VOCABULARY = 64, 16, 50

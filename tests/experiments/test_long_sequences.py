@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import attention_systems, bert_memory, long_sequences
-from experiments.attention_peers import gathered_attention, materialised_attention
-from experiments.attention_systems import BLOCK, DENSE, LAYOUTS
-from experiments.attention_timing import FEWEST_ROUNDS, Times, rounds_at
-from experiments.long_sequence_findings import longest_sequences, times_faster
-from experiments.peak_memory import PeakMemory, measure_alone
+from experiments.common.peak_memory import PeakMemory, measure_alone
+from experiments.long_sequences import __main__ as long_sequences
+from experiments.long_sequences import bert_memory
+from experiments.long_sequences import systems as attention_systems
+from experiments.long_sequences.findings import longest_sequences, times_faster
+from experiments.long_sequences.peers import gathered_attention, materialised_attention
+from experiments.long_sequences.systems import BLOCK, DENSE, LAYOUTS
+from experiments.long_sequences.timing import FEWEST_ROUNDS, Times, rounds_at
 from tests.experiments.helpers import run_module
 from thinwire.sparse_attn import BigBird, Custom, Fixed, reference_attention
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from experiments import stage_findings, stage_losses, stages
-from experiments.errors import InputError
-from experiments.stage_losses import Job, Run
+from experiments.common.errors import InputError
+from experiments.stages import __main__ as stages
+from experiments.stages import findings as stage_findings
+from experiments.stages import losses as stage_losses
+from experiments.stages.losses import Job, Run
 from thinwire.comm import threads
 
 

@@ -8,8 +8,8 @@ import importlib.util
 import pytest
 import torch
 
-from tests.compress.kernels_body import CODECS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
-from tests.compress.kernels_momentum_body import MomentumBody, make_momentum, same_bits
+from tests.compress.kernels.body import CODECS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
+from tests.compress.kernels.momentum_body import MomentumBody, make_momentum, same_bits
 from thinwire.compress import kernels
 
 pytestmark = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.compress.bodies import decisive_payloads
-from tests.compress.training import batch, make_model, make_optimizer
+from tests.optim.training import batch, make_model, make_optimizer
 from thinwire.comm import threads
 from thinwire.compress import Exchange, make_codec
 

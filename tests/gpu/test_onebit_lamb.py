@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.compress.training import batch, make_model
+from tests.optim.training import batch, make_model
 from thinwire import OneBitLamb, ShardedOneBitLamb
 from thinwire.comm import threads
 

@@ -11,7 +11,7 @@ import pytest
 from tests.comm.launching import run as launch
 from tests.plan.strategies import GIGABIT
 from tests.plan.test_calibration import calibration
-from thinwire.engine.command_line import main
+from thinwire.command_line import main
 from thinwire.plan import (
     Cluster,
     Link,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.models import build_bert
-from experiments.sizes import SIZES
+from experiments.tasks.models import build_bert
+from experiments.tasks.sizes import SIZES
 from thinwire.plan import Activations, Matrices, PlanError, Transformer, named_model, plain_model
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compress.training import batch, loss_of, make_model, weights
+from tests.optim.training import batch, loss_of, make_model, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.zero import ShardedOptimizer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, export_weights
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.data import ResumableLoader
+from thinwire.engine.data.loader import ResumableLoader
 from thinwire.engine.engine import Engine
 from thinwire.engine.errors import NonFiniteError
 from thinwire.engine.initialize import initialize
-from thinwire.engine.monitor import Monitor
+from thinwire.engine.monitoring.monitor import Monitor
 from thinwire.engine.schedules import (
     LRRangeTest,
     OneCycle,

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thinwire.engine.batch_size import warn_of_another_size
+from thinwire.engine.data.batch_size import warn_of_another_size
 from thinwire.engine.errors import NonFiniteError
-from thinwire.engine.losses import StepLosses
-from thinwire.engine.parts import Parts
-from thinwire.engine.reporting import Reporter, StepSummary
-from thinwire.engine.saving import Checkpoints
+from thinwire.engine.job import Parts
+from thinwire.engine.job_checkpoints import Checkpoints
+from thinwire.engine.job_reports import Reporter, StepSummary
+from thinwire.engine.monitoring.losses import StepLosses
 
 __all__ = ["Engine"]
 

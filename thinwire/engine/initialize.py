@@ -14,23 +14,23 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
-from thinwire.engine.agreement import agree_on_config, agree_on_model
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.models import ActivationCheckpointingConfig
 from thinwire.engine.config.rules import total_steps
-from thinwire.engine.data import ResumableLoader
+from thinwire.engine.data.loader import ResumableLoader
 from thinwire.engine.engine import Engine
 from thinwire.engine.given_schedule import GivenSchedule, check_schedule, make_schedule
+from thinwire.engine.job import Parts
+from thinwire.engine.job_checkpoints import Checkpoints, ModelNames
+from thinwire.engine.job_reports import Reporter
 from thinwire.engine.loss_scale import make_loss_scale
-from thinwire.engine.model_plugs import LayerDropping, put_in_sparse_attention
+from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
+from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
+from thinwire.engine.model.precision import Precision, check_model
 from thinwire.engine.optimizers import EngineOptimizer, GivenOptimizer, Recipe, build_optimizer, find_recipe
-from thinwire.engine.parts import Parts
-from thinwire.engine.precision import Precision, check_model
-from thinwire.engine.reporting import Reporter
-from thinwire.engine.saving import Checkpoints, ModelNames
+from thinwire.engine.same_job import agree_on_config, agree_on_model
 from thinwire.sparse_attn import densify
-from thinwire.zero.agreement import broadcast_from_rank_0
+from thinwire.zero.rank_checks import broadcast_from_rank_0
 
 __all__ = ["ConfigSource", "initialize"]
 

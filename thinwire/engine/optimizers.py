@@ -15,15 +15,15 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
-from thinwire.compress import ShardedOneBitAdam, ShardedOneBitLamb, ShardedZeroOneAdam
-from thinwire.engine import stage3
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.optimizer import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_ADAM, check_optimizer
-from thinwire.engine.precision import Precision
-from thinwire.engine.stage3_optimizer import FullyShardedOptimizer
+from thinwire.engine.model.precision import Precision
+from thinwire.optim import ShardedOneBitAdam, ShardedOneBitLamb, ShardedZeroOneAdam
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.agreement import broadcast_from_rank_0
-from thinwire.zero.masters import OptimizerClass
+from thinwire.zero import fsdp as stage3
+from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
+from thinwire.zero.master_weights import OptimizerClass
+from thinwire.zero.rank_checks import broadcast_from_rank_0
 
 __all__ = ["EngineOptimizer", "GivenOptimizer", "Recipe", "build_optimizer", "find_recipe"]
 

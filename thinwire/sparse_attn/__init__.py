@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from thinwire.sparse_attn.attention import block_sparse_attention
 from thinwire.sparse_attn.block_index import BlockIndex
-from thinwire.sparse_attn.config import layout_from_config
-from thinwire.sparse_attn.hugging_face import (
+from thinwire.sparse_attn.hugging_face.padding import pad_to_block_size, unpad_sequence_output
+from thinwire.sparse_attn.hugging_face.positions import extend_position_embedding, update_tokenizer_model_max_length
+from thinwire.sparse_attn.hugging_face.sparsify import (
     densify,
     replace_model_self_attention_with_sparse_self_attention,
     sparsify,
 )
-from thinwire.sparse_attn.layouts import (
+from thinwire.sparse_attn.layouts.config import layout_from_config
+from thinwire.sparse_attn.layouts.named import (
     BigBird,
     BSLongformer,
     Custom,
@@ -22,8 +24,6 @@ from thinwire.sparse_attn.layouts import (
     Variable,
 )
 from thinwire.sparse_attn.modules import SparseSelfAttention
-from thinwire.sparse_attn.padding import pad_to_block_size, unpad_sequence_output
-from thinwire.sparse_attn.positions import extend_position_embedding, update_tokenizer_model_max_length
 from thinwire.sparse_attn.reference import reference_attention
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from thinwire.sparse_attn.dropout import draw_seed
-from thinwire.sparse_attn.layout import Layout
+from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.masks import attention_bias, key_bias
 from thinwire.sparse_attn.operator import attend
 

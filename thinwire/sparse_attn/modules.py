@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
-from thinwire.sparse_attn.layouts import Layout
+from thinwire.sparse_attn.layouts.named import Layout
 
 __all__ = ["SparseSelfAttention"]
 

@@ -17,7 +17,7 @@ from thinwire.sparse_attn.block_index import BlockIndex
 
 __all__ = ["attend"]
 
-_KERNELS = {"cpu": "cpu", "cuda": "triton_attention"}
+_KERNELS = {"cpu": "cpu.launch", "cuda": "triton.launch"}
 
 _SHARED = (
     "Tensor row_offsets, Tensor columns, Tensor column_offsets, Tensor rows, "

@@ -16,7 +16,7 @@ from thinwire.sparse_attn.masks import attention_bias, key_bias
 
 if TYPE_CHECKING:
     from thinwire.sparse_attn.block_index import BlockIndex
-    from thinwire.sparse_attn.layouts import Layout
+    from thinwire.sparse_attn.layouts.named import Layout
 
 __all__ = ["dense_attention", "reference_attention", "token_mask"]
 

@@ -3,7 +3,7 @@ ZeRO stages 0 to 2 for any elementwise torch optimizer."""
 
 from __future__ import annotations
 
-from thinwire.zero.layout import (
+from thinwire.zero.bucket_layout import (
     LARGEST_BUCKET_BYTES,
     BucketLayout,
     Slot,
@@ -13,7 +13,7 @@ from thinwire.zero.layout import (
     valid_in_shard,
 )
 from thinwire.zero.optimizer import ShardedOptimizer, StepResult
-from thinwire.zero.pieces import OwnPieces, Piece, PieceSource
+from thinwire.zero.saved_slices import OwnPieces, Piece, PieceSource
 
 __all__ = [
     "LARGEST_BUCKET_BYTES",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, Work
-from thinwire.zero.flat import FlatBucket
-from thinwire.zero.layout import Slot
+from thinwire.zero.bucket_layout import Slot
+from thinwire.zero.flat_bucket import FlatBucket
 
 __all__ = ["BucketGradients"]
 

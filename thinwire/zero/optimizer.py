@@ -15,20 +15,15 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
-from thinwire.zero.agreement import (
-    broadcast_from_rank_0,
-    check_parameters,
-    check_same_on_every_rank,
-    check_sharding,
-)
-from thinwire.zero.flat import FlatBucket
+from thinwire.zero.backward import BackwardRounds
+from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
+from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.gradients import BucketGradients
-from thinwire.zero.layout import LARGEST_BUCKET_BYTES
-from thinwire.zero.masters import BucketMasters, OptimizerClass
-from thinwire.zero.pieces import Piece, PieceSource
-from thinwire.zero.placement import Placement
+from thinwire.zero.master_weights import BucketMasters, OptimizerClass
+from thinwire.zero.parameter_order import Placement
 from thinwire.zero.prefetch import WeightGate
-from thinwire.zero.rounds import BackwardRounds
+from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank, check_sharding
+from thinwire.zero.saved_slices import Piece, PieceSource
 from thinwire.zero.saved_state import check_same_optimizer, counters_of, read_weight, take_over_settings
 
 __all__ = ["STATE_IS_ON_ALL_RANKS", "ShardedOptimizer", "StepResult"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.zero.pieces import Piece, PieceSource
+from thinwire.zero.saved_slices import Piece, PieceSource
 
 __all__ = [
     "check_same_optimizer",

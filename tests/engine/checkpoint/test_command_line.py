@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.comm.launching import environment
 from tests.engine.checkpoint.jobs import Values, same, save
-from thinwire.engine.command_line import main
+from thinwire.command_line import main
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_bad_usage(
 
 @pytest.mark.launch
 def test_as_a_program(tmp_path: Path, values: Values) -> None:
-    command = [sys.executable, "-m", "thinwire.engine.command_line", "checkpoint", "verify", str(tmp_path / "in")]
+    command = [sys.executable, "-m", "thinwire.command_line", "checkpoint", "verify", str(tmp_path / "in")]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stdout) == (0, "step-2: whole\nstep-1: whole\n")
     (tmp_path / "in" / "step-2" / "rank-00001.safetensors").write_bytes(b"")

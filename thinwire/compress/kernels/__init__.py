@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.layout import (
+from thinwire.compress.kernels.ops import Backend, backends
+from thinwire.compress.kernels.packet_layout import (
     BLOCK_MULTIPLE,
     CODE_BITS,
     HEADER_BYTES,
@@ -25,7 +26,6 @@ from thinwire.compress.kernels.layout import (
     scales,
     span,
 )
-from thinwire.compress.kernels.ops import Backend, backends
 
 __all__ = [
     "BLOCK_MULTIPLE",

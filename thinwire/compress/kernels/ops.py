@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.layout import (
+from thinwire.compress.kernels.packet_layout import (
     CODE_BITS,
     check_apply_signs,
     check_decode,
@@ -95,9 +95,9 @@ def backends() -> dict[str, Backend]:
     """Backends that can run here: "reference" always, "cpu" with numba, "cuda" with cupy and a GPU."""
     present = {"reference": _load("reference")}
     if importlib.util.find_spec("numba"):
-        present["cpu"] = _load("cpu")
+        present["cpu"] = _load("cpu.backend")
     if importlib.util.find_spec("cupy") and torch.cuda.is_available():
-        present["cuda"] = _load("cuda")
+        present["cuda"] = _load("cuda.backend")
     return present
 
 
@@ -108,7 +108,7 @@ def _load(name: str) -> Backend:
 @functools.cache
 def _cpu_backend() -> Backend:
     try:
-        return _load("cpu")
+        return _load("cpu.backend")
     except ImportError as error:
         warnings.warn(
             f"the CPU kernels need numba, which cannot be imported ({error}): plain torch is used instead, "
@@ -122,7 +122,7 @@ def _cpu_backend() -> Backend:
 @functools.cache
 def _cuda_backend() -> Backend:
     try:
-        return _load("cuda")
+        return _load("cuda.backend")
     except ImportError as error:
         raise RuntimeError(
             f"the CUDA kernels need cupy, which cannot be imported ({error}): pip install 'thinwire[cuda]'"

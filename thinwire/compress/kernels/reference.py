@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.layout import HEADER_BYTES, codes_offset, runs
 from thinwire.compress.kernels.noise import random_bits
+from thinwire.compress.kernels.packet_layout import HEADER_BYTES, codes_offset, runs
 
 __all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
 

@@ -48,6 +48,6 @@ def _cpu_kernel() -> Callable[[Tensor, Tensor, int], None] | None:
     if importlib.util.find_spec("numba") is None:
         return None
     kernel: Callable[[Tensor, Tensor, int], None] = importlib.import_module(
-        "thinwire.compress.kernels.cpu"
+        "thinwire.compress.kernels.cpu.backend"
     ).store_rounded
     return kernel

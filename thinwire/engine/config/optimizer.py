@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from thinwire.compress import ShardedOneBitLamb, make_codec
-from thinwire.compress.agreement import check_group
-from thinwire.compress.lamb_math import LAMB_OPTIONS, check_lamb_options
-from thinwire.compress.zero_one_schedule import ZeroOneSchedule, check_count
+from thinwire.compress import make_codec
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import did_you_mean, dotted
 from thinwire.engine.config.params import Expected, check_params, expected_by
+from thinwire.optim import ShardedOneBitLamb
+from thinwire.optim.lamb.formulas import LAMB_OPTIONS, check_lamb_options
+from thinwire.optim.options import check_group
+from thinwire.optim.zero_one.schedule import ZeroOneSchedule, check_count
 
 __all__ = ["ONEBIT_ADAM", "ONEBIT_LAMB", "OWN_OPTIMIZERS", "ZERO_ONE_ADAM", "check_optimizer"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.engine.config.errors import shown
 from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
 from thinwire.engine.config.optimizer import ONEBIT_ADAM, ONEBIT_LAMB, OWN_OPTIMIZERS, ZERO_ONE_ADAM
-from thinwire.sparse_attn.config import layout_from_config
+from thinwire.sparse_attn.layouts.config import layout_from_config
 
 __all__ = ["check_combinations", "total_steps"]
 

@@ -1,0 +1,1 @@
+"""Speed and memory of kernels, engine and attention beside named peers."""

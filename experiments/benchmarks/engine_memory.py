@@ -1,0 +1,120 @@
+"""What a rank holds of a model's state at every ZeRO stage, by accounting over live tensors, beside the formulas.
+
+`experiments.benchmarks.engine` starts it on its ranks: stage 3 needs processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.common.command_line import Parser, positive
+from experiments.common.launching import launch
+from experiments.common.results import write_json
+from experiments.tasks.sizes import SIZES
+from thinwire.comm import Communicator
+from thinwire.engine import Engine, initialize
+from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
+from thinwire.zero.memory import model_state_formula
+
+__all__ = ["main", "measure"]
+
+_VOCABULARY, _LENGTH, _SEQUENCES = 4096, 32, 2
+_STEPS, _FREEZE_STEP = 4, 2
+_SYSTEMS: dict[str, tuple[int, bool]] = {
+    "stage 0, AdamW": (0, False),
+    "stage 1, AdamW": (1, False),
+    "stage 2, AdamW": (2, False),
+    "stage 3, AdamW": (3, False),
+    "stage 1, 1-bit Adam": (1, True),
+    "stage 2, 1-bit Adam": (2, True),
+}
+"""ZeRO stage, and whether it is 1-bit Adam once frozen."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line, on the ranks it asks for or a launcher started; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return launch("experiments.benchmarks.engine_memory", _parse, measure, given, 4)
+
+
+def measure(comm: Communicator, options: argparse.Namespace) -> None:
+    """Writes bytes of every system, of the rank that holds most, beside the formulas. Collective."""
+    held = {name: _hold(options.model, stage, onebit, comm) for name, (stage, onebit) in _SYSTEMS.items()}
+    if comm.rank == 0:
+        elements = sum(parameter.numel() for parameter in _model(options.model).parameters())
+        content = {"ranks": comm.size, "dtype": "bf16", "elements": elements}
+        write_json(options.output, {**content, "systems": held})
+
+
+def _hold(model: str, stage: int, onebit: bool, comm: Communicator) -> dict[str, Any]:
+    """Bytes by accounting over the process's live tensors: after a step, and before it, with what backward has left.
+
+    `held` is what compares with the formula: after a step, or where that drops the gradients, at stage 3, before it.
+    """
+    gc.collect()
+    before = sum(process_tensor_bytes().values())
+    engine = _engine(model, stage, onebit, comm)
+    elements = sum(parameter.numel() for parameter in engine.module.parameters())
+    after_step = 0
+    for step in range(_STEPS):
+        generator = torch.Generator().manual_seed(100 * step + comm.rank)
+        tokens = torch.randint(5, _VOCABULARY, (_SEQUENCES, _LENGTH), generator=generator)
+        total, count = engine(tokens, tokens)
+        engine.backward(total / count)
+        del total, tokens
+        gc.collect()
+        after_backward = sum(process_tensor_bytes().values()) - before
+        by_category = live_tensor_bytes(engine.module, engine.optimizer)
+        engine.step()
+        after_step = sum(process_tensor_bytes().values()) - before
+    formula = model_state_formula(stage, elements, comm.size, frozen=onebit)
+    every = torch.tensor([after_backward, after_step])
+    comm.all_reduce(every, "max")
+    engine.close()
+    return {
+        "held": int(every[0] if stage == 3 else every[1]),
+        "after_backward": int(every[0]),
+        "after_step": int(every[1]),
+        "formula": sum(formula.values()),
+        "by_category_after_backward": {category: nbytes for (category, _), nbytes in by_category.items()},
+    }
+
+
+def _engine(model: str, stage: int, onebit: bool, comm: Communicator) -> Engine:
+    params: dict[str, Any] = {"lr": 1e-4}
+    if onebit:
+        params["freeze_step"] = _FREEZE_STEP
+    config = {
+        "train_micro_batch_size_per_gpu": _SEQUENCES,
+        "optimizer": {"type": "OneBitAdam" if onebit else "AdamW", "params": params},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+    }
+    return initialize(model=_model(model), config=config, comm=comm)[0]
+
+
+def _model(name: str) -> torch.nn.Module:
+    from experiments.tasks.models import build_bert
+
+    return build_bert(SIZES[name], _VOCABULARY, _LENGTH, 0.0, seed=0)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        "experiments.benchmarks.engine_memory", "Measures what ranks hold at every ZeRO stage; see bench_engine."
+    )
+    parser.add_argument("--model", choices=tuple(SIZES), default="small", help="which BERT")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="else the launcher's, or 4")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json", help="for the measurements")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The jobs that the kernel benchmark times: copies, the fused kernels, and the same work in eager torch.
+
+Each says the least bytes it must move, all work on the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from experiments.benchmarks.kernel_peers import cpu_copies, eager_decode_mean, eager_encode, eager_encode_as_deepspeed
+from thinwire.compress import kernels
+
+__all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]
+
+BLOCK_SIZE = 2048
+
+_WORKERS = 4
+_ENCODE, _DECODE, _MEAN = "encode", "decode", f"decode and average {_WORKERS}"
+
+Kind = Literal["copy", "kernel", "eager"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One contender at a job: `bytes_per_element` is the least that the job must read and write."""
+
+    name: str
+    kind: Kind
+    job: str
+    bytes_per_element: float
+    run: Callable[[], None]
+
+
+def contenders(device: str, elements: int) -> list[Peer]:
+    """Everything that takes part, on vectors of `elements`."""
+    buffers = _Buffers(device, elements)
+    codecs = [*_kernels(buffers, "sign1"), *_kernels(buffers, "int8")]
+    return [*_copies(buffers), *codecs, *_frozen_stage(buffers), *_eager(buffers)]
+
+
+class _Buffers:
+    """The memory that all peers share: equal conditions, and a working set far beyond the caches."""
+
+    def __init__(self, device: str, elements: int) -> None:
+        self.device, self.elements = device, elements
+        self.source, self.target, self.payload, self.residual = (torch.randn(elements, device=device) for _ in range(4))
+        self.packets = {codec: self._packets(codec) for codec in kernels.CODE_BITS}
+
+    def coded_bytes(self, codec: str) -> float:
+        """Bytes an element of one packet."""
+        return self.packets[codec].size(1) / self.elements
+
+    def _packets(self, codec: str) -> Tensor:
+        row_bytes = kernels.packet_bytes(codec, self.elements, BLOCK_SIZE)
+        packets = torch.zeros(_WORKERS, row_bytes, dtype=torch.uint8, device=self.device)
+        for row in range(_WORKERS):
+            values = torch.randn_like(self.source)
+            kernels.encode(codec, values, None, packets[row : row + 1], self.elements, BLOCK_SIZE)
+        return packets
+
+
+def _copies(buffers: _Buffers) -> list[Peer]:
+    if buffers.device == "cpu":
+        ways = cpu_copies(buffers.source, buffers.target)
+    else:
+        ways = {"copy, torch": lambda: _discard(buffers.target.copy_(buffers.source))}
+    return [Peer(name, "copy", "copy", 8, run) for name, run in ways.items()]
+
+
+def _kernels(buffers: _Buffers, codec: str) -> list[Peer]:
+    packets, coded = buffers.packets[codec], buffers.coded_bytes(codec)
+    elements, target = buffers.elements, buffers.target
+
+    def encode() -> None:
+        kernels.encode(codec, buffers.payload, buffers.residual, packets[:1], elements, BLOCK_SIZE)
+
+    def decode() -> None:
+        kernels.decode(codec, packets[:1], target, elements, BLOCK_SIZE)
+
+    def decode_mean() -> None:
+        kernels.decode_mean(codec, packets, target, elements, BLOCK_SIZE)
+
+    jobs = ((_ENCODE, 12 + coded, encode), (_DECODE, 4 + coded, decode), (_MEAN, 4 + _WORKERS * coded, decode_mean))
+    return [Peer(f"{codec} {job}", "kernel", f"{codec} {job}", floor, run) for job, floor, run in jobs]
+
+
+def _frozen_stage(buffers: _Buffers) -> list[Peer]:
+    """What sharded 1-bit Adam's step does besides, on a bf16 model."""
+    elements, packets, coded = buffers.elements, buffers.packets["sign1"][:1], buffers.coded_bytes("sign1")
+    codes = torch.randint(0, 256, (elements,), dtype=torch.uint8, device=buffers.device)
+    table = torch.rand(256, device=buffers.device)
+    gradient, residual, weights = (buffers.source.bfloat16() for _ in range(3))
+
+    def payload() -> None:
+        kernels.momentum_payload(
+            packets, gradient, codes, table, buffers.target, 0, elements, BLOCK_SIZE, beta1=0.9, loss_scale=1.0
+        )
+
+    def encode() -> None:
+        kernels.encode_rounded("sign1", buffers.source, residual, residual, packets, elements, BLOCK_SIZE)
+
+    def apply() -> None:
+        kernels.apply_signs(weights, packets, codes, 0, elements, BLOCK_SIZE, lr=1e-4, decay=1.0, seed=3)
+
+    jobs = (
+        ("momentum payload, bf16", 7 + coded, payload),
+        ("sign1 encode, bf16 residual", 8 + coded, encode),
+        ("apply signs, bf16", 5 + coded, apply),
+    )
+    return [Peer(name, "kernel", name, floor, run) for name, floor, run in jobs]
+
+
+def _eager(buffers: _Buffers) -> list[Peer]:
+    coded = buffers.coded_bytes("sign1")
+    bodies = torch.zeros_like(buffers.packets["sign1"][:, kernels.HEADER_BYTES :])
+    payload, residual, target = buffers.payload, buffers.residual, buffers.target
+
+    def as_deepspeed() -> None:
+        eager_encode_as_deepspeed(payload, residual, bodies[0], BLOCK_SIZE)
+
+    def few_passes() -> None:
+        eager_encode(payload, residual, bodies[0], BLOCK_SIZE)
+
+    def decode_mean() -> None:
+        eager_decode_mean(bodies, target, BLOCK_SIZE)
+
+    encode, mean = f"sign1 {_ENCODE}", f"sign1 {_MEAN}"
+    return [
+        Peer(f"{encode}, eager, DeepSpeed's passes", "eager", encode, 12 + coded, as_deepspeed),
+        Peer(f"{encode}, eager, fewest passes", "eager", encode, 12 + coded, few_passes),
+        Peer(f"{mean}, eager", "eager", mean, 4 + _WORKERS * coded, decode_mean),
+    ]
+
+
+def _discard(_: object) -> None:
+    """Turn an expression into a statement."""

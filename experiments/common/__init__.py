@@ -1,0 +1,1 @@
+"""What every experiment uses: command lines, launching, results, the machine it ran on."""

@@ -1,0 +1,87 @@
+"""Peak memory of a piece of work, exact, from Linux's own count of a process's pages.
+
+Measure in a process of its own, started by `measure_alone`: what earlier work has left would hide the peak.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
+
+import torch
+
+from experiments.common.errors import InputError
+
+__all__ = ["PeakMemory", "check_supported", "measure_alone"]
+
+Measured = TypeVar("Measured")
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# The number that resets the peak, of proc(5).
+_RESET_PEAK = "5"
+_SLOW_IMPORTS = ("experiments.tasks.models", "thinwire.sparse_attn.kernels.cpu.launch")
+# Memory goes back to the system as soon as it is freed, so that only what is alive counts.
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+class PeakMemory:
+    """A context that finds how many bytes its body needed at most, beyond what was there before.
+
+    Attributes:
+        extra: those bytes, once the context is left.
+    """
+
+    extra = 0
+
+    def __enter__(self) -> PeakMemory:
+        """Takes what is there now as the start."""
+        gc.collect()
+        _RESET.write_text(_RESET_PEAK)
+        self._before = _status_bytes("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Reads the peak."""
+        self.extra = _status_bytes("VmHWM") - self._before
+
+
+def check_supported() -> None:
+    """Raises `InputError` where a process cannot reset its own peak."""
+    try:
+        _RESET.write_text(_RESET_PEAK)
+        _status_bytes("VmHWM")
+    except (OSError, StopIteration) as error:
+        raise InputError("peak memory is read from Linux's /proc, which is not there: run this on Linux") from error
+
+
+def measure_alone(work: Callable[..., Measured], *arguments: object) -> Measured:
+    """What `work`, a function of a module, returns in a fresh process, on as many threads as this one uses.
+
+    Raises:
+        RuntimeError: the process was ended, for want of memory perhaps.
+    """
+    # A server that has imported all this forks the processes: they start in no time, and it has never worked itself.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__, *_SLOW_IMPORTS])
+    threads = torch.get_num_threads()
+    with (
+        patch.dict(os.environ, _ENVIRONMENT),
+        ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool,
+    ):
+        try:
+            return pool.submit(work, *arguments).result()
+        except BrokenProcessPool as error:
+            what = f"{work.__module__}.{work.__name__}{arguments}"
+            raise RuntimeError(f"{what} was ended, for want of memory perhaps: measure shorter sequences") from error
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])

@@ -1,0 +1,1 @@
+"""1-bit optimizers beside their exact parents, over seeds."""

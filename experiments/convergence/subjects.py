@@ -1,0 +1,110 @@
+"""The tasks of the convergence study, each with its plan and its words on the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.tasks.corpus import load
+from experiments.tasks.sizes import SIZES
+from experiments.tasks.tokens import share_tokens, unigram_entropy
+from experiments.training.plans import Plan
+from experiments.training.plotting import Reference
+from experiments.training.trainer import Task
+from thinwire.comm import Communicator
+
+__all__ = ["SUBJECTS", "Subject"]
+
+_VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 1024
+_SEQUENCES_A_RANK, _IMAGES_A_RANK = 8, 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A task, how it is trained, and how it is described.
+
+    Attributes:
+        task: what is learned.
+        plan: for the first seed, of AdamW, 1-bit Adam and 0/1 Adam.
+        lamb_plan: the same of LAMB and 1-bit LAMB, whose rate is a part of the weights' size.
+        rank_items: units that a rank reads in a step.
+        unit: what they are.
+        description: for the picture.
+        loss_name: for its axis.
+        reference: a loss to compare with, if there is one.
+    """
+
+    task: Task[Any]
+    plan: Plan
+    lamb_plan: Plan
+    rank_items: int
+    unit: str
+    description: str
+    loss_name: str
+    reference: Reference | None
+
+    def plan_of(self, optimizer: str) -> Plan:
+        """The plan of one of `PARENTS`' two sides."""
+        return self.lamb_plan if optimizer in ("lamb", "onebit-lamb") else self.plan
+
+
+def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
+    # Here and below: transformers and scikit-learn take seconds to import, and may not be asked for.
+    from experiments.tasks.language import MaskedLanguageTask
+
+    text = "Python's standard library" if corpus is None else ", ".join(path.name for path in corpus)
+    plan = Plan(
+        steps=2500,
+        warmup_steps=250,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        freeze_step=500,
+        local_step_scaler=250,
+        evaluate_every=100,
+        seed=0,
+    )
+    tokens = share_tokens(comm, lambda: load(corpus), _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
+    return Subject(
+        task=MaskedLanguageTask(tokens, SIZES["tiny"], _SEQUENCES_A_RANK, dropout=0.0),
+        plan=plan,
+        lamb_plan=replace(plan, learning_rate=1e-2),
+        rank_items=_SEQUENCES_A_RANK * _LENGTH,
+        unit="tokens",
+        description=f"BERT-tiny on {text}",
+        loss_name="validation loss (nats a masked token)",
+        reference=Reference(unigram_entropy(tokens), "guessing by token frequency"),
+    )
+
+
+def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
+    from experiments.tasks.digits import DigitsTask
+
+    plan = Plan(
+        steps=600,
+        warmup_steps=60,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        freeze_step=200,
+        local_step_scaler=60,
+        evaluate_every=20,
+        seed=0,
+    )
+    return Subject(
+        task=DigitsTask(_IMAGES_A_RANK),
+        plan=plan,
+        lamb_plan=replace(plan, learning_rate=3e-2),
+        rank_items=_IMAGES_A_RANK,
+        unit="images",
+        description="A small convolutional network on handwritten digits",
+        loss_name="validation loss (nats an image)",
+        reference=None,
+    )
+
+
+SUBJECTS: dict[str, Callable[[Communicator, Sequence[Path] | None], Subject]] = {
+    "text": _text,
+    "digits": _digits,
+}
+"""Makes a subject, on all ranks together, from the corpus asked for."""

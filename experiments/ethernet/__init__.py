@@ -1,0 +1,1 @@
+"""Races over emulated Ethernet: DDP, PowerSGD, 1-bit and 0/1 Adam."""

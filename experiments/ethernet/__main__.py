@@ -1,0 +1,303 @@
+"""The race over Ethernet: DDP, its compressed forms and thinwire, on a cluster of its own with links of any rate.
+
+As root on Linux it makes hosts from network namespaces and shapes their links; elsewhere it says so and uses loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.common import machine
+from experiments.common.command_line import Parser, fraction, freeze_step, positive, rate
+from experiments.common.errors import InputError
+from experiments.common.results import RESULTS, check_writable, read_json, write_json
+from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
+from experiments.ethernet.cluster.commands import ClusterError, missing
+from experiments.ethernet.race import loss_report, overlap_report, planned, step_plots, step_report
+from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
+from experiments.tasks.corpus import load
+from experiments.tasks.sizes import SIZES
+from experiments.tasks.tokens import share_tokens
+from thinwire.comm import threads
+from thinwire.comm.detect import detect
+
+__all__ = ["main", "parse"]
+
+_NAME = "ethernet"
+_RATES = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
+_VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 512
+_FAIR_RATE, _FAIR_SECONDS = 1000, 300.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the races, prints tables, writes JSON and pictures; the exit code."""
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        lack = missing()
+        if lack is not None:
+            print(f"No shaped links: {lack}. Racing over loopback, which is faster than any.", file=sys.stderr)
+        with EmulatedCluster(options.hosts).running() if lack is None else nullcontext() as emulated:
+            cluster: Cluster = emulated or LoopbackCluster(options.hosts)
+            rate = None
+            if "steps" in options.races:
+                rate = _race_steps(options, cluster, emulated)
+            if "losses" in options.races:
+                _race_to_a_loss(options, cluster, emulated, options.loss_rate or rate)
+        if "overlap" in options.races:
+            if lack is None:
+                _measure_overlap(options)
+            else:
+                print("Nothing to overlap: links were not shaped", file=sys.stderr)
+    except InputError as error:
+        print(f"experiments.ethernet: error: {error}", file=sys.stderr)
+        return 2
+    except ClusterError as error:
+        print(f"experiments.ethernet: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None) -> float | None:
+    """Step times at every rate; returns the one at which fp32 waits as long as asked for, None without rates."""
+    fair = None if emulated is None else _check_fairness(emulated)
+    racing = [name for name in options.contenders if CONTENDERS[name].steps_alike]
+    arguments = ["--model", options.model, "--contenders", *racing, *_stepping(options, emulated, cluster)]
+    arguments += ["--waiting", options.waiting, "--probe-seconds", options.probe_seconds]
+    if emulated is not None:
+        arguments += ["--rates", *options.rates]
+    raw = _job(cluster, "experiments.ethernet.race.step_times", arguments, options.ranks_a_host, options.limit)
+    entries = step_report.at_rates(raw["turns"])
+    plans = {
+        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["parts"])
+        for key, by_name in raw["turns"].items()
+    }
+    winners = step_report.winning_rates(entries)
+    content = {
+        "machine": machine.describe(),
+        "subject": _subject(options.model, raw["shapes"], options),
+        "findings": step_report.sentences(entries, winners, options.waiting),
+        "waiting": options.waiting,
+        "plan_median_error": planned.median_error(list(plans.values())),
+        "plan_by_megabits": plans,
+        "step_parts_alone": raw["parts"],
+        "probes": raw["probes"],
+        "fairness": fair,
+        "wins_against_bf16_under_megabits": {name: _finite(rate) for name, rate in winners.items()},
+        "rates": entries,
+    }
+    name = _NAME if options.ranks_a_host == 1 else f"{_NAME}_{options.ranks_a_host}_ranks_a_host"
+    write_json(options.output / f"{name}.json", content)
+    step_report.print_table(entries)
+    print("\n" + "\n".join(content["findings"]))
+    print(f"thinwire plan is off by {100 * content['plan_median_error']:.0f}% in the median of all of these")
+    step_plots.draw(content, options.output / f"{name}.png")
+    print(f"Written: {options.output / name}.json and .png", flush=True)
+    rate: float | None = step_report.most_waiting(entries, options.waiting)["megabits"]
+    return rate
+
+
+def _measure_overlap(options: argparse.Namespace) -> None:
+    """How much of the wire's time hides behind backward where both take as long, of every contender alone.
+
+    On no more hosts than there are cores: ranks that wait for a core hide nothing.
+    """
+    alone = argparse.Namespace(**{**vars(options), "hosts": max(2, min(options.hosts, os.cpu_count() or 2))})
+    alone.ranks_a_host = 1
+    racing = [name for name in options.contenders if CONTENDERS[name].steps_alike]
+    with EmulatedCluster(alone.hosts).running() as cluster:
+        arguments = ["--model", options.overlap_model, "--contenders", *racing, "--balanced"]
+        arguments += _stepping(options, cluster, cluster)
+        raw = _job(cluster, "experiments.ethernet.race.step_times", arguments, alone.ranks_a_host, options.limit)
+    content = {
+        "machine": machine.describe(),
+        "subject": _subject(options.overlap_model, raw["shapes"], alone),
+        "step_parts_alone": raw["parts"],
+        "contenders": overlap_report.records(raw["balanced"]),
+    }
+    write_json(options.output / f"{_NAME}_overlap.json", content)
+    overlap_report.print_table(content["contenders"])
+    print(f"Written: {options.output / _NAME}_overlap.json", flush=True)
+
+
+def _stepping(options: argparse.Namespace, emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
+    return ["--batch-size", options.batch_size, "--seconds", options.seconds, *_links(emulated, cluster)]
+
+
+def _subject(model: str, shapes: Sequence[Sequence[int]], options: argparse.Namespace) -> str:
+    parameters = sum(prod(shape) for shape in shapes)
+    return f"BERT-{model}, {parameters / 1e6:.1f} M parameters, {_setting(options)}"
+
+
+def _check_fairness(emulated: EmulatedCluster) -> dict[str, float]:
+    emulated.shape(_FAIR_RATE)
+    measured = _job(emulated, "experiments.ethernet.race.line_rate", [], 1, _FAIR_SECONDS)
+    emulated.shape(None)
+    fair = step_report.fairness(measured, _FAIR_RATE)
+    print(f"Gloo's all-reduce of 100 MB at 1 Gb/s: {100 * fair['fraction_of_line_rate']:.0f}% of line rate", flush=True)
+    return fair
+
+
+def _race_to_a_loss(
+    options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None, rate: float | None
+) -> None:
+    """Whole trainings on text, at one rate."""
+    if emulated is not None and rate is None:
+        raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
+    racing = [name for name in options.contenders if CONTENDERS[name].trains]
+    text = f"BERT-{options.loss_model} on Python's standard library, {options.steps} steps"
+    settings = {
+        "machine": machine.describe(),
+        "subject": f"{text}, {_setting(options)}",
+        "megabits": None if emulated is None else rate,
+        "learning_rate": options.learning_rate,
+        "freeze_step": options.freeze_step,
+    }
+    before = _runs_before(settings, options.output / f"{_NAME}_losses.json") if options.add else {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens.npz"
+        _tokenize(tokens)
+        arguments = ["--model", options.loss_model, "--batch-size", options.batch_size, "--contenders", *racing]
+        arguments += ["--tokens", tokens, "--steps", options.steps, "--learning-rate", options.learning_rate]
+        arguments += ["--freeze-step", options.freeze_step, "--timed-every", options.timed_every]
+        arguments += _links(emulated, cluster)
+        if emulated is not None:
+            arguments += ["--rate", rate]
+        raw = _job(cluster, "experiments.ethernet.race.loss_times", arguments, options.ranks_a_host, options.limit)
+    runs = {**before, **raw["runs"]}
+    runs = {name: runs[name] for name in CONTENDERS if name in runs}
+    content = {
+        **settings,
+        "findings": [loss_report.sentence(runs)],
+        "seconds_to_the_loss": loss_report.arrivals(runs),
+        **raw,
+        "runs": runs,
+    }
+    write_json(options.output / f"{_NAME}_losses.json", content)
+    loss_report.print_table(runs)
+    print("\n" + content["findings"][0])
+    loss_report.draw(content, options.output / f"{_NAME}_losses.png")
+    print(f"Written: {options.output / _NAME}_losses.json and .png", flush=True)
+
+
+def _runs_before(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The runs of a race that was run before under the same settings.
+
+    Raises:
+        InputError: there is none, or it was another race.
+    """
+    if not path.exists():
+        raise InputError(f"--add: there is no {path} to add to: race without --add first")
+    race = read_json(path)
+    differing = [name for name, value in settings.items() if race.get(name) != value]
+    if differing:
+        found = "; ".join(f"{name} {race.get(name)!r} and not {settings[name]!r}" for name in differing)
+        raise InputError(f"--add: {path} holds another race: {found}")
+    runs: dict[str, Any] = race["runs"]
+    return runs
+
+
+def _tokenize(path: Path) -> None:
+    """The corpus, once for all ranks, as a shared file system would hold it."""
+    alone = threads.single(timeout=60.0)
+    tokens = share_tokens(alone, load, _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
+    np.savez(path, vocabulary=tokens.vocabulary, training=tokens.training, validation=tokens.validation)
+
+
+def _setting(options: argparse.Namespace) -> str:
+    ranks = "one rank" if options.ranks_a_host == 1 else f"{options.ranks_a_host} ranks"
+    return f"{options.batch_size} sequences a rank, {options.hosts} hosts of {ranks}, Gloo"
+
+
+def _job(
+    cluster: Cluster, module: str, arguments: Sequence[object], ranks_a_host: int, seconds: float
+) -> dict[str, Any]:
+    """What the module's ranks wrote.
+
+    Raises:
+        ClusterError: the job failed or took too long; with the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measured.json"
+        program = ["-m", module, *map(str, arguments), "--output", str(output)]
+        finished = cluster.run(program, ranks_a_host=ranks_a_host, seconds=seconds)
+        if finished.code != 0:
+            ended = f"took longer than {seconds:.0f} s" if finished.code is None else f"ended with {finished.code}"
+            raise ClusterError(f"{module} {ended}:\n{finished.output[-4000:]}")
+        return read_json(output)
+
+
+def _links(emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
+    shared: list[object] = ["--hosts", cluster.hosts, "--device", cluster.device]
+    return shared if emulated is None else [*shared, "--cluster", emulated.name]
+
+
+def _finite(rate: float) -> float | str | None:
+    """JSON knows neither infinity nor NaN."""
+    if rate != rate:
+        return None
+    return "all" if rate == float("inf") else rate
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads and checks the command line; raises `InputError` for what cannot be used."""
+    parser = Parser("experiments.ethernet", "Races DDP, PowerSGD and thinwire over links of different rates.")
+    parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="network namespaces to make")
+    parser.add_argument("--ranks-a-host", type=positive, default=1, metavar="N", help="processes on each")
+    parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")
+    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), help="who races; else all that differ")
+    parser.add_argument("--rates", nargs="+", type=positive, default=_RATES, metavar="N", help="of the links, in Mb/s")
+    parser.add_argument(
+        "--waiting", type=fraction, default=0.94, help="also race where fp32 waits this fraction of its step"
+    )
+    parser.add_argument("--seconds", type=positive, default=20, metavar="N", help="for each rate")
+    races = ("steps", "overlap", "losses")
+    parser.add_argument("--races", nargs="+", choices=races, default=races, help="which")
+    parser.add_argument("--probe-seconds", type=positive, default=20, metavar="N", help="of thinwire probe, a rate")
+    parser.add_argument("--overlap-model", choices=tuple(SIZES), default="small", help="which BERT overlaps")
+    parser.add_argument("--loss-model", choices=tuple(SIZES), default="tiny", help="which BERT races to a loss")
+    parser.add_argument("--loss-rate", type=positive, metavar="N", help="of its links, in Mb/s; else as --waiting says")
+    parser.add_argument("--steps", type=positive, default=1500, metavar="N", help="of the race to a loss")
+    parser.add_argument("--learning-rate", type=rate, default=1e-3, metavar="X", help="its peak")
+    parser.add_argument("--freeze-step", type=freeze_step, default="auto", metavar="N", help='of 1-bit Adam, or "auto"')
+    parser.add_argument(
+        "--timed-every", type=positive, default=20, metavar="N", help="steps, of which 4 go over the slow links"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="race to a loss again with these --contenders, the others' runs staying"
+    )
+    parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
+    options = parser.parse_args(arguments)
+    shared_hosts = options.ranks_a_host > 1
+    options.contenders = options.contenders or [
+        name for name, one in CONTENDERS.items() if shared_hosts or not one.needs_shared_hosts
+    ]
+    if options.timed_every < 2:
+        raise InputError("--timed-every must be at least 2: the first step of a stretch only settles")
+    if options.add and (list(options.races) != ["losses"] or options.loss_rate is None):
+        raise InputError("--add goes with --races losses and the --loss-rate of the race that it adds to")
+    if not options.add and (absent := {BASELINE, FAIR_BASELINE} - set(options.contenders)):
+        raise InputError(f"--contenders must name what others are compared with: add {', '.join(sorted(absent))}")
+    if options.hosts * options.ranks_a_host < 2:
+        raise InputError("a single rank sends nothing: give more --hosts or more --ranks-a-host")
+    if options.hosts > 250:
+        raise InputError(f"--hosts must be at most 250, got {options.hosts}")
+    if detect(os.environ).launcher != "single":
+        raise InputError("this starts its own ranks: run it without a launcher")
+    check_writable(options.output, "--output")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

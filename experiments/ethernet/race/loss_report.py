@@ -1,0 +1,103 @@
+"""The race to a loss: when each contender reaches it, as a table, a sentence and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE, POWER_SGD
+from experiments.ethernet.race.step_plots import rate_name
+from experiments.training import plotting
+from experiments.training.reporting import human_bytes
+
+__all__ = ["arrivals", "draw", "print_table", "seconds_to", "sentence", "target_loss"]
+
+_QUIET = "#8a939e"
+_TOLERANCE = 1.01
+"""Losses within 1% are the same."""
+
+
+def target_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
+    """What everybody races to: the fp32 baseline's final loss, and 1% that counts as the same."""
+    return _TOLERANCE * float(runs[BASELINE]["losses"][-1])
+
+
+def seconds_to(loss: float, seconds: Sequence[float], losses: Sequence[float]) -> float | None:
+    """When a curve first reaches `loss`, straight between its points; None if it never does."""
+    before: tuple[float, float] | None = None
+    for now, value in zip(seconds, losses, strict=True):
+        if value <= loss:
+            if before is None:
+                return now
+            share = (before[1] - loss) / (before[1] - value)
+            return before[0] + share * (now - before[0])
+        before = now, value
+    return None
+
+
+def arrivals(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Seconds to the target loss, by contender."""
+    target = target_loss(runs)
+    return {name: seconds_to(target, run["seconds"], run["losses"]) for name, run in runs.items()}
+
+
+def sentence(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """How much sooner the first of ours arrives than DDP in bf16, and than PowerSGD, where that arrives."""
+    reached = arrivals(runs)
+    ours = {name: when for name, when in reached.items() if CONTENDERS[name].ours and when is not None}
+    fair = reached[FAIR_BASELINE]
+    if not ours or fair is None:
+        return "None of ours reached the loss of DDP in fp32" if not ours else "DDP in bf16 did not reach fp32's loss"
+    best = min(ours, key=lambda name: ours[name])
+    text = f"{CONTENDERS[best].label} reaches the same loss {fair / ours[best]:.1f}x as soon as DDP in bf16"
+    rivals = {name: when for name, when in reached.items() if name in POWER_SGD and when is not None}
+    if not rivals:
+        return f"{text}; PowerSGD never does" if any(name in runs for name in POWER_SGD) else text
+    rival = min(rivals, key=lambda name: rivals[name])
+    return f"{text}, {rivals[rival] / ours[best]:.1f}x as {CONTENDERS[rival].label}"
+
+
+def print_table(runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Final losses, seconds to the target, seconds a step by stage, bytes."""
+    reached = arrivals(runs)
+    print(f"\nto a loss of {target_loss(runs):.3f}:{'':10} {'seconds':>9} {'final':>7} {'sent':>9}  seconds a step")
+    for name, run in runs.items():
+        when = reached[name]
+        shown = "never" if when is None else f"{when:.0f}"
+        stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in run["seconds_a_step"].items())
+        sent = human_bytes(run["bytes_sent"][-1])
+        print(f"{CONTENDERS[name].label:28} {shown:>9} {run['losses'][-1]:7.3f} {sent:>9}  {stages}")
+
+
+def draw(content: Mapping[str, Any], path: Path) -> None:
+    """Draws what the JSON holds: validation loss over seconds."""
+    runs = content["runs"]
+    figure, panel = plt.subplots(figsize=(10, 6))
+    figure.subplots_adjust(left=0.08, right=0.97, top=0.83, bottom=0.16)
+    figure.text(0.03, 0.93, content["findings"][0], fontsize=12, fontweight="bold")
+    made_on = content["machine"]
+    hardware = f"made on {made_on['cpu']}, {made_on['cores']} cores"
+    figure.text(0.03, 0.025, f"{content['subject']}; {hardware}", fontsize=9, color=_QUIET)
+    target = target_loss(runs)
+    panel.axhline(target, color=_QUIET, linestyle=(0, (4, 3)), linewidth=1)
+    for name, run in runs.items():
+        one = CONTENDERS[name]
+        panel.plot(run["seconds"], run["losses"], color=one.colour, linewidth=2.6 if one.ours else 1.6, label=one.label)
+        when = seconds_to(target, run["seconds"], run["losses"])
+        if when is not None:
+            panel.plot([when], [target], "o", color=one.colour, markersize=7)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    rate = "links without a limit" if content["megabits"] is None else f"{rate_name(content['megabits'])} links"
+    panel.set_xlabel(f"seconds of training over {rate} (log scale)")
+    panel.set_ylabel("validation loss (nats a masked token)")
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False)
+    plotting.save(figure, path)

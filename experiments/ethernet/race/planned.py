@@ -1,0 +1,64 @@
+"""What `thinwire plan` says of the steps that were raced, beside what they took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from experiments.ethernet.race.contenders import CONTENDERS
+from experiments.ethernet.race.findings import ALONE, Turn
+from thinwire.plan import Calibration, Cluster, Matrices, Schedule, Transformer, Workload, predict
+
+__all__ = ["compare", "median_error"]
+
+_SCHEDULE = Schedule(warmup=0.5, warmup_wire="bf16")
+"""Phases are looked up by name, so that their shares do not matter."""
+
+
+def compare(
+    turns: Mapping[str, Sequence[Turn]], probe: Mapping[str, Any], shapes: Sequence[Sequence[int]], parts: Turn
+) -> dict[str, dict[str, float]]:
+    """Predicted and measured seconds of every contender's step at one rate, and the prediction's relative error.
+
+    Args:
+        turns: by contender; those of `ALONE` say what a step computes.
+        probe: what `thinwire probe` measured of the same links, before.
+        shapes: of the model's parameters, the one whose gradient comes last first.
+        parts: seconds of forward, backward and update, of which the proportions count.
+    """
+    cluster = _cluster(Calibration.model_validate(probe))
+    scale = median(turn["seconds"] for turn in turns[ALONE]) / sum(parts.values())
+    workload = Workload(
+        _model(shapes), scale * parts["forward"], scale * parts["backward"], update_seconds=scale * parts["update"]
+    )
+    found = {}
+    for name in turns:
+        if name == ALONE:
+            continue
+        one = CONTENDERS[name]
+        by_node = one.ours and one.by_node and cluster.has_hierarchy
+        steps = predict(workload, cluster, replace(one.method, hierarchical=by_node), _SCHEDULE).phases
+        predicted, measured = steps[one.phase].step, median(turn["seconds"] for turn in turns[name])
+        found[name] = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+    return found
+
+
+def median_error(rates: Sequence[Mapping[str, Mapping[str, float]]]) -> float:
+    """Of all contenders at all rates, absolute."""
+    return median(abs(one["error"]) for by_name in rates for one in by_name.values())
+
+
+def _cluster(calibration: Calibration) -> Cluster:
+    between, inside = calibration.link("between"), calibration.link("inside")
+    link = between or inside
+    assert link is not None, "a race has several ranks"
+    nodes, ranks = calibration.nodes, calibration.ranks_per_node
+    return Cluster(nodes, ranks, between or link, inside or link, calibration.make_processor())
+
+
+def _model(shapes: Sequence[Sequence[int]]) -> Transformer:
+    matrices = tuple(Matrices(rows, columns) for rows, columns in (shape for shape in shapes if len(shape) == 2))
+    vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
+    return Transformer("BERT", sum(one.numel for one in matrices) + vectors, matrices, matrices[0])

@@ -1,0 +1,1 @@
+"""BERT with and without progressive layer drop."""

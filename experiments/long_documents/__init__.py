@@ -1,0 +1,1 @@
+"""BERT on long documents: sparse, dense and truncated."""

@@ -1,0 +1,236 @@
+"""Does it pay to read long documents with sparse attention? BERT, on documents of 4096 tokens, in the same time.
+
+Sparse attention against dense attention and against truncation to 512 tokens: the same weights, documents and masks,
+compared after as many steps and after as much time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from experiments.common import machine
+from experiments.common.command_line import Parser, fraction, positive, rate, seed
+from experiments.common.errors import InputError
+from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.tasks.corpus import load
+from experiments.tasks.sizes import SIZES
+from experiments.tasks.tokens import share_tokens, unigram_entropy
+from experiments.training import plotting
+from thinwire.comm.threads import single
+
+__all__ = ["main"]
+
+_NAME = "long_documents"
+_BLOCK = 64
+_FEWEST_BLOCKS = 4
+_COLOURS = {"sparse": "#d1495b", "dense": "#22272e", "truncated": "#3d6b8f"}
+_QUIET = "#8a939e"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains, prints a table, writes JSON and a picture; the exit code."""
+    try:
+        options = _parse(sys.argv[1:] if arguments is None else arguments)
+        return _run(options)
+    except InputError as error:
+        print(f"experiments.long_documents: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    # Importing transformers takes seconds, which a command line that is refused is spared.
+    from experiments.long_documents.learning import LearningPlan, learners, train_in_turns
+
+    tokens = share_tokens(
+        single(60.0),
+        lambda: load(options.corpus),
+        options.vocab_size,
+        options.document_length,
+        options.validation_documents,
+    )
+    plan = LearningPlan(
+        start_steps=options.start_steps,
+        windows_a_step=options.start_windows,
+        documents_a_step=options.batch_size,
+        learning_rate=options.lr,
+        warmup_steps=options.warmup_steps,
+        weight_decay=options.weight_decay,
+        window=options.window,
+        block=_BLOCK,
+        seed=options.seed,
+    )
+    systems = learners(SIZES[options.model], tokens, plan)
+    train_in_turns(systems, 60 * options.minutes, options.turns)
+    first = {name: learner.validate(options.window) for name, learner in systems.items()}
+    runs = {
+        name: {
+            "documents_seen": learner.steps * options.batch_size,
+            "tokens_seen": learner.steps * options.batch_size * _tokens_read(name, options),
+            "final_loss": learner.curve.losses[-1],
+            "final_loss_first_tokens": first[name],
+            "curve": asdict(learner.curve),
+        }
+        for name, learner in systems.items()
+    }
+    steps = min(learner.steps for learner in systems.values())
+    equal_steps = {"steps": steps, "losses": {name: one.curve.at_step(steps) for name, one in systems.items()}}
+    content = {
+        "machine": machine.describe(),
+        "settings": {
+            "model": options.model,
+            "corpus": _corpus_name(options.corpus),
+            "vocabulary": tokens.vocabulary,
+            "document_length": options.document_length,
+            "minutes": options.minutes,
+            "validation_documents": len(tokens.validation),
+            **asdict(plan),
+        },
+        "training_documents": len(tokens.training),
+        "unigram_entropy": unigram_entropy(tokens),
+        "findings": _findings(runs, equal_steps, options),
+        "equal_steps": equal_steps,
+        "equal_time": {
+            "minutes": options.minutes,
+            "losses": {name: run["final_loss"] for name, run in runs.items()},
+        },
+        "runs": runs,
+    }
+    write_json(options.output / f"{_NAME}.json", content)
+    _print_table(content)
+    _draw(content, options.output / f"{_NAME}.png")
+    print(f"Written: {options.output / _NAME}.json and .png", flush=True)
+    return 0
+
+
+def _tokens_read(name: str, options: argparse.Namespace) -> int:
+    return options.window if name == "truncated" else options.document_length
+
+
+def _corpus_name(files: Sequence[Path] | None) -> str:
+    return ", ".join(path.name for path in files) if files else "Python's standard library"
+
+
+def _findings(
+    runs: Mapping[str, Mapping[str, Any]], equal_steps: Mapping[str, Any], options: argparse.Namespace
+) -> tuple[str, str]:
+    """Two sentences: at equal time, and at equal steps."""
+    final = {name: run["final_loss"] for name, run in runs.items()}
+    more = runs["sparse"]["documents_seen"] / runs["dense"]["documents_seen"]
+    time = (
+        f"After {options.minutes:g} minutes each: loss {final['sparse']:.2f} with sparse attention, which took "
+        f"{more:.1f}x dense attention's steps, {final['dense']:.2f} dense, {final['truncated']:.2f} truncated"
+    )
+    losses = equal_steps["losses"]
+    steps = (
+        f"After {equal_steps['steps']:,} steps each: {losses['sparse']:.2f} sparse, {losses['dense']:.2f} dense, "
+        f"{losses['truncated']:.2f} truncated to {options.window:,} of {options.document_length:,} tokens"
+    )
+    return time, steps
+
+
+def _print_table(content: Mapping[str, Any]) -> None:
+    steps, window = content["equal_steps"], content["settings"]["window"]
+    print(f"{'':10} {'steps':>8} {'tokens':>12} {'loss':>8} {f'first {window}':>10} {'at equal steps':>15}")
+    for name, run in content["runs"].items():
+        done = f"{run['curve']['steps'][-1]:8,} {run['tokens_seen']:12,}"
+        losses = f"{run['final_loss']:8.3f} {run['final_loss_first_tokens']:10.3f} {steps['losses'][name]:15.3f}"
+        print(f"{name:10} {done} {losses}")
+    print(f"guessing by token frequency: {content['unigram_entropy']:.3f}")
+    print("\n".join(content["findings"]))
+
+
+def _draw(content: Mapping[str, Any], path: Path) -> None:
+    settings, made_on = content["settings"], content["machine"]
+    figure, (over_time, over_steps) = plotting.plt.subplots(1, 2, figsize=(13.5, 6), sharey=True)
+    figure.subplots_adjust(left=0.06, right=0.97, top=0.79, bottom=0.11, wspace=0.07)
+    for line, finding in enumerate(content["findings"]):
+        figure.text(0.02, 0.935 - 0.055 * line, finding, fontsize=13, fontweight="bold")
+    subject = (
+        f"BERT-{settings['model']} learns {settings['corpus']} in documents of {settings['document_length']:,} tokens, "
+        f"{settings['documents_a_step']} a step, after {settings['start_steps']:,} steps on windows of "
+        f"{settings['window']:,}; made on {made_on['cpu']}, {made_on['cores']} cores"
+    )
+    figure.text(0.02, 0.835, subject, fontsize=9.5, color=_QUIET)
+    for name, run in content["runs"].items():
+        curve, style = run["curve"], {"color": _COLOURS[name], "linewidth": 2}
+        over_time.plot([seconds / 60 for seconds in curve["seconds"]], curve["losses"], label=name, **style)
+        over_steps.plot(curve["steps"], curve["losses"], **style)
+    for panel in (over_time, over_steps):
+        panel.axhline(content["unigram_entropy"], color=_QUIET, linewidth=1, linestyle=(0, (4, 3)))
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    steps = content["equal_steps"]["steps"]
+    over_steps.axvline(steps, color=_QUIET, linewidth=1)
+    _limit(over_time, [run["curve"]["losses"] for run in content["runs"].values()], content["unigram_entropy"])
+    # What truncation alone has, ten times the steps, would press the rest together.
+    over_steps.set_xlim(0, 1.05 * max(content["runs"][name]["curve"]["steps"][-1] for name in ("sparse", "dense")))
+    over_time.set_xlim(left=0)
+    over_time.set_ylabel("validation loss, whole documents (nats a masked token)")
+    over_time.set_xlabel("minutes of training")
+    over_steps.set_xlabel("steps: as many documents for all")
+    over_time.legend(frameon=False)
+    note = {"textcoords": "offset points", "color": _QUIET, "fontsize": 9}
+    over_steps.annotate(
+        "guessing by token frequency",
+        (1, content["unigram_entropy"]),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        ha="right",
+        **note,
+    )
+    plotting.save(figure, path)
+
+
+def _limit(panel: Any, losses: Sequence[Sequence[float]], reference: float) -> None:
+    """Leaves out the fall from the first, untrained loss, which would flatten all the rest."""
+    lowest = min(map(min, losses))
+    highest = max(reference, *(curve[min(2, len(curve) - 1)] for curve in losses))
+    margin = 0.08 * (highest - lowest)
+    panel.set_ylim(lowest - margin, highest + margin)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        "experiments.long_documents",
+        "Pretrains BERT on long documents with sparse attention, with dense attention and truncated, and draws all.",
+    )
+    data = parser.add_argument_group("data and model")
+    data.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
+    data.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
+    data.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="WordPieces to learn at most")
+    data.add_argument("--document-length", type=positive, default=4096, metavar="N", help="tokens a document")
+    data.add_argument("--window", type=positive, default=512, metavar="N", help="tokens that truncation leaves")
+    data.add_argument("--validation-documents", type=positive, default=16, metavar="N", help="held out, at most")
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--start-steps", type=seed, default=2400, metavar="N", help="on windows, before systems part; 0: random weights"
+    )
+    training.add_argument("--start-windows", type=positive, default=4, metavar="N", help="windows a step, in those")
+    training.add_argument("--minutes", type=rate, default=12.0, metavar="N", help="of training, for each system")
+    training.add_argument("--turns", type=positive, default=16, metavar="N", help="in which they take them")
+    training.add_argument("--batch-size", type=positive, default=1, metavar="N", help="documents a step")
+    training.add_argument("--lr", type=rate, default=5e-4, metavar="RATE", help="constant after the warmup")
+    training.add_argument("--warmup-steps", type=positive, default=100, metavar="N", help="of the learning rate")
+    training.add_argument("--weight-decay", type=fraction, default=0.01, metavar="RATE", help="of matrices")
+    training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, order and masks")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    options = parser.parse_args(arguments)
+    if options.document_length < _FEWEST_BLOCKS * _BLOCK:
+        raise InputError(f"--document-length {options.document_length} must be at least {_FEWEST_BLOCKS * _BLOCK}")
+    if options.window >= options.document_length or options.document_length % options.window:
+        raise InputError(
+            f"--window {options.window} must divide --document-length {options.document_length}, and be less"
+        )
+    if options.corpus:
+        load(options.corpus)
+    check_writable(options.output, "--output")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

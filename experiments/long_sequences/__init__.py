@@ -1,0 +1,1 @@
+"""Attention by length: time and memory, dense and block-sparse."""

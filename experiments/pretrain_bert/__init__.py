@@ -1,0 +1,1 @@
+"""Pretrain a small BERT with two optimizers and draw both: `make train`."""

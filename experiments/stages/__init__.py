@@ -1,0 +1,1 @@
+"""Losses by ZeRO stage, sharded or not, resumed or not."""

@@ -1,0 +1,135 @@
+"""The picture of `experiments.stages`: loss by sharding with bands over seeds, and how far runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from experiments.stages.findings import SHARDED_ON, SYSTEMS, Finding
+from experiments.stages.losses import Job
+from experiments.training import plotting
+
+__all__ = ["draw"]
+
+_QUIET = "#8a939e"
+_STYLES: dict[str, tuple[str, Any, float]] = {
+    "unsharded": ("#5b6572", "-", 4.0),
+    "ZeRO-1": ("#d1495b", "-", 1.8),
+    "ZeRO-2": ("#3d6b8f", (0, (4, 2)), 1.8),
+}
+_BF16 = "ZeRO-1 in bf16"
+_SAME_BITS = 1e-9
+_STAGE_COLOURS = {"1": "#d1495b", "2": "#3d6b8f", "3": "#e3a34f"}
+_LIMIT_OF_ADAMW, _LIMIT_OF_ONEBIT = 1e-5, 1e-2
+
+
+def draw(found: Finding, sharded: Mapping[str, Any], job: Job, made_on: Mapping[str, Any], path: Path) -> None:
+    """Draws and writes the picture."""
+    figure, axes = plotting.plt.subplots(1, 3, figsize=(14, 5.2), width_ratios=(1.5, 1, 1))
+    figure.subplots_adjust(left=0.055, right=0.985, top=0.76, bottom=0.16, wspace=0.33)
+    first, *others = found.sentences
+    figure.text(0.055, 0.93, first, fontsize=15, fontweight="bold")
+    figure.text(0.055, 0.875, ". ".join(others), fontsize=10, color="#333333")
+    figure.text(0.055, 0.02, f"made on {made_on['cpu']}, {made_on['cores']} cores", fontsize=8.5, color=_QUIET)
+    _draw_losses(axes[0], sharded, job)
+    _draw_stages(axes[1], found)
+    _draw_resumed(axes[2], found)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.25)
+    plotting.save(figure, path)
+
+
+def _draw_losses(panel: Axes, sharded: Mapping[str, Any], job: Job) -> None:
+    losses = sharded["losses"]
+    for system in SYSTEMS:
+        runs = [run for name, run in losses.items() if name.startswith(f"{system}, seed")]
+        curves = np.asarray([run["validation"] for run in runs])
+        steps, middle, spread = runs[0]["validation_steps"], curves.mean(axis=0), curves.std(axis=0)
+        colour, line, width = _STYLES[system]
+        label = f"{system}, fp32: {middle[-1]:.3f}"
+        panel.plot(steps, middle, color=colour, linestyle=line, linewidth=width, label=label)
+        panel.fill_between(steps, middle - spread, middle + spread, color=colour, alpha=0.13, linewidth=0)
+    half = losses.get(f"{_BF16}, seed 0")
+    if half is not None:
+        label = f"{_BF16}, one seed: {half['validation'][-1]:.3f}"
+        panel.plot(half["validation_steps"], half["validation"], color="#e3a34f", linewidth=1.5, label=label)
+    lowest = min(min(run["validation"]) for run in losses.values())
+    top = max(run["validation"][1 if len(run["validation"]) > 1 else 0] for run in losses.values())
+    entropy = sharded["unigram_entropy"]
+    panel.set_ylim(min(lowest, entropy) - 0.1, max(top, entropy) + 0.1)
+    panel.axhline(entropy, color=_QUIET, linestyle=(0, (4, 3)), linewidth=1)
+    panel.annotate(
+        "guessing by token frequency",
+        (1, entropy),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, -12),
+        textcoords="offset points",
+        ha="right",
+        color=_QUIET,
+        fontsize=9,
+    )
+    panel.axvline(job.freeze_step, color=_QUIET, linewidth=1)
+    panel.annotate(
+        " from here on 1 bit an element",
+        (job.freeze_step, 0.96),
+        xycoords=("data", "axes fraction"),
+        fontsize=9,
+        color=_QUIET,
+    )
+    panel.set_xlim(0, job.steps)
+    panel.set_xlabel("steps")
+    panel.set_ylabel("validation loss (nats a masked token)")
+    seeds = sum(name.startswith("unsharded") for name in losses)
+    panel.set_title(
+        f"1-bit Adam, BERT-{job.model}, {SHARDED_ON} ranks\nmean of {seeds} seeds, one standard deviation",
+        loc="left",
+        fontsize=10.5,
+    )
+    panel.legend(frameon=False, fontsize=9, loc="lower left")
+
+
+def _draw_stages(panel: Axes, found: Finding) -> None:
+    places = np.arange(len(found.stages))
+    for number, (stage, colour) in enumerate(_STAGE_COLOURS.items()):
+        heights = [max(by_stage[stage], _SAME_BITS) for by_stage in found.stages.values()]
+        panel.plot(places + 0.2 * (number - 1), heights, "o", color=colour, label=f"stage {stage}", markersize=8)
+    panel.set_xticks(places, list(found.stages))
+    panel.set_xlabel("ranks")
+    panel.set_ylabel("largest relative difference of losses")
+    panel.set_title("AdamW in fp32, BERT-tiny\nstages 1, 2, 3 from stage 0", loc="left", fontsize=10.5)
+    _draw_limit(panel, _LIMIT_OF_ADAMW, "limit 1e-5")
+    _scale(panel)
+    panel.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.78))
+
+
+def _draw_resumed(panel: Axes, found: Finding) -> None:
+    places = np.arange(len(found.resumed["adamw"]))
+    for optimizer, by_ranks in found.resumed.items():
+        heights = [max(value, _SAME_BITS) for value in by_ranks.values()]
+        colour, label = plotting.COLOURS[optimizer], plotting.LABELS[optimizer]
+        panel.plot(places, heights, "o-", color=colour, label=label, markersize=8, linewidth=1)
+    panel.set_xticks(places, list(found.resumed["adamw"]))
+    panel.set_xlabel("ranks that go on with a checkpoint of 4 ranks")
+    panel.set_title("Resumed on other numbers of ranks\nfrom the uninterrupted run", loc="left", fontsize=10.5)
+    _draw_limit(panel, _LIMIT_OF_ADAMW, "limit of AdamW, 1e-5")
+    _draw_limit(panel, _LIMIT_OF_ONEBIT, "limit of 1-bit Adam, 1%")
+    _scale(panel)
+    panel.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.08))
+
+
+def _draw_limit(panel: Axes, limit: float, label: str) -> None:
+    panel.axhline(limit, color="black", linewidth=1, linestyle="--")
+    panel.annotate(label, (0.01, limit), xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points")
+
+
+def _scale(panel: Axes) -> None:
+    panel.set_yscale("log")
+    panel.set_ylim(_SAME_BITS / 2, 1e-1)
+    ticks = [10.0**power for power in range(-9, 0)]
+    panel.set_yticks(ticks, ["same bits", *(f"1e{power}" for power in range(-8, 0))])
+    panel.minorticks_off()

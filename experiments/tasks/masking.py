@@ -1,0 +1,44 @@
+"""BERT's masking: which tokens the model must restore, and what it sees in their place."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.tasks.tokenizer import MASK, SPECIAL_TOKENS
+
+__all__ = ["IGNORED", "mask_tokens"]
+
+IGNORED = -100
+"""Label of a token that is not to be predicted."""
+
+_CHOSEN = 0.15
+_MASKED, _REPLACED = 0.8, 0.1
+
+
+def mask_tokens(
+    tokens: NDArray[np.int64], vocabulary: int, random: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Chooses 15% of the ordinary tokens, at least one a sequence.
+
+    Of those, 80% become `[MASK]`, 10% a random token, and 10% stay as they are (Devlin et al. 2019).
+
+    Args:
+        tokens: int64 `[..., length]`; not changed.
+        vocabulary: number of tokens, special ones included.
+        random: where the draws come from.
+
+    Returns:
+        `(inputs, labels)`, int64, shaped like `tokens`: what the model sees, and the true token where one
+        was chosen, `IGNORED` elsewhere.
+    """
+    first_ordinary = len(SPECIAL_TOKENS)
+    ordinary = tokens >= first_ordinary
+    draws = np.where(ordinary, random.random(tokens.shape), 1.0)
+    # The lowest draw of a sequence counts in any case, so that a short one still asks for something.
+    chosen = ordinary & (draws <= np.maximum(_CHOSEN, draws.min(axis=-1, keepdims=True)))
+    fate = random.random(tokens.shape)
+    replacements = random.integers(first_ordinary, vocabulary, tokens.shape)
+    inputs = np.where(chosen & (fate < _MASKED), MASK, tokens)
+    replaced = chosen & (fate >= _MASKED) & (fate < _MASKED + _REPLACED)
+    return np.where(replaced, replacements, inputs), np.where(chosen, tokens, IGNORED)

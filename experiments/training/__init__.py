@@ -1,0 +1,1 @@
+"""How it is learned and reported: trainer, learners, plots, findings."""

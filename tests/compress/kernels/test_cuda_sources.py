@@ -1,0 +1,114 @@
+"""csrc/ compiles for every GPU generation that is promised, on machines that have no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.compress.kernels import emulation
+from tests.compress.kernels.body import CODECS
+from thinwire.compress.kernels.cuda.launch import block_threads, compile_options, source_folder, source_text
+
+ARCHITECTURES = (70, 80, 90)
+BLOCK_SIZES = (192, 2048, 65536)
+SOURCES = (*CODECS, "momentum")
+
+
+class Nvrtc:
+    """The few calls of NVIDIA's run-time compiler that compiling takes."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        count = ctypes.c_int()
+        assert self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)) == 0
+        architectures = (ctypes.c_int * count.value)()
+        assert self._library.nvrtcGetSupportedArchs(architectures) == 0
+        self.architectures = list(architectures)
+
+    def compile(self, source: str, options: tuple[str, ...]) -> tuple[int, str]:
+        """Status, 0 if all is well, and what the compiler had to say."""
+        program = ctypes.c_void_p()
+        self._check(
+            self._library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+        )
+        encoded = [option.encode() for option in options]
+        status = self._library.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
+        size = ctypes.c_size_t()
+        self._check(self._library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+        log = ctypes.create_string_buffer(size.value)
+        self._check(self._library.nvrtcGetProgramLog(program, log))
+        self._check(self._library.nvrtcDestroyProgram(ctypes.byref(program)))
+        return status, log.value.decode()
+
+    @staticmethod
+    def _check(status: int) -> None:
+        assert status == 0, f"NVRTC failed with status {status}"
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    try:
+        package = importlib.util.find_spec("nvidia.cuda_nvrtc")
+    except ModuleNotFoundError:
+        package = None
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the package nvidia-cuda-nvrtc-cu12 is not installed")
+    libraries = Path(package.submodule_search_locations[0], "lib").glob("libnvrtc.so.*")
+    return Nvrtc(next(libraries))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_nvrtc_compiles(nvrtc: Nvrtc, source: str, architecture: int, block_size: int) -> None:
+    if architecture not in nvrtc.architectures:
+        pytest.skip(f"this NVRTC does not know sm_{architecture}")
+    options = (
+        *compile_options(block_size, block_threads(block_size)),
+        f"-arch=sm_{architecture}",
+        "--device-as-default-execution-space",
+    )
+    status, log = nvrtc.compile(source_text(source), options)
+    assert status == 0, log
+    assert "kernels.cu" not in log, log  # no warning about the source
+
+
+def test_nvrtc_refuses_a_block_size_that_is_no_multiple_of_64(nvrtc: Nvrtc) -> None:
+    status, log = nvrtc.compile(source_text("sign1"), (*compile_options(100, 32), "-arch=sm_80"))
+    assert status != 0
+    assert "multiple of 64" in log
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nvcc_compiles(source: str, architecture: int, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
+    if f"compute_{architecture}" not in known.split():
+        pytest.skip(f"this nvcc does not know sm_{architecture}")
+    command = [nvcc, *compile_options(2048, 256), f"-arch=sm_{architecture}", "-Werror=all-warnings", "-cubin"]
+    command += ["-o", str(tmp_path / "kernels.cubin"), str(source_folder() / f"{source}.cu")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_source_handed_to_nvrtc_is_self_contained() -> None:
+    for source in SOURCES:
+        assert not re.search(r"^\s*#\s*include", source_text(source), re.MULTILINE)
+
+
+@pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")
+def test_the_emulation_notices_threads_that_wait_for_ever(tmp_path: Path) -> None:
+    """The check of the checker: half the threads skip a barrier."""
+    source = tmp_path / "stuck.cu"
+    source.write_text('extern "C" __global__ void stuck() { if (threadIdx.x % 2) __syncthreads(); }')
+    library = emulation.compile_source(source, ("-DBLOCK_SIZE=64", "-DTHREADS=32"))
+    assert emulation.launch(library, "stuck", grid=1, threads=32, arguments=(0,) * 6) != 0

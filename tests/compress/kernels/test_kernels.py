@@ -1,0 +1,309 @@
+"""Every kernel backend that runs without a GPU, csrc/ on an emulated one among them, and the operators over them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compress.kernels import emulation
+from tests.compress.kernels.body import CODECS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
+from thinwire.compress import kernels
+from thinwire.compress.kernels import ops
+
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
+
+SUBJECTS = [Subject(name, backend) for name, backend in kernels.backends().items() if name != "cuda"]
+if emulation.COMPILER:
+    SUBJECTS.append(Subject("emulated cuda", emulation, block_sizes=(64, 192, 2048)))
+
+
+class TestBackends(KernelsBody):
+    @pytest.fixture(params=SUBJECTS, ids=str)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        return request.param
+
+
+@pytest.fixture
+def thread_count() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_numba
+class TestCpuThreads:
+    """More than one thread enters only beyond a hundred thousand elements or so: these are larger."""
+
+    ROWS, SHARD, BLOCK_SIZE = 3, 256 * 2048, 2048
+    NUMEL = ROWS * SHARD - 4321
+
+    @pytest.fixture(autouse=True)
+    def threads_used(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """As many cores as torch has threads; the number of threads of every call."""
+        from thinwire.compress.kernels.cpu import backend as cpu
+        from thinwire.simd.workers import Workers
+
+        used: list[int] = []
+
+        class Counted(Workers):
+            def threads(self) -> int:
+                return torch.get_num_threads()
+
+            def each(self, work: Callable[[int], None], parts: int, threads: int) -> None:
+                used.append(threads)
+                super().each(work, parts, threads)
+
+        monkeypatch.setattr(cpu, "_workers", Counted())
+        return used
+
+    def results(self, codec: str, payload: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        payload = payload.clone()
+        packets = torch.zeros(self.ROWS, kernels.packet_bytes(codec, self.SHARD, self.BLOCK_SIZE), dtype=torch.uint8)
+        decoded, mean = torch.empty_like(payload), torch.empty(self.SHARD)
+        kernels.encode(codec, payload, residual, packets, self.NUMEL, self.BLOCK_SIZE)
+        kernels.decode(codec, packets, decoded, self.NUMEL, self.BLOCK_SIZE)
+        kernels.decode_mean(codec, packets, mean, self.SHARD, self.BLOCK_SIZE)
+        return payload, packets, decoded, mean
+
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_the_number_of_threads_does_not_show(self, codec: str, thread_count: None, threads_used: list[int]) -> None:
+        payload, residual = torch.randn(2, self.ROWS * self.SHARD)
+        torch.set_num_threads(1)
+        wanted = self.results(codec, payload, residual)
+        assert set(threads_used) == {1}
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            threads_used.clear()
+            results = self.results(codec, payload, residual)
+            assert max(threads_used) == threads
+            for result, expected in zip(results, wanted, strict=True):
+                assert torch.equal(result, expected)
+
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_many_python_threads_at_once(self, codec: str, thread_count: None) -> None:
+        torch.set_num_threads(2)
+        payload, residual = torch.randn(2, self.ROWS * self.SHARD)
+        wanted = self.results(codec, payload, residual)
+        outcomes: list[bool] = []
+
+        def work() -> None:
+            for _ in range(3):
+                results = self.results(codec, payload, residual)
+                outcomes.append(all(map(torch.equal, results, wanted)))
+
+        workers = [threading.Thread(target=work) for _ in range(6)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert outcomes == [True] * 18
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    def test_threads_work_in_a_forked_process(self, thread_count: None) -> None:
+        torch.set_num_threads(2)
+        payload, residual = torch.randn(2, self.ROWS * self.SHARD)
+        wanted = self.results("sign1", payload, residual)
+        packets = torch.zeros_like(wanted[1])  # torch's own threads do not survive a fork: allocate before
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+            child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            kernels.encode("sign1", payload, residual, packets, self.NUMEL, self.BLOCK_SIZE)
+            os._exit(0 if packets.numpy().tobytes() == wanted[1].numpy().tobytes() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    @pytest.mark.parametrize("codec", CODECS)
+    @pytest.mark.parametrize("offset", [0, 1, 3])
+    def test_large_and_unaligned_outputs(self, codec: str, offset: int) -> None:
+        """Large outputs are written past the caches where their alignment allows it."""
+        numel = (1 << 22) + 2048
+        packets = uninitialised_packets(codec, 1, numel, 2048, "cpu")
+        packets[:, 16 : 16 + 4 * (numel // 2048)] = torch.rand(numel // 2048).view(torch.uint8)
+        output = torch.empty(numel + offset)[offset:]
+        wanted = torch.empty(numel)
+        kernels.decode(codec, packets, output, numel - 3, 2048)
+        kernels.backends()["reference"].decode(codec, packets, wanted, numel - 3, 2048)
+        assert torch.equal(output, wanted)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_numba)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_apart(codec: str, name: str, threads: int, thread_count: None) -> None:
+    torch.set_num_threads(threads)
+    for shard, first, stop in ((640, 128, 512), (640, 0, 64), (1 << 18, 64, (1 << 18) - 64)):
+        for numel in (0, first + 1, shard + 77, 3 * shard - 100, 3 * shard):
+            check_rows_apart(kernels.backends()[name], codec, "cpu", shard, slice(first, stop), numel)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_numba)])
+def test_any_alignment_will_do_on_a_cpu(codec: str, name: str) -> None:
+    backend = kernels.backends()[name]
+    payload, residual = torch.randn(2, 3 * 128)
+    aligned = uninitialised_packets(codec, 3, 128, 64, "cpu")
+    shifted = torch.empty(aligned.numel() + 1, dtype=torch.uint8)[1:].view(3, -1).copy_(aligned)
+    lost, shifted_lost = payload.clone(), torch.empty(3 * 128 + 1)[1:].copy_(payload)
+    backend.encode(codec, lost, residual, aligned, 370, 64)
+    backend.encode(codec, shifted_lost, torch.empty(3 * 128 + 3)[3:].copy_(residual), shifted, 370, 64)
+    assert torch.equal(aligned, shifted)
+    assert torch.equal(lost, shifted_lost)
+    mean, shifted_mean = torch.empty(128), torch.empty(128 + 1)[1:]
+    backend.decode_mean(codec, aligned, mean, 128, 64)
+    backend.decode_mean(codec, shifted, shifted_mean, 128, 64)
+    assert torch.equal(mean, shifted_mean)
+
+
+@needs_numba
+def test_kernels_compile_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core.caching import CacheImpl
+
+    from thinwire.simd import compiling
+
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    filled = torch.zeros(3).numpy()
+
+    @compiling.kernel
+    def fill(values) -> None:
+        values[:] = 1.0
+
+    fill(filled)
+    assert filled.tolist() == [1.0, 1.0, 1.0]
+
+
+def operator_arguments(codec: str, operation: str) -> tuple[Tensor | int | None, ...]:
+    payload, residual = torch.randn(2, 3 * 128)
+    packets = uninitialised_packets(codec, 3, 128, 64, "cpu")
+    kernels.encode(codec, payload.clone(), residual, packets, 300, 64)
+    return {
+        "encode": (payload, residual, packets, 300, 64),
+        "encode_rounded": (payload, residual.bfloat16(), torch.zeros(3 * 128).bfloat16(), packets, 300, 64),
+        "decode": (packets, torch.zeros(3 * 128), 300, 64),
+        "decode_mean": (packets, torch.zeros(128), 100, 64),
+    }[operation]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+class TestOperators:
+    @pytest.mark.parametrize("operation", ["encode", "encode_rounded", "decode", "decode_mean"])
+    def test_opcheck(self, codec: str, operation: str) -> None:
+        operator = getattr(torch.ops.thinwire, f"{codec}_{operation}").default
+        torch.library.opcheck(operator, operator_arguments(codec, operation))
+
+    def test_opcheck_with_rows_apart(self, codec: str) -> None:
+        _, _, packets, *rest = operator_arguments(codec, "encode")
+        payload, residual = torch.randn(2, 3, 320)[:, :, 64:192]
+        torch.library.opcheck(
+            getattr(torch.ops.thinwire, f"{codec}_encode").default, (payload, residual, packets, *rest)
+        )
+
+    def test_opcheck_without_residual(self, codec: str) -> None:
+        payload, _, *rest = operator_arguments(codec, "encode")
+        torch.library.opcheck(getattr(torch.ops.thinwire, f"{codec}_encode").default, (payload, None, *rest))
+
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+    def test_compiles_into_one_graph(self, codec: str, compiler: str) -> None:
+        def exchange(payload: Tensor, residual: Tensor, packets: Tensor) -> Tensor:
+            momentum = payload * 0.9
+            kernels.encode(codec, momentum, residual, packets, 300, 64)
+            output = torch.empty_like(momentum)
+            kernels.decode(codec, packets, output, 300, 64)
+            return output + momentum
+
+        payload, residual, packets, *_ = operator_arguments(codec, "encode")
+        compiled = torch.compile(exchange, fullgraph=True, backend=compiler)
+        wanted = exchange(payload, residual, packets.clone())
+        again = packets.clone()
+        assert torch.equal(compiled(payload, residual, packets), wanted)
+        exchange(payload, residual, again)
+        assert torch.equal(packets, again)
+
+    def test_tensors_that_require_gradients_can_be_decoded_into(self, codec: str) -> None:
+        packets, output, numel, block_size = operator_arguments(codec, "decode")
+        with torch.no_grad():
+            kernels.decode(codec, packets, output.requires_grad_(), numel, block_size)
+        assert output.abs().sum() > 0
+
+    def test_bad_arguments_are_refused_with_what_to_do(self, codec: str) -> None:
+        payload, residual, packets, numel, block_size = operator_arguments(codec, "encode")
+
+        def refused(kind: type[Exception], match: str, *arguments: Tensor | int | None) -> None:
+            before = packets.clone()
+            with pytest.raises(kind, match=match):
+                kernels.encode(codec, *arguments)
+            assert torch.equal(packets, before)
+
+        refused(TypeError, "payload must be torch.float32", payload.double(), residual, packets, numel, block_size)
+        refused(TypeError, "packets must be torch.uint8", payload, residual, packets.char(), numel, block_size)
+        refused(ValueError, "contiguous vector", payload.view(2, -1), residual, packets, numel, block_size)
+        refused(ValueError, "contiguous vector", payload.view(3, -1)[:, ::2], None, packets, numel, block_size)
+        refused(ValueError, "lay both out alike", payload.view(3, -1), residual, packets, numel, block_size)
+        apart = torch.zeros(3, 200)[:, :128]
+        refused(ValueError, "lay both out alike", apart, residual.view(3, -1), packets, numel, block_size)
+        refused(ValueError, "numel is 529: it must lie between 0 and the 528", apart, None, packets, 529, block_size)
+        refused(ValueError, "contiguous vector", payload[::2], residual, packets, numel, block_size)
+        refused(ValueError, "contiguous", payload, residual, packets.t(), numel, block_size)
+        refused(ValueError, "at least one row", payload, residual, packets[0], numel, block_size)
+        refused(ValueError, "at least one row", payload, residual, packets[:0], numel, block_size)
+        refused(ValueError, "not a multiple of the 3 rows", payload[:-1], None, packets, numel, block_size)
+        refused(ValueError, "whole number of blocks", payload[:-3], None, packets, numel, block_size)
+        refused(ValueError, "residual has 383", payload, residual[:-1], packets, numel, block_size)
+        refused(ValueError, "rows of", payload, residual, packets[:, :-1].contiguous(), numel, block_size)
+        refused(ValueError, "numel is 385", payload, residual, packets, 385, block_size)
+        refused(ValueError, "numel is -1", payload, residual, packets, -1, block_size)
+        refused(ValueError, "is on meta", payload.to("meta"), None, packets, numel, block_size)
+        for wrong in (0, -64, 32, 65, 65536 + 64):
+            refused(ValueError, f"block_size is {wrong}", payload, residual, packets, numel, wrong)
+
+    def test_bad_rounded_residuals_are_refused(self, codec: str) -> None:
+        payload, residual, new_residual, *rest = operator_arguments(codec, "encode_rounded")
+        with pytest.raises(TypeError, match=r"new_residual must be torch\.bfloat16, got torch\.float16"):
+            kernels.encode_rounded(codec, payload, residual, new_residual.half(), *rest)
+        with pytest.raises(TypeError, match=r"residual must be torch\.bfloat16, got torch\.float32"):
+            kernels.encode_rounded(codec, payload, residual.float(), new_residual, *rest)
+        with pytest.raises(ValueError, match="new_residual has 383 elements and payload 384"):
+            kernels.encode_rounded(codec, payload, None, new_residual[1:], *rest)
+
+    def test_bad_outputs_are_refused(self, codec: str) -> None:
+        packets, output, _, block_size = operator_arguments(codec, "decode")
+        with pytest.raises(TypeError, match="output must be"):
+            kernels.decode(codec, packets, output.half(), 300, block_size)
+        with pytest.raises(ValueError, match="numel is 129"):
+            kernels.decode_mean(codec, packets, output[:128], 129, block_size)
+        with pytest.raises(ValueError, match="rows of"):
+            kernels.decode_mean(codec, packets, output, 128, block_size)
+
+
+def test_unknown_codecs_are_refused() -> None:
+    with pytest.raises(ValueError, match="'sign2': choose one of sign1, int8"):
+        kernels.packet_bytes("sign2", 64, 64)
+    with pytest.raises(ValueError, match="'sign2'"):
+        kernels.decode("sign2", torch.empty(1, 28, dtype=torch.uint8), torch.empty(64), 64, 64)
+
+
+def test_packet_sizes() -> None:
+    assert kernels.packet_bytes("sign1", 4096, 2048) == 16 + 2 * 4 + 4096 // 8
+    assert kernels.packet_bytes("int8", 4096, 2048) == 16 + 2 * 4 + 4096
+    assert kernels.packet_bytes("sign1", 0, 64) == 16
+
+
+def test_without_numba_the_reference_takes_over_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "thinwire.compress.kernels.cpu.backend", None)
+    ops._cpu_backend.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        operator_arguments("sign1", "encode")
+        operator_arguments("int8", "encode")
+    assert ["pip install numba" in str(warning.message) for warning in caught] == [True]
+    ops._cpu_backend.cache_clear()

@@ -1,0 +1,84 @@
+"""How an experiment starts, and how it refuses: one message, exit code 2, on any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from experiments.common.errors import InputError, on_every_rank
+from experiments.common.launching import BAD_INPUT, launch
+from tests.experiments.helpers import run_command, run_module
+from thinwire.comm import Communicator, threads
+from thinwire.comm.detect import Launch
+
+THIS = "tests.experiments.common.refusing"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    if "bad" in arguments:
+        raise InputError("bad was given: give good")
+    return argparse.Namespace(ranks=None)
+
+
+def test_one_rank_works_in_this_process() -> None:
+    sizes: list[int] = []
+    assert launch(THIS, parse, lambda comm, _: sizes.append(comm.size), [], default_ranks=1) == 0
+    assert sizes == [1]
+
+
+def test_bad_arguments_are_refused_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(THIS, parse, lambda *_: pytest.fail("it worked"), ["bad"], default_ranks=64) == BAD_INPUT
+    assert capsys.readouterr().err == f"{THIS}: error: bad was given: give good\n"
+
+
+def test_every_rank_gets_the_complaint_of_one() -> None:
+    def work(comm: Communicator) -> str:
+        def action() -> None:
+            if comm.rank == 2:
+                raise InputError("disk 7 is full")
+
+        with pytest.raises(InputError) as caught:
+            on_every_rank(comm, action)
+        return str(caught.value)
+
+    assert threads.run(work, 4) == ["disk 7 is full (first seen on rank 2)"] * 4
+
+
+def test_results_stay_with_their_ranks() -> None:
+    assert threads.run(lambda comm: on_every_rank(comm, lambda: comm.rank), 3) == [0, 1, 2]
+
+
+def test_other_errors_are_not_the_users() -> None:
+    def action() -> None:
+        raise KeyError("a defect")
+
+    with pytest.raises(KeyError):
+        threads.run(lambda comm: on_every_rank(comm, action), 1)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("command", ["work", "work-on-last"])
+def test_refusals_in_ranks_end_with_one_message(command: str) -> None:
+    assert_refused_once(run_module(THIS, command, "--ranks", 2))
+
+
+@pytest.mark.launch
+def test_another_launchers_ranks_refuse_alike() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", THIS]
+    assert_refused_once(run_command([*torchrun, "parse"]))
+
+
+def test_ranks_must_be_those_that_the_launcher_started() -> None:
+    settings = argparse.Namespace(ranks=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.common.launching.detect", lambda _: Launch("torchrun", "", 0, 1, 0, 1))
+        assert launch(THIS, lambda _: settings, lambda *_: pytest.fail("it worked"), [], 1) == BAD_INPUT
+
+
+def assert_refused_once(ended: subprocess.CompletedProcess[str]) -> None:
+    assert ended.returncode != 0
+    assert ended.stderr.count("error: this cannot be used") == 1

@@ -1,0 +1,62 @@
+"""The plan beside the race: a step that only computes is predicted exactly, and slower links by what they carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from experiments.ethernet.race import overlap_report, planned
+from experiments.ethernet.race.findings import ALONE
+
+SHAPES = [[4096, 64], [64, 64], [64]]
+PARTS = {"forward": 0.1, "backward": 0.2, "update": 0.1}
+ELEMENTS = 4096 * 64 + 64 * 64 + 64
+
+
+def probe_of(bytes_per_second: float) -> dict[str, Any]:
+    one = {"intercept": 0.0, "bytes_per_second": bytes_per_second, "error": 0.0, "input_bytes": [1], "seconds": [1.0]}
+    rates = dict.fromkeys(("memory", "encode", "decode", "average", "adam"), 1e15)
+    return {
+        "backend": "gloo",
+        "nodes": 4,
+        "ranks_per_node": 1,
+        "between": {
+            "ranks": 4,
+            "message": 0.0,
+            "collectives": {name: dict(one) for name in ("all_to_all", "all_gather", "all_reduce")},
+        },
+        "inside": None,
+        "processor": {**rates, "overlap": 1.0},
+    }
+
+
+def turn(seconds: float) -> dict[str, float]:
+    return {"seconds": seconds, "waited": 0.0, "cpu": seconds, "interface_bytes": 0.0}
+
+
+def test_a_slow_link_takes_what_its_bytes_do() -> None:
+    rate = 1000.0
+    wire = 2 * 3 / 4 * 4 * ELEMENTS / rate
+    turns = {ALONE: [turn(0.8)], "ddp-fp32": [turn(wire)]}
+    found = planned.compare(turns, probe_of(rate), SHAPES, PARTS)
+    assert found["ddp-fp32"]["measured"] == wire
+    assert found["ddp-fp32"]["error"] == pytest.approx(0, abs=0.01)
+
+
+def test_a_fast_link_leaves_what_is_computed() -> None:
+    turns = {ALONE: [turn(0.8)], "ddp-bf16": [turn(0.4)], "onebit-adam": [turn(0.8)]}
+    found = planned.compare(turns, probe_of(1e15), SHAPES, PARTS)
+    assert found["ddp-bf16"]["predicted"] == pytest.approx(0.8)
+    assert found["ddp-bf16"]["error"] == pytest.approx(1)
+    assert found["onebit-adam"]["predicted"] < 0.8
+    assert planned.median_error([found, found]) == pytest.approx((1 + abs(found["onebit-adam"]["error"])) / 2)
+
+
+def test_what_hides_is_what_nobody_sleeps_for() -> None:
+    sleeping = {"seconds": 1.1, "waited": 0.1, "cpu": 1.0, "interface_bytes": 1e6}
+    balanced = {"ddp-bf16": {"megabits": 20.0, "turns": {ALONE: [turn(1.0)], "ddp-bf16": [sleeping]}}}
+    (found,) = overlap_report.records(balanced).values()
+    assert (found["link_busy"], found["alone"]) == (0.4, 1.0)
+    assert found["hidden"] == pytest.approx(0.75)
+    assert found["slowed"] == pytest.approx(0.25)

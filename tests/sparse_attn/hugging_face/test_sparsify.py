@@ -1,0 +1,220 @@
+"""Sparse attention inside Hugging Face models: the same numbers where every block is there, and honest refusals."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.sparse_attn.cases import relative_error
+from thinwire.sparse_attn import BigBird, Dense, LocalSlidingWindow, densify, sparsify
+from thinwire.sparse_attn.hugging_face.sparsify import replace_model_self_attention_with_sparse_self_attention
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 130,
+}
+
+
+def make(kind: str, **options: object) -> nn.Module:
+    torch.manual_seed(0)
+    kinds = {
+        "Bert": (transformers.BertConfig, transformers.BertForMaskedLM),
+        "Roberta": (transformers.RobertaConfig, transformers.RobertaForMaskedLM),
+        "GPT2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }
+    config, model = kinds[kind]
+    return model(config(**{**SIZES, **options})).eval()
+
+
+def batch(length: int = 70) -> dict[str, Tensor]:
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[1, length - 13 :] = 0
+    return {"input_ids": torch.randint(5, 50, (2, length)), "attention_mask": mask}
+
+
+def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """Of real tokens alone: what padding says to itself is nobody's business."""
+    out = model(**inputs, **({"use_cache": False} if hasattr(model.config, "use_cache") else {})).logits
+    return out[inputs["attention_mask"].bool()]
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "GPT2", "Llama"])
+def test_every_block_is_the_models_own_attention(kind: str) -> None:
+    model = make(kind, **({"num_key_value_heads": 2} if kind == "Llama" else {}))
+    inputs = batch()
+    own = logits(model, inputs)
+    unpadded = model(input_ids=inputs["input_ids"]).logits
+    direction = "bidirectional" if kind in ("Bert", "Roberta") else "unidirectional"
+    sparsify(model, Dense(4, 16, attention=direction))
+    torch.testing.assert_close(logits(model, inputs), own, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model(input_ids=inputs["input_ids"]).logits, unpadded, atol=1e-4, rtol=0)
+    assert torch.equal(logits(densify(model), inputs), own)
+
+
+def test_a_causal_model_stays_causal_under_a_bidirectional_layout() -> None:
+    model, inputs = make("GPT2"), batch()
+    own = logits(model, inputs)
+    torch.testing.assert_close(logits(sparsify(model, Dense(1)), inputs), own, atol=1e-4, rtol=0)
+
+
+def test_training_gives_the_same_gradients_and_drops_attention() -> None:
+    dense = make("Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
+    sparse = sparsify(copy.deepcopy(dense), Dense(4))
+    inputs = batch()
+    for model in (dense, sparse):
+        logits(model, inputs).square().mean().backward()
+    for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
+        assert other.grad is None or relative_error(one.grad, other.grad) < 1e-3 or other.grad.abs().max() < 1e-7
+
+    dropping = sparsify(make("Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5).train(), Dense(4))
+    assert not torch.equal(logits(dropping, inputs), logits(dropping, inputs))
+    dropping.eval()
+    assert torch.equal(logits(dropping, inputs), logits(dropping, inputs))
+
+
+def test_two_models_of_one_configuration_keep_their_own_attention() -> None:
+    config = transformers.BertConfig(**SIZES)
+    wide, narrow, dense = (transformers.BertForMaskedLM(config).eval() for _ in range(3))
+    for model in (narrow, dense):
+        model.load_state_dict(wide.state_dict())
+    inputs = batch()
+    own = logits(dense, inputs)
+    sparsify(wide, Dense(4))
+    sparsify(narrow, LocalSlidingWindow(4, 16, num_sliding_window_blocks=1, attention="bidirectional"))
+    torch.testing.assert_close(logits(wide, inputs), own, atol=1e-4, rtol=0)
+    assert (logits(narrow, inputs) - own).abs().max() > 1e-3
+    assert torch.equal(logits(dense, inputs), own)
+    assert "thinwire" not in str(wide.config.to_dict())
+
+
+def test_sparsify_twice_then_densify_twice() -> None:
+    model, inputs = make("Roberta"), batch()
+    own, names = logits(model, inputs), list(model.state_dict())
+    sparsify(sparsify(model, BigBird(4)), Dense(4))
+    torch.testing.assert_close(logits(model, inputs), own, atol=1e-4, rtol=0)
+    clone = copy.deepcopy(model)
+    for one in (model, clone):
+        assert torch.equal(logits(densify(densify(one)), inputs), own)
+        assert list(one.state_dict()) == names
+
+
+def test_a_part_and_the_whole() -> None:
+    model, inputs = make("Bert"), batch()
+    own = logits(model, inputs)
+    narrow = LocalSlidingWindow(4, 16, num_sliding_window_blocks=1)
+    sparse = logits(sparsify(model.bert, narrow) and model, inputs)
+    assert (sparse - own).abs().max() > 1e-3
+    assert torch.equal(logits(densify(model), inputs), own)
+    for first, second in ((model, model.bert), (model.bert, model)):
+        sparsify(first, Dense(4))
+        sparsify(second, narrow)
+        assert torch.equal(logits(model, inputs), sparse)
+        densify(second)
+        densify(first)
+        assert torch.equal(logits(model, inputs), own)
+    model.set_attn_implementation("sdpa")
+    sparsify(model, Dense(4)).set_attn_implementation("sdpa")
+    assert torch.equal(logits(sparsify(model, narrow), inputs), sparse)
+
+
+def test_a_pickled_model_wakes_in_a_new_process(tmp_path: Path) -> None:
+    torch.save(sparsify(make("Bert"), BigBird(4)), tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "print(list(model(torch.ones(1, 64, dtype=torch.long)).logits.shape[:2]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+    assert "[1, 64]" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_longer_positions(kind: str) -> None:
+    model = replace_model_self_attention_with_sparse_self_attention(make(kind), 300, BigBird(4))
+    assert torch.isfinite(logits(model, batch(300))).all()
+    assert torch.isfinite(logits(densify(model), batch(300))).all()
+
+
+def test_refusals() -> None:
+    bert = make("Bert")
+    with pytest.raises(ValueError, match="3 heads, expected 4"):
+        sparsify(bert, Dense(3))
+    with pytest.raises(ValueError, match="only grows"):
+        sparsify(bert, Dense(4), max_positions=5)
+    with pytest.raises(TypeError, match="no config"):
+        sparsify(nn.Linear(2, 2), Dense(1))
+    with pytest.raises(TypeError, match="cross-attention"):
+        sparsify(make("GPT2", add_cross_attention=True), Dense(4))
+    with pytest.raises(TypeError, match="position_embeddings"):
+        sparsify(make("Llama"), Dense(4), max_positions=500)
+    for model in (bert, make("GPT2")):
+        with pytest.raises(ValueError, match="never forms the attention probabilities"):
+            sparsify(model, Dense(4))(**batch(), output_attentions=True)
+
+
+def test_decoding_from_a_cache_is_refused_and_says_what_to_do() -> None:
+    model = sparsify(make("GPT2"), Dense(4, attention="unidirectional"))
+    with pytest.raises(ValueError, match="densify"):
+        model.generate(torch.randint(5, 50, (1, 20)), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert (
+        model.generate(torch.randint(5, 50, (1, 20)), max_new_tokens=3, use_cache=False, pad_token_id=0).shape[1] > 20
+    )
+
+
+class BertSelfAttention(nn.Module):
+    """A stand-in with the names and signature of transformers 4's class, which is not installed here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_attention_heads = 4
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden_states, attention_mask=None, head_mask=None, *_):  # type: ignore[no-untyped-def]
+        q, k, v = (
+            layer(hidden_states).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
+        return (out.transpose(1, 2).flatten(2),)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = transformers.BertConfig(**SIZES)
+        self.attn_implementation = "sdpa"
+        self.layer = nn.ModuleList([BertSelfAttention(), BertSelfAttention()])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layer:
+            x = x + layer(x, mask, None, None, None, None, False)[0]
+        return x
+
+
+def test_modules_of_transformers_4_are_swapped_and_swapped_back() -> None:
+    model = Encoder().eval()
+    x, mask = torch.randn(2, 40, 32), torch.zeros(2, 1, 1, 40)
+    mask[1, ..., 30:] = torch.finfo(torch.float32).min
+    own, names, modules = model(x, mask), list(model.state_dict()), list(model.layer)
+    sparsify(sparsify(model, BigBird(4, num_sliding_window_blocks=1)), Dense(4))
+    assert (list(model.state_dict()), model.attn_implementation) == (names, "eager")
+    torch.testing.assert_close(model(x, mask), own, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="head_mask given"):
+        model.layer[0](x, mask, torch.ones(4))
+    densify(model)
+    assert list(model.layer) == modules
+    assert model.attn_implementation == "sdpa"
+    assert torch.equal(model(x, mask), own)

@@ -1,0 +1,166 @@
+"""The CPU kernels against the dense definition in float64: every block size, odd shapes, masks, dropout, memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+import tracemalloc
+
+import pytest
+import torch
+
+from tests.sparse_attn.kernels.body import attend, check
+from thinwire.sparse_attn.kernels.cpu import launch as cpu
+from thinwire.sparse_attn.layouts.named import BigBird, Custom, Dense, Fixed, LocalSlidingWindow
+
+BLOCKS = (16, 32, 64, 128)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_odd_lengths_and_widths(block) -> None:
+    check(cpu, BigBird(2, block), (block * 4 + 7,) * 2, 24)
+    check(cpu, BigBird(2, block, different_layout_per_head=True), (block * 3,) * 2, 65, batch=1)
+    check(cpu, LocalSlidingWindow(2, block), (block * 3 - 1,) * 2, 1)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_causal_and_dropout(block) -> None:
+    check(cpu, BigBird(2, block, attention="unidirectional"), (block * 3 + 5,) * 2, 16, dropout_p=0.3)
+    check(cpu, Dense(2, block), (block * 2 + 3,) * 2, 32, causal=True)
+
+
+@pytest.mark.parametrize("bias_heads", [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("block", [16, 128])
+def test_biases(block, bias_heads) -> None:
+    check(cpu, Fixed(2, block), (block * 4 - 3,) * 2, 16, with_key_bias=True, bias_heads=bias_heads, dropout_p=0.2)
+
+
+def test_queries_of_one_sequence_and_keys_of_another() -> None:
+    mask = torch.rand(2, 3, 5) > 0.4
+    check(cpu, Custom(mask, 32), (85, 160), 16, with_key_bias=True, bias_heads=(1, 2))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_16_bits(dtype, tolerance) -> None:
+    check(cpu, BigBird(2, 32), (160, 160), 64, dtype=dtype, tolerance=tolerance, with_key_bias=True)
+
+
+def test_a_row_longer_than_a_chunk() -> None:
+    check(cpu, BigBird(2, 64), (1100, 1100), 16, batch=1)
+
+
+@pytest.fixture
+def _enough_cores(monkeypatch):
+    monkeypatch.setattr(cpu._workers, "threads", torch.get_num_threads)
+
+
+@pytest.mark.usefixtures("_enough_cores")
+def test_the_same_bits_for_any_number_of_threads_and_any_strides() -> None:
+    rows = torch.randn(4, 2, 200, 3, 32)
+    q, k, v, d_out = (one.transpose(1, 2) for one in rows)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(attend(cpu, q, k, v, d_out, BigBird(3, 16)))
+    finally:
+        torch.set_num_threads(before)
+    results.append(attend(cpu, *(one.contiguous() for one in (q, k, v, d_out)), BigBird(3, 16)))
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@pytest.mark.usefixtures("_enough_cores")
+def test_16_bits_are_the_same_bits_however_a_head_is_shared_out() -> None:
+    tensors = torch.randn(4, 1, 3, 150, 24).bfloat16()
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):  # whole heads, and parts of heads
+            torch.set_num_threads(threads)
+            results.append(attend(cpu, *tensors, BigBird(3, 16)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_threads_of_python_may_call_at_once() -> None:
+    tensors = torch.randn(4, 1, 4, 128, 16)
+    expected = attend(cpu, *tensors, BigBird(4, 16))
+    found: list[bool] = []
+
+    def call() -> None:
+        found.append(
+            all(torch.equal(a, b) for a, b in zip(attend(cpu, *tensors, BigBird(4, 16)), expected, strict=True))
+        )
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == [True] * 4
+
+
+def test_rows_that_attend_nothing() -> None:
+    mask = torch.ones(1, 3, 3, dtype=torch.bool)
+    mask[0, 1] = False
+    tensors = torch.randn(4, 1, 2, 48, 16)
+    out, lse, *gradients = attend(cpu, *tensors, Custom(mask, 16))
+    assert (out[:, :, 16:32] == 0).all()
+    assert (lse[:, :, 16:32] == math.inf).all()
+    assert (gradients[0][:, :, 16:32] == 0).all()
+    assert all(one.isfinite().all() for one in gradients)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_what_is_not_attended_does_not_leak(poison) -> None:
+    layout = BigBird(2, 16, num_random_blocks=0, num_global_blocks=0, attention="unidirectional")
+    q, k, v, d_out = torch.randn(4, 1, 2, 96, 16)
+    key_bias = torch.zeros(1, 96)
+    key_bias[0, 5] = -math.inf
+    clean = attend(cpu, q, k, v, d_out, layout, key_bias)
+    for one in (k, v):
+        one[:, :, 5] = poison  # nobody attends it
+        one[:, :, 40] = poison  # queries 40 to 63 do: the rest of its block and the next one
+    dirty = attend(cpu, q, k, v, d_out, layout, key_bias)
+    untouched = [number for number in range(96) if not 40 <= number < 64]
+    for before, after in zip(clean[:3], dirty[:3], strict=True):  # out, lse, d_q
+        torch.testing.assert_close(after[:, :, untouched], before[:, :, untouched])
+    assert not dirty[0][:, :, 40:64].isfinite().all(-1).any()
+    # Keys and values of rows that touched queries do not attend.
+    far = [number for number in range(96) if number < 16 or number >= 64]
+    for before, after in zip(clean[3:], dirty[3:], strict=True):
+        torch.testing.assert_close(after[:, :, far], before[:, :, far])
+
+
+def test_a_query_that_is_not_finite_reaches_only_the_keys_it_attends() -> None:
+    layout = LocalSlidingWindow(1, 16)
+    q, k, v, d_out = torch.randn(4, 1, 1, 96, 16)
+    clean = attend(cpu, q, k, v, d_out, layout)
+    q[:, :, 50] = math.nan
+    dirty = attend(cpu, q, k, v, d_out, layout)
+    far = [number for number in range(96) if number < 32 or number > 50]
+    for before, after in zip(clean[3:], dirty[3:], strict=True):
+        torch.testing.assert_close(after[:, :, far], before[:, :, far])
+
+
+@pytest.mark.parametrize(("batch", "heads", "length"), [(0, 2, 32), (1, 0, 32), (1, 2, 0)])
+def test_nothing(batch, heads, length) -> None:
+    tensors = torch.randn(4, batch, heads, length, 16)
+    found = attend(cpu, *tensors, Dense(2, 16))
+    assert [one.shape for one in found] == [(batch, heads, length, 16), (batch, heads, length)] + 3 * [
+        (batch, heads, length, 16)
+    ]
+
+
+def test_no_python_memory_grows_with_the_square_of_the_length() -> None:
+    layout = BigBird(2, 64)
+    tensors = torch.randn(4, 1, 2, 4096, 16)
+    layout.index(4096)
+    tracemalloc.start()
+    attend(cpu, *tensors, layout)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * tensors.nbytes

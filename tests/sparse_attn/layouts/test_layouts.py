@@ -1,0 +1,255 @@
+"""Layouts: what each attends, what it must never attend, and what its parameters must be."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.sparse_attn.layouts.config import layout_from_config
+from thinwire.sparse_attn.layouts.named import (
+    BigBird,
+    BSLongformer,
+    Custom,
+    Dense,
+    Fixed,
+    Layout,
+    LocalSlidingWindow,
+    Variable,
+)
+
+DIRECTIONS = st.sampled_from(["bidirectional", "unidirectional"])
+
+EVERY = [
+    lambda attention, **options: Dense(2, attention=attention, **options),
+    lambda attention, **options: Fixed(2, attention=attention, num_global_blocks=2, **options),
+    lambda attention, **options: Variable(
+        2, attention=attention, num_random_blocks=2, local_window_blocks=[1, 3], global_block_indices=[0, 4], **options
+    ),
+    lambda attention, **options: BigBird(2, attention=attention, num_random_blocks=2, **options),
+    lambda attention, **options: BSLongformer(2, attention=attention, global_block_indices=[1, 3], **options),
+    lambda attention, **options: LocalSlidingWindow(2, attention=attention, **options),
+]
+
+
+def drawn(layout: Layout, blocks: int, head: int = 0) -> list[str]:
+    mask = layout.make_layout(blocks * layout.block)[head]
+    return ["".join(".#"[value] for value in row) for row in mask.tolist()]
+
+
+def test_fixed() -> None:
+    assert drawn(Fixed(1), 6) == ["####.#", "####.#", "####.#", "####.#", "...###", "...###"]
+    causal = drawn(Fixed(1, attention="unidirectional"), 6)
+    assert causal == ["#.....", "##....", "###...", "####..", "...##.", "...###"]
+    horizontal = drawn(Fixed(1, num_local_blocks=2, horizontal_global_attention=True), 4)
+    assert horizontal == ["##.#", "####", ".###", "####"]
+
+
+def test_fixed_patterns_of_heads() -> None:
+    layout = Fixed(4, different_layout_per_head=True, num_different_global_patterns=4)
+    for head in range(4):
+        column = layout.make_layout(16 * 16)[head, :, 3 - head]
+        assert column.all()
+        assert layout.index(16 * 16).num_heads == 4
+
+
+def test_variable() -> None:
+    layout = Variable(1, local_window_blocks=[1, 2], global_block_indices=[4])
+    assert drawn(layout, 6) == ["#...#.", ".##.#.", ".##.#.", "...##.", "...##.", "....##"]
+    ranges = Variable(1, local_window_blocks=[1], global_block_indices=[0, 3], global_block_end_indices=[2, 9])
+    assert drawn(ranges, 4) == ["##.#", "##.#", "####", "##.#"]
+
+
+def test_bigbird() -> None:
+    layout = BigBird(1, num_random_blocks=0)
+    assert drawn(layout, 5) == ["#####", "###..", "####.", "#.###", "#..##"]
+    causal = BigBird(1, num_random_blocks=0, attention="unidirectional")
+    assert drawn(causal, 5) == ["#....", "##...", "###..", "#.##.", "#..##"]
+
+
+def test_bslongformer() -> None:
+    layout = BSLongformer(1, global_block_indices=[2])
+    assert drawn(layout, 5) == ["###..", "###..", "#####", "..###", "..###"]
+
+
+def test_local_sliding_window() -> None:
+    assert drawn(LocalSlidingWindow(1), 4) == ["#...", "##..", ".##.", "..##"]
+    assert drawn(LocalSlidingWindow(1, attention="bidirectional"), 4) == ["##..", "###.", ".###", "..##"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "percent"),
+    [
+        (Fixed(12), 26.2),
+        (BigBird(12), 2.3),
+        (BSLongformer(12), 1.9),
+        (Variable(12), 1.95),
+        (LocalSlidingWindow(12), 0.8),
+        (Dense(12), 100),
+    ],
+)
+def test_densities(layout, percent) -> None:
+    assert 100 * layout.index(4096).density() == pytest.approx(percent, abs=0.05)
+
+
+@pytest.mark.parametrize("make", EVERY)
+@given(blocks=st.integers(3, 40), per_head=st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_no_block_of_the_future(make, blocks, per_head) -> None:
+    mask = make("unidirectional", different_layout_per_head=per_head).make_layout(16 * blocks)
+    assert mask.shape == (2, blocks, blocks)
+    assert not mask.triu(1).any()
+    assert (mask.sum(-1) > 0).all()
+
+
+@given(blocks=st.integers(3, 60), count=st.integers(0, 3), attention=DIRECTIONS)
+@settings(max_examples=40, deadline=None)
+def test_random_blocks_are_so_many_and_new(blocks, count, attention) -> None:
+    without = BigBird(3, num_random_blocks=0, attention=attention).make_layout(16 * blocks)
+    layout = BigBird(3, num_random_blocks=count, attention=attention, different_layout_per_head=True)
+    added = layout.make_layout(16 * blocks) - without
+    assert (added >= 0).all()
+    reachable = torch.arange(1, blocks + 1) if attention == "unidirectional" else torch.full((blocks,), blocks)
+    room = reachable - without[0].sum(-1)
+    assert torch.equal(added.sum(-1), room.clamp(max=count).expand(3, -1))
+
+
+def test_random_blocks_are_private_and_the_same_everywhere() -> None:
+    layout = BigBird(4, num_random_blocks=2, different_layout_per_head=True, seed=3)
+    random.seed(1)
+    torch.manual_seed(1)
+    expected = (random.random(), float(torch.rand(1)))
+    random.seed(1)
+    torch.manual_seed(1)
+    mine = layout.make_layout(640)
+    assert (random.random(), float(torch.rand(1))) == expected
+    code = (
+        "from thinwire.sparse_attn.layouts.named import BigBird; import sys\n"
+        "layout = BigBird(4, num_random_blocks=2, different_layout_per_head=True, seed=3)\n"
+        "print(layout.make_layout(640).flatten().tolist())"
+    )
+    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert torch.tensor(eval(other)).equal(mine.flatten())
+    assert not torch.equal(mine[0], mine[1])
+    assert not torch.equal(BigBird(4, num_random_blocks=2, seed=4).make_layout(640)[0], mine[0])
+
+
+def test_layouts_of_one_length_do_not_collide() -> None:
+    one, other = BigBird(2, num_random_blocks=0), BigBird(2, num_random_blocks=0, num_sliding_window_blocks=5)
+    assert not torch.equal(one.make_layout(512), other.make_layout(512))
+    assert one.index(512) is one.index(512)
+    assert one.index(500).num_rows == one.index(512).num_rows
+    for length in range(16 * 3, 16 * 60, 16):
+        assert one.index(length).num_rows == length // 16
+
+
+def test_a_layout_cannot_change_and_can_be_copied() -> None:
+    layout = Variable(2, local_window_blocks=[1, 2])
+    with pytest.raises(AttributeError):
+        layout.block = 32
+    assert layout == Variable(2, local_window_blocks=(1, 2))
+    for same in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert same == layout
+        assert torch.equal(same.make_layout(160), layout.make_layout(160))
+
+
+def test_what_a_layout_keeps_serves_every_mode() -> None:
+    layout = BigBird(2)
+    with torch.inference_mode(), torch.device("meta"):
+        index = layout.index(160)
+    assert not index.columns.is_inference()
+    assert index.columns.device.type == "cpu"
+    assert len(pickle.dumps(layout)) == len(pickle.dumps(BigBird(2)))
+
+
+def test_custom() -> None:
+    mask = torch.rand(3, 4, 6) > 0.5
+    layout = Custom(mask, block=32)
+    index = layout.index(4 * 32 - 5, 6 * 32)
+    assert torch.equal(index.dense(), mask)
+    mask_of_all = Custom(mask[0], block=32)
+    assert mask_of_all.num_heads == 1
+    with pytest.raises(ValueError, match="4 x 6 blocks of 32, but 160 queries and 192 keys are 5 x 6"):
+        layout.index(160, 192)
+    with pytest.raises(ValueError, match="boolean"):
+        Custom(mask.float())
+    with pytest.raises(ValueError, match="as many rows as columns"):
+        Custom(mask, attention="unidirectional")
+    assert layout != Custom(mask, block=32)
+    square = Custom(torch.ones(4, 4, dtype=torch.bool), attention="unidirectional")
+    assert drawn(square, 4) == ["#...", "##..", "###.", "####"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dense(0), "num_heads must be a whole number of at least 1"),
+        (lambda: Fixed(2, block=0), "block must be"),
+        (lambda: Fixed(2, num_local_blocks=4, num_global_blocks=3), "a multiple of num_global_blocks"),
+        (lambda: Fixed(2, num_different_global_patterns=2), "different_layout_per_head=True"),
+        (
+            lambda: Fixed(2, different_layout_per_head=True, num_different_global_patterns=5),
+            "room for 4 different global patterns",
+        ),
+        (lambda: Fixed(2, attention="both"), 'must be "bidirectional" or "unidirectional"'),
+        (lambda: Fixed(2, attention="unidirectional", horizontal_global_attention=True), "bidirectional"),
+        (lambda: Variable(2, local_window_blocks=[]), "local_window_blocks"),
+        (lambda: Variable(2, local_window_blocks=[0, 2]), "local_window_blocks"),
+        (lambda: Variable(2, local_window_blocks=4), "local_window_blocks must list sizes"),
+        (lambda: Variable(2, local_window_blocks=[2.5]), "local_window_blocks must list sizes"),
+        (lambda: Variable(2, global_block_indices=[0, 1], global_block_end_indices=[1]), "must pair"),
+        (lambda: BSLongformer(2, global_block_indices=[3], global_block_end_indices=[3]), "ranges"),
+        (lambda: BigBird(2, num_random_blocks=-1), "num_random_blocks"),
+        (lambda: BigBird(2, num_sliding_window_blocks=9).index(8 * 16), "pad it to 144 tokens"),
+        (lambda: BigBird(2, num_global_blocks=5).index(64), "num_global_blocks=5, but the sequence has 4 blocks"),
+        (lambda: LocalSlidingWindow(2).index(17), "num_sliding_window_blocks=3"),
+        (lambda: BigBird(2).make_layout(100), "multiple of the block, 16 tokens, got 100"),
+        (lambda: BigBird(2).index(160, 320), "Custom layout for cross-attention"),
+        (lambda: BigBird(2, attention="unidirectional").index(160, 170), "as many queries as keys"),
+    ],
+)
+def test_bad_input(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_picture() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    axes = BigBird(2, num_random_blocks=0).plot(160)
+    assert "44.0%" in axes.get_title()
+    assert axes.images[0].get_array().shape == (10, 10)
+
+
+def test_a_section_of_a_configuration() -> None:
+    section = {"mode": "bigbird", "block": 64, "num_random_blocks": 2, "attention": "unidirectional"}
+    assert layout_from_config(section, 4) == BigBird(4, 64, num_random_blocks=2, attention="unidirectional")
+    assert layout_from_config({}, 2) == Fixed(2)
+    assert layout_from_config({"mode": "variable", "local_window_blocks": [4, 8]}, 2).local_window_blocks == (4, 8)
+    of_all_modes = {"num_local_blocks": 4, "num_random_blocks": 0, "local_window_blocks": [4], "seed": 0}
+    assert layout_from_config({"mode": "fixed", **of_all_modes, "global_block_end_indices": None}, 2) == Fixed(2)
+    with pytest.raises(ValueError, match="not a parameter of mode"):
+        layout_from_config({"mode": "fixed", "num_random_blocks": 3}, 2)
+    with pytest.raises(ValueError, match=r'"sparse_attention.num_random_block".*Did you mean "num_random_blocks"'):
+        layout_from_config({"mode": "bigbird", "num_random_block": 2}, 4)
+    with pytest.raises(ValueError, match='Did you mean "bigbird"'):
+        layout_from_config({"mode": "bigbirds"}, 4)
+    with pytest.raises(ValueError, match='"sparse_attention": num_global_blocks must be'):
+        layout_from_config({"mode": "bigbird", "num_global_blocks": -1}, 4)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
+def test_a_window_reaches_as_far_to_both_sides(width: int) -> None:
+    rows, columns = torch.meshgrid(torch.arange(9), torch.arange(9), indexing="ij")
+    near = (rows - columns).abs() <= width // 2
+    both = LocalSlidingWindow(1, 16, num_sliding_window_blocks=width, attention="bidirectional").make_layout(9 * 16)
+    lower = LocalSlidingWindow(1, 16, num_sliding_window_blocks=width).make_layout(9 * 16)
+    assert torch.equal(both[0].bool(), near)
+    assert torch.equal(lower[0].bool(), near & (columns <= rows))

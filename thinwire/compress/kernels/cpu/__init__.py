@@ -1,0 +1,1 @@
+"""The kernels on CPUs, compiled by numba."""

@@ -1,0 +1,1 @@
+"""The kernels on NVIDIA GPUs, compiled from csrc/ by NVRTC."""

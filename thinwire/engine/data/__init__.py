@@ -1,0 +1,1 @@
+"""What a job feeds its model: loaders, their order, and batch sizes."""

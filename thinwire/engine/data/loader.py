@@ -1,0 +1,248 @@
+"""A distributed data loader that knows where it is: torch's DataLoader over an order of samples that does not depend on
+the number of ranks, with a position that any later job can go on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import raise_together
+from thinwire.engine.data.sample_order import Dealer, RankBatch, SampleOrder
+from thinwire.engine.data.seeded import seeded
+
+__all__ = ["ResumableLoader"]
+
+
+class ResumableLoader:
+    """Batches of a map-style dataset for this rank; `for batch in loader` is the rest of the current epoch.
+
+    Every step takes the next `micro_batch_size` · ranks samples of the epoch's order, and deals them to the ranks.
+    The position counts the samples that all ranks together were handed in this epoch; what workers have fetched ahead
+    does not count. An abandoned loop goes on where it stopped.
+
+    What `dataset` and `collate_fn` draw from Python's, numpy's or torch's CPU generator depends only on the seed, the
+    position and the rank: it is the same with any number of workers and after a resume, and does not disturb the
+    model's own random numbers.
+
+    Args:
+        dataset: has `__len__` and `__getitem__` (or `__getitems__`, which gets a list of indices).
+        micro_batch_size: samples a rank gets at a time.
+        comm: the ranks to deal to. Construction is collective.
+        shuffle: a new order each epoch, else that of the dataset.
+        seed: of the order, not negative; the same on every rank.
+        drop_last: leave out what does not fill a global batch at an epoch's end. Else every rank gets one smaller
+            batch, all of one size, for which up to ranks - 1 samples from the epoch's start are handed out again.
+        collate_fn: makes a batch of a list of samples; by default torch's, which stacks tensors.
+        num_workers: processes that fetch ahead; 0 fetches in this one.
+        pin_memory: hand out page-locked tensors, for faster copies to a GPU.
+
+    Raises TypeError for a dataset without length or random access, ValueError for numbers that cannot work, on every
+    rank.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        micro_batch_size: int,
+        comm: Communicator,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        error: Exception | None = None
+        try:
+            samples = _checked_length(dataset)
+            _check_numbers(samples, micro_batch_size, comm.size, drop_last, seed, num_workers)
+        except (TypeError, ValueError) as raised:
+            error = raised
+        raise_together(comm, error, "build its data loader")
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self._comm = comm
+        self._dealer = Dealer(SampleOrder(samples, shuffle, seed), micro_batch_size, comm.size, drop_last)
+        _check_same(comm, "data loaders", {"micro_batch_size": micro_batch_size, "drop_last": drop_last, **self._order})
+        self._epoch = 0
+        self._consumed = 0
+        self._loop = 0
+        self._fetching: DataLoader[Any] = DataLoader(
+            _Batches(dataset, collate_fn or default_collate),
+            batch_size=None,
+            sampler=_Remaining(self),
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else a loop would draw from the one that the model's dropout draws from
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0; it ends when the loop over it does."""
+        return self._epoch
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the current epoch that all ranks together have been handed."""
+        return self._consumed
+
+    def __len__(self) -> int:
+        """Batches that a rank gets in a whole epoch."""
+        return self._dealer.batches_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rest of the current epoch, then begin the next one.
+
+        The loop raises RuntimeError when another one, or `load_state`, has moved the position since it began.
+        """
+        self._loop += 1
+        return self._run(self._loop)
+
+    def repeat(self) -> Iterator[Any]:
+        """Yield batches without end, epoch after epoch."""
+        while True:
+            yield from self
+
+    def state(self) -> dict[str, Any]:
+        """The position, JSON-able and the same on every rank: `load_state` goes on from it in any job."""
+        return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on after the samples that `state` has seen, whatever ranks and micro batch size it was saved with.
+
+        Collective. Raises ValueError, on every rank, for the state of another order of samples, whose position means
+        nothing here.
+        """
+        error: Exception | None = None
+        try:
+            self.check_state(state)
+        except ValueError as raised:
+            error = raised
+        raise_together(self._comm, error, "load its data position")
+        _check_same(self._comm, "data positions", {key: state[key] for key in ("epoch", "consumed")})
+        self._epoch = state["epoch"]
+        self._consumed = state["consumed"]
+        self._loop += 1
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state` would refuse `state`."""
+        missing = [key for key in ("epoch", "consumed", *self._order) if key not in state]
+        if missing:
+            raise ValueError(f"a data position has no {missing}: it must be what ResumableLoader.state() returned")
+        for key, mine in self._order.items():
+            if state[key] != mine:
+                raise ValueError(
+                    f"the data position was saved with {key} {state[key]}, this loader has {mine}: the samples are in "
+                    f"another order. Build the loader with the saved {key}, or begin the data anew: "
+                    "load_checkpoint(..., load_data_position=False)"
+                )
+        epoch, consumed = state["epoch"], state["consumed"]
+        if not (isinstance(epoch, int) and isinstance(consumed, int) and epoch >= 0):
+            raise ValueError(f"a data position must be whole numbers, not epoch {epoch!r}, consumed {consumed!r}")
+        if not 0 <= consumed <= state["samples"]:
+            raise ValueError(f"a data position of {consumed} does not lie in an epoch of {state['samples']} samples")
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        order = self._dealer.order
+        return {"samples": order.samples, "shuffle": order.shuffle, "seed": order.seed}
+
+    def _run(self, loop: int) -> Iterator[Any]:
+        for batch in self._fetching if self._has_batch else ():
+            self._check_current(loop)
+            self._consumed = self._dealer.advance(self._consumed)
+            yield batch
+        self._check_current(loop)
+        self._epoch += 1
+        self._consumed = 0
+
+    @property
+    def _has_batch(self) -> bool:
+        return self._dealer.has_batch(self._consumed)
+
+    def _remaining(self) -> Iterator[RankBatch]:
+        return self._dealer.batches(self._epoch, self._consumed, self._comm.rank)
+
+    def _check_current(self, loop: int) -> None:
+        if loop != self._loop:
+            raise RuntimeError(
+                "this loop over the data is out of date: another loop was begun, or a position was loaded, since. A "
+                "loader has one position; begin a new loop, or build a second ResumableLoader"
+            )
+
+
+class _Remaining(Sampler[RankBatch]):
+    """What a loader still has to fetch in its epoch, as the sampler of a DataLoader."""
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return self._loader._remaining()
+
+
+class _Batches(Dataset[Any]):
+    """A dataset whose items are whole batches, made in the worker with their own random numbers."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __getitem__(self, batch: RankBatch) -> Any:
+        with seeded(batch.seed):
+            if hasattr(self._dataset, "__getitems__"):
+                samples = self._dataset.__getitems__(batch.indices)
+            else:
+                samples = [self._dataset[index] for index in batch.indices]
+            return self._collate(samples)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _checked_length(dataset: Any) -> int:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{kind} can only be read from its start, so a position in it cannot be resumed: give a dataset with "
+            "__getitem__ and __len__, or loop over your own torch DataLoader and skip what was seen"
+        )
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise TypeError(f"{kind} has no length ({error}): give it a __len__, which an epoch's order needs") from error
+
+
+def _check_numbers(
+    samples: int, micro_batch_size: int, world_size: int, drop_last: bool, seed: int, num_workers: int
+) -> None:
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
+    if seed < 0 or num_workers < 0:
+        raise ValueError(f"seed and num_workers must not be negative, not {seed} and {num_workers}")
+    if samples == 0:
+        raise ValueError("the dataset is empty")
+    if drop_last and samples < micro_batch_size * world_size:
+        raise ValueError(
+            f"{samples} samples do not fill one global batch of {micro_batch_size * world_size} "
+            f"({micro_batch_size} on each of {world_size} ranks): use a smaller micro batch, fewer ranks, or "
+            "drop_last=False"
+        )
+
+
+def _check_same(comm: Communicator, what: str, mine: Mapping[str, Any]) -> None:
+    """Raise ValueError on every rank unless all have the same; collective."""
+    everyone = comm.all_gather_bytes(json.dumps(mine, sort_keys=True).encode())
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise ValueError(
+                f"ranks have different {what}: rank 0 {everyone[0].decode()}, rank {rank} {other.decode()}"
+            )

@@ -1,0 +1,40 @@
+"""What a training job is made of, for those that work on all of it: the engine, its checkpoints, its reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from thinwire.comm import Communicator
+from thinwire.engine.config import EngineConfig
+from thinwire.engine.data.loader import ResumableLoader
+from thinwire.engine.loss_scale import LossScale
+from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints
+from thinwire.engine.model.plugs import LayerDropping
+from thinwire.engine.model.precision import Precision
+from thinwire.engine.optimizers import EngineOptimizer
+
+__all__ = ["Parts"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`schedule`, `loader`, `loss_scale`, `recomputed`, `layer_drop`: None where there is none.
+
+    `device`: of model and inputs.
+    """
+
+    model: nn.Module
+    optimizer: EngineOptimizer
+    schedule: LRScheduler | None
+    loader: ResumableLoader | None
+    loss_scale: LossScale | None
+    precision: Precision
+    config: EngineConfig
+    comm: Communicator
+    device: torch.device
+    recomputed: ActivationCheckpoints | None
+    layer_drop: LayerDropping | None

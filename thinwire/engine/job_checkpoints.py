@@ -1,0 +1,238 @@
+"""The engine's checkpoints: everything that the next steps depend on goes in, and comes back on any number of ranks and
+at any ZeRO stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.agreement import on_every_rank
+from thinwire.engine.checkpoint import CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
+from thinwire.engine.checkpoint.client_state import check_client_state
+from thinwire.engine.checkpoint.random_state import (
+    RANDOM_TENSORS,
+    load_random_state,
+    random_tensors,
+    random_values,
+    reseed,
+)
+from thinwire.engine.checkpoint.weights_file import write_weights
+from thinwire.engine.job import Parts
+from thinwire.engine.model.precision import Precision
+from thinwire.engine.schedules import load_schedule_state, schedule_state
+from thinwire.zero import Piece
+from thinwire.zero.fsdp import fill, local_run, whole
+
+__all__ = ["Checkpoints", "ModelNames", "Restored"]
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What a model is called by, found before it is sharded.
+
+    `tied`: other names of a parameter -> the one in `description`. `buffers`: names of those that are saved.
+    """
+
+    description: ModelDescription
+    tied: Mapping[str, str]
+    buffers: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, precision: Precision) -> ModelNames:
+        """Names, shapes, and the dtypes that `precision` makes of them."""
+        first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        tied = {name: first_name[id(parameter)] for name, parameter in every if first_name[id(parameter)] != name}
+        saved = {name for name, _ in model.named_buffers()} & model.state_dict(keep_vars=True).keys()
+        parameters = {
+            name: (tuple(parameter.shape), precision.dtype_of(parameter))
+            for name, parameter in model.named_parameters()
+        }
+        return cls(ModelDescription(parameters), tied, frozenset(saved))
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held for the engine itself; `progress` is None where only weights were asked for."""
+
+    path: str
+    progress: dict[str, int] | None
+    client_state: dict[str, Any]
+
+
+class Checkpoints:
+    """Saves and loads a training job as a whole. Every method is collective."""
+
+    def __init__(self, parts: Parts, names: ModelNames) -> None:
+        self._parts = parts
+        self._names = names
+        held = {id(one) for group in parts.optimizer.param_groups for one in group["params"] if one.requires_grad}
+        # Kept by object: at stage 3 the model's own attributes are whole parameters while they are gathered.
+        self._parameters = dict(parts.model.named_parameters())
+        self._others = {name: one for name, one in self._parameters.items() if id(one) not in held}
+        self._stores: dict[Path, CheckpointStore] = {}
+
+    def save(
+        self, folder: str | os.PathLike[str], tag: str, progress: dict[str, int], client_state: Mapping[str, Any] | None
+    ) -> bool:
+        """Save under `tag`; whether that went well, or, with async_save, has begun. A full disk is a warning.
+
+        Raises TypeError, on every rank, for a client state that JSON cannot hold.
+        """
+        state = {} if client_state is None else client_state
+        comm = self._parts.comm
+        on_every_rank(comm, lambda: check_client_state(state), "save its client_state", (TypeError,))
+        return self._store(folder).save(tag, self._snapshot(progress, state))
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        optimizer: bool,
+        schedule: bool,
+        data_position: bool,
+        weights_only: bool,
+    ) -> Restored | None:
+        """Load the checkpoint `tag`, or the newest whole one; None where there is none.
+
+        Without `optimizer` its state starts afresh, without `schedule` or `data_position` those go on as they are; with
+        `weights_only` nothing but weights and buffers is loaded. On another number of ranks than that which saved,
+        generators are seeded afresh from the configuration's seed, the step and the rank.
+
+        Raises CheckpointError, or ValueError where optimizer, schedule or data are others than those that were saved.
+        """
+        found = self._store(folder).load(tag, self._names.description)
+        if found is None:
+            return None
+        with found:
+            if not weights_only:
+                self._check(found, schedule, data_position)
+            self._load_optimizer(found, optimizer, weights_only)
+            self._load_others(found)
+            if not weights_only:
+                self._load_state(found, schedule, data_position)
+            progress = None if weights_only else found.shared["progress"]
+            return Restored(str(found.path), progress, found.shared["client_state"])
+
+    def export(self, folder: str | os.PathLike[str], filename: str) -> bool:
+        """Write all weights, in the dtypes that the model computes in, and buffers to one file; see `write_weights`."""
+        self._parts.optimizer.wait_for_weights()
+        self._parts.optimizer.synchronize_weights()
+        tensors = {}
+        for name, parameter in self._parameters.items():
+            _, dtype = self._names.description.parameters[name]
+            tensor = whole(parameter, self._parts.device).to(dtype)
+            if self._parts.comm.rank == 0:
+                tensors[name] = tensor.cpu()
+        return write_weights(Path(folder) / filename, tensors | self._buffers(), self._parts.comm)
+
+    def close(self) -> None:
+        """Wait for saves that are under way."""
+        for store in self._stores.values():
+            store.close()
+
+    def _store(self, folder: str | os.PathLike[str]) -> CheckpointStore:
+        path = Path(folder).absolute()
+        if path not in self._stores:
+            settings = self._parts.config.checkpoint
+            self._stores[path] = CheckpointStore(path, self._parts.comm, settings.keep_last, settings.async_save)
+        return self._stores[path]
+
+    def _snapshot(self, progress: dict[str, int], client_state: Mapping[str, Any]) -> Snapshot:
+        parts, schedule = self._parts, self._parts.schedule
+        shared = {
+            "progress": progress,
+            "optimizer": parts.optimizer.counters(),
+            "schedule": None
+            if schedule is None
+            else {"type": type(schedule).__name__, "state": schedule_state(schedule)},
+            "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
+            "data": None if parts.loader is None else parts.loader.state(),
+            "client_state": dict(client_state),
+            "tied": dict(self._names.tied),
+        }
+        return Snapshot(
+            pieces=[*parts.optimizer.pieces(), *self._other_pieces()],
+            model=self._names.description,
+            rank_tensors=parts.optimizer.rank_tensors() | random_tensors(parts.device),
+            shared=shared,
+            rank_values={"random": random_values()},
+            buffers=self._buffers(),
+        )
+
+    def _other_pieces(self) -> list[Piece]:
+        """Weights that no optimizer holds: this rank's part where they are sharded, else rank 0's."""
+        pieces = []
+        for name, parameter in self._others.items():
+            start, values = local_run(parameter)
+            sharded = values.numel() < parameter.numel()
+            if values.numel() and (sharded or self._parts.comm.rank == 0):
+                pieces.append(Piece("weight", name, start, values))
+        return pieces
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self._parts.model.named_buffers() if name in self._names.buffers}
+
+    def _load_optimizer(self, found: LoadedCheckpoint, state: bool, weights_only: bool) -> None:
+        optimizer = self._parts.optimizer
+        if weights_only:
+            optimizer.load_weights(found)
+        elif state:
+            optimizer.load(found)
+        else:
+            optimizer.reset_state()
+            optimizer.load_weights(found)
+
+    @torch.no_grad()
+    def _load_others(self, found: LoadedCheckpoint) -> None:
+        for name, parameter in self._others.items():
+            fill(parameter, partial(found.read, "weight", name))
+        saved = found.buffers()
+        for name, buffer in self._buffers().items():
+            if name in saved:
+                buffer.copy_(saved[name])
+
+    def _check(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
+        """Raise what schedule, data and buffers have against this checkpoint, before anything has changed."""
+        parts, saved = self._parts, found.shared
+        if schedule and parts.schedule is not None and saved["schedule"] is not None:
+            mine, theirs = type(parts.schedule).__name__, saved["schedule"]["type"]
+            if mine != theirs:
+                raise ValueError(
+                    f"checkpoint {found.tag!r} was saved with the schedule {theirs}, this job has {mine}: build the "
+                    "same one, or load with load_lr_scheduler_states=False"
+                )
+        if data_position and parts.loader is not None and saved["data"] is not None:
+            parts.loader.check_state(saved["data"])
+        theirs = found.buffers()
+        for name, buffer in self._buffers().items():
+            if name in theirs and theirs[name].shape != buffer.shape:
+                raise ValueError(
+                    f"buffer {name!r} has shape {tuple(buffer.shape)}, checkpoint {found.tag!r} holds "
+                    f"{tuple(theirs[name].shape)}: build the model as it was"
+                )
+
+    def _load_state(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
+        parts, saved = self._parts, found.shared
+        if parts.schedule is not None:
+            saved_state = saved["schedule"]["state"] if schedule and saved["schedule"] is not None else {}
+            load_schedule_state(parts.schedule, saved_state)
+        if data_position and parts.loader is not None and saved["data"] is not None:
+            parts.loader.load_state(saved["data"])
+        if parts.loss_scale is not None and saved["loss_scale"] is not None:
+            parts.loss_scale.load(saved["loss_scale"])
+        rank = parts.comm.rank
+        if found.world_size == parts.comm.size:
+            saved_names = RANDOM_TENSORS & found.manifest.parts[rank].rank_tensors.keys()
+            tensors = {name: found.read_rank(name, rank) for name in saved_names}
+            load_random_state(tensors, found.rank_values(rank)["random"], parts.device)
+        else:
+            reseed(parts.config.seed, saved["progress"]["global_steps"], rank)

@@ -1,0 +1,114 @@
+"""What a training job says about itself: lines on stderr every few steps, scalars for TensorBoard and CSV files."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from thinwire.engine.job import Parts
+from thinwire.engine.monitoring.losses import StepLosses
+from thinwire.engine.monitoring.monitor import Monitor, log_folder
+from thinwire.engine.monitoring.timers import StepTimers, breakdown_line, progress_line
+from thinwire.zero.live_tensors import live_tensor_bytes
+from thinwire.zero.memory import MemoryReport, model_state_formula
+
+__all__ = ["Reporter", "StepSummary"]
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """One step. `samples`: that all ranks have seen so far. `grad_norm`: None where it is not known. `loss_scale`: None
+    but in fp16."""
+
+    step: int
+    samples: int
+    skipped: int
+    rates: list[float]
+    grad_norm: float | None
+    loss_scale: float | None
+
+
+class Reporter:
+    """Reports steps as the configuration asks; only then do the ranks average their losses. Construction is collective.
+
+    Every `steps_per_print` steps rank 0 prints a line, and with it what `wall_clock_breakdown` and `memory_breakdown`
+    ask for; without `steps_per_print`, times after every step and memory after the first. Logs get every step.
+    `timers` wants the spans of each step.
+
+    Raises, on every rank, OSError, ImportError or ValueError where logs cannot be written.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        config = parts.config
+        board, files = config.tensorboard, config.csv_monitor
+        self.timers = StepTimers(parts.device, enabled=config.wall_clock_breakdown)
+        self._parts = parts
+        self._monitor = Monitor(
+            parts.comm,
+            tensorboard=log_folder(board.output_path, board.job_name) if board.enabled else None,
+            csv=log_folder(files.output_path, files.job_name) if files.enabled else None,
+        )
+        self._reported = False
+
+    def report(self, summary: StepSummary, losses: StepLosses) -> None:
+        """Print and write what is due after a step. Collective where something is."""
+        config, comm = self._parts.config, self._parts.comm
+        self.timers.end_step(config.train_batch_size)
+        every = config.steps_per_print
+        due = every is not None and summary.step % every == 0
+        if due or self._monitor.enabled:
+            loss = losses.mean(comm)
+            self._write(summary, loss)
+        lines = []
+        if due or (every is None and config.wall_clock_breakdown):
+            times = self.timers.report()
+            if due:
+                lines.append(
+                    progress_line(
+                        summary.step,
+                        rates=summary.rates,
+                        skipped=summary.skipped,
+                        loss=loss,
+                        grad_norm=summary.grad_norm,
+                        samples_per_second=times.samples_per_second,
+                    )
+                )
+            if config.wall_clock_breakdown:
+                lines.append(breakdown_line(times))
+        if config.memory_breakdown and (due or (every is None and not self._reported)):
+            lines.append(self._memory().table())
+        self._reported = True
+        if lines and comm.rank == 0:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the logs."""
+        self._monitor.close()
+
+    def _write(self, summary: StepSummary, loss: float) -> None:
+        scalars = {
+            "Train/loss": loss,
+            "Train/lr": summary.rates[0],
+            "Train/grad_norm": summary.grad_norm,
+            "Train/loss_scale": summary.loss_scale,
+        }
+        known = [(name, value, summary.samples) for name, value in scalars.items() if value is not None]
+        self._monitor.write(known)
+
+    def _memory(self) -> MemoryReport:
+        optimizer, stage = self._parts.optimizer, self._parts.config.zero_optimization.stage
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        kinds = {piece.kind for piece in optimizer.pieces()} - {"weight", "master"}
+        frozen = getattr(optimizer, "frozen", False)
+        formula: dict[str, float] = {}
+        if not (frozen and stage == 0):  # for which nobody has published one
+            formula = model_state_formula(
+                stage,
+                sum(parameter.numel() for parameter in trained),
+                self._parts.comm.size,
+                dtype=self._parts.precision.dtype or trained[0].dtype,
+                state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
+                frozen=frozen,
+                fresh_variance="exp_avg_sq_fresh" in kinds,
+            )
+        return MemoryReport(live_tensor_bytes(self._parts.model, optimizer), formula)

@@ -1,0 +1,1 @@
+"""What the engine reports of a run: losses, timers, scalar files."""

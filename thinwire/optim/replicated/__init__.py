@@ -1,0 +1,1 @@
+"""The home of optimizers whose state every rank holds."""

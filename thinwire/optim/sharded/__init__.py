@@ -1,0 +1,1 @@
+"""The home of optimizers whose state is divided among the ranks."""

@@ -1,0 +1,1 @@
+"""The plug into Hugging Face models: attention swapped, masks padded, positions extended."""

@@ -1,0 +1,169 @@
+"""The plug for transformers' attention interface (version 5 on): one registered function, one mask function.
+
+Both are the same for all models; the layout hangs on the modules of each model, which the function is handed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from thinwire.sparse_attn.attention import block_sparse_attention
+from thinwire.sparse_attn.layouts.named import Layout
+
+__all__ = ["InterfacePlug"]
+
+# Transformers takes names with "flash" or "/" for its own kernels.
+_NAME = "thinwire_block_sparse"
+_LAYOUT = "_thinwire_layout"
+_DENSE = "_thinwire_dense_implementation"
+# What other models' attention functions take, and would be a wrong result if it were ignored.
+_UNSUPPORTED = {
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "cache": "a paged key/value cache",
+}
+
+
+class InterfacePlug:
+    """Switches a model between its own attention implementation and the registered sparse one."""
+
+    def __init__(self) -> None:
+        self._dense_implementation = ""
+
+    @staticmethod
+    def serves(model: nn.Module) -> bool:
+        """Whether `model` is a transformers 5 model whose attention goes through the interface."""
+        can_set = getattr(model, "_can_set_attn_implementation", None)
+        if can_set is None:
+            return False
+        import transformers
+
+        return int(transformers.__version__.split(".")[0]) >= 5 and bool(can_set())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled model may wake in a process that knows no sparse attention yet."""
+        vars(self).update(state)
+        _register()
+
+    def attach(self, model: Any) -> None:
+        """Register the functions, and remember what `model`, or the whole that it is a part of, attended with."""
+        _register()
+        current: str = model.config._attn_implementation
+        self._dense_implementation = vars(model).get(_DENSE, current)
+
+    def set_layout(self, model: Any, layout: Layout) -> None:
+        """Choose sparse attention, and hang `layout` on every module: the function is handed any of them."""
+        model.set_attn_implementation(_NAME)
+        for module in model.modules():
+            setattr(module, _LAYOUT, layout)
+            setattr(module, _DENSE, self._dense_implementation)
+
+    def detach(self, model: Any) -> None:
+        """Choose the implementation that was there before."""
+        model.set_attn_implementation(self._dense_implementation)
+        for module in model.modules():
+            vars(module).pop(_LAYOUT, None)
+            vars(module).pop(_DENSE, None)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention_forward)
+    # Without a mask function of the same name, transformers drops padding masks.
+    AttentionMaskInterface.register(_NAME, _attention_mask)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The interface's attention: query [B, H, S, D], key and value [B, H / groups, S, D] to [B, S, H, D]."""
+    layout = getattr(module, _LAYOUT, None)
+    if layout is None:
+        raise ValueError(
+            f"attn_implementation is {_NAME!r}, but this {type(module).__name__} has no layout; "
+            f"load the model with its usual attention and call sparsify(model, layout)"
+        )
+    for name, meaning in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} ({meaning}), which block-sparse attention does not compute; "
+                f"call densify(model)"
+            )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(_cache_message(query.shape[2], key.shape[2]))
+    groups = query.shape[1] // key.shape[1]
+    out = block_sparse_attention(
+        query,
+        key.repeat_interleave(groups, dim=1) if groups > 1 else key,
+        value.repeat_interleave(groups, dim=1) if groups > 1 else value,
+        layout,
+        attn_mask=attention_mask,
+        rpe=position_bias,
+        causal=_is_causal(module, attention_mask, is_causal),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: nn.Module, attention_mask: Tensor | None, given: bool | None) -> bool:
+    """A mask over queries and keys is the whole truth, as for transformers' own; one over keys alone is padding."""
+    if attention_mask is not None and attention_mask.shape[-2] > 1:
+        return False
+    if given is not None:
+        return given
+    config = getattr(module, "config", None)
+    return bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True))
+
+
+def _attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The interface's mask: padding alone, bool [B, 1, 1, S], or none, where the module's `is_causal` says the rest.
+
+    Sliding windows, packed sequences and users' own mask functions become a mask of queries and keys, S x S.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    if q_length != kv_length:
+        raise ValueError(_cache_message(q_length, kv_length))
+    if mask_function in (None, causal_mask_function, bidirectional_mask_function):
+        return None if attention_mask is None else attention_mask[:, None, None, :]
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+    )
+    return mask
+
+
+def _cache_message(queries: int, keys: int) -> str:
+    return (
+        f"got {queries} queries and {keys} keys: block-sparse attention does not decode from a key/value cache; "
+        f"pass use_cache=False, or call densify(model) before generating"
+    )

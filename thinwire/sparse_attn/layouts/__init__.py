@@ -1,0 +1,1 @@
+"""Which blocks of queries attend which blocks of keys: the layouts by name, their configuration and their pictures."""

@@ -1,0 +1,182 @@
+"""What every layout has: numbers of heads and tokens a block, the mask that users know, and the compact index that
+kernels read, made once for each length."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from thinwire.sparse_attn.block_index import BlockIndex, BlockPairs
+from thinwire.sparse_attn.layouts.block_pairs import lower
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Layout", "at_least", "fits", "global_ranges", "known_attention"]
+
+_KEPT_INDICES = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Immutable: what it holds for a length never changes, so each length's index is made once and kept.
+
+    `num_heads`: of the attention, or 1 for any number of heads alike. `block`: tokens a block.
+    `different_layout_per_head`: let patterns that differ between heads, random ones say, do so.
+    """
+
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+    _indices: OrderedDict[Any, BlockIndex] = field(
+        default_factory=OrderedDict, init=False, repr=False, compare=False, kw_only=True
+    )
+    _content: str = field(default="", init=False, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "num_heads", "block")
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "_content", repr(self))
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token attends a later one."""
+        return getattr(self, "attention", "bidirectional") == "unidirectional"
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """The blocks of `seq_len` tokens, a multiple of `block`, as int64 [num_heads, blocks, blocks] of 0 and 1.
+
+        A unidirectional layout's diagonal blocks are 1; attention cuts them to the token. Raises ValueError for another
+        number of tokens, or where the pattern does not fit.
+        """
+        if seq_len < 1 or seq_len % self.block:
+            raise ValueError(
+                f"make_layout() takes a positive multiple of the block, {self.block} tokens, got {seq_len}: pad the "
+                "sequence; block_sparse_attention itself takes any length"
+            )
+        mask = self.index(seq_len).dense().long()
+        return mask.expand(self.num_heads, -1, -1).contiguous()
+
+    def index(self, query_length: int, key_length: int | None = None, device: torch.device | str = "cpu") -> BlockIndex:
+        """The blocks of this many tokens, the last block cut short where they do not fill it.
+
+        Raises ValueError where the pattern does not fit, or the numbers of queries and keys differ but in a Custom
+        layout.
+        """
+        keys = query_length if key_length is None else key_length
+        # A compiled graph holds the index of one length: a symbolic one becomes a number here.
+        key = (operator.index(query_length), operator.index(keys), torch.device(device))
+        if torch.compiler.is_compiling():
+            constant: BlockIndex = self._constant_index(self._content, *key)
+            return constant
+        return self._kept_index(*key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the indices: a copy makes its own, on whatever device it finds itself."""
+        return {**vars(self), "_indices": OrderedDict()}
+
+    def plot(self, seq_len: int) -> Axes:
+        """Draw the blocks of `seq_len` tokens, darker where more heads attend; returns matplotlib's axes."""
+        from thinwire.sparse_attn.layouts.plotting import draw
+
+        return draw(self, seq_len)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _constant_index(self, content: str, query_length: int, key_length: int, device: torch.device) -> BlockIndex:
+        # torch.compile guards what is passed, and nothing else of the layout.
+        return self._kept_index(query_length, key_length, device)
+
+    def _kept_index(self, query_length: int, key_length: int, device: torch.device) -> BlockIndex:
+        key = (query_length, key_length, device)
+        if key in self._indices:
+            self._indices.move_to_end(key)
+            return self._indices[key]
+        # Kept tensors outlive the caller's modes: made in inference mode, no later training could use them.
+        with torch.inference_mode(False), torch.device("cpu"):
+            index = self._make_index(query_length, key_length).to(device)
+        self._indices[key] = index
+        if len(self._indices) > _KEPT_INDICES:
+            self._indices.popitem(last=False)
+        return index
+
+    def _pairs(self, head: int, blocks: int) -> BlockPairs:
+        raise NotImplementedError(f"{type(self).__name__} is no layout of its own: use one of the others, or Custom")
+
+    def _blocks_of(self, query_length: int, key_length: int) -> tuple[int, int]:
+        if self.causal and query_length != key_length:
+            raise ValueError(
+                f"a unidirectional layout needs as many queries as keys, got {query_length} and {key_length}"
+            )
+        return math.ceil(query_length / self.block), math.ceil(key_length / self.block)
+
+    def _make_index(self, query_length: int, key_length: int) -> BlockIndex:
+        rows, columns = self._blocks_of(query_length, key_length)
+        square = rows == columns
+        if not square and not hasattr(self, "block_mask"):
+            raise ValueError(
+                f"{type(self).__name__} is for queries and keys of one sequence, got {query_length} queries and "
+                f"{key_length} keys: use a Custom layout for cross-attention"
+            )
+        if rows == 0 or columns == 0:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return BlockIndex.from_pairs(self.block, rows, columns, [(nothing, nothing)])
+        heads = self.num_heads if self.different_layout_per_head else 1
+        pairs = [self._pairs(head, rows) for head in range(heads)]
+        if self.causal:
+            pairs = [lower(one) for one in pairs]
+        return BlockIndex.from_pairs(self.block, rows, columns, pairs)
+
+
+def at_least(layout: Layout, least: int, *names: str) -> None:
+    """Raise ValueError for a number of `layout` that is no whole number, or below `least`."""
+    for name in names:
+        value = getattr(layout, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def fits(layout: Layout, blocks: int, *names: str) -> None:
+    """Raise ValueError where a number of blocks is larger than the sequence."""
+    for name in names:
+        if getattr(layout, name) > blocks:
+            raise ValueError(
+                f"{type(layout).__name__} has {name}={getattr(layout, name)}, but the sequence has {blocks} blocks of "
+                f"{layout.block} tokens: pad it to {getattr(layout, name) * layout.block} tokens, or choose less"
+            )
+
+
+def known_attention(attention: str, horizontal: bool = False) -> None:
+    """Raise ValueError for an unknown direction, or for rows of the future in a unidirectional layout."""
+    if attention not in ("bidirectional", "unidirectional"):
+        raise ValueError(f'attention must be "bidirectional" or "unidirectional", got {attention!r}')
+    if horizontal and attention == "unidirectional":
+        raise ValueError(
+            "horizontal_global_attention lets rows attend all columns, later ones too: it needs "
+            'attention="bidirectional"'
+        )
+
+
+def global_ranges(first: Sequence[int], end: Sequence[int] | None, blocks: int | None = None) -> list[int]:
+    """The global blocks, those beyond `blocks` left out: a sequence may be shorter than the longest.
+
+    Raises ValueError for ranges that are empty, or lists that do not pair.
+    """
+    if end is not None and len(end) != len(first):
+        raise ValueError(
+            f"global_block_end_indices must pair with global_block_indices, got {len(end)} for {len(first)}"
+        )
+    ends = [start + 1 for start in first] if end is None else end
+    for start, stop in zip(first, ends, strict=True):
+        if start < 0 or stop <= start:
+            raise ValueError(f"global blocks must be ranges from 0 on, got {start} to {stop}")
+    limit = max(ends, default=0) if blocks is None else blocks
+    return [column for start, stop in zip(first, ends, strict=True) for column in range(start, min(stop, limit))]

@@ -1,0 +1,166 @@
+"""ZeRO stage 3: parameters themselves are sharded, by torch's FSDP2, which gathers one layer at a time for as long as
+it computes. It moves bytes over a torch process group, whatever the other stages use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire import comm as communication
+from thinwire.comm import Communicator, Traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["computing_dtype", "fill", "join_process_group", "local_run", "shard_model", "whole"]
+
+
+def join_process_group(comm: Communicator, device: torch.device) -> Communicator:
+    """The ranks of `comm` as a torch process group that FSDP2 can use, made where there is none. Collective.
+
+    Raises ValueError for ranks in threads, which share one process, and for a part of the job's ranks.
+    """
+    if comm.backend == "threads":
+        raise ValueError(
+            "zero_optimization.stage 3 needs processes, and these ranks are threads: torch's FSDP2 has one process "
+            "group a process. Start the script with torchrun, mpirun or srun, or use stage 0, 1 or 2"
+        )
+    joined = comm
+    if comm.backend not in ("gloo", "nccl"):
+        joined = communication.init("nccl" if device.type == "cuda" else "gloo", comm.timeout, quiet=True)
+    if (joined.rank, joined.size) != (comm.rank, comm.size) or comm.size != dist.get_world_size():
+        raise ValueError(
+            f"zero_optimization.stage 3 shards over all ranks of the job, {dist.get_world_size()}, and this "
+            f"communicator has {comm.size} of them: pass none, or use stage 0, 1 or 2"
+        )
+    return joined
+
+
+def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
+    """What layers are gathered in: `wanted`, or the dtype of the parameters that train.
+
+    Raises ValueError for parameters that cannot be cut, or gathered together.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter requires a gradient: there is nothing to optimize")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"parameter {name!r} has no dimension to cut along, and zero_optimization.stage 3 shards every "
+                "parameter along its first: make it one of shape (1,), or use stage 0, 1 or 2"
+            )
+    if wanted is not None:
+        return wanted
+    first_name, first = trained[0]
+    for name, parameter in trained:
+        if parameter.dtype != first.dtype:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype} and {first_name!r} {first.dtype}: zero_optimization.stage 3 "
+                "gathers a layer's parameters in one dtype. Enable bf16, convert the model, or use stage 0, 1 or 2"
+            )
+    return first.dtype
+
+
+@torch.no_grad()
+def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, offload: bool, pin: bool) -> Traffic:
+    """Replace every parameter by this rank's part of it, in place: fp32, gathered in `dtype` when it is used.
+
+    Layers, the elements of repeated lists, are gathered one at a time; the rest of the model as one. Gradients are
+    averaged over the ranks in fp32 as soon as a layer's are complete. Every rank must use the same parameters in a
+    backward. `offload` keeps the parts in CPU memory, page-locked with `pin`. Returns what counts the bytes sent.
+    """
+    # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    from thinwire.zero.fsdp_traffic import count_traffic
+
+    for parameter in model.parameters():
+        whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+        parameter.data = parameter.to(whole_dtype).contiguous()
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # A parameter of no elements has nothing to gather.
+    empty = {parameter for parameter in model.parameters() if not parameter.numel()}
+    offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
+    for module in [*_layers(model), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
+    return count_traffic(model)
+
+
+def local_run(parameter: Tensor) -> tuple[int, Tensor]:
+    """(where it starts within the flattened parameter, this rank's part as a flat view); for a whole one, all of it."""
+    if not _is_sharded(parameter):
+        return 0, parameter.detach().reshape(-1)
+    rows, ranks = parameter.shape[0], parameter.device_mesh.size()
+    first = min(parameter.device_mesh.get_local_rank() * -(-rows // ranks), rows)
+    with torch.no_grad():
+        return first * (parameter.numel() // rows), parameter.to_local().view(-1)
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, read: Callable[[int, int], Tensor]) -> None:
+    """Give this rank's part of a parameter the values that `read(start, numel)` returns, flat."""
+    if _is_sharded(parameter):
+        start, values = local_run(parameter)
+        values.copy_(read(start, values.numel()))
+    else:
+        parameter.copy_(read(0, parameter.numel()).view(parameter.shape))
+
+
+def whole(parameter: Tensor, device: torch.device) -> Tensor:
+    """All of a parameter, on `device`. Collective where it is sharded."""
+    if not _is_sharded(parameter):
+        return parameter.detach()
+    on_device = parameter.to(device)
+    assert _is_sharded(on_device)
+    return on_device.full_tensor().detach()
+
+
+def _is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
+    return hasattr(parameter, "device_mesh")
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The modules to gather one at a time: elements of lists, alike and not simple, that share nothing with others."""
+    uses = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return [layer for layer in dict.fromkeys(_repeated(model)) if _is_closed(layer, uses)]
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        elements = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        alike = len(elements) > 1 and len({type(element) for element in elements}) == 1
+        if alike and all(list(element.children()) and _runs(element) for element in elements):
+            yield from elements
+        else:
+            yield from _repeated(child)
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether it has a forward, before which its parameters could be gathered."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_closed(layer: nn.Module, uses: Counter[int]) -> bool:
+    """Whether no parameter of the layer is used outside of it, where it would not be gathered."""
+    inside = Counter(
+        id(parameter)
+        for module in layer.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return all(uses[one] == count for one, count in inside.items()) and bool(inside)

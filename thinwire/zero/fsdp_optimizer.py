@@ -1,0 +1,240 @@
+"""Steps the parts of parameters that FSDP2 leaves on this rank, with the surface of the other stages' optimizer, so
+that the engine and its checkpoints know no difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm import Communicator, Traffic
+from thinwire.zero import Piece, PieceSource, StepResult
+from thinwire.zero.fsdp import local_run
+from thinwire.zero.master_weights import OptimizerClass
+from thinwire.zero.optimizer import STATE_IS_ON_ALL_RANKS
+from thinwire.zero.saved_state import (
+    check_same_optimizer,
+    counters_of,
+    group_settings,
+    read_state,
+    read_weight,
+    state_pieces,
+    take_over_settings,
+)
+
+__all__ = ["FullyShardedOptimizer"]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a parameter, what this rank holds: a flat view, from element `start` on."""
+
+    name: str
+    parameter: Tensor
+    group: int
+    start: int
+    values: Tensor
+
+
+class FullyShardedOptimizer(torch.optim.Optimizer):
+    """Any elementwise torch optimizer on a model that `shard_model` has sharded.
+
+    `last_step`, `loss_scale`, checkpoints: as in thinwire.zero.ShardedOptimizer, which can take up what this one saves
+    and the other way round. Gradients of every backward leave at once and add up in their owners' parts.
+
+    Args:
+        model: sharded.
+        groups: parameter groups of its parameters.
+        optimizer_class, options: the torch class and its options.
+        comm: the ranks.
+        traffic: what counts the bytes that the model sends.
+        names: by parameter's id.
+        dtype: in which layers are gathered.
+        max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        optimizer_class: OptimizerClass,
+        *,
+        comm: Communicator,
+        traffic: Traffic,
+        names: Mapping[int, str],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_norm: float,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, optimizer_class([torch.zeros(1)], **options).defaults)
+        self.comm = comm
+        self.max_norm = max_norm
+        self.loss_scale = 1.0
+        self.last_step = StepResult(applied=False, grad_norm=math.nan)
+        self._reshard: Any = model.reshard
+        self._vote_comm = comm.duplicate()
+        self._traffic = traffic
+        self._dtype = dtype
+        self._device = device
+        self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
+        self._parts = [
+            _Part(names[id(parameter)], parameter, number, *local_run(parameter))
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        self._used_groups = sorted({part.group for part in self._parts if part.values.numel()})
+        self._build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = lambda groups: optimizer_class(
+            groups, **options
+        )
+        self.reset_state()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to gather parameters and to synchronise steps."""
+        return self._traffic.bytes_sent + self._vote_comm.traffic.bytes_sent
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up in the owners' parts."""
+        yield
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Nothing has to be told: fully_shard sends no gradients of layers that have none."""
+
+    def end_backward(self) -> None:
+        """Nothing is left unsent: FSDP2 has averaged every gradient when backward returns."""
+
+    def synchronize_weights(self) -> None:
+        """Nothing: all ranks hold parts of the same weights."""
+
+    def wait_for_weights(self) -> None:
+        """Nothing to wait for: this rank's parts are stepped when `step` returns."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Clip, and step this rank's parts, or skip where the average is not finite; collective. See `last_step`."""
+        gradients = [_gradient(part.parameter) for part in self._parts]
+        norm = self._norm(gradients)
+        applied = math.isfinite(norm) and any(gradient is not None for gradient in gradients)
+        if applied:
+            self._apply(gradients, self._clip(norm) / self.loss_scale)
+        self.last_step = StepResult(applied, norm)
+        self._reshard()  # what a forward without backward has left gathered is out of date
+
+    def close(self) -> None:
+        """Release the communicator, on every rank."""
+        self._vote_comm.close()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not of one rank: raises RuntimeError, which says what to use."""
+        raise RuntimeError(STATE_IS_ON_ALL_RANKS)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not from one rank: raises RuntimeError, which says what to use."""
+        raise RuntimeError(STATE_IS_ON_ALL_RANKS)
+
+    def pieces(self) -> list[Piece]:
+        """What this rank holds of weights, masters (where layers are gathered in 16 bits) and optimizer state."""
+        pieces = []
+        for part in self._parts:
+            if part.values.numel() == 0:
+                continue
+            pieces.append(Piece("weight", part.name, part.start, part.values.to(self._dtype)))
+            if self._dtype != torch.float32:
+                pieces.append(Piece("master", part.name, part.start, part.values))
+            pieces += state_pieces(self._state_of(part), part.name, part.start, slice(None))
+        return pieces
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """What belongs to this rank alone."""
+        return {}
+
+    def counters(self) -> dict[str, Any]:
+        """The groups' settings, as plain values: the same on every rank."""
+        return counters_of(self._name, self.param_groups)
+
+    @torch.no_grad()
+    def load(self, source: PieceSource) -> None:
+        """Take over what another run saved, of any stage and number of ranks.
+
+        Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
+        """
+        saved = source.counters()
+        check_same_optimizer(saved, self._name, self.param_groups)
+        self.load_weights(source)
+        if self._optimizer is not None:
+            packed = self._optimizer.state_dict()
+            states = [read_state(source, one.name, one.start, one.values.numel()) for one in self._in_order()]
+            packed["state"] = {place: state for place, state in enumerate(states) if state}
+            self._optimizer.load_state_dict(packed)
+        take_over_settings(saved, self.param_groups)
+
+    def reset_state(self) -> None:
+        """Forget moments and step counts: the optimizer is as new, the weights and settings stay."""
+        self._optimizer: torch.optim.Optimizer | None = None
+        if self._used_groups:
+            self._optimizer = self._build([self._inner_group(number) for number in self._used_groups])
+
+    @torch.no_grad()
+    def load_weights(self, source: PieceSource) -> None:
+        """Take over the weights alone, whatever optimizer they were trained with."""
+        self.zero_grad()
+        self._reshard()
+        for part in self._parts:
+            part.values.copy_(read_weight(source, torch.float32, part.name, part.start, part.values.numel()))
+
+    # One step
+
+    def _norm(self, gradients: list[Tensor | None]) -> float:
+        """Of the averaged gradient, loss scale divided out."""
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
+        square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+        total = square.reshape(1).to(self._device)
+        self._vote_comm.all_reduce(total)
+        return math.sqrt(float(total)) / self.loss_scale if float(total) >= 0 else math.nan
+
+    def _clip(self, norm: float) -> float:
+        """What a gradient of this norm is multiplied by: torch's clip_grad_norm_."""
+        return min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+
+    def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
+        if self._optimizer is None:
+            return
+        for part, gradient in zip(self._parts, gradients, strict=True):
+            if gradient is not None and coefficient != 1.0:
+                gradient.mul_(coefficient)
+            part.values.grad = gradient
+        for number, inner in zip(self._used_groups, self._optimizer.param_groups, strict=True):
+            inner.update(group_settings(self.param_groups[number]))
+        self._optimizer.step()
+        for part in self._parts:
+            part.values.grad = None
+
+    def _inner_group(self, number: int) -> dict[str, Any]:
+        parts = [part.values for part in self._parts if part.group == number and part.values.numel()]
+        return {**group_settings(self.param_groups[number]), "params": parts}
+
+    def _in_order(self) -> list[_Part]:
+        """The parts as the torch optimizer numbers them."""
+        return [
+            part for number in self._used_groups for part in self._parts if part.group == number and part.values.numel()
+        ]
+
+    def _state_of(self, part: _Part) -> dict[str, Any]:
+        if self._optimizer is None:
+            return {}
+        state: dict[str, Any] = self._optimizer.state[part.values]
+        return state
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else local_run(parameter.grad)[1]
