@@ -7,8 +7,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from thinwire import comm, compress, zero
-from thinwire.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedOneBitLamb, ShardedZeroOneAdam, ZeroOneAdam
+from thinwire import comm, compress, optim, zero
+from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from thinwire.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 __all__ = [
     "OneBitAdam",
     "OneBitLamb",
-    "ShardedOneBitAdam",
-    "ShardedOneBitLamb",
+    "OneBitLion",
     "ShardedOptimizer",
-    "ShardedZeroOneAdam",
     "ZeroOneAdam",
     "__version__",
     "comm",
     "compress",
     "engine",
     "initialize",
+    "optim",
     "plan",
     "pld",
     "sparse_attn",

@@ -11,7 +11,7 @@ from thinwire import comm as communication
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.exchange import Exchange
 
-__all__ = ["CompressionState", "ddp_hook", "leave_gradients_alone"]
+__all__ = ["CompressionState", "ddp_hook"]
 
 
 class CompressionState:
@@ -105,10 +105,3 @@ class CompressionState:
 def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A DDP communication hook that averages gradients through `state`'s codec, with error feedback."""
     return state.send(bucket)
-
-
-def leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A DDP communication hook that sends nothing: somebody else synchronises."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future

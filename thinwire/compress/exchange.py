@@ -80,6 +80,8 @@ class Exchange:
     Use: write into `payload`, then `start`, `advance`, `wait`, `outcome`, `read` in this order, and at the end either
     `commit`, which takes the new residuals over, or nothing, which leaves the old ones as they were.
     `error_feedback=False` keeps no residuals.
+
+    `worker_place`, `owner_place`: the elements of the vector, padding included, that this rank's residuals are of.
     """
 
     def __init__(
@@ -103,6 +105,9 @@ class Exchange:
         self.bucket = bucket
         self.shard = shard_numel(numel, division.shards, codec.block_size)
         self.padded_numel = self.shard * division.shards
+        first = 0 if division.own is None else division.own * self.shard
+        self.owner_place = slice(first, first if division.own is None else first + self.shard)
+        self.worker_place = slice(0, self.shard * division.sent)
         self.parts = cut_shard(self.shard, codec.block_size, least_part(codec) if part is None else part)
         owned = 0 if division.own is None else self.shard
         self.valid_in_own_shard = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
@@ -191,6 +196,9 @@ class Exchange:
         self.worker_residual, self._payload = self.payload, self.worker_residual
         self.owner_residual, self._average = self._average, None
 
+    def revert(self) -> None:
+        """Go back to the residuals before a step that was not committed: here nothing changes before `commit`."""
+
     def load_residuals(self, worker: Tensor, owner: Tensor) -> None:
         """Continue with these residuals, fp32 [padded_numel] and [shard], as a checkpoint recorded them."""
         assert self.worker_residual is not None
@@ -204,6 +212,15 @@ class Exchange:
             self.worker_residual.masked_fill_(mask, 0.0)
             own = mask.view(self._comm.size, self.shard)[self._comm.rank]
             self.owner_residual.masked_fill_(own, 0.0)
+
+    def scale_step(self, coefficient: float) -> None:
+        """Change the new worker residual to what it were had this step's change been `coefficient` times as large.
+
+        With e the residual before and e' after, payload x and packet p: e' = x + e - p, so that e + c·(e' - e) is the
+        residual of a payload c·x sent as c·p. After `start`.
+        """
+        assert self.worker_residual is not None
+        torch.lerp(self.worker_residual, self.payload, coefficient, out=self.payload)
 
     def average(self, vector: Tensor, step: int = 0) -> Tensor:
         """All of the above at once: the compressed average of `vector`, fp32 [numel], over the ranks.

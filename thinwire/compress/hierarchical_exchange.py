@@ -56,6 +56,9 @@ class HierarchicalExchange(Exchange):
         )
         self._leg_1_senders = None if lane is None else [ranks[lane] for ranks in links.groups.members]
         self._lane_numel = self.shard * nodes
+        self.worker_place = (
+            slice(0, 0) if lane is None else slice(lane * self._lane_numel, (lane + 1) * self._lane_numel)
+        )
         self._sum: Tensor | None = None
         self._passed_on = 0
 
@@ -95,6 +98,13 @@ class HierarchicalExchange(Exchange):
             packets = everyone[: len(senders)]
             self._headers.append(Headers(packets[:, :HEADER_BYTES].clone(), number, senders))
             self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
+
+    def scale_step(self, coefficient: float) -> None:
+        """See Exchange."""
+        if self._links.lane is not None:
+            assert self._sum is not None
+            assert self.worker_residual is not None
+            torch.lerp(self.worker_residual, self._sum, coefficient, out=self._sum)
 
     def commit(self) -> None:
         """Take over the new residuals."""

@@ -11,10 +11,10 @@ from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.packet import Flags
 
-__all__ = ["LeanExchange"]
+__all__ = ["LowMemoryExchange"]
 
 
-class LeanExchange(Exchange):
+class LowMemoryExchange(Exchange):
     """An Exchange whose result is kept as leg 2's packets, and whose worker residual is in `residual_dtype`.
 
     With `reversible`, the residuals before this step are kept until `commit` or `revert`, at the price of a second
@@ -81,6 +81,7 @@ class LeanExchange(Exchange):
 
         Where they were not kept the residual starts again from zero: it holds this step's, however large, by now.
         """
+        self._payload = None
         if self._average is None:
             return
         if self._next is None and self.worker_residual is not None:
@@ -88,12 +89,13 @@ class LeanExchange(Exchange):
         self._next = self._average = None
 
     def hold_zero(self, mask: Tensor) -> None:
-        """Zero the new residuals where `mask`, bool [padded_numel], holds; between `wait` and `commit`."""
+        """Zero the residuals where `mask`, bool [padded_numel], holds; between `wait` and `commit` the new ones."""
         worker = self.worker_residual if self._next is None else self._next
+        owner = self.owner_residual if self._average is None else self._average
         assert worker is not None
+        assert owner is not None
         worker.masked_fill_(mask, 0.0)
-        if self._average is not None:
-            self._average.masked_fill_(mask.view(self._comm.size, self.shard)[self._comm.rank], 0.0)
+        owner.masked_fill_(mask.view(self._comm.size, self.shard)[self._comm.rank], 0.0)
 
     def _encode_part(self, place: slice, packets: Tensor) -> None:
         if self._next is self.payload:

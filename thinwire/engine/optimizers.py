@@ -21,8 +21,8 @@ from thinwire.engine.model.precision import Precision
 from thinwire.optim import ShardedOneBitAdam, ShardedOneBitLamb, ShardedZeroOneAdam
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
+from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
-from thinwire.zero.master_weights import OptimizerClass
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
 __all__ = ["EngineOptimizer", "GivenOptimizer", "Recipe", "build_optimizer", "find_recipe"]

@@ -14,7 +14,9 @@ __all__ = [
     "AdamSettings",
     "apply_updates",
     "bound_updates",
+    "decay",
     "frozen_update",
+    "hold_masked",
     "raise_smallest",
     "root",
     "to_denominators",
@@ -48,10 +50,10 @@ class AdamSettings:
             float(group["lr"]),
             beta1,
             beta2,
-            group["eps"],
+            group.get("eps", 0.0),
             group["weight_decay"],
-            group["bias_correction"],
-            group["eps_inside_sqrt"],
+            group.get("bias_correction", True),
+            group.get("eps_inside_sqrt", False),
         )
 
     def first_correction(self, step: int) -> float:
@@ -64,16 +66,11 @@ class AdamSettings:
 
 
 def warmup_update(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    momenta: list[Tensor],
-    variances: list[Tensor],
-    settings: AdamSettings,
-    step: int,
+    weights: list[Tensor], momenta: list[Tensor], variances: list[Tensor], settings: AdamSettings, step: int
 ) -> None:
-    """One AdamW step in place; with the default settings the same bits as torch.optim.AdamW(foreach=True)."""
-    _decay(weights, settings)
-    track_moments(gradients, momenta, variances, settings)
+    """w -= lr · m̂ / (√v̂ + ε) in place, after `track_moments`: with the default settings the two together give the bits of
+    torch.optim.AdamW(foreach=True)."""
+    decay(weights, settings)
     denominators = [variance.clone() for variance in variances]
     root(denominators, settings, step)
     torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
@@ -97,13 +94,13 @@ def frozen_update(
     weights: list[Tensor], momenta: list[Tensor], denominators: list[Tensor], settings: AdamSettings, step: int
 ) -> None:
     """w -= lr · m̂ / (√v + ε) in place, with v frozen; weight decay is decoupled, as in AdamW."""
-    _decay(weights, settings)
+    decay(weights, settings)
     torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
 
 
 def apply_updates(weights: list[Tensor], updates: list[Tensor], settings: AdamSettings, step: int) -> None:
     """w -= lr · û in place, with u = m / (√v + ε) already divided; weight decay is decoupled, as in AdamW."""
-    _decay(weights, settings)
+    decay(weights, settings)
     torch._foreach_add_(weights, updates, alpha=-settings.lr / settings.first_correction(step))
 
 
@@ -112,9 +109,9 @@ def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) 
 
     A coordinate whose gradient was always 0 would otherwise move by ± scale / ε at every step.
     """
-    still = [variance == 0 for variance in variances]
+    zero_variance = [variance == 0 for variance in variances]
     root(variances, settings, step)
-    for denominator, mask in zip(variances, still, strict=True):
+    for denominator, mask in zip(variances, zero_variance, strict=True):
         denominator.masked_fill_(mask, float("inf"))
 
 
@@ -142,12 +139,20 @@ def bound_updates(updates: Tensor, settings: AdamSettings, ranks: int) -> None:
     updates.clamp_(-bound, bound).add_(zero_or_nan)
 
 
+def hold_masked(denominators: list[Tensor], mask: Tensor | None) -> None:
+    """Make denominators infinite, in place, where a group's `exp_avg_mask` is zero: coordinates that stay."""
+    if mask is not None:
+        for denominator in denominators:
+            denominator.masked_fill_(mask.to(denominator.device) == 0, float("inf"))
+
+
 def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor | float:
     """The 1-norm of the bias-corrected variance, a float64 scalar, summed in float64."""
     return sum(variance.sum(dtype=torch.float64) for variance in variances) / (1 - settings.beta2**step)
 
 
-def _decay(weights: list[Tensor], settings: AdamSettings) -> None:
+def decay(weights: list[Tensor], settings: AdamSettings) -> None:
+    """w ← (1 - lr λ) w, in place: decoupled weight decay, as in AdamW."""
     if settings.weight_decay:
         torch._foreach_mul_(weights, 1 - settings.lr * settings.weight_decay)
 

@@ -1,5 +1,5 @@
-"""What must hold of a 1-bit optimizer's options and of its ranks' decision to freeze: checked before anything is
-sent, so that no collective can mismatch later."""
+"""What must hold of an algorithm's options and of the ranks' decision to freeze: checked before anything is sent, so
+that no collective can mismatch later."""
 
 from __future__ import annotations
 
@@ -9,28 +9,23 @@ from typing import Any
 
 from thinwire.comm import Communicator
 
-__all__ = [
-    "check_group",
-    "check_options",
-    "check_same_freeze",
-    "check_wire",
-]
+__all__ = ["check_compress", "check_count", "check_group", "check_same_freeze"]
 
 
-def check_options(amsgrad: bool, compress: str) -> None:
+def check_compress(amsgrad: bool, compress: str, stage: int) -> None:
     """Raise ValueError, naming what was given and what is expected, for options that cannot work."""
     if amsgrad:
         raise ValueError("amsgrad=True cannot work with a frozen variance: pass False, or use torch.optim.AdamW")
     if compress not in ("update", "momentum"):
         raise ValueError(f"compress must be 'update' or 'momentum', got {compress!r}")
+    if compress == "momentum" and stage:
+        raise ValueError(f"compress='momentum' does not go with stage={stage}, which compresses updates: use stage 0")
 
 
-def check_wire(bucket_bytes: int | None, warmup_wire: str) -> None:
-    """Raise ValueError for a bucket without room for an element, or a wire there is not."""
-    if bucket_bytes is not None and not bucket_bytes >= 4:
-        raise ValueError(f"bucket_bytes must be at least 4, one element, or None, got {bucket_bytes}")
-    if warmup_wire not in ("fp32", "bf16"):
-        raise ValueError(f"warmup_wire must be 'fp32' or 'bf16', got {warmup_wire!r}")
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError where option `name` is not a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -40,10 +35,12 @@ def check_group(group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers from 0 up to, not including, 1; got {betas}")
-    if not group["eps"] > 0:
+    if not group.get("eps", 1.0) > 0:
         raise ValueError(f"eps must be above 0, got {group['eps']}")
     if not group["weight_decay"] >= 0:
         raise ValueError(f"weight_decay must be at least 0, got {group['weight_decay']}")
+    if group.get("maximize") or group.get("amsgrad"):
+        raise ValueError("a compressed optimizer has no maximize and no amsgrad: it descends, with one variance")
     if (mask := group.get("exp_avg_mask")) is not None:
         for parameter in group["params"]:
             if not _broadcasts(mask.shape, parameter.shape):

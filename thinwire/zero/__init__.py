@@ -12,7 +12,8 @@ from thinwire.zero.bucket_layout import (
     shard_numel,
     valid_in_shard,
 )
-from thinwire.zero.optimizer import ShardedOptimizer, StepResult
+from thinwire.zero.home import StepResult
+from thinwire.zero.optimizer import ShardedOptimizer
 from thinwire.zero.saved_slices import OwnPieces, Piece, PieceSource
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ArrivalHook", "at_backward_end"]
+__all__ = ["GradientHook", "at_backward_end"]
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
@@ -18,7 +18,7 @@ def at_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-class ArrivalHook:
+class GradientHook:
     """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives.
 
     A parameter has one such hook at most: the optimizer built last over a parameter is the one that sends its gradient.
@@ -32,7 +32,7 @@ class ArrivalHook:
     def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
         """Take the place of an earlier hook of this kind on `parameter`, if there is one."""
         hooks = parameter._post_accumulate_grad_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, ArrivalHook)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
             del hooks[key]
         parameter.register_post_accumulate_grad_hook(self)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator, Traffic
 from thinwire.zero import Piece, PieceSource, StepResult
+from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
-from thinwire.zero.master_weights import OptimizerClass
-from thinwire.zero.optimizer import STATE_IS_ON_ALL_RANKS
 from thinwire.zero.saved_state import (
+    STATE_IS_ON_ALL_RANKS,
     check_same_optimizer,
     counters_of,
     group_settings,

@@ -39,6 +39,7 @@ class Placement:
                 "model.named_parameters(), or leave it out"
             )
         self.names = [name_of[id(parameter)] for parameter in self.parameters]
+        self._called: dict[int, str] = {}
         place = {name: position for position, name in enumerate(name_of.values())}
         self.order = sorted(range(len(held)), key=lambda number: -place[self.names[number]])
 
@@ -74,9 +75,14 @@ class Placement:
         completed = {number: position for position, number in enumerate(self.order)}
         return sorted(layouts, key=lambda one: completed[one[0].slots[-1].parameter])
 
+    def name(self, names: Mapping[int, str]) -> None:
+        """Call parameters, by id, as `names` does, in error messages; checkpoints keep the names they had."""
+        self._called = {number: names.get(id(one), self.names[number]) for number, one in enumerate(self.parameters)}
+
     def describe(self, number: int) -> str:
         """How an error message calls a parameter."""
-        return f"parameter {self.names[number]!r}, shape {tuple(self.parameters[number].shape)},"
+        called = self._called.get(number, self.names[number])
+        return f"parameter {called!r}, shape {tuple(self.parameters[number].shape)},"
 
 
 def _names(groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tensor]] | None) -> dict[int, str]:

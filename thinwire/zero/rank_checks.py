@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 
-__all__ = ["broadcast_from_rank_0", "check_parameters", "check_same_on_every_rank", "check_sharding"]
+__all__ = ["broadcast_from_rank_0", "check_parameters", "check_same_on_every_rank"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,18 +99,3 @@ def broadcast_from_rank_0(comm: Communicator, parameters: Sequence[Tensor]) -> N
         comm.broadcast(whole, root=0)
         if whole.data_ptr() != weights.data_ptr():
             weights.copy_(whole)
-
-
-def check_sharding(*, stage: int, param_dtype: torch.dtype | None, bucket_bytes: int, max_norm: float) -> None:
-    """Raise ValueError or TypeError for options of a sharded optimizer that cannot work."""
-    if stage not in (0, 1, 2):
-        raise ValueError(
-            f"stage must be 0, 1 or 2, got {stage!r}: stage 3 shards the model itself, which "
-            "thinwire.initialize does with torch's fully_shard"
-        )
-    if param_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {param_dtype!r}")
-    if not bucket_bytes >= 4:
-        raise ValueError(f"bucket_bytes must be at least 4, one element, got {bucket_bytes}")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be at least 0, which does not clip, got {max_norm}")

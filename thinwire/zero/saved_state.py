@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire.zero.saved_slices import Piece, PieceSource
 
 __all__ = [
+    "STATE_IS_ON_ALL_RANKS",
     "check_same_optimizer",
     "counters_of",
     "group_settings",
@@ -20,6 +21,11 @@ __all__ = [
     "state_pieces",
     "take_over_settings",
 ]
+
+STATE_IS_ON_ALL_RANKS = (
+    "its state lies on all ranks, and one rank's would not be enough to go on from. Save with the engine's "
+    "save_checkpoint(), or take pieces() and counters() of every rank, and load() them"
+)
 
 _WEIGHTS = frozenset({"weight", "master"})
 _SCALAR = "scalar."

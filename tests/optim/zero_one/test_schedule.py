@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.optim.zero_one.schedule import StepKind, ZeroOneSchedule
+from thinwire.optim.algorithm import Send
+from thinwire.optim.zero_one.schedule import ZeroOneSchedule
 
 scalers = st.integers(1, 12)
 
@@ -17,16 +18,16 @@ def test_kinds_are_those_of_counters(var_update_scaler, local_step_scaler, local
     local_interval, local_counter = 1, 0
     for step in range(1, 300):
         frozen_at = freeze_step if step > freeze_step else None
-        kind = schedule.kind(step, updates, frozen_at)
+        kind = schedule.send(step, updates, frozen_at)
         if frozen_at is None:
-            assert kind is (StepKind.COMPRESSED if step % interval else StepKind.EXACT)
-            if kind is StepKind.EXACT:
+            assert kind is (Send.COMPRESSED if step % interval else Send.EXACT)
+            if kind is Send.EXACT:
                 updates += 1
                 counter += 1
             if counter == var_update_scaler:
                 interval, counter = 2 * interval, 0
         else:
-            assert kind is (StepKind.LOCAL if step % local_interval else StepKind.SYNC)
+            assert kind is (Send.LOCAL if step % local_interval else Send.SYNC)
             local_counter += 1
             if local_counter == local_step_scaler:
                 local_interval, local_counter = min(2 * local_interval, local_step_clipper), 0

@@ -3,7 +3,7 @@ from buckets and ranks so that they can be read beside the paper."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "begin_fresh",
     "check_lamb_options",
     "greatest_growths",
+    "square_norms",
     "trust_ratio",
 ]
 
@@ -109,6 +110,11 @@ def greatest_growths(fresh: list[Tensor], denominators: list[Tensor], settings: 
     torch._foreach_add_(growths, torch._foreach_reciprocal(denominators), alpha=settings.eps)
     torch._foreach_reciprocal_(growths)
     return torch.stack(torch._foreach_max(growths))
+
+
+def square_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The squares of the 2-norms: fp64 [tensors], squares of fp32 numbers, so that roots give these again."""
+    return torch.stack(torch._foreach_norm(list(tensors))).double().square()
 
 
 def check_lamb_options(group: Mapping[str, Any]) -> None:

@@ -3,10 +3,13 @@ messages refer to them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from thinwire.optim.formulas import AdamSettings
 
 __all__ = ["ParameterTable"]
 
@@ -18,11 +21,23 @@ class ParameterTable:
     would otherwise be lost.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings_class: type[AdamSettings],
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        param_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`param_dtype`: what fp32 parameters become, with master weights of the values that they had."""
         self.parameters: list[Tensor] = []
+        self.names: list[str] = []  # in checkpoints
         self._optimizer = optimizer
+        self._settings_class = settings_class
         self._group_numbers: list[int] = []
         self._published: list[int] = []  # versions: a parameter changed since by somebody else outdates its master
+        self._param_dtype = param_dtype
+        self._given_names = {id(parameter): name for name, parameter in named_parameters or ()}
+        self._called: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -38,20 +53,34 @@ class ParameterTable:
 
     def add(self, parameter: Tensor, group_number: int) -> None:
         """Give `parameter` the next number."""
+        index = len(self)
         self.parameters.append(parameter)
         self._group_numbers.append(group_number)
         self._published.append(parameter._version)
-        self.make_master(len(self) - 1)
-
-    def make_master(self, index: int) -> None:
-        """(Re)build the master weight of a 16-bit parameter, or of one that has been given one, from the parameter."""
-        if self.parameters[index].dtype != torch.float32 or "master" in self.state(index):
+        position = index - self._group_numbers.index(group_number)
+        of_group = self.group(index).get("param_names")
+        name = self._given_names.get(id(parameter)) or (of_group[position] if of_group else None)
+        if name is not None:
+            self._called[index] = name
+        self.names.append(name or f"group{group_number}.{position}")
+        self.make_master(index)
+        if self._param_dtype not in (None, parameter.dtype) and parameter.dtype == torch.float32:
             self._copy_to_master(index)
+            parameter.data = parameter.data.to(self._param_dtype)
+            self.accept(index)
 
-    def keep_apart(self, index: int) -> None:
-        """Give the parameter a master weight whatever its dtype, so that the two may come to differ."""
-        if "master" not in self.state(index):
-            self._copy_to_master(index)
+    def call(self, names: Mapping[int, str]) -> None:
+        """Call parameters, by id, as `names` does, in error messages."""
+        self._called |= {index: names[id(one)] for index, one in enumerate(self.parameters) if id(one) in names}
+
+    def describe(self, index: int) -> str:
+        """How an error message calls a parameter."""
+        number = self._group_numbers[index]
+        position = index - self._group_numbers.index(number)
+        called = f" {self._called[index]!r}" if index in self._called else ""
+        return f"parameter {position} of group {number}{called}, shape {tuple(self.parameters[index].shape)},"
+
+    # Groups
 
     def group_number(self, index: int) -> int:
         """Which parameter group it is in."""
@@ -65,17 +94,38 @@ class ParameterTable:
         """All parameter groups."""
         return self._optimizer.param_groups
 
+    def settings(self, group: int) -> AdamSettings:
+        """The hyperparameters of a parameter group now."""
+        return self._settings_class.of_group(self._optimizer.param_groups[group])
+
+    def mask(self, group: int) -> Tensor | None:
+        """A parameter group's `exp_avg_mask`, if it has one."""
+        mask: Tensor | None = self._optimizer.param_groups[group].get("exp_avg_mask")
+        return mask
+
     def state(self, index: int) -> dict[str, Any]:
         """Its entry in the optimizer's state."""
         state: dict[str, Any] = self._optimizer.state[self.parameters[index]]
         return state
 
+    # Master weights
+
+    def make_master(self, index: int) -> None:
+        """(Re)build the master weight of a 16-bit parameter, or of one that has been given one, from the parameter."""
+        if self.parameters[index].dtype != torch.float32 or "master" in self.state(index):
+            self._copy_to_master(index)
+
+    def keep_apart(self, index: int) -> None:
+        """Give the parameter a master weight whatever its dtype, so that the two may come to differ."""
+        if "master" not in self.state(index):
+            self._copy_to_master(index)
+
     def weight(self, index: int) -> Tensor:
-        """What updates are applied to: the fp32 master where there is one, else the parameter."""
+        """What updates are applied to: the fp32 master weight where there is one, else the parameter."""
         if "master" in self.state(index) and self.changed(index):
             self.make_master(index)  # weights were loaded into the model since
-        master: Tensor = self.state(index).get("master", self.parameters[index])
-        return master
+        weight: Tensor = self.state(index).get("master", self.parameters[index])
+        return weight
 
     def publish(self, index: int) -> None:
         """Round the master weight, where there is one, into the parameter."""
@@ -84,7 +134,7 @@ class ParameterTable:
             self.show(index, weight)
 
     def show(self, index: int, weight: Tensor) -> None:
-        """Round `weight` into the parameter, and leave the master as it is."""
+        """Round `weight` into the parameter, and leave the master weight as it is."""
         self.parameters[index].copy_(weight)
         self.accept(index)
 
@@ -93,17 +143,9 @@ class ParameterTable:
         return self.parameters[index]._version != self._published[index]
 
     def accept(self, index: int) -> None:
-        """Take the parameter as it is for what was published: its master stays."""
+        """Take the parameter as it is for what was published: its master weight stays."""
         self._published[index] = self.parameters[index]._version
 
     def _copy_to_master(self, index: int) -> None:
         self.state(index)["master"] = self.parameters[index].detach().float().clone()
         self.accept(index)
-
-    def name(self, index: int) -> str:
-        """How an error message calls it."""
-        number = self._group_numbers[index]
-        position = index - self._group_numbers.index(number)
-        names = self.group(index).get("param_names")
-        called = f" {names[position]!r}" if names else ""
-        return f"parameter {position} of group {number}{called}, shape {tuple(self.parameters[index].shape)},"

@@ -1,95 +1,105 @@
-"""What sharded 0/1 Adam saves, as runs of named parameters and as every worker's own tensors, and how another number of
-ranks takes it up."""
+"""What a checkpoint holds of full state, as slices of named parameters and as every rank's own tensors, and how another
+number of ranks takes it up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from thinwire.optim.sharded.full_bucket import ShardedZeroOneBucket
-from thinwire.zero import Piece, PieceSource
+from thinwire.optim.algorithm import Algorithm, Keep
+from thinwire.optim.bucket import AlgorithmBucket, place_of
+from thinwire.optim.residuals import (
+    load_owner_residual,
+    load_worker_residual,
+    mean_over_ranks,
+    owner_residual_slices,
+    worker_residual_tensors,
+)
+from thinwire.optim.sharded.common_weights import CommonWeights
+from thinwire.zero.saved_slices import Piece, PieceSource
 
-__all__ = ["load_buckets", "own_tensors", "save_buckets"]
-
-_MOMENTUM, _VARIANCE, _DENOMINATOR, _OWNER_RESIDUAL = "exp_avg", "exp_avg_sq", "denominator", "owner_residual"
-_WORKER_RESIDUAL, _MEAN_MOMENTUM = "worker_residual", "mean_momentum"
-
-
-def save_buckets(buckets: Sequence[ShardedZeroOneBucket], names: Sequence[str]) -> list[Piece]:
-    """Return this rank's shard of what all have in common: weights and masters, denominators, owners' residuals; until
-    the variance is frozen also momentum and variance."""
-    pieces = []
-    for one in buckets:
-        bucket = one.bucket
-        own = {
-            "weight": bucket.shard_of(one.weights.values).to(bucket.dtype),
-            _DENOMINATOR: bucket.shard_of(one.denominators),
-            _OWNER_RESIDUAL: one.exchange.owner_residual,
-        }
-        if one.weights.own_masters is not None:
-            own["master"] = one.weights.own_masters
-        if one.variance is not None:
-            own[_VARIANCE] = one.weights.shard_of(one.variance)
-            own[_MOMENTUM] = bucket.shard_of(one.momentum)
-        for run in bucket.own_runs:
-            for kind, shard in own.items():
-                assert shard is not None
-                pieces.append(Piece(kind, names[run.parameter], run.start, shard[run.place]))
-    return pieces
+__all__ = ["load", "rank_tensors", "slices"]
 
 
-def own_tensors(buckets: Sequence[ShardedZeroOneBucket], names: Sequence[str]) -> dict[str, Tensor]:
-    """Return this worker's residual and, once the variance is frozen, its momenta, by parameter."""
-    tensors = {}
-    for one in buckets:
-        for slot in one.layout.slots:
-            for kind, values in _own(one).items():
-                tensors[f"{kind}.{names[slot.parameter]}"] = values[slot.offset : slot.offset + slot.numel]
-    return tensors
+def slices(
+    buckets: Sequence[AlgorithmBucket],
+    weights: Sequence[CommonWeights],
+    algorithm: Algorithm,
+    frozen: bool,
+    names: Sequence[str],
+) -> list[Piece]:
+    """This rank's share of what all have in common: weights, master weights, state and owners' residuals."""
+    found: list[Piece] = []
+    for bucket, of_bucket in zip(buckets, weights, strict=True):
+        flat = of_bucket.bucket
+        own = {"weight": flat.shard_of(of_bucket.values).to(flat.dtype)}
+        if of_bucket.masters.separate:
+            own["master"] = of_bucket.masters.weights
+        for name in _common(bucket, algorithm, frozen):
+            owned = algorithm.state.get(name) is Keep.OWNER
+            own[name] = bucket.state[name] if owned else flat.shard_of(bucket.state[name])
+        for run in flat.own_runs:
+            found += [Piece(kind, names[run.parameter], run.start, shard[run.place]) for kind, shard in own.items()]
+        exchange = bucket.compressed
+        assert exchange.owner_residual is not None
+        found += owner_residual_slices(bucket.layout, exchange.owner_place, exchange.owner_residual, names)
+    return found
 
 
-def load_buckets(
-    buckets: Sequence[ShardedZeroOneBucket], names: Sequence[str], source: PieceSource, rank: int, size: int
+def rank_tensors(
+    buckets: Sequence[AlgorithmBucket], algorithm: Algorithm, frozen: bool, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """This rank's residual and, where local steps make state its own, that state."""
+    found: dict[str, Tensor] = {}
+    for bucket in buckets:
+        exchange = bucket.compressed
+        assert exchange.worker_residual is not None
+        found |= worker_residual_tensors(bucket.layout, exchange.worker_place, exchange.worker_residual, names)
+        for name in set(bucket.state) - set(_common(bucket, algorithm, frozen)):
+            for slot in bucket.layout.slots:
+                found[f"{name}.{names[slot.parameter]}"] = bucket.state[name][place_of(slot)]
+    return found
+
+
+def load(
+    buckets: Sequence[AlgorithmBucket],
+    weights: Sequence[CommonWeights],
+    algorithm: Algorithm,
+    frozen: bool,
+    names: Sequence[str],
+    source: PieceSource,
+    ranks: Sequence[int] | None,
 ) -> None:
     """Take over what was saved; the weights are there already. Raises KeyError where something was not saved.
 
-    From another number of ranks every worker gets the mean of the saved workers' own tensors: the averages that the
-    next exchange makes of them are then what they would have been.
+    `ranks`: whose residuals and own state to take the mean of; None where they cannot be had. The averages that the next
+    exchange makes of means are what they would have been.
     """
-    ranks = [rank] if source.world_size == size else list(range(source.world_size))
-    for one in buckets:
-        for slot in one.layout.slots:
-            if not slot.numel:  # nothing of it was saved
+    for bucket, of_bucket in zip(buckets, weights, strict=True):
+        common = _common(bucket, algorithm, frozen)
+        for name, values in bucket.state.items():
+            if algorithm.state.get(name) is Keep.OWNER:
+                for run in of_bucket.bucket.own_runs:
+                    values[run.place].copy_(source.read(name, names[run.parameter], run.start, run.numel))
                 continue
-            name, place = names[slot.parameter], slice(slot.offset, slot.offset + slot.numel)
-            one.denominators[place].copy_(source.read(_DENOMINATOR, name, 0, slot.numel))
-            if one.variance is not None:
-                one.momentum[place].copy_(source.read(_MOMENTUM, name, 0, slot.numel))
-            for kind, values in _own(one).items():
-                values[place].copy_(_mean_of_ranks(source, f"{kind}.{name}", ranks, slot.numel))
-        assert one.exchange.owner_residual is not None
-        for run in one.bucket.own_runs:
-            saved = source.read(_OWNER_RESIDUAL, names[run.parameter], run.start, run.numel)
-            one.exchange.owner_residual[run.place].copy_(saved)
-        if one.variance is not None:
-            for run in one.weights.own_runs:
-                saved = source.read(_VARIANCE, names[run.parameter], run.start, run.numel)
-                one.variance[run.place].copy_(saved)
-        one.find_still()
+            for slot in (one for one in bucket.layout.slots if one.numel):
+                parameter = names[slot.parameter]
+                if name in common or ranks is None:
+                    saved = source.read(name, parameter, 0, slot.numel)
+                else:
+                    saved = mean_over_ranks(source, f"{name}.{parameter}", ranks)
+                values[place_of(slot)].copy_(saved)
+        if ranks is not None:
+            exchange = bucket.compressed
+            assert exchange.worker_residual is not None
+            assert exchange.owner_residual is not None
+            load_worker_residual(bucket.layout, exchange.worker_place, exchange.worker_residual, names, source, ranks)
+            load_owner_residual(bucket.layout, exchange.owner_place, exchange.owner_residual, names, source)
+        bucket.find_zero_variance()
 
 
-def _own(one: ShardedZeroOneBucket) -> dict[str, Tensor]:
-    assert one.exchange.worker_residual is not None
-    own = {_WORKER_RESIDUAL: one.exchange.worker_residual}
-    if one.variance is None:
-        own |= {_MOMENTUM: one.momentum, _MEAN_MOMENTUM: one.mean_momentum}
-    return own
-
-
-def _mean_of_ranks(source: PieceSource, key: str, ranks: Sequence[int], numel: int) -> Tensor:
-    total = torch.zeros(numel)
-    for rank in ranks:
-        total += source.read_rank(key, rank).float()
-    return total.div_(len(ranks))
+def _common(bucket: AlgorithmBucket, algorithm: Algorithm, frozen: bool) -> list[str]:
+    """The state that every rank has alike."""
+    own = algorithm.own_state if frozen else frozenset()
+    return [name for name in bucket.state if name not in own]

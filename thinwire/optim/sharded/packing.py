@@ -1,10 +1,10 @@
-"""The freeze of sharded 1-bit Adam: owners turn their variance into the preconditioner that every worker then holds,
-and their momentum into the first packets."""
+"""The freeze of packed state: owners turn their variance into the preconditioner that every worker then holds, and their
+momentum into the first packets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from thinwire.compress.codecs import Codec
 from thinwire.optim.formulas import SMALLEST_OF_MEAN, AdamSettings, to_denominators
 from thinwire.optim.sharded.preconditioner import quantize, table
 from thinwire.zero.flat_bucket import FlatBucket
-from thinwire.zero.master_weights import BucketMasters
+from thinwire.zero.master_weights import MasterWeights
 
-__all__ = ["FrozenState", "freeze", "variance_norm"]
+__all__ = ["FrozenSettings", "FrozenState", "freeze", "variance_norm"]
 
 
+@dataclass(frozen=True)
 class FrozenState:
     """What the freeze leaves of one bucket.
 
@@ -26,107 +27,105 @@ class FrozenState:
     [parameters, 2]. `momentum`: u as packets, uint8 [ranks, packet_bytes]. `owner_residual`: fp32 [shard].
     """
 
-    def __init__(self, codes: Tensor, ranges: Tensor, momentum: Tensor, owner_residual: Tensor) -> None:
-        self.codes = codes
-        self.ranges = ranges
-        self.momentum = momentum
-        self.owner_residual = owner_residual
+    codes: Tensor
+    ranges: Tensor
+    momentum: Tensor
+    owner_residual: Tensor
 
 
-class _Part:
-    """The part of one parameter that this rank froze: inverse denominators, 0 where it stays, and momentum."""
+@dataclass(frozen=True)
+class FrozenSettings:
+    """What the freeze asks of the `count` parameters by number: settings, masks; and the steps applied so far."""
 
-    def __init__(self, parameter: int, place: slice, denominator: Tensor, momentum: Tensor) -> None:
-        self.parameter = parameter
-        self.place = place
-        self.denominator = denominator
-        self.momentum = momentum
+    settings: Callable[[int], AdamSettings]
+    mask: Callable[[int], Tensor | None]
+    steps: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The own shard's run of one parameter: denominators, infinite where it stays, and momentum."""
+
+    parameter: int
+    place: slice
+    denominator: Tensor
+    momentum: Tensor
 
 
 def freeze(
     comm: Communicator,
-    buckets: Sequence[FlatBucket],
-    masters: Sequence[BucketMasters],
-    groups: Sequence[Mapping[str, Any]],
-    group_of: Sequence[int],
+    masters: Sequence[MasterWeights],
+    state: Sequence[Mapping[str, Tensor]],
+    settings: FrozenSettings,
     codec: Codec,
     scale: Callable[[Sequence[Tensor]], None],
 ) -> list[FrozenState]:
-    """Freeze every bucket; collective. Each rank reads the state of its own shards only.
+    """Freeze every bucket; collective. Each rank reads the `state` of its own shards only, fp32 [shard] each.
 
     `scale` may change u in place, every bucket's own shard, fp32 [shard], before it is packed.
 
     Denominators are raised to a hundredth of their parameter's mean, as in OneBitAdam, and a coordinate whose variance
-    is 0, or whose `exp_avg_mask` is, stays still.
+    is 0, or whose `exp_avg_mask` is, stays where it is.
     """
-    parts = [_parts_of(one, groups, group_of) for one in masters]
-    ranges = _ranges(comm, [part for of_bucket in parts for part in of_bucket], len(group_of), buckets[0].flat.device)
-    shards = [_Shard(bucket, of_bucket, ranges) for bucket, of_bucket in zip(buckets, parts, strict=True)]
+    cuts = [_cuts_of(one, of_bucket, settings) for one, of_bucket in zip(masters, state, strict=True)]
+    device = masters[0].bucket.flat.device
+    ranges = _ranges(comm, [cut for of_bucket in cuts for cut in of_bucket], settings.count, device)
+    shards = [_Shard(one.bucket, of_bucket, ranges) for one, of_bucket in zip(masters, cuts, strict=True)]
     scale([shard.u for shard in shards])
     return [shard.publish(comm, codec) for shard in shards]
 
 
-def variance_norm(comm: Communicator, masters: Sequence[BucketMasters], beta2: Callable[[int], float]) -> float:
-    """The 1-norm of the bias-corrected variance over all ranks' shards; collective.
-
-    `beta2` is that of a parameter's group.
-    """
+def variance_norm(
+    comm: Communicator,
+    masters: Sequence[MasterWeights],
+    state: Sequence[Mapping[str, Tensor]],
+    beta2: Callable[[int], float],
+    steps: int,
+) -> float:
+    """The 1-norm of the bias-corrected variance over all ranks' shards; collective. `beta2`: of a parameter's group."""
     total = torch.zeros((), dtype=torch.float64, device=masters[0].bucket.flat.device)
-    for one in masters:
-        for number, cut in one.own_cuts():
-            state = one.state_of(number)
-            if "exp_avg_sq" in state:
-                norm = state["exp_avg_sq"][cut].sum(dtype=torch.float64).to(total.device)
-                total += norm / (1 - beta2(one.runs[number].parameter) ** float(state["step"]))
+    for one, of_bucket in zip(masters, state, strict=True):
+        for run in one.runs:
+            norm = of_bucket["exp_avg_sq"][run.place].sum(dtype=torch.float64).to(total.device)
+            total += norm / (1 - beta2(run.parameter) ** float(steps))
     comm.all_reduce(total)
     return float(total)
 
 
-def _parts_of(masters: BucketMasters, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> list[_Part]:
-    """The own shard's parts, with places in the shard."""
-    first = masters.bucket.own_range[0] if masters.whole else 0
-    parts = []
-    for number, cut in masters.own_cuts():
-        run, state = masters.runs[number], masters.state_of(number)
-        group = groups[group_of[run.parameter]]
-        device = masters.bucket.flat.device
-        if "exp_avg_sq" in state:
-            variance = state["exp_avg_sq"][cut].to(device, copy=True)
-            momentum = state["exp_avg"][cut].to(device)
-            to_denominators([variance], AdamSettings.of_group({**_DEFAULTS, **group}), int(state["step"]))
-        else:  # it never had a gradient
-            variance = torch.full((cut.stop - cut.start,), float("inf"), device=device)
-            momentum = torch.zeros_like(variance)
-        mask = group.get("exp_avg_mask")
+def _cuts_of(masters: MasterWeights, state: Mapping[str, Tensor], settings: FrozenSettings) -> list[_Cut]:
+    bucket = masters.bucket
+    device = bucket.flat.device
+    cuts = []
+    for run in masters.runs:
+        denominator = state["exp_avg_sq"][run.place].to(device, copy=True)
+        momentum = state["exp_avg"][run.place].to(device)
+        to_denominators([denominator], settings.settings(run.parameter), settings.steps)
+        mask = settings.mask(run.parameter)
         if mask is not None:
-            shape = masters.bucket.shape_of(run.parameter)
-            held = mask.to(device).expand(shape).reshape(-1)[run.start + cut.start : run.start + cut.stop] == 0
-            variance.masked_fill_(held, float("inf"))
-        begin = run.place.start + cut.start - first
-        parts.append(_Part(run.parameter, slice(begin, begin + len(variance)), variance, momentum))
-    return parts
+            whole = mask.to(device).expand(bucket.shape_of(run.parameter)).reshape(-1)
+            denominator.masked_fill_(whole[run.start : run.start + run.numel] == 0, float("inf"))
+        cuts.append(_Cut(run.parameter, run.place, denominator, momentum))
+    return cuts
 
 
-_DEFAULTS = {"bias_correction": True, "eps_inside_sqrt": False}
-
-
-def _ranges(comm: Communicator, parts: Sequence[_Part], parameters: int, device: torch.device) -> Tensor:
-    """Raise the parts' smallest denominators, and return each parameter's range: float64 [parameters, 2]."""
+def _ranges(comm: Communicator, cuts: Sequence[_Cut], parameters: int, device: torch.device) -> Tensor:
+    """Raise the smallest denominators, and return each parameter's range of their inverses: fp32 [parameters, 2]."""
     sums = torch.zeros(parameters, 2, dtype=torch.float64, device=device)
-    for part in parts:
-        finite = torch.isfinite(part.denominator)
-        sums[part.parameter, 0] += torch.where(finite, part.denominator, 0.0).sum(dtype=torch.float64)
-        sums[part.parameter, 1] += finite.sum()
+    for cut in cuts:
+        finite = torch.isfinite(cut.denominator)
+        sums[cut.parameter, 0] += torch.where(finite, cut.denominator, 0.0).sum(dtype=torch.float64)
+        sums[cut.parameter, 1] += finite.sum()
     comm.all_reduce(sums)
     smallest = SMALLEST_OF_MEAN * sums[:, 0] / sums[:, 1].clamp(min=1)
     highest = torch.zeros(parameters, dtype=torch.float64, device=device)
-    for part in parts:
-        part.denominator.clamp_(min=float(smallest[part.parameter]))
-        finite = torch.where(torch.isfinite(part.denominator), part.denominator, 0.0)
-        highest[part.parameter] = torch.maximum(highest[part.parameter], finite.max().double())
+    for cut in cuts:
+        cut.denominator.clamp_(min=float(smallest[cut.parameter]))
+        finite = torch.where(torch.isfinite(cut.denominator), cut.denominator, 0.0)
+        highest[cut.parameter] = torch.maximum(highest[cut.parameter], finite.max().double())
     lowest = torch.full_like(highest, -float("inf"))
-    for part in parts:
-        lowest[part.parameter] = torch.maximum(lowest[part.parameter], -part.denominator.min().double())
+    for cut in cuts:
+        lowest[cut.parameter] = torch.maximum(lowest[cut.parameter], -cut.denominator.min().double())
     comm.all_reduce(highest, "max")
     comm.all_reduce(lowest, "max")
     # A parameter that stays altogether has no range; any will do, as none of its codes is used.
@@ -139,7 +138,7 @@ def _ranges(comm: Communicator, parts: Sequence[_Part], parameters: int, device:
 class _Shard:
     """The own shard of a bucket, frozen: codes, uint8 [shard], and u, fp32 [shard]."""
 
-    def __init__(self, bucket: FlatBucket, parts: Sequence[_Part], ranges: Tensor) -> None:
+    def __init__(self, bucket: FlatBucket, cuts: Sequence[_Cut], ranges: Tensor) -> None:
         layout = bucket.layout
         self._bucket = bucket
         self._ranges = ranges[[slot.parameter for slot in layout.slots]]
@@ -147,11 +146,11 @@ class _Shard:
         number_of = {slot.parameter: number for number, slot in enumerate(layout.slots)}
         self._codes = torch.zeros(layout.shard, dtype=torch.uint8, device=bucket.flat.device)
         self.u = torch.zeros(layout.shard, device=bucket.flat.device)
-        for part in parts:
-            low, high = ranges[part.parameter].tolist()
-            codes = quantize(1 / part.denominator, low, high)
-            self._codes[part.place] = codes
-            self.u[part.place] = part.momentum * tables[number_of[part.parameter]][codes.int()]
+        for cut in cuts:
+            low, high = ranges[cut.parameter].tolist()
+            codes = quantize(1 / cut.denominator, low, high)
+            self._codes[cut.place] = codes
+            self.u[cut.place] = cut.momentum * tables[number_of[cut.parameter]][codes.int()]
 
     def publish(self, comm: Communicator, codec: Codec) -> FrozenState:
         """Give codes and u to all ranks, and keep what u's packets lost; collective."""

@@ -4,24 +4,11 @@ far training is, so that ranks cannot disagree about them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
-__all__ = ["StepKind", "ZeroOneSchedule", "check_count"]
+from thinwire.optim.algorithm import Send
+from thinwire.optim.options import check_count
 
-
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError where option `name` is not a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-class StepKind(Enum):
-    """What a step of 0/1 Adam sends."""
-
-    EXACT = auto()  # gradients, averaged exactly: the variance is updated
-    COMPRESSED = auto()  # momenta, or gradients, through the codec
-    LOCAL = auto()  # nothing
-    SYNC = auto()  # what the local steps since the last sync, and this one, have gathered, through the codec
+__all__ = ["ZeroOneSchedule"]
 
 
 @dataclass(frozen=True)
@@ -52,10 +39,10 @@ class ZeroOneSchedule:
         doublings = min(frozen_steps // self.local_step_scaler, self.local_step_clipper.bit_length())
         return min(1 << doublings, self.local_step_clipper)
 
-    def kind(self, step: int, variance_updates: int, frozen_at: int | None) -> StepKind:
+    def send(self, step: int, variance_updates: int, frozen_at: int | None) -> Send:
         """What step `step`, from 1 on, sends; `frozen_at` is the last step before the variance was frozen."""
         if frozen_at is None:
             exact = step % self.variance_interval(variance_updates) == 0
-            return StepKind.EXACT if exact else StepKind.COMPRESSED
+            return Send.EXACT if exact else Send.COMPRESSED
         sync = step % self.local_interval(step - 1 - frozen_at) == 0
-        return StepKind.SYNC if sync else StepKind.LOCAL
+        return Send.SYNC if sync else Send.LOCAL

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm import Communicator
-from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName
-from thinwire.optim import options as agreement
-from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.lamb.algorithm import LambCohort
+from thinwire.optim.adam.algorithm import Compressed
+from thinwire.optim.freeze_rule import make_freeze_rule
+from thinwire.optim.home_options import HomeKeywords
+from thinwire.optim.lamb.algorithm import Lamb
 from thinwire.optim.lamb.formulas import check_lamb_options
-from thinwire.optim.replicated.freeze_group import Compressed
-from thinwire.optim.replicated.optimizer import Nodes, OneBitOptimizer, WarmupWire
-from thinwire.zero import BucketLayout
+from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.optim.options import check_compress, check_group
+from thinwire.optim.recipe import Recipe
 
 __all__ = ["OneBitLamb"]
 
 
-class OneBitLamb(OneBitOptimizer):
+class OneBitLamb(CompressedOptimizer):
     """LAMB that sends one bit an element: 1-bit LAMB (Li et al. 2021, arXiv 2104.06069).
 
     Synchronises by itself as OneBitAdam does, with the same calls, groups and checkpoints. Every parameter is a layer
@@ -32,25 +31,23 @@ class OneBitLamb(OneBitOptimizer):
     the layer moves by c·r·u. r follows the largest √v / √v' of the layer, where v' is the variance of the gradients
     (m_t - β₁ m_{t-1}) / (1 - β₁) that the exchanged momenta imply; the part of u that is decay does not count.
 
+    With `stage=1` the state is sharded as OneBitAdam's is, and the fresh variance v' with it: 4 bytes an element,
+    divided by the ranks. Layers are cut where shards are: each owner adds up what of a layer's norms is in its shard.
+
     Args:
-        params, lr, betas, eps, comm, comm_backend_name, compress, codec, block_size, bucket_bytes, warmup_wire, nodes:
-            as in OneBitAdam, `exp_avg_mask` in groups included.
+        params, lr, betas, eps, amsgrad, compress: as in OneBitAdam, `exp_avg_mask` in groups included.
         freeze_step: warmup steps before v and c are frozen; "auto" freezes when v has settled.
         weight_decay: λ.
         bias_correction: as in OneBitAdam.
-        amsgrad: must be False.
         max_coeff, min_coeff: bounds of ‖w‖/‖u‖ in the warmup.
         coeff_beta: β of the average c, which is divided by 1 - βᵗ.
         factor_max, factor_min: bounds of r.
         factor_threshold: r changes by at most this part of itself a step.
+        options: stage 0 or 1, and the others of `HomeOptions`.
 
     The six may differ by parameter group. A layer with ‖w‖ or ‖u‖ zero has coefficient 1, and leaves c alone. All else
     is as in OneBitAdam: coordinates whose variance is 0 at the freeze stay, decay aside; a step that is not finite on
     any rank is skipped on all of them.
-
-    Raises:
-        ValueError: bad hyperparameters, no parameters, or ranks that do not hold the same ones; on every rank.
-        TypeError: complex, integer or fp64 parameters, or parameters on several devices.
     """
 
     def __init__(
@@ -70,17 +67,9 @@ class OneBitLamb(OneBitOptimizer):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        comm: Communicator | None = None,
-        comm_backend_name: Literal["nccl", "gloo", "mpi"] | None = None,
         compress: Compressed = "update",
-        codec: CodecName = "sign1",
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        bucket_bytes: int | None = None,
-        warmup_wire: WarmupWire = "fp32",
-        nodes: Nodes = "auto",
+        **options: Unpack[HomeKeywords],
     ) -> None:
-        self._amsgrad = amsgrad
-        self._compressed = compress
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -94,47 +83,27 @@ class OneBitLamb(OneBitOptimizer):
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
         }
-        super().__init__(
-            params,
-            defaults,
-            freeze_step=freeze_step,
-            comm=comm,
-            comm_backend_name=comm_backend_name,
-            codec=codec,
-            block_size=block_size,
-            bucket_bytes=bucket_bytes,
-            warmup_wire=warmup_wire,
-            nodes=nodes,
+        recipe = Recipe(
+            algorithm=lambda: Lamb(compress),
+            rule=lambda beta2: make_freeze_rule(freeze_step, beta2),
+            settings={"compress": compress},
+            schedule={"freeze_step": freeze_step},
+            stages=(0, 1),
+            check=lambda: check_compress(amsgrad, compress, options.get("stage", 0)),
+            check_group=_check_group,
         )
+        super().__init__(params, defaults, recipe, options)
 
     def get_lamb_coeffs(self) -> list[float]:
         """What each parameter's learning rate was multiplied by in its last step, in the order of the groups; 1 for a
         parameter that has not stepped. The method's name is DeepSpeed's."""
         coefficients: dict[int, float] = {}
-        for cohort in self._cohorts:
-            assert isinstance(cohort, LambCohort)
-            coefficients |= cohort.coefficients
-        return [coefficients.get(index, 1.0) for index in range(len(self._table))]
+        for algorithm in self._home.algorithms:
+            assert isinstance(algorithm, Lamb)
+            coefficients |= algorithm.coefficients
+        return [coefficients.get(index, 1.0) for index in range(len(self._home.parameters))]
 
-    def _check_options(self) -> None:
-        agreement.check_options(self._amsgrad, self._compressed)
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        super()._check_group(group)
-        check_lamb_options(group)
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {"compress": self._compressed}
-
-    def _new_cohort(self, rule: FreezeRule, layouts: Sequence[BucketLayout], first_index: int) -> LambCohort:
-        return LambCohort(
-            self._table,
-            self._exchange_comm,
-            rule,
-            self._warmup_codec,
-            self._codec,
-            self._compressed,
-            layouts,
-            first_index,
-            self._links,
-        )
+def _check_group(group: Mapping[str, Any]) -> None:
+    check_group(group)
+    check_lamb_options(group)

@@ -49,6 +49,10 @@ class NormSketch:
     def norm(self) -> float:
         """The estimate for everything added since the last call; not finite where any rank's was not. Collective."""
         self._comm.all_reduce(self._sums, "mean")
+        return self.own_norm()
+
+    def own_norm(self) -> float:
+        """The same for what this rank has added alone. Every rank calls one of the two equally often."""
         square = float(self._sums.double().square().sum())
         self.discard()
         self._round += 1

@@ -1,0 +1,87 @@
+"""1-bit Adam as a drop-in torch optimizer: it synchronises by itself, during backward, and sends one bit an element once
+the variance is frozen."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire.optim.adam.algorithm import Adam, Compressed
+from thinwire.optim.freeze_rule import make_freeze_rule
+from thinwire.optim.home_options import HomeKeywords
+from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.optim.options import check_compress
+from thinwire.optim.recipe import Recipe
+
+__all__ = ["OneBitAdam"]
+
+
+class OneBitAdam(CompressedOptimizer):
+    """Adam that sends one bit an element: error-compensated 1-bit Adam (Tang et al. 2021, arXiv 2102.02888).
+
+    Swap the class and delete the DDP wrapper: gradients leave during `backward()`, bucket by bucket, and `step()`
+    applies what every rank then holds, bit for bit the same. In the warmup it is AdamW on exactly averaged
+    gradients; from the freeze on, the variance stays and the ranks exchange the momentum through `codec`, with error
+    feedback on both legs (Algorithm 1), divided by the frozen √v + ε unless `compress="momentum"`. Single process,
+    torchrun, mpirun and srun need no change to the script.
+
+    With `stage` 1 or 2 the state is sharded: sharded AdamW until the freeze, at which owners publish 1 / (√v̂ + ε) in 8
+    bits; then every worker moves its own replica of the weights by what comes back. 16-bit replicas are rounded
+    stochastically, with one seed on all ranks, and are taken from the fp32 master weights again every `resync_interval`
+    steps. Bytes an element of a 16-bit model once frozen: weights 2, worker residual 2, preconditioner 1, momentum 1/8,
+    and (master 4 + owner residual 4) / ranks; `max_norm` and fp16 training add 2, for the residual before the step.
+
+    Args:
+        params: parameters, groups, or `model.named_parameters()`; fp32, bf16 or fp16, on one device; the same on every
+            rank. 16-bit parameters get fp32 master weights. Rank 0's weights are given to all. A group may hold
+            `exp_avg_mask`, a tensor that broadcasts to its parameters: momentum is held at zero, once frozen, where the
+            mask is zero.
+        lr: learning rate.
+        freeze_step: warmup steps before the variance is frozen; "auto" freezes when it has settled.
+        betas, eps, weight_decay: as in torch.optim.AdamW; decay is decoupled.
+        bias_correction: divide the moments by 1 - βᵗ, as Adam does. The paper's pseudocode has none: pass False.
+        eps_inside_sqrt: divide by √(v + ε) instead of √v + ε.
+        amsgrad: must be False; a frozen variance has no maximum to keep.
+        compress: what the frozen stage compresses: "update" m / (√v + ε), or as in the paper, at stage 0, "momentum" m,
+            whose bits a coordinate with a small variance amplifies (docs/internals has the measurements).
+        options: stage 0, 1 or 2, and the others of `HomeOptions`.
+
+    A coordinate whose variance is 0 at the freeze stays where it is (decay aside). A parameter without a gradient on
+    any rank is left alone in the warmup, as in AdamW; once frozen its gradient counts as zero. A step in which any
+    rank's gradient is not finite is skipped on all of them, with one warning.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int | Literal["auto"] = "auto",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        amsgrad: bool = False,
+        compress: Compressed = "update",
+        **options: Unpack[HomeKeywords],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+        }
+        recipe = Recipe(
+            algorithm=lambda: Adam(compress),
+            rule=lambda beta2: make_freeze_rule(freeze_step, beta2),
+            settings={"compress": compress},
+            schedule={"freeze_step": freeze_step},
+            stages=(0, 1, 2),
+            check=lambda: check_compress(amsgrad, compress, options.get("stage", 0)),
+        )
+        super().__init__(params, defaults, recipe, options)

@@ -1,0 +1,311 @@
+"""One bucket of an algorithm whose momentum every rank holds: its state, its exchanges, and what a backward does with
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.exchange import Exchange, Outcome
+from thinwire.compress.packet import Flags
+from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
+from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.members import Contribution
+from thinwire.optim.norm_sketch import NormSketch
+from thinwire.zero import BucketLayout, Slot
+
+__all__ = ["AlgorithmBucket", "Exchanges", "Parameters", "StepUnderWay", "place_of"]
+
+
+class Exchanges(Protocol):
+    """Makes what a bucket goes through."""
+
+    ranks: int
+
+    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
+        """An exact average."""
+
+    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
+        """One through the codec, with error feedback."""
+
+
+class Parameters(Protocol):
+    """An optimizer's parameters by number, with their groups."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """By number."""
+
+    def group_number(self, index: int) -> int:
+        """Which parameter group one is in."""
+
+    def settings(self, group: int) -> AdamSettings:
+        """The hyperparameters of a parameter group now."""
+
+
+@dataclass
+class StepUnderWay:
+    """What every bucket of a step shares.
+
+    `number`: of steps that were sent. `loss_scale`: what gradients are taken to be times. `sketch`: where gradients are
+    counted whose averaged norm is wanted before leg 2. `clip`: what they are multiplied by because of it. `unplaced`:
+    whether a trainable parameter lies in no bucket yet. `settings_sent`: by parameter group, those that payloads depend
+    on. `frees_gradients`: let each gradient go once it is in the payload, so that it cannot be sent again.
+    """
+
+    unplaced: Callable[[], bool] = lambda: False
+    number: int = 0
+    loss_scale: float = 1.0
+    sketch: NormSketch | None = None
+    clip: float = 1.0
+    settings_sent: dict[int, AdamSettings] = field(default_factory=dict)
+    frees_gradients: bool = False
+
+
+class AlgorithmBucket:
+    """A flat run of parameters with an algorithm's state, and the transport of their gradients.
+
+    `state`: by name; those that every rank holds are [padded_numel], as the exchange pads. `send`: what the step under
+    way sends. `zero_variance`: a mask of coordinates that stay where they are, bool [padded_numel]; None where there are
+    none. `stayed`: whether this step sent nothing, since every parameter was left out.
+
+    Args:
+        new_state: makes a state by name: floats on the parameters' device, filled.
+        shards_state: whether state that the algorithm has its owner keep is of this rank's shard only.
+    """
+
+    may_stay = True
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Parameters,
+        exchanges: Exchanges,
+        algorithm: Algorithm,
+        clock: Clock,
+        step: StepUnderWay,
+        *,
+        new_state: Callable[[str, BucketLayout], Tensor],
+        shards_state: bool,
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        self.zero_variance: Tensor | None = None
+        self.stayed = False
+        self.send = Send.EXACT
+        self.device = parameters.parameters[layout.slots[0].parameter].device
+        self._parameters = parameters
+        self._exchanges = exchanges
+        self._algorithm = algorithm
+        self._clock = clock
+        self._step = step
+        self._new_state = new_state
+        self._shards_state = shards_state
+        self._incomplete = False
+        self._exact: Exchange | None = None
+        self._compressed: Exchange | None = None
+        self.begin()
+
+    # State
+
+    def begin(self) -> None:
+        """Have the state that the algorithm begins with, and no residuals."""
+        self.state = {name: self._new_state(name, self.layout) for name in self._algorithm.state}
+        self._exact = self._compressed = None
+        self.zero_variance = None
+
+    def rename_state(self) -> None:
+        """Have the frozen stage's state, in the memory of the warmup's where the algorithm says so."""
+        before = self.state
+        renamed = self._algorithm.frozen_state.items()
+        self.state = {new: self._new_state(new, self.layout) if old is None else before[old] for new, old in renamed}
+
+    def view(self, flat: Tensor, slot: Slot) -> Tensor:
+        """A parameter's part of a tensor of [padded_numel], in the parameter's shape."""
+        return flat[slot.offset : slot.offset + slot.numel].view(self._parameters.parameters[slot.parameter].shape)
+
+    def contribution(self, slot: Slot) -> Contribution:
+        """What the algorithm sees of one parameter."""
+        place = place_of(slot)
+        group = self._parameters.group_number(slot.parameter)
+        state = {name: values[place] for name, values in self.whole_state.items()}
+        return Contribution(slot.parameter, group, self._parameters.settings(group), state, self._exchanges.ranks)
+
+    @property
+    def whole_state(self) -> dict[str, Tensor]:
+        """The state of the whole bucket that this rank holds, where owners hold the rest."""
+        owned = [name for name, keep in self._algorithm.state.items() if keep is Keep.OWNER and self._shards_state]
+        return {name: values for name, values in self.state.items() if name not in owned}
+
+    def find_zero_variance(self) -> None:
+        """Find the coordinates that stay, and forget what compression lost there."""
+        mask = self._algorithm.zero_variance(self.state)
+        self.zero_variance = mask if mask is not None and bool(mask.any()) else None
+        if self.zero_variance is not None and self._compressed is not None:
+            self._compressed.hold_zero(self.zero_variance)
+
+    # Exchanges
+
+    @property
+    def exchange(self) -> Exchange:
+        """What this step goes through; a local step only uses its payload."""
+        if self.send is Send.EXACT:
+            if self._exact is None:
+                self._exact = self._exchanges.exact(self.layout, self.index, self.device)
+            return self._exact
+        return self.compressed
+
+    @property
+    def compressed(self) -> Exchange:
+        """What keeps the residuals."""
+        if self._compressed is None:
+            self._compressed = self._exchanges.compressed(self.layout, self.index, self.device)
+        return self._compressed
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there are residuals."""
+        return self._compressed is not None
+
+    def begin_compression(self) -> None:
+        """Compress without residuals from before."""
+        self._compressed = None
+        self.find_zero_variance()
+
+    def prepare(self, send: Send) -> None:
+        """Be ready for the kind of step that comes next, before its first gradient arrives."""
+        self.send = send
+        if send is not Send.EXACT:
+            self._exact = None
+
+    # What a backward does
+
+    def keep(self, slot: Slot, parameter: Tensor) -> None:
+        """Leave the gradient in `.grad`, where further backwards add to it."""
+
+    @torch.no_grad()
+    def take(self, slot: Slot, parameter: Tensor) -> None:
+        """Write what a parameter contributes into the payload."""
+        assert parameter.grad is not None
+        gradient = parameter.grad.reshape(-1)
+        if self._step.sketch is not None:
+            self._step.sketch.add(gradient, slot.parameter)
+        self._write_payload(slot, gradient)
+        if self._step.frees_gradients:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def leave_out(self, slot: Slot, expected: bool) -> None:
+        """Count a parameter that has no gradient on this rank as zero; `expected`: nor on any other."""
+        self._write_payload(slot, None)
+        self._incomplete |= not expected
+
+    def stay(self) -> None:
+        """Every rank's gradients are 0 in this step: send nothing."""
+        self.stayed = True
+
+    def start(self) -> None:
+        """Leg 1; nothing in a local step."""
+        if self.send is not Send.LOCAL:
+            flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
+            if self._step.unplaced():
+                flags |= Flags.UNPLACED
+            self.exchange.start(self._step.number, flags)
+
+    def advance(self) -> None:
+        """Average what leg 1 brought, clip it, and start leg 2; nothing in a local step."""
+        if self.send is Send.LOCAL:
+            return
+        clip = self._step.clip
+        if self.send is Send.EXACT or clip >= 1.0:
+            self.exchange.advance()
+            return
+        self.exchange.scale_step(clip)
+        kept = self._payload_of_zeros()[self.exchange.owner_place]
+        self.exchange.advance(lambda average, place: torch.lerp(kept[place], average, clip, out=average))
+
+    def wait(self) -> None:
+        """Wait for leg 2; nothing in a local step."""
+        if self.send is not Send.LOCAL:
+            self.exchange.wait()
+
+    def end_step(self) -> None:
+        """Forget what this step brought, and was not applied."""
+        self.stayed = False
+        self._incomplete = False
+        if self._compressed is not None:
+            self._compressed.revert()
+
+    # What a step does
+
+    def outcome(self) -> Outcome | None:
+        """What the headers said, the same on every rank; None where nothing was sent."""
+        return None if self.stayed or self.send is Send.LOCAL else self.exchange.outcome()
+
+    def receive(self) -> None:
+        """Write what came back into the payload, or the state that the algorithm receives; take the residuals over.
+
+        Where nothing was sent every rank's gradient was 0, and all hold what their average would be.
+        """
+        if self.send is Send.EXACT:
+            if not self.stayed:
+                self.exchange.read(self.exchange.payload)
+            return
+        if not self.stayed:
+            self.exchange.commit()
+        name = self._algorithm.received_as
+        output = self.exchange.payload if name is None else self.state[name]
+        if self.stayed:
+            output.copy_(self._payload_of_zeros())
+        else:
+            self.exchange.read(output)
+        if self.zero_variance is not None:
+            # Else what stays would blur its block's scale.
+            output.masked_fill_(self.zero_variance, 0.0)
+            self.exchange.hold_zero(self.zero_variance)
+
+    def clip_own(self, clip: float) -> None:
+        """Shrink what this rank's gradient adds to a local step to `clip` times as much."""
+        torch.lerp(self._payload_of_zeros(), self.exchange.payload, clip, out=self.exchange.payload)
+
+    def own_is_finite(self) -> bool:
+        """Whether this rank's payload is."""
+        return bool(torch.isfinite(self.exchange.payload.abs().max()))
+
+    # Parts
+
+    def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
+        out = self.exchange.payload[place_of(slot)]
+        if self.send is Send.EXACT:
+            # As it is, times the loss scale, which the average is divided by.
+            out.zero_() if gradient is None else out.copy_(gradient)
+            return
+        if gradient is not None:
+            divisor = self._step.loss_scale / self._algorithm.scale(slot.parameter)
+            if divisor != 1.0 or gradient.dtype != torch.float32:
+                gradient = out.copy_(gradient)
+            if divisor != 1.0:
+                gradient.div_(divisor)
+        own = self.contribution(slot)
+        settings = self._algorithm.payload_settings(own.settings, self._clock)
+        if settings is not None:
+            self._step.settings_sent.setdefault(own.group, settings)
+        self._algorithm.payload(gradient, own, self._clock, out)
+
+    def _payload_of_zeros(self) -> Tensor:
+        """What would be sent if every gradient were 0, fp32 [padded_numel]."""
+        payload = torch.zeros_like(self.exchange.payload)
+        for slot in self.layout.slots:
+            out = payload[place_of(slot)]
+            self._algorithm.payload(None, self.contribution(slot), self._clock, out)
+        return payload
+
+
+def place_of(slot: Slot) -> slice:
+    """A parameter's elements in its bucket."""
+    return slice(slot.offset, slot.offset + slot.numel)

@@ -1,0 +1,164 @@
+"""The options that all optimizers share: where state lives, how it travels, and what each home can honour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
+from thinwire.zero.sharded_parameters import Sharding
+
+__all__ = ["Backend", "HomeKeywords", "HomeOptions", "Nodes", "WarmupWire"]
+
+Backend = Literal["nccl", "gloo", "mpi"]
+WarmupWire = Literal["fp32", "bf16"]
+Nodes = Literal["auto", "flat"] | Sequence[int]
+
+
+class HomeKeywords(TypedDict, total=False):
+    """The keyword arguments that every optimizer of ours takes beside its algorithm's own; see HomeOptions."""
+
+    comm: Communicator | None
+    comm_backend_name: Backend | None
+    stage: int
+    max_norm: float
+    named_parameters: Iterable[tuple[str, Tensor]] | None
+    param_dtype: torch.dtype | None
+    codec: CodecName
+    block_size: int
+    bucket_bytes: int | None
+    warmup_wire: WarmupWire
+    nodes: Nodes
+    offload: bool
+    pin_memory: bool
+    resync_interval: int
+    on_drift: Literal["repair", "raise"]
+    reversible: bool | None
+
+
+@dataclass(frozen=True)
+class HomeOptions:
+    """What HomeKeywords mean: where an optimizer's state lives, and how it travels.
+
+    Args:
+        comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
+        comm_backend_name: "nccl", "gloo" or "mpi", where `comm` is not given and the choice must not be automatic.
+        stage: 0 keeps all state on every rank. 1 shards master weights, variance and owners' residuals, 2 gradients of
+            the warmup too (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054).
+        max_norm: 2-norm that the averaged gradient is clipped to, 0 for none. Once compression has begun it is estimated
+            from random projections to 0.5%, and the second leg waits for it; in a local step it is this rank's own.
+        named_parameters: names, for checkpoints and errors; by default those that `params` come with.
+        param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
+        codec: what compressed steps go through: "sign1" (1 bit), "int8", "bf16" or "none"; at stage 0.
+        block_size: elements that share one scale, a multiple of 64.
+        bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 1 to 16 MiB, or at
+            stages 1 and 2 16 MiB.
+        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" sends half the bytes; at stage 0.
+        nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
+            the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else the
+            node's number for each rank. At stage 0; sharded state goes between ranks.
+        offload, pin_memory: at stages 1 and 2, keep master weights and the warmup's state in CPU memory, for parameters
+            on a GPU.
+        resync_interval: at stages 1 and 2, compressed steps between two comparisons of all replicas, and new copies of
+            the master weights.
+        on_drift: what a comparison that fails does: "repair" with a warning, or "raise" a ReplicaDriftError.
+        reversible: at stages 1 and 2, keep the residuals of before a step until it is applied, so that a skipped step
+            leaves them untouched; by default for fp16 parameters and with `max_norm`.
+    """
+
+    comm: Communicator | None = None
+    comm_backend_name: Backend | None = None
+    stage: int = 0
+    max_norm: float = 0.0
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None
+    param_dtype: torch.dtype | None = None
+    codec: CodecName = "sign1"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    bucket_bytes: int | None = None
+    warmup_wire: WarmupWire = "fp32"
+    nodes: Nodes = "auto"
+    offload: bool = False
+    pin_memory: bool = True
+    resync_interval: int = 100
+    on_drift: Literal["repair", "raise"] = "repair"
+    reversible: bool | None = None
+
+    def check(self, optimizer: str, stages: Sequence[int]) -> None:
+        """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work."""
+        if self.stage not in stages:
+            raise ValueError(
+                f"stage must be {_listed(stages)} for {optimizer}, got {self.stage!r}{_why_not(self.stage)}"
+            )
+        if self.bucket_bytes is not None and not self.bucket_bytes >= 4:
+            raise ValueError(f"bucket_bytes must be at least 4, one element, or None, got {self.bucket_bytes}")
+        if self.warmup_wire not in ("fp32", "bf16"):
+            raise ValueError(f"warmup_wire must be 'fp32' or 'bf16', got {self.warmup_wire!r}")
+        if isinstance(self.resync_interval, bool) or not self.resync_interval >= 1:
+            raise ValueError(f"resync_interval must be at least 1 step, got {self.resync_interval!r}")
+        if self.on_drift not in ("repair", "raise"):
+            raise ValueError(f"on_drift must be 'repair' or 'raise', got {self.on_drift!r}")
+        if self.reversible is False and self.max_norm:
+            raise ValueError("reversible=False does not go with max_norm: clipping changes residuals after the fact")
+        make_codec(self.codec, self.block_size)
+        self.sharding.check()
+        self._check_home()
+
+    @property
+    def sharding(self) -> Sharding:
+        """How stages 1 and 2 lay parameters out."""
+        return Sharding(
+            self.stage,
+            self.param_dtype,
+            LARGEST_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes,
+            self.block_size,
+            self.max_norm,
+            self.offload,
+            self.pin_memory,
+        )
+
+    def compared(self) -> dict[str, Any]:
+        """What has to be the same on every rank."""
+        own = ("comm", "comm_backend_name", "named_parameters")
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
+        nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
+        return {**values, "param_dtype": str(self.param_dtype), "nodes": nodes}
+
+    def _check_home(self) -> None:
+        """Refuse what only the other home has, rather than ignore it."""
+        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED
+        default = HomeOptions()
+        for name, instead in foreign.items():
+            if getattr(self, name) != getattr(default, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
+
+
+_ONLY_SHARDED: Mapping[str, str] = {
+    "offload": "every rank keeps all state at stage 0; use stage 1 or 2",
+}
+_ONLY_REPLICATED: Mapping[str, str] = {
+    "codec": "sharded state is kept as signs; use stage 0, or codec='sign1'",
+    "warmup_wire": "sharded state is averaged in the gradients' own dtype; use bf16 parameters",
+    "nodes": "shards go between ranks, not nodes; use stage 0, or leave it out",
+}
+
+
+def _listed(stages: Sequence[int]) -> str:
+    *some, last = map(str, stages)
+    return f"{', '.join(some)} or {last}" if some else last
+
+
+def _why_not(stage: int) -> str:
+    if stage == 2:
+        return (
+            ": once compressed a gradient lives only while its bucket is in flight, so that there is none to shard. Use "
+            "stage 1"
+        )
+    if stage == 3:
+        return ": stage 3 shards the model itself, which thinwire.initialize does with torch's fully_shard"
+    return ""

@@ -1,0 +1,98 @@
+"""What the public classes have in common: an algorithm, and the home that its stage chooses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from torch.optim.optimizer import ParamsT
+
+from thinwire import comm as communication
+from thinwire.comm.agreement import raise_together
+from thinwire.optim.algorithm import Linear
+from thinwire.optim.algorithm_home import AlgorithmHome
+from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.home_options import HomeKeywords, HomeOptions
+from thinwire.optim.recipe import Recipe
+from thinwire.optim.replicated.home import ReplicatedHome
+from thinwire.optim.sharded.full_home import FullHome
+from thinwire.optim.sharded.packed_home import PackedHome
+from thinwire.zero.sharded_parameters import ShardedParameters
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+__all__ = ["CompressedOptimizer"]
+
+
+class CompressedOptimizer(SynchronizedOptimizer):
+    """A SynchronizedOptimizer that averages exactly until it freezes, and compresses from then on.
+
+    Raises:
+        ValueError: bad hyperparameters, no parameters, or ranks that do not hold the same ones; on every rank.
+        TypeError: complex, integer or fp64 parameters, or parameters on several devices.
+    """
+
+    _home: AlgorithmHome
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        recipe: Recipe,
+        options: HomeKeywords,
+    ) -> None:
+        name = type(self).__name__
+        error: Exception | None = None
+        chosen = HomeOptions(**options)
+        try:
+            recipe.check()
+            chosen.check(name, recipe.stages)
+            recipe.check_group({"params": [], **defaults})
+            recipe.rule(defaults["betas"][1])
+            super().__init__(params, defaults)
+            for group in self.param_groups:
+                recipe.check_group(group)
+        except (ValueError, TypeError) as raised:
+            error = raised
+        self.comm = chosen.comm or communication.init(backend=chosen.comm_backend_name)
+        raise_together(self.comm, error, "build its optimizer")
+        self.stage = chosen.stage
+        self.max_norm = chosen.max_norm
+        self._move_in(self._replicated(recipe, chosen) if self.stage == 0 else self._sharded(recipe, chosen))
+
+    def __init_subclass__(cls) -> None:
+        """Show the keyword arguments that all of them take in the class's signature, for `help` and editors."""
+        super().__init_subclass__()
+        own = inspect.signature(cls.__init__)
+        given = [one for one in list(own.parameters.values())[1:] if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        shared = [
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+            for one in fields(HomeOptions)
+        ]
+        cls.__signature__ = inspect.Signature([*given, *shared])  # type: ignore[attr-defined]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether every parameter's steps are compressed, so that they send one bit an element or nothing."""
+        return self._home.frozen
+
+    def _replicated(self, recipe: Recipe, options: HomeOptions) -> AlgorithmHome:
+        return ReplicatedHome(self, self.comm, options, recipe, self._rule(recipe))
+
+    def _sharded(self, recipe: Recipe, options: HomeOptions) -> AlgorithmHome:
+        algorithm = recipe.algorithm()
+        agreed = {**options.compared(), **recipe.settings, **recipe.schedule}
+        parameters = ShardedParameters(
+            self.comm,
+            self.param_groups,
+            options.named_parameters,
+            options.sharding,
+            optimizer=type(self).__name__,
+            settings=agreed,
+        )
+        home = PackedHome if isinstance(algorithm, Linear) else FullHome
+        return home(parameters, options, recipe, self._rule(recipe))
+
+    def _rule(self, recipe: Recipe) -> Callable[[], FreezeRule | None]:
+        return lambda: recipe.rule(max(group["betas"][1] for group in self.param_groups))

@@ -1,0 +1,80 @@
+"""Error-feedback residuals in checkpoints: by parameter, so that they outlive buckets, homes and numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from thinwire.zero import BucketLayout
+from thinwire.zero.flat_bucket import Run
+from thinwire.zero.saved_slices import Piece, PieceSource
+
+__all__ = [
+    "OWNER_RESIDUAL",
+    "load_owner_residual",
+    "load_worker_residual",
+    "mean_over_ranks",
+    "owner_residual_slices",
+    "runs_in",
+    "worker_residual_tensors",
+]
+
+OWNER_RESIDUAL = "owner_residual"
+_WORKER_RESIDUAL = "worker_residual"
+
+
+def runs_in(layout: BucketLayout, place: slice) -> Iterator[Run]:
+    """The stretches of parameters in elements `place` of a bucket, with places relative to its start."""
+    for slot in layout.slots:
+        first, last = max(slot.offset, place.start), min(slot.offset + slot.numel, place.stop)
+        if first < last:
+            yield Run(slot.parameter, first - slot.offset, slice(first - place.start, last - place.start))
+
+
+def owner_residual_slices(
+    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str]
+) -> Iterator[Piece]:
+    """What an owner's residual of elements `place` of a bucket is saved as."""
+    for run in runs_in(layout, place):
+        yield Piece(OWNER_RESIDUAL, names[run.parameter], run.start, residual[run.place])
+
+
+def worker_residual_tensors(
+    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """What a worker's residual of elements `place` of a bucket is saved as."""
+    return {f"{_WORKER_RESIDUAL}.{names[run.parameter]}": residual[run.place] for run in runs_in(layout, place)}
+
+
+def load_owner_residual(
+    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str], source: PieceSource
+) -> None:
+    """Take an owner's residual over; raises KeyError where one was not saved."""
+    for run in runs_in(layout, place):
+        residual[run.place].copy_(source.read(OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
+
+
+def load_worker_residual(
+    layout: BucketLayout,
+    place: slice,
+    residual: Tensor,
+    names: Sequence[str],
+    source: PieceSource,
+    ranks: Sequence[int],
+) -> None:
+    """Take over the mean of what `ranks` saved as their residuals; raises KeyError where one did not.
+
+    The average over ranks of payload + residual, which is what everybody receives, is then what it would have been.
+    """
+    for run in runs_in(layout, place):
+        mean = mean_over_ranks(source, f"{_WORKER_RESIDUAL}.{names[run.parameter]}", ranks)
+        residual[run.place].copy_(mean[run.start : run.start + run.numel] if len(mean) != run.numel else mean)
+
+
+def mean_over_ranks(source: PieceSource, key: str, ranks: Sequence[int]) -> Tensor:
+    """The mean of these ranks' tensors, fp32."""
+    total = source.read_rank(key, ranks[0]).float().clone()
+    for rank in ranks[1:]:
+        total += source.read_rank(key, rank).float()
+    return total.div_(len(ranks))

@@ -1,0 +1,287 @@
+"""What both sharded homes of algorithms have in common: one freeze group, counters that cross homes, and replicas that are
+compared and taken from the master weights again."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.optim.algorithm import Algorithm, Clock
+from thinwire.optim.algorithm_home import AlgorithmHome
+from thinwire.optim.bucket import StepUnderWay
+from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.home_options import HomeOptions
+from thinwire.optim.norm_sketch import NormSketch
+from thinwire.optim.options import check_same_freeze
+from thinwire.optim.recipe import Recipe
+from thinwire.zero.home import TRAFFIC
+from thinwire.zero.saved_slices import PieceSource
+from thinwire.zero.sharded_home import ShardedHome, Vote, clip_coefficient
+from thinwire.zero.sharded_parameters import ShardedParameters
+
+__all__ = ["AlgorithmShardedHome", "ShardAgreement"]
+
+
+class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
+    """An algorithm's parameters, all of which entered together."""
+
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        options: HomeOptions,
+        recipe: Recipe,
+        make_rule: Callable[[], FreezeRule | None],
+    ) -> None:
+        super().__init__(parameters)
+        self._options = options
+        self._recipe = recipe
+        self._make_rule = make_rule
+        self._left_out_steps = 0
+        self._begin_again()
+        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.max_norm else None
+        self._under_way = StepUnderWay()
+        self._loss_scale = 1.0
+        self._norm = math.nan  # of the averaged gradient, times the loss scale, where a sketch found it
+        self._watcher.follow(lambda: not self._scales_apart)
+
+    @property
+    def algorithms(self) -> list[Algorithm]:
+        """See AlgorithmHome."""
+        return [self._algorithm]
+
+    @property
+    def steps(self) -> int:
+        """See Home."""
+        return self._clock.steps
+
+    @property
+    def frozen(self) -> bool:
+        """See AlgorithmHome."""
+        return self._clock.frozen
+
+    @property
+    def frozen_at(self) -> int | None:
+        """See Home."""
+        return self._clock.frozen_at
+
+    @property
+    def in_sync(self) -> bool:
+        """See Home."""
+        return self._algorithm.in_sync
+
+    @property
+    def left_out_steps(self) -> int:
+        """See AlgorithmHome."""
+        return self._left_out_steps
+
+    # One step
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """What gradients are times."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale = scale
+        if not self._watcher.in_step:
+            self._under_way.loss_scale = scale
+
+    @property
+    @abstractmethod
+    def _sends_payloads(self) -> bool:
+        """Whether this step sends what an algorithm makes of gradients, and not the gradients."""
+
+    @property
+    def _scales_apart(self) -> bool:
+        """Whether GradScalers' scales may differ: local steps leave each alone with its overflows."""
+        return bool(self.scaled) and self._algorithm.local_steps and self._clock.frozen
+
+    def _begin_step(self) -> Vote:
+        if self._scales_apart:
+            self._under_way.loss_scale = self._loss_scale
+        vote = super()._begin_step()
+        if vote.finite and self._under_way.loss_scale != self._loss_scale and self._sends_payloads:
+            # They left as if gradients were times the scale before. It changes rarely, and alike on every rank;
+            # nothing is committed yet, so all is simply sent again.
+            self._under_way.loss_scale = self._loss_scale
+            self._vote = None
+            self._watcher.send_again()
+            vote = self._finish()
+        self._under_way.loss_scale = self._loss_scale
+        return vote
+
+    def _end_step(self) -> None:
+        super()._end_step()
+        self._under_way.clip = 1.0
+        # A GradScaler has to see them, and may change its scale: then they are sent again.
+        self._under_way.frees_gradients = self.scaled is False
+
+    def _take_norm(self, norm: float) -> None:
+        """Take the averaged gradient's norm, times the loss scale, for this step's."""
+        self._norm = norm
+        scaled = norm / self._loss_scale
+        clip = clip_coefficient(self._options.max_norm, scaled) if math.isfinite(scaled) else 1.0
+        self._under_way.clip = clip
+
+    def drop(self) -> None:
+        """See Home."""
+        super().drop()
+        if self._sketch is not None:
+            self._sketch.discard()
+
+    # Checkpoints
+
+    def counters(self) -> dict[str, Any]:
+        """See Home; as a replicated home's, with one freeze group."""
+        group = {
+            "steps": self._clock.steps,
+            "frozen_at": self._clock.frozen_at,
+            "rule": None if self._rule is None else self._rule.state(),
+            "scalars": self._algorithm.scalars(self._parameters.names),
+            "buckets": None,
+        }
+        return {
+            "names": list(self._parameters.names),
+            "settings": {**self._recipe.settings, "codec": "sign1", "block_size": self._options.block_size},
+            "nodes": None,
+            "step": self._clock.steps,
+            "loss_scale": self.loss_scale,
+            "freeze_groups": [group],
+        }
+
+    def _load_counters(self, saved: Mapping[str, Any]) -> None:
+        """Take over where a run was; raises ValueError where it cannot go on here."""
+        for setting, value in self._recipe.settings.items():
+            if saved["settings"].get(setting, value) != value:
+                raise ValueError(
+                    f"this state was saved with {setting}={saved['settings'][setting]!r}; this optimizer has "
+                    f"{setting}={value!r}. Build it with the same"
+                )
+        groups = saved["freeze_groups"]
+        if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
+            raise ValueError(
+                "this state has parameters that entered later and freeze on their own, which sharded state cannot: load "
+                "it at stage 0"
+            )
+        self.reset_state()
+        for group in groups:
+            self._clock.steps = group["steps"]
+            self._clock.frozen_at = group["frozen_at"]
+            self._algorithm.load_scalars(_merged(groups), self._parameters.names)
+            # Else freeze_step was changed: the new rule starts afresh.
+            if self._rule is not None and group["rule"] and group["rule"].keys() == self._rule.state().keys():
+                self._rule.load(group["rule"])
+
+    def _ranks_to_resume(self, source: PieceSource) -> list[int] | None:
+        """The ranks whose own tensors this one goes on with: its own, or all; None where they are not there."""
+        ranks = [self.comm.rank] if source.world_size == self.comm.size else list(range(source.world_size))
+        try:
+            for rank in ranks:
+                source.read_rank(TRAFFIC, rank)
+        except KeyError:
+            ranks = []
+        if ranks and source.counters()["nodes"] is None:
+            return ranks
+        if self._clock.frozen or self._algorithm.local_steps:
+            warnings.warn(
+                f"this state comes without the error-feedback residuals of all {source.world_size} ranks, or from nodes of "
+                f"several: they start from zero on rank {self.comm.rank} of {self.comm.size}",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        return None
+
+    def _load_weights_of(self, source: PieceSource) -> None:
+        """Take the weights over where they were saved; else the parameters have them, and the source the masters."""
+        if "weight" in source.kinds():
+            self._parameters.load_weights(source)
+            return
+        for masters in self._parameters.masters:
+            for run, view in zip(masters.runs, masters.views, strict=True) if masters.separate else ():
+                view.copy_(source.read("master", self._parameters.names[run.parameter], run.start, run.numel))
+
+    # Parts
+
+    def _begin_again(self) -> None:
+        """Be at step 0."""
+        self._algorithm = self._recipe.algorithm()
+        self._rule = self._make_rule()
+        self._clock = Clock(frozen_at=None if self._algorithm.freezes else 0)
+
+    def _settings(self, group: int) -> AdamSettings:
+        return self._algorithm.settings_class.of_group(dict(self._parameters.groups[group]))
+
+    def _settings_of(self, parameter: int) -> AdamSettings:
+        return self._settings(self._parameters.order.group_of[parameter])
+
+    def _agreement(self, absent: frozenset[int] = frozenset()) -> ShardAgreement:
+        return ShardAgreement(self._parameters, self._settings, absent)
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._parameters.groups]
+
+    def _has_ended_warmup(self, variance_norm: Callable[[], float]) -> bool:
+        """Whether the step that was counted last is the last one before the freeze. Collective."""
+        if self._rule is None or self._clock.frozen:
+            return False
+        reached = self._rule.reached(self._clock.steps, self._rates(), variance_norm)
+        if self._rule.looks_at(self._clock.steps):
+            check_same_freeze(self._parameters.exchange_comm, reached, self._rates())
+        return reached
+
+
+class ShardAgreement:
+    """An Agreement on sums over shards."""
+
+    def __init__(
+        self, parameters: ShardedParameters, settings: Callable[[int], AdamSettings], absent: frozenset[int]
+    ) -> None:
+        self._comm: Communicator = parameters.exchange_comm
+        self._device = parameters.device
+        self._order = parameters.order
+        self._settings = settings
+        self._absent = absent
+        self.numels = [parameter.numel() for parameter in parameters.order.parameters]
+
+    @property
+    def settings(self) -> Mapping[int, AdamSettings]:
+        """Of every parameter that takes part."""
+        by_group: dict[int, AdamSettings] = {}
+        found = {}
+        for number, group in enumerate(self._order.group_of):
+            if self.numels[number] and number not in self._absent:
+                found[number] = by_group.setdefault(group, self._settings(group))
+        return found
+
+    def zeros(self, kinds: int) -> Tensor:
+        """See Agreement."""
+        return torch.zeros(len(self.numels), kinds, dtype=torch.float64, device=self._device)
+
+    def __call__(self, sums: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See Agreement."""
+        adding = self._comm.all_reduce(sums, async_op=True)
+        if greatest is None:
+            greatest = sums.new_zeros(())
+        else:
+            greatest = greatest.contiguous()
+            self._comm.all_reduce(greatest, "max")
+        adding.wait()
+        return sums.cpu(), greatest.cpu()
+
+
+def _merged(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The scalars of several freeze groups, of which each has other parameters."""
+    merged: dict[str, Any] = {}
+    for group in groups:
+        for name, value in group["scalars"].items():
+            merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+    return merged

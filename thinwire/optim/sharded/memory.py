@@ -1,0 +1,33 @@
+"""How many bytes a rank holds of a model's state once an algorithm's frozen stage has packed it."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["frozen_state_formula"]
+
+
+def frozen_state_formula(
+    parameters: int, world_size: int, *, dtype: torch.dtype = torch.bfloat16, fresh_variance: bool = False
+) -> dict[str, float]:
+    """Bytes a rank should hold, by category, at ZeRO stages 1 and 2.
+
+    With Ψ parameters on N ranks, in 16 bits: weights 2Ψ, worker residuals 2Ψ, preconditioner and momentum 1.125Ψ, and
+    master weights and owner residuals 8Ψ/N; in fp32 9.125Ψ + 4Ψ/N.
+
+    Args:
+        parameters: Ψ, trained ones.
+        world_size: N.
+        dtype: of the parameters as the model sees them.
+        fresh_variance: 1-bit LAMB's: another 4Ψ/N.
+    """
+    size = dtype.itemsize
+    shared = 1 / world_size
+    each = {
+        "weights": size,
+        "masters": (0 if size == 4 else 4) * shared,
+        "gradients": 0,
+        "residuals": size + 4 * shared,
+        "optimizer state": 1 + 1 / 8 + (4 * shared if fresh_variance else 0),
+    }
+    return {category: parameters * factor for category, factor in each.items()}

@@ -1,0 +1,250 @@
+"""The sharded home of algorithms whose frozen stage is linear: master weights, variance and owners' residuals on their
+owners, one bit an element on the wire, and momentum and preconditioner packed on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.codecs import make_codec
+from thinwire.optim.algorithm import Linear
+from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.home_options import HomeOptions
+from thinwire.optim.members import Members, MembersByGroup
+from thinwire.optim.recipe import Recipe
+from thinwire.optim.replicas import compare_replicas
+from thinwire.optim.sharded import packed_checkpoint
+from thinwire.optim.sharded.home import AlgorithmShardedHome
+from thinwire.optim.sharded.memory import frozen_state_formula
+from thinwire.optim.sharded.packed_bucket import PackedBucket
+from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, variance_norm
+from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.zero.memory import model_state_formula
+from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_coefficient
+from thinwire.zero.sharded_parameters import ShardedParameters
+
+__all__ = ["PackedHome"]
+
+
+class PackedHome(AlgorithmShardedHome):
+    """Sharded state until the freeze, packed state from then on; see PackedBucket for what that is."""
+
+    _algorithm: Linear
+
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        options: HomeOptions,
+        recipe: Recipe,
+        make_rule: Callable[[], FreezeRule | None],
+    ) -> None:
+        super().__init__(parameters, options, recipe, make_rule)
+        self._codec = make_codec("sign1", options.block_size)
+        self._gradients = parameters.averaging_gradients()
+        self._packed: list[PackedBucket] = []
+        self._begin_warmup()
+
+    # One step
+
+    def step(self) -> StepResult:
+        """See Home."""
+        vote = self._begin_step()
+        norm = vote.norm / self.loss_scale
+        applied = vote.finite and len(vote.absent) < len(self.parameters)
+        if applied:
+            self._clock.steps += 1
+            if self.frozen:
+                self._frozen_step()
+            else:
+                self._warmup_step(norm, vote.absent)
+                if self._has_ended_warmup(self._variance_norm):
+                    self._freeze()
+        self._end_step()
+        return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
+
+    @property
+    def _sends_payloads(self) -> bool:
+        return self.frozen
+
+    def _find_vote(self) -> Vote:
+        if not self.frozen:
+            return self._vote_on_averages(self._gradients)
+        outcomes = [bucket.outcome() for bucket in self._packed]
+        absent = self._watcher.left_out
+        if any(outcome.incomplete for outcome in outcomes):
+            absent |= self._parameters.agree_on_absent(self._watcher.missing)
+        finite = all(outcome.finite for outcome in outcomes)
+        return Vote(finite, self._norm if finite else math.inf, absent)
+
+    def _warmup_step(self, norm: float, absent: frozenset[int]) -> None:
+        """Move the weights of all ranks by the exactly averaged gradients."""
+        coefficient = clip_coefficient(self._options.max_norm, norm) / self.loss_scale
+        filled = [number for number, gradients in enumerate(self._gradients) if gradients.filled]
+        of_bucket = {number: self._members(number, coefficient, absent) for number in filled}
+        groups = [members for one in of_bucket.values() for members in one]
+        self._algorithm.absorb_exact(groups, self._clock, self._agreement(absent))
+        self._parameters.move_and_publish(filled, lambda number: self._algorithm.move(of_bucket[number], self._clock))
+
+    def _members(self, number: int, coefficient: float, absent: frozenset[int]) -> list[Members]:
+        """The own shard's cuts of a bucket's parameters, with their averaged gradients times `coefficient`."""
+        masters, state = self._parameters.masters[number], self._state[number]
+        average = self._gradients[number].average.to(device=masters.weights.device, dtype=torch.float32)
+        if coefficient != 1.0:
+            average.mul_(coefficient)
+        members = MembersByGroup(self._settings)
+        for run, weight in zip(masters.runs, masters.views, strict=True):
+            if run.parameter not in absent:
+                of_run = {name: values[run.place] for name, values in state.items()}
+                members.add(self._group_of[run.parameter], run.parameter, weight, average[run.place], of_run)
+        return members.in_order()
+
+    def _frozen_step(self) -> None:
+        if self._algorithm.follows_variance:
+            members = MembersByGroup(self._settings)
+            for bucket in self._packed:
+                bucket.take_over_into(members, self._group_of)
+            self._algorithm.absorb_compressed(members.in_order(), self._clock, self._agreement())
+        else:
+            for bucket in self._packed:
+                bucket.take_over()
+        for bucket in self._packed:
+            bucket.move(seed=((self._clock.steps - 1) << 20) + bucket.bucket.index)
+        assert self.frozen_at is not None
+        if (self.steps - self.frozen_at) % self._options.resync_interval == 0:
+            self._resynchronize()
+
+    def _find_clip(self) -> None:
+        """Between the legs: the averaged gradient's norm, and what it makes of this step."""
+        assert self._sketch is not None
+        self._take_norm(self._sketch.norm())
+
+    def _resynchronize(self) -> None:
+        replicas = (bucket.bucket.flat for bucket in self._packed)
+        comm = self._parameters.exchange_comm
+        same = compare_replicas(comm, replicas, self.steps, self._options.on_drift, "the owners' master weights")
+        if not same or any(masters.separate for masters in self._parameters.masters):
+            for wait in [masters.publish() for masters in self._parameters.masters]:
+                wait()
+
+    # Stages
+
+    def _begin_warmup(self) -> None:
+        self._packed = []
+        self._state = [
+            {name: torch.zeros_like(masters.weights) for name in self._algorithm.state}
+            for masters in self._parameters.masters
+        ]
+        self._under_way.sketch = None
+        self._watcher.use(self._gradients, self._keeps_gradients)
+
+    def _freeze(self) -> None:
+        order = self._parameters.order
+
+        def mask(number: int) -> Tensor | None:
+            of_group: Tensor | None = self._parameters.group(number).get("exp_avg_mask")
+            return of_group
+
+        states = freeze(
+            self._parameters.exchange_comm,
+            self._parameters.masters,
+            self._state,
+            FrozenSettings(self._settings_of, mask, self.steps, len(order.parameters)),
+            self._codec,
+            self._scale_momenta,
+        )
+        self._clock.frozen_at = self.steps
+        self._begin_frozen_stage(states)
+
+    def _scale_momenta(self, shards: Sequence[Tensor]) -> None:
+        members = MembersByGroup(self._settings)
+        for masters, u in zip(self._parameters.masters, shards, strict=True):
+            for run in masters.runs:
+                cut = u[run.place]
+                members.add(self._group_of[run.parameter], run.parameter, cut, cut, {"exp_avg": cut})
+        self._algorithm.scale_momenta(members.in_order(), self._agreement())
+
+    def _begin_frozen_stage(self, states: Sequence[FrozenState]) -> None:
+        options = self._options
+        scaled = bool(self.scaled) or any(bucket.dtype == torch.float16 for bucket in self._parameters.buckets)
+        reversible = options.reversible if options.reversible is not None else scaled or bool(options.max_norm)
+        comm = self._parameters.exchange_comm
+        self._packed = [
+            PackedBucket(
+                masters,
+                comm,
+                self._codec,
+                self._algorithm,
+                self._clock,
+                self._under_way,
+                self._settings_of,
+                state,
+                reversible=reversible,
+            )
+            for masters, state in zip(self._parameters.masters, states, strict=True)
+        ]
+        members = MembersByGroup(self._settings)
+        for bucket in self._packed if self._algorithm.follows_variance else ():
+            momentum = bucket.own_momentum()
+            bucket.add_cuts(members, self._group_of, momentum, momentum)
+        self._algorithm.begin_frozen(members.in_order(), self._clock)
+        self._state = []
+        for gradients in self._gradients:
+            gradients.release()
+        self._under_way.sketch = self._sketch
+        self._watcher.use(self._packed, True, self._find_clip if self._sketch is not None else None)
+
+    def _variance_norm(self) -> float:
+        return variance_norm(
+            self._parameters.exchange_comm,
+            self._parameters.masters,
+            self._state,
+            lambda number: self._settings_of(number).beta2,
+            self.steps,
+        )
+
+    @property
+    def _group_of(self) -> Sequence[int]:
+        return self._parameters.order.group_of
+
+    # Checkpoints
+
+    def pieces(self) -> list[Piece]:
+        """See Home; once frozen, u, the preconditioner and the owners' residuals take the moments' place."""
+        names = self._parameters.names
+        if self.frozen:
+            return super().pieces() + packed_checkpoint.slices(self._packed, names)
+        return super().pieces() + packed_checkpoint.warmup_slices(self._parameters.masters, self._state, names)
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """See Home; residuals by parameter."""
+        return packed_checkpoint.rank_tensors(self._packed, self._parameters.names)
+
+    def load(self, source: PieceSource) -> None:
+        """See Home."""
+        self._load_counters(source.counters())
+        self._load_weights_of(source)
+        names = self._parameters.names
+        if not self.frozen:
+            packed_checkpoint.load_warmup(self._parameters.masters, self._state, names, source)
+            return
+        self._begin_frozen_stage(packed_checkpoint.read_states(self._parameters.buckets, names, source, self._codec))
+        ranks = self._ranks_to_resume(source)
+        packed_checkpoint.load(self._packed, names, source, ranks)
+
+    def reset_state(self) -> None:
+        """See Home."""
+        self._begin_again()
+        self._begin_warmup()
+
+    def model_state_bytes(self) -> dict[str, float]:
+        """See Home."""
+        dtype, ranks, stage = self._parameters.buckets[0].dtype, self.comm.size, self._parameters.sharding.stage
+        if self.frozen:
+            return frozen_state_formula(
+                self._numel, ranks, dtype=dtype, fresh_variance=self._algorithm.follows_variance
+            )
+        return model_state_formula(stage, self._numel, ranks, dtype=dtype, state_bytes=8)

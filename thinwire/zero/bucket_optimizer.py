@@ -1,0 +1,89 @@
+"""Any elementwise torch optimizer's step on the master weights of one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_state import group_settings, read_state, state_pieces
+
+__all__ = ["BucketOptimizer", "OptimizerClass"]
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+
+class BucketOptimizer:
+    """A torch optimizer over what this rank keeps of a bucket.
+
+    It sees every run of `masters` as a parameter of its own, one-dimensional, in the parameter's group: elementwise
+    optimizers do not care where a tensor was cut. A rank that keeps nothing has no optimizer.
+    """
+
+    def __init__(
+        self,
+        masters: MasterWeights,
+        groups: Sequence[Mapping[str, Any]],
+        group_of: Sequence[int],
+        optimizer_class: OptimizerClass,
+    ) -> None:
+        self._masters = masters
+        self._groups = groups
+        self._group_of = group_of
+        self._used_groups = sorted({group_of[run.parameter] for run in masters.runs})
+        self._optimizer_class = optimizer_class
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Have a new optimizer, without state."""
+        if self._masters.runs:
+            self.optimizer = self._optimizer_class([self._inner_group(number) for number in self._used_groups])
+
+    def step(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
+        """Step with `coefficient * average`, a tensor like the master weights in the gradients' dtype.
+
+        `absent` parameters stay. `average` may be scaled in place.
+        """
+        if self.optimizer is None:
+            return
+        masters = self._masters
+        gradient = average.to(device=masters.weights.device, dtype=torch.float32)
+        if coefficient != 1.0:
+            gradient.mul_(coefficient)
+        for run, view in zip(masters.runs, masters.views, strict=True):
+            view.grad = None if run.parameter in absent else gradient[run.place]
+        for number, inner in zip(self._used_groups, self.optimizer.param_groups, strict=True):
+            inner.update(group_settings(self._groups[number]))
+        self.optimizer.step()
+        for view in masters.views:
+            view.grad = None
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        """The optimizer's state of this rank's shard."""
+        pieces: list[Piece] = []
+        for number, cut in self._masters.own_cuts():
+            run = self._masters.runs[number]
+            state = {} if self.optimizer is None else self.optimizer.state[self._masters.views[number]]
+            pieces += state_pieces(state, names[run.parameter], run.start + cut.start, cut)
+        return pieces
+
+    def load(self, source: PieceSource, names: Sequence[str]) -> None:
+        """Take over the optimizer's state."""
+        if self.optimizer is not None:
+            runs, views = self._masters.runs, self._masters.views
+            number_of = {id(view): number for number, view in enumerate(views)}
+            state = [read_state(source, names[run.parameter], run.start, run.numel) for run in runs]
+            order = [number_of[id(view)] for group in self.optimizer.param_groups for view in group["params"]]
+            packed = self.optimizer.state_dict()
+            packed["state"] = {place: state[number] for place, number in enumerate(order) if state[number]}
+            self.optimizer.load_state_dict(packed)
+
+    def _inner_group(self, number: int) -> dict[str, Any]:
+        runs = zip(self._masters.runs, self._masters.views, strict=True)
+        views = [view for run, view in runs if self._group_of[run.parameter] == number]
+        return {**group_settings(self._groups[number]), "params": views}

@@ -1,0 +1,174 @@
+"""What a synchronised optimizer's state and communication live in: the part that differs between optimizers whose state
+every rank holds and those whose state is sharded."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from thinwire.comm import Communicator
+from thinwire.zero.saved_slices import Piece, PieceSource
+
+__all__ = ["NOT_STEPPED", "NO_GRADIENTS", "TRAFFIC", "Home", "StepResult", "ring_bytes"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a step, the same on every rank.
+
+    `applied`: weights have moved. `grad_norm`: 2-norm of the averaged gradient, loss scale divided out, before
+    clipping; not finite where the step was skipped for that, NaN where nobody found it out. `reason`: why the step was
+    not applied, empty where it was.
+    """
+
+    applied: bool
+    grad_norm: float
+    reason: str = ""
+
+
+NOT_STEPPED = StepResult(applied=False, grad_norm=math.nan, reason="step() has not been called")
+NO_GRADIENTS = "no parameter had a gradient"
+
+TRAFFIC = "bytes_sent"
+"""The key of what every optimizer's `rank_tensors` holds: bytes sent, and what they would have been uncompressed."""
+
+
+class Home(ABC):
+    """State, buckets, checkpoints and communication of a SynchronizedOptimizer, which documents each call."""
+
+    kind: ClassVar[str]  # of checkpoints
+    elastic = False  # whether parameters may be added later
+    comm: Communicator
+    loss_scale: float = 1.0  # what gradients are times
+    scaled: bool | None = None  # whether a GradScaler steps the optimizer; None until the first step
+    uncompressed_step_bytes: int  # what a ring all-reduce of the gradients sends, in the parameters' dtype
+
+    @property
+    def steps(self) -> int:
+        """Steps applied."""
+        return 0
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step after which compression began; None before, and where there is none."""
+        return None
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether every rank holds the same weights."""
+        return True
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to synchronise steps, since this object was made."""
+
+    @property
+    def bytes_sent_between_nodes(self) -> int:
+        """The part of them that left this rank's node."""
+        return self.bytes_sent
+
+    # One step
+
+    @abstractmethod
+    def step(self) -> StepResult:
+        """Apply the synchronised gradients, which are times `loss_scale`. Collective."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget gradients that have left since the last step."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards inside only add up."""
+
+    @abstractmethod
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Expect no gradient of these in the next synchronised backward. Collective."""
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """Send what a backward has left unsent. Collective."""
+
+    @abstractmethod
+    def follow(self, gate: Callable[[], bool]) -> None:
+        """Send nothing while `gate()` is false."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Sequence[Tensor]:
+        """Those whose gradients are synchronised."""
+
+    @abstractmethod
+    def name(self, names: Mapping[int, str]) -> None:
+        """Call parameters, by id, as `names` does, in error messages."""
+
+    def add_parameters(self) -> None:
+        """Take charge of what the optimizer's groups hold and did not before. Collective."""
+        raise RuntimeError(
+            "parameters cannot be added to a sharded optimizer: build a new one with all of them, and load the old "
+            "one's state"
+        )
+
+    # Weights
+
+    def synchronize_weights(self) -> None:
+        """Meet the other ranks, so that all hold the same weights."""
+
+    def show_own_weights(self, own: bool) -> None:
+        """Show this rank's own weights in the parameters, or those that all ranks have in common."""
+
+    def gather_during_forward(self, module: nn.Module) -> None:
+        """Let `step` return while new weights are on their way; nothing is where every rank steps all of them."""
+
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the last step's weights."""
+
+    # Checkpoints
+
+    @abstractmethod
+    def pieces(self) -> list[Piece]:
+        """What this rank contributes of weights and state; the ranks' union holds everything once."""
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """What belongs to this rank alone."""
+        return {}
+
+    def counters(self) -> dict[str, Any]:
+        """Where the run is, as plain values: the same on every rank."""
+        return {}
+
+    @abstractmethod
+    def load(self, source: PieceSource) -> None:
+        """Take over what another run saved. Collective."""
+
+    @abstractmethod
+    def load_weights(self, source: PieceSource) -> None:
+        """Take over the weights alone."""
+
+    @abstractmethod
+    def reset_state(self) -> None:
+        """Forget everything but the weights and settings."""
+
+    def torch_state(self) -> dict[int, dict[str, Tensor]]:
+        """The state by parameter number as torch saves it, where this rank holds all of it; else nothing."""
+        return {}
+
+    @abstractmethod
+    def model_state_bytes(self) -> dict[str, float]:
+        """Bytes that a rank should hold by category, as `model_state_formula` has them."""
+
+    def close(self) -> None:
+        """Release communicators, on every rank."""
+
+
+def ring_bytes(comm: Communicator, parameters: Iterable[Tensor]) -> int:
+    """What a ring all-reduce of these parameters' gradients sends, in their dtype."""
+    nbytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
+    return round(2 * (comm.size - 1) / comm.size * nbytes)

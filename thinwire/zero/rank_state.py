@@ -1,0 +1,172 @@
+"""One rank's part of an optimizer's state as a dict of plain values and tensors, and what any home makes of such
+dicts: what `state_dict` and `load_state_dict` stand on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.zero.home import Home
+from thinwire.zero.saved_slices import OwnPieces, Piece, PieceSource
+
+__all__ = ["OneRankState", "pack_rank_state", "rank_state_source"]
+
+_FORMAT = 2
+
+
+def pack_rank_state(home: Home, counters: dict[str, Any], rank_tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What `state_dict()["thinwire"]` holds; what torch's own `state` holds already is left out."""
+    in_state = {kind for entry in home.torch_state().values() for kind in entry}
+    beside = in_state | {"weight"} if in_state else set()
+    return {
+        "format": _FORMAT,
+        "home": home.kind,
+        "rank": home.comm.rank,
+        "size": home.comm.size,
+        "counters": counters,
+        "slices": [(one.kind, one.name, one.start, one.tensor) for one in home.pieces() if one.kind not in beside],
+        "rank_tensors": {key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
+    }
+
+
+def rank_state_source(home: Home, state_dict: Mapping[str, Any], optimizer: str) -> PieceSource:
+    """What `state_dict` gave on every rank, for `home` to load. Collective where state has to change its place.
+
+    Raises ValueError where it is not from one of our optimizers, or not all of the state can be had from it.
+    """
+    saved = state_dict.get("thinwire")
+    if saved is None:
+        raise ValueError(
+            f"this state_dict has no 'thinwire' entry, so it is not from {optimizer}: give the state of another "
+            f"optimizer to that optimizer, and start {optimizer} fresh from the model's weights"
+        )
+    if saved.get("format") != _FORMAT:
+        raise ValueError(
+            f"this state_dict has format {saved.get('format')}, this thinwire reads format {_FORMAT}: save it again "
+            "with the thinwire that wrote it as the engine's checkpoint"
+        )
+    for index, entry in state_dict["state"].items():
+        given = tuple(entry["exp_avg"].shape) if "exp_avg" in entry else "no state"
+        wanted = tuple(home.parameters[index].shape) if index < len(home.parameters) else "no such parameter"
+        if given != wanted:
+            raise ValueError(
+                f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}. Build the same model"
+            )
+    same_place = (saved["rank"], saved["size"]) == (home.comm.rank, home.comm.size)
+    if saved["home"] == home.kind and (same_place or home.kind == "replicated"):
+        return OneRankState(state_dict)
+    if saved["size"] == home.comm.size:
+        return _Gathered(home.comm, state_dict)
+    if saved["home"] == "replicated":
+        return OneRankState(state_dict)
+    raise ValueError(
+        f"this state_dict holds the slices of rank {saved['rank']} of {saved['size']}, and this job has "
+        f"{home.comm.size} ranks: save with the engine's save_checkpoint(), which any number of ranks can load"
+    )
+
+
+class OneRankState:
+    """What one rank saved, read by a rank of any job."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self._saved = state_dict["thinwire"]
+        self._state: Mapping[int, Mapping[str, Tensor]] = state_dict["state"]
+        self._number_of = {name: number for number, name in enumerate(self.counters().get("names", ()))}
+        slices = [Piece(*one) for one in self._saved["slices"]]
+        self._beside = OwnPieces(self.world_size, self.counters(), slices, self._saved["rank_tensors"])
+
+    @property
+    def world_size(self) -> int:
+        """See PieceSource."""
+        return int(self._saved["size"])
+
+    @property
+    def rank(self) -> int:
+        """Who saved it."""
+        return int(self._saved["rank"])
+
+    def counters(self) -> dict[str, Any]:
+        """See PieceSource."""
+        counters: dict[str, Any] = self._saved["counters"]
+        return counters
+
+    def kinds(self) -> set[str]:
+        """See PieceSource."""
+        return self._beside.kinds() | {kind for entry in self._state.values() for kind in entry}
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """See PieceSource."""
+        entry = self._state.get(self._number_of.get(name, -1), {})
+        if kind in entry:
+            return entry[kind].reshape(-1)[start : start + numel].cpu()
+        return self._beside.read(kind, name, start, numel)
+
+    def read_rank(self, key: str, rank: int) -> Tensor:
+        """See PieceSource."""
+        if rank != self.rank:
+            raise KeyError(f"{key} of rank {rank} is not in the state of rank {self.rank}")
+        kind, _, name = key.partition(".")
+        entry = self._state.get(self._number_of.get(name, -1), {})
+        return entry[kind].reshape(-1).cpu() if kind in entry else self._beside.read_rank(key, rank)
+
+
+class _Gathered(OneRankState):
+    """What every rank of this job gave, each its own file: whole, wherever state lay."""
+
+    def __init__(self, comm: Communicator, state_dict: Mapping[str, Any]) -> None:
+        super().__init__(state_dict)
+        saved = self._saved
+        everyone = _exchange(comm, {key: saved[key] for key in ("rank", "size", "slices", "rank_tensors")})
+        ranks = [one["rank"] for one in everyone]
+        if sorted(ranks) != list(range(comm.size)):
+            raise ValueError(
+                f"the ranks of this job were given the states of ranks {ranks}: every rank has to load the file that it "
+                "saved itself, as each holds other slices"
+            )
+        self._rank_tensors = {one["rank"]: one["rank_tensors"] for one in everyone}
+        self._slices: dict[tuple[str, str], list[Piece]] = {}
+        for one in everyone:
+            for piece in (Piece(*entry) for entry in one["slices"]):
+                self._slices.setdefault((piece.kind, piece.name), []).append(piece)
+
+    def kinds(self) -> set[str]:
+        """See PieceSource."""
+        return super().kinds() | {kind for kind, _ in self._slices}
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """See PieceSource."""
+        slices = sorted(self._slices.get((kind, name), []), key=lambda piece: piece.start)
+        if not slices:
+            return super().read(kind, name, start, numel)
+        whole = torch.cat([piece.tensor.cpu() for piece in slices])
+        first = start - slices[0].start
+        if first < 0 or first + numel > len(whole):
+            raise KeyError(f"elements {start} to {start + numel} of {kind} of {name} were not saved")
+        return whole[first : first + numel]
+
+    def read_rank(self, key: str, rank: int) -> Tensor:
+        """See PieceSource."""
+        tensors = self._rank_tensors[rank]
+        return tensors[key].cpu() if key in tensors else super().read_rank(key, rank)
+
+
+def _exchange(comm: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank gave, in rank order; plain values and tensors. Collective."""
+    file = io.BytesIO()
+    torch.save(mine, file)
+    raw = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    lengths = [int(length) for length in comm.all_gather_bytes(str(len(raw)).encode())]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(raw)] = raw
+    received = torch.empty(comm.size * len(padded), dtype=torch.uint8)
+    comm.all_gather(received, padded)
+    rows = received.view(comm.size, -1)
+    return [
+        torch.load(io.BytesIO(row[:length].numpy().tobytes()), weights_only=True)
+        for row, length in zip(rows, lengths, strict=True)
+    ]

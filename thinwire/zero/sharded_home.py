@@ -1,0 +1,191 @@
+"""What every home has in common whose parameters lie in flat buckets and whose master weights are sharded."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.zero.backward import BackwardWatcher
+from thinwire.zero.gradients import BucketGradients
+from thinwire.zero.home import Home, ring_bytes
+from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.sharded_parameters import ShardedParameters
+
+__all__ = ["NOT_FINITE", "ShardedHome", "Vote", "clip_coefficient"]
+
+NOT_FINITE = "a gradient was NaN or infinite"
+
+
+class Vote(NamedTuple):
+    """What the ranks find out together before a step is applied.
+
+    `finite`: the averaged gradient is. `norm`: of the averaged gradient, times the loss scale; NaN where nobody found
+    it out. `absent`: the parameters that had a gradient on no rank.
+    """
+
+    finite: bool
+    norm: float
+    absent: frozenset[int]
+
+
+class ShardedHome(Home):
+    """Buckets of `parameters`, watched during backward; a subclass says what is sent and what a step does."""
+
+    kind = "sharded"
+
+    def __init__(self, parameters: ShardedParameters) -> None:
+        self.comm = parameters.comm
+        self.uncompressed_step_bytes = ring_bytes(parameters.comm, parameters.order.parameters)
+        self._parameters = parameters
+        self._watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
+        self._watcher.watch(parameters.order.parameters)
+        self._vote: Vote | None = None  # of the step under way, once it is known
+        self._stand_in: Tensor | None = None  # a parameter with a gradient that only a GradScaler looks at
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """See Home."""
+        return self._parameters.order.parameters
+
+    @property
+    def bytes_sent(self) -> int:
+        """See Home."""
+        return self._parameters.exchange_comm.traffic.bytes_sent
+
+    # One step
+
+    @abstractmethod
+    def _find_vote(self) -> Vote:
+        """Find out what the ranks must know, once everything has arrived. Collective."""
+
+    def drop(self) -> None:
+        """See Home."""
+        self._watcher.drop()
+        self._end_vote()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See Home."""
+        return self._watcher.no_sync()
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """See Home."""
+        self._watcher.leave_out(parameters, self._parameters.exchange_comm)
+
+    def end_backward(self) -> None:
+        """See Home."""
+        self._watcher.end_backward()
+
+    def follow(self, gate: Callable[[], bool]) -> None:
+        """See Home."""
+        self._watcher.follow(gate)
+
+    def name(self, names: Mapping[int, str]) -> None:
+        """See Home."""
+        self._parameters.order.name(names)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        return self._parameters.sharding.stage < 2
+
+    def _finish(self) -> Vote:
+        """Bring all that is sent of this step to its end, and vote. Collective."""
+        if self._vote is None:
+            self._watcher.finish()
+            self._vote = self._find_vote()
+        return self._vote
+
+    def _begin_step(self) -> Vote:
+        """What `step` begins with; collective."""
+        self._parameters.order.check_none_unfrozen()
+        if self.scaled and not self._keeps_gradients:
+            raise RuntimeError(
+                "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the engine's "
+                "fp16 with its own loss scale, or bf16"
+            )
+        self._parameters.wait_for_weights()
+        return self._finish()
+
+    def _end_step(self) -> None:
+        """Forget the step; the next backward begins another."""
+        self._watcher.end_step()
+        self._end_vote()
+
+    def _end_vote(self) -> None:
+        self._vote = None
+        if self._stand_in is not None:
+            self._stand_in.grad = None
+            self._stand_in = None
+
+    def _on_whole(self) -> None:
+        """Let a GradScaler, if there is one, see in `.grad` whether any rank's gradients are not finite."""
+        if self.scaled is False or not self._keeps_gradients:
+            return
+        finite = self._finish().finite
+        held = [parameter for parameter in self.parameters if parameter.grad is not None and parameter.numel()]
+        if held and not finite:
+            gradient = held[0].grad
+            assert gradient is not None
+            gradient[(0,) * gradient.dim()] = math.inf
+        elif not held:
+            self._stand_in = min((one for one in self.parameters if one.numel()), key=Tensor.numel)
+            self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if finite else math.inf)
+
+    def _vote_on_averages(self, gradients: Sequence[BucketGradients]) -> Vote:
+        """The vote on gradients that were averaged exactly. Collective."""
+        parameters = self._parameters
+        missing = self._watcher.missing
+        whole = parameters.sharding.stage == 0
+        averages = [
+            bucket.shard_of(one.average) if whole else one.average
+            for bucket, one in zip(parameters.buckets, gradients, strict=True)
+            if one.filled
+        ]
+        norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
+        norms.append(torch.zeros((), device=parameters.device))  # where there are no others
+        square = torch.stack(norms).double().square().sum()
+        votes = torch.stack([square, torch.full_like(square, bool(missing))])
+        parameters.exchange_comm.all_reduce(votes)
+        total, anything_missing = votes.tolist()
+        absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        return Vote(math.isfinite(norm), norm, absent | self._watcher.left_out)
+
+    # Weights
+
+    def gather_during_forward(self, module: nn.Module) -> None:
+        """See Home."""
+        self._parameters.gather_during_forward(module)
+
+    def wait_for_weights(self) -> None:
+        """See Home."""
+        self._parameters.wait_for_weights()
+
+    # Checkpoints
+
+    def pieces(self) -> list[Piece]:
+        """See Home; weights and master weights."""
+        return self._parameters.pieces()
+
+    def load_weights(self, source: PieceSource) -> None:
+        """See Home."""
+        self._parameters.load_weights(source)
+
+    def close(self) -> None:
+        """See Home."""
+        self._parameters.exchange_comm.close()
+
+    @property
+    def _numel(self) -> int:
+        """Elements that are trained."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+
+def clip_coefficient(max_norm: float, norm: float) -> float:
+    """What a gradient of this norm is multiplied by: torch's clip_grad_norm_. `max_norm` 0 does not clip."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0

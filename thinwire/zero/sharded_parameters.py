@@ -1,0 +1,188 @@
+"""A model's parameters in flat buckets, their master weights divided among the ranks: what every sharded optimizer
+stands on, whatever it does with the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import raise_together
+from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
+from thinwire.zero.flat_bucket import FlatBucket
+from thinwire.zero.gradients import BucketGradients
+from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.parameter_order import Placement
+from thinwire.zero.prefetch import WeightGate
+from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
+from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_state import read_weight
+
+__all__ = ["ShardedParameters", "Sharding"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is laid out: see ShardedOptimizer for each of them.
+
+    `check` raises ValueError or TypeError for what cannot work.
+    """
+
+    stage: int = 1
+    param_dtype: torch.dtype | None = None
+    bucket_bytes: int = LARGEST_BUCKET_BYTES
+    block_size: int = 2048
+    max_norm: float = 0.0
+    offload: bool = False
+    pin_memory: bool = True
+
+    def check(self) -> None:
+        """See the class."""
+        if self.stage not in (0, 1, 2):
+            raise ValueError(
+                f"stage must be 0, 1 or 2, got {self.stage!r}: stage 3 shards the model itself, which "
+                "thinwire.initialize does with torch's fully_shard"
+            )
+        if self.param_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {self.param_dtype!r}")
+        if not self.bucket_bytes >= 4:
+            raise ValueError(f"bucket_bytes must be at least 4, one element, got {self.bucket_bytes}")
+        if not self.max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, which does not clip, got {self.max_norm}")
+        if isinstance(self.block_size, bool) or not self.block_size >= 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
+
+
+class ShardedParameters:
+    """Parameters as views of flat buckets, with this rank's master weights; the same on every rank but for these.
+
+    `comm`: of the caller. `exchange_comm`: a copy of it, for all that is sent. `order`: numbers, names and groups.
+
+    Raises ValueError or TypeError, on every rank, for parameters that cannot be sharded, or that differ between ranks;
+    `settings` are compared too.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        groups: Sequence[Mapping[str, Any]],
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        sharding: Sharding,
+        *,
+        optimizer: str,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.comm = comm
+        self.groups = groups
+        self.sharding = sharding
+        error: Exception | None = None
+        try:
+            self.order = Placement(groups, named_parameters)
+            check_parameters(self.order.parameters, optimizer)
+        except (ValueError, TypeError) as raised:
+            error = raised
+        raise_together(comm, error, "build its optimizer")
+        compared = {**asdict(sharding), "param_dtype": str(sharding.param_dtype), "names": self.names, **settings}
+        check_same_on_every_rank(comm, self.order.parameters, groups, compared)
+        broadcast_from_rank_0(comm, self.order.parameters)
+        self.exchange_comm = comm.duplicate()
+        self.buckets: list[FlatBucket] = []
+        self.masters: list[MasterWeights] = []
+        self._gate: WeightGate | None = None
+        self._gated: set[int] = set()
+        self._lay_out()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, by number."""
+        return self.order.names
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.buckets[0].flat.device
+
+    def averaging_gradients(self) -> list[BucketGradients]:
+        """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
+        return [BucketGradients(bucket, self.exchange_comm, self.sharding.stage) for bucket in self.buckets]
+
+    def group(self, number: int) -> Mapping[str, Any]:
+        """The parameter group that a parameter is in."""
+        return self.groups[self.order.group_of[number]]
+
+    def agree_on_absent(self, missing: Sequence[int]) -> frozenset[int]:
+        """The parameters that are `missing` on every rank. Collective."""
+        mask = bytearray(len(self.order.parameters))
+        for number in missing:
+            mask[number] = 1
+        of_rank = self.exchange_comm.all_gather_bytes(bytes(mask))
+        return frozenset(number for number in range(len(mask)) if all(other[number] for other in of_rank))
+
+    # New weights on their way
+
+    def gather_during_forward(self, module: nn.Module) -> None:
+        """See ShardedOptimizer.gather_during_forward."""
+        if self._gate is not None:
+            raise RuntimeError(
+                "gather_during_forward() was called before: pass it the one module that holds all others"
+            )
+        within = {id(parameter) for parameter in module.parameters()}
+        bucket_of = {id(parameter): bucket.index for bucket in self.buckets for parameter in bucket.parameters}
+        self._gated = {
+            bucket.index for bucket in self.buckets if all(id(parameter) in within for parameter in bucket.parameters)
+        }
+        self._gate = WeightGate(module, bucket_of)
+
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the last step's weights."""
+        if self._gate is not None:
+            self._gate.open()
+
+    def move_and_publish(self, buckets: Iterable[int], move: Callable[[int], None]) -> None:
+        """Call `move` with the number of each of `buckets`, which moves its master weights; give them to all ranks.
+
+        The buckets that forward uses first come last in backward: their weights leave first.
+        """
+        waits = []
+        for number in reversed(list(buckets)):
+            move(number)
+            waits.append((number, self.masters[number].publish()))
+        for number, wait in waits:
+            if self._gate is None or number not in self._gated:
+                wait()
+            else:
+                self._gate.close(number, wait)
+
+    # Checkpoints
+
+    def pieces(self) -> list[Piece]:
+        """Weights and master weights of this rank's shards."""
+        self.wait_for_weights()
+        return [piece for masters in self.masters for piece in masters.pieces(self.names)]
+
+    @torch.no_grad()
+    def load_weights(self, source: PieceSource) -> None:
+        """Take over the weights, whatever optimizer they were trained with. Raises KeyError for one not saved."""
+        self.wait_for_weights()
+        for bucket in self.buckets:
+            for slot in bucket.layout.slots:
+                values = read_weight(source, bucket.dtype, self.names[slot.parameter], 0, slot.numel)
+                view = bucket.view(bucket.flat, slot)
+                view.copy_(values.view(view.shape))
+        for masters in self.masters:
+            masters.load(source, self.names)
+
+    def _lay_out(self) -> None:
+        sharding, whole = self.sharding, self.sharding.stage == 0
+        layouts = self.order.partition(self.comm.size, sharding.block_size, sharding.bucket_bytes, sharding.param_dtype)
+        for index, (layout, dtype) in enumerate(layouts):
+            keep = None if dtype == torch.float32 else "whole" if whole else "shard"
+            bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
+            self.buckets.append(bucket)
+            self.masters.append(
+                MasterWeights(bucket, whole=whole, offload=sharding.offload, pin_memory=sharding.pin_memory)
+            )

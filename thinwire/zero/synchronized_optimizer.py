@@ -1,0 +1,331 @@
+"""The one surface of every optimizer that synchronises by itself, whatever its algorithm and wherever its state lives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.comm import Communicator
+from thinwire.zero.ddp import leave_gradients_alone
+from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult
+from thinwire.zero.rank_state import pack_rank_state, rank_state_source
+from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_state import check_same_optimizer, counters_of, take_over_settings
+
+__all__ = ["SynchronizedOptimizer"]
+
+
+class SynchronizedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose gradients leave during `backward()`, and whose `step()` is the same on every rank.
+
+    A subclass makes its home, `_home`, and calls `_move_in`. `comm`: the ranks. `max_norm`: the averaged gradient's
+    2-norm is clipped to it; 0 does not clip. `last_step`: what became of the last step. `skipped_steps`: steps skipped
+    because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
+    own dtype would have sent for the same steps.
+    """
+
+    # GradScaler then passes its scale in and leaves the unscaling to step().
+    _step_supports_amp_scaling = True
+
+    comm: Communicator
+    max_norm: float
+    _home: Home
+
+    def _move_in(self, home: Home) -> None:
+        """Begin at step 0 in `home`."""
+        self._home = home
+        self.last_step: StepResult = NOT_STEPPED
+        self.skipped_steps = 0
+        self.bytes_uncompressed = 0
+        self._bytes_before_resume = 0
+        self._in_training = True
+
+    # What it reports
+
+    @property
+    def steps(self) -> int:
+        """Steps applied."""
+        return self._home.steps
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step after which the first parameters' steps were compressed; None before, and where none ever are."""
+        return self._home.frozen_at
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether all ranks hold the same weights: always, but between the syncs of algorithms with local steps."""
+        return self._home.in_sync
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to synchronise steps, headers, scales and padding included."""
+        return self._bytes_before_resume + self._home.bytes_sent
+
+    @property
+    def bytes_sent_between_nodes(self) -> int:
+        """The part of them that left this rank's node, since this object was made."""
+        return self._home.bytes_sent_between_nodes
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are times; set it before backward(). A GradScaler sets it by itself."""
+        return self._home.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._home.loss_scale = scale
+
+    def model_state_bytes(self) -> dict[str, float]:
+        """Bytes that this rank should hold of weights, master weights, gradients, residuals and optimizer state."""
+        return self._home.model_state_bytes()
+
+    # What a training loop calls
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply this step's synchronised gradients, or skip it on every rank; see `last_step`. Collective.
+
+        Raises RuntimeError where gradients were changed after backward() or after `eval()`, ValueError where a
+        parameter has a gradient on some ranks only and the algorithm needs it on all, and CommunicationError where a
+        rank failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._in_training:
+            raise RuntimeError("step() was called after eval(): call optimizer.train() first")
+        self._take_scale()
+        self.last_step = self._home.step()
+        if self.last_step.applied:
+            self.bytes_uncompressed += self._home.uncompressed_step_bytes
+        elif "NaN" in self.last_step.reason:
+            self.bytes_uncompressed += self._home.uncompressed_step_bytes
+            self._skip()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients. Between backward() and step() this drops the step: do it on every rank or none."""
+        self._home.drop()
+        super().zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradient accumulation: backwards inside only add up; the first one outside sends the sum."""
+        with self._home.no_sync():
+            yield
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Promise, before a synchronised backward, that no rank's reaches these: `drop.dropped_parameters()`.
+
+        Buckets of nothing else are not sent; other buckets do not wait for them. Left out of a whole step the
+        parameters are left alone until compression begins; after it their gradients count as zero. Collective. Raises
+        ValueError, on every rank, where ranks leave out different parameters or one has a gradient already, and
+        RuntimeError where the algorithm takes steps of which nobody hears.
+        """
+        self._home.leave_out(parameters)
+
+    def end_backward(self) -> None:
+        """Send what a backward has left unsent, once it is over. Collective; `step` does it where nobody did."""
+        self._home.end_backward()
+
+    def attach(self, model: nn.Module) -> Self:
+        """Take the names of parameters from `model`, for error messages; returns the optimizer.
+
+        From a DistributedDataParallel it also takes gradient synchronisation over: DDP's all-reduce is replaced by
+        nothing, and its `no_sync()` is obeyed. Call before the first backward. Raises ValueError where the model has
+        trainable parameters that this optimizer does not hold.
+        """
+        ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        foreign = sum(id(parameter) not in ours for parameter in trainable)
+        if foreign:
+            raise ValueError(
+                f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so nobody "
+                f"would synchronise them: pass all of model.parameters() to {type(self).__name__}"
+            )
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self._home.name({id(parameter): name for name, parameter in inner.named_parameters()})
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, leave_gradients_alone)
+            self._home.follow(lambda: bool(model.require_backward_grad_sync))
+        return self
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank alike; they warm up and freeze on their own. Raises RuntimeError where state is
+        sharded: buckets are laid out once."""
+        moved_in = hasattr(self, "_home")
+        if moved_in and not self._home.elastic:
+            self._home.add_parameters()
+        super().add_param_group(param_group)
+        if moved_in:
+            try:
+                self._home.add_parameters()
+            except (ValueError, TypeError):
+                self.param_groups.pop()
+                raise
+
+    def train(self) -> None:
+        """Show this rank's own weights in the parameters again, after `eval`."""
+        self._in_training = True
+        self._home.show_own_weights(True)
+
+    def eval(self) -> None:
+        """Show the weights that all ranks have in common, where ranks' own differ between syncs: for evaluation.
+
+        Nothing is sent. Call `train` before the next forward of training.
+        """
+        self._in_training = False
+        self._home.show_own_weights(False)
+
+    @torch.no_grad()
+    def synchronize_weights(self) -> None:
+        """Meet the other ranks now, so that all hold the same weights: before a checkpoint of the model, or any change
+        of weights. Collective, unless the ranks are in sync already: call it at the same step on every rank.
+
+        Where the algorithm takes local steps this is a sync between two steps: training goes on from there, not bit
+        for bit as without. Raises RuntimeError between backward() and step().
+        """
+        self._home.synchronize_weights()
+
+    def gather_during_forward(self, module: nn.Module) -> None:
+        """Let `step` return while new weights are on their way, and wait for each when it is read.
+
+        Read through `module`'s attributes, `parameters()` or `state_dict()` they are always the new ones; before
+        reading parameters that were kept from before, `param_groups` among them, call `wait_for_weights`. Parameters
+        outside of `module` are there when `step` returns. Raises RuntimeError at a second call.
+        """
+        self._home.gather_during_forward(module)
+
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the last step's weights."""
+        self._home.wait_for_weights()
+
+    def close(self) -> None:
+        """Release the communicators, on every rank; the optimizer cannot step afterwards."""
+        self._home.wait_for_weights()
+        self._home.close()
+
+    # Checkpoints
+
+    def pieces(self) -> list[Piece]:
+        """What this rank contributes of weights, master weights and state; the ranks' union holds everything once."""
+        return self._home.pieces()
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """What belongs to this rank alone: error-feedback residuals above all."""
+        traffic = torch.tensor([self.bytes_sent, self.bytes_uncompressed], dtype=torch.int64)
+        return {**self._home.rank_tensors(), TRAFFIC: traffic}
+
+    def counters(self) -> dict[str, Any]:
+        """Settings and where the run is, as plain values: the same on every rank."""
+        return {
+            **counters_of(self._saved_name, self.param_groups),
+            **self._home.counters(),
+            "skipped_steps": self.skipped_steps,
+        }
+
+    @torch.no_grad()
+    def load(self, source: PieceSource) -> None:
+        """Take over what `pieces`, `rank_tensors` and `counters` gave, of any stage and number of ranks. Collective.
+
+        Where the number of ranks differs, every rank's residual becomes the mean of the saved ones, which is all that
+        the average over ranks depends on.
+
+        Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
+        """
+        saved = source.counters()
+        check_same_optimizer(saved, self._saved_name, self.param_groups)
+        self.zero_grad()
+        self._home.load(source)
+        take_over_settings(saved, self.param_groups)
+        self.skipped_steps = saved.get("skipped_steps", 0)
+        if source.world_size == self.comm.size:
+            self._take_over_traffic(source)
+
+    @torch.no_grad()
+    def load_weights(self, source: PieceSource) -> None:
+        """Take over the weights alone, whatever optimizer they were trained with; its own state stays as it is.
+
+        Raises KeyError where a parameter was not saved.
+        """
+        self.zero_grad()
+        self._home.load_weights(source)
+
+    def reset_state(self) -> None:
+        """Forget moments, residuals and step counts: the optimizer is as new, the weights and settings stay."""
+        self.zero_grad()
+        self._home.reset_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, error-feedback residuals included: every rank saves its own.
+
+        Beside torch's `param_groups` there is `thinwire`, with the counters, what belongs to this rank alone and, where
+        state is sharded, this rank's slices of it. Where every rank holds all of the state, torch's `state` has it.
+        """
+        packed = super().state_dict()
+        packed["thinwire"] = pack_rank_state(self._home, self.counters(), self.rank_tensors())
+        packed["state"] = self._home.torch_state()
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank; training then goes on bit for bit. Collective.
+
+        From another stage, every rank gives its own file. With another number of ranks than saved it takes the state of
+        a rank that held all of it; residuals then start again from zero, with a warning. Raises ValueError where the
+        state is another optimizer's or model's.
+        """
+        self.load(rank_state_source(self._home, state_dict, type(self).__name__))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it holds communicators, and its state may lie on all "
+            "ranks. Save with state_dict() on every rank, or with the engine's save_checkpoint()"
+        )
+
+    # Parts
+
+    @property
+    def _saved_name(self) -> str:
+        """The optimizer's name in checkpoints."""
+        return type(self).__name__
+
+    def _take_scale(self) -> None:
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        self._home.scaled = grad_scale is not None
+        if grad_scale is None:
+            if getattr(self, "found_inf", None) is not None:
+                raise RuntimeError(
+                    "GradScaler.unscale_() was called on this optimizer, but its gradients left, scaled, during "
+                    "backward(): delete the call; step() unscales, and max_norm= clips"
+                )
+            return
+        self.loss_scale = float(grad_scale)
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        # With a loss scale overflows are how it is found: nothing to warn of.
+        if self.loss_scale == 1.0 and self.comm.rank == 0:
+            warnings.warn(
+                f"step {self.steps + 1} was skipped on every rank: {self.last_step.reason}. Weights, momentum and "
+                "residuals are as before the step",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _take_over_traffic(self, source: PieceSource) -> None:
+        sent, uncompressed = source.read_rank(TRAFFIC, self.comm.rank).tolist()
+        self._bytes_before_resume += sent - self.bytes_sent
+        self.bytes_uncompressed = uncompressed
