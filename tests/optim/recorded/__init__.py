@@ -1,0 +1,1 @@
+"""The bits that every optimizer gave once, and what replays them: see record.py."""
