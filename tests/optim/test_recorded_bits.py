@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.optim.recorded.forms import FORMS, Form, representative
-from tests.optim.recorded.record import BITS, as_json, differences, environment
+from tests.optim.recorded.record import BITS, as_json, differences, environment, expected
 from tests.optim.recorded.training import run
 
 RECORDED = json.loads(BITS.read_text())
@@ -25,11 +25,17 @@ def test_every_form_is_recorded_once() -> None:
     assert set(names) == set(RECORDED["forms"])
 
 
+def test_every_change_is_one_and_says_why() -> None:
+    for name, changed in RECORDED["changed"].items():
+        assert changed["because"]
+        assert differences(RECORDED["forms"][name], changed), f"{name} gives what it gave"
+
+
 @same_cpu
 @pytest.mark.parametrize("form", [pytest.param(form, id=form.name) for form in FORMS if representative(form)])
 def test_the_bits_are_those_recorded(form: Form) -> None:
     recorded = {key: RECORDED[key] for key in environment()}
-    assert not differences(RECORDED["forms"][form.name], as_json(run(form))), (
+    assert not differences(expected(RECORDED, form.name), as_json(run(form))), (
         f"recorded from commit {RECORDED['commit']} with {recorded}, here {environment()}"
     )
 
@@ -39,5 +45,5 @@ def test_other_weights_have_other_bits() -> None:
     """The comparison sees a learning rate that differs in its last place."""
     form = Form("OneBitAdam", stage=0)
     other = Form("OneBitAdam", stage=0, options={"lr": 0.01 * (1 + 2**-20)})
-    found = differences(RECORDED["forms"][form.name], as_json(run(other)))
+    found = differences(expected(RECORDED, form.name), as_json(run(other)))
     assert [difference.split()[0] for difference in found] == ["weights", "losses"]

@@ -12,10 +12,13 @@ __all__ = ["FORMS", "FREEZE_STEP", "Form", "representative"]
 
 FREEZE_STEP = 60
 
-Event = Literal["absent", "left out", "late", "overflow", "masked", "meets"]
-"""absent: two parameters get no gradient on any rank in some steps. left out: the same, announced with `leave_out`.
+Event = Literal["absent", "left out", "late", "overflow", "scaled", "masked", "added", "meets"]
+"""What happens on the way.
+
+absent: two parameters get no gradient on any rank in some steps. left out: the same, announced with `leave_out`.
 late: some elements' gradient is zero until the variance has been frozen. overflow: one rank's gradient is not finite in
-some steps. masked: a group holds `exp_avg_mask`. meets: the weights are synchronised between two steps."""
+some steps. scaled: the loss is, by a factor that changes. masked: a group holds `exp_avg_mask`. added: a group comes
+later. meets: the weights are synchronised between two steps."""
 
 _BUCKETS = {"block_size": 64, "bucket_bytes": 2048}
 _SCHEDULE = {"var_freeze_step": FREEZE_STEP, "var_update_scaler": 8, "local_step_scaler": 20, "local_step_clipper": 4}
@@ -54,7 +57,6 @@ _REPLICATED_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "momentum": {"compress": "momentum"},
         "no bias correction": {"bias_correction": False},
         "bounds": {"max_coeff": 0.5, "min_coeff": 0.05, "coeff_beta": 0.75, "factor_threshold": 0.02},
-        "auto": _AUTO,
     },
     "ZeroOneAdam": {
         "momentum": {"compress": "momentum"},
@@ -70,13 +72,13 @@ _REPLICATED_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 class Form:
     """One run of 200 steps. `optimizer`: a class of thinwire, or of torch.optim inside a ShardedOptimizer.
 
-    `resumed`: saved after step 130, and loaded into a new model and optimizer. `backwards`: to each step, all but the
-    last inside `no_sync`. `options`: beside the usual ones. `variant`: what is unusual, in words.
+    `resumed`: saved after step 130, and loaded into a new model and optimizer. `variant`: what is unusual, in words.
+    `options`: beside the usual ones. `backwards`: of each step, all but the last inside `no_sync`.
     """
 
     optimizer: str
     stage: int
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     ranks: int = 2
     resumed: bool = False
     variant: str = ""
@@ -117,6 +119,9 @@ def _variants() -> Iterator[Form]:
     for optimizer in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"):
         for dtype, resumed in (("fp32", False), ("bf16", True)):
             yield Form(optimizer, 0, dtype, 4, resumed, "two nodes", {"nodes": [0, 0, 1, 1]})
+            yield Form(optimizer, 0, dtype, 2, resumed, "added", events=frozenset({"added"}))
+        for stage in _STAGES[optimizer]:
+            yield Form(optimizer, stage, "fp16", variant="scaled", events=frozenset({"scaled"}))
     for optimizer, stages in _STAGES.items():
         for stage in stages:
             for event in _EVENTS[optimizer]:
@@ -128,6 +133,9 @@ def _variants() -> Iterator[Form]:
                     yield Form(optimizer, stage, dtype, 2, resumed, "clipped", {"max_norm": 18.0})
     for stage in (1, 2):
         yield Form("OneBitAdam", stage, variant="auto", options=_AUTO)
+    for stage in (0, 1):
+        yield Form("OneBitLamb", stage, variant="auto", options=_AUTO)
+        yield Form("OneBitLamb", stage, resumed=True, variant="auto", options=_AUTO)
     reversible = {"reversible": True}
     yield Form("OneBitAdam", 1, "bf16", 2, False, "reversible", reversible, frozenset({"overflow"}))
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy
@@ -32,11 +33,13 @@ _SHAPES = ((37, 11), (0,), (), (1031,), (29,), (13, 7), (257,), (5, 3, 17))
 """Odd sizes, an empty one, a scalar, and one larger than a bucket."""
 
 _SIZES = [math.prod(shape) for shape in _SHAPES]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = 3
 _ABSENT = (4, 5)  # parameters
 _LATE = 6  # parameter
 _OVERFLOWS = (40, 90, 91, 133)
+_ADDED = 7  # parameter
+_ADDED_AT = 30
 _MET_AT = 151
 
 
@@ -64,7 +67,7 @@ class _Trace:
 def run(form: Form) -> Outcome:
     """Train as `form` says; the same on every machine with one kind of vector registers."""
     traces = [_Trace() for _ in range(form.ranks)]
-    with warnings.catch_warnings():
+    with _one_core(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # steps that overflow say so
         if form.resumed:
             saved = threads.run(lambda comm: _train(form, comm, traces[comm.rank], 0, _SAVED_AT), form.ranks)
@@ -82,42 +85,98 @@ def run(form: Form) -> Outcome:
 def _train(form: Form, comm: Communicator, trace: _Trace, first: int, last: int, saved: list[Any] | None = None) -> Any:
     """Take the steps from `first` to `last`, after loading what was `saved`; what this rank saves at the end."""
     model = _Model(_DTYPES[form.dtype], salt=1 if saved is None else 2)
-    groups = _groups(form, list(model.values))
-    rates = [group["lr"] for group in groups]
-    optimizer = api.build(form, model, groups, comm)
+    rank = _Rank(form, model, api.build(form, model, _groups(form, list(model.values)), comm))
     if saved is not None:
-        api.load_ranks(form, model, optimizer, saved)
+        if "added" in form.events:
+            rank.add_group()
+        api.load_ranks(form, model, rank.optimizer, saved)
     for step in range(first, last):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * min(1.0, 1.1875 - step / 256)
-        trace.losses.append(_step(form, model, optimizer, step))
+        trace.losses.append(rank.step(step))
         if step + 1 in _HASHED:
             trace.weights[step + 1] = model.as_bytes()
-    trace.bytes_sent = optimizer.bytes_sent
-    trace.frozen_at = api.frozen_at(optimizer)
-    return api.save_rank(form, model, optimizer) if last < STEPS else None
+    trace.bytes_sent = rank.optimizer.bytes_sent
+    trace.frozen_at = api.frozen_at(rank.optimizer)
+    return api.save_rank(form, model, rank.optimizer) if last < STEPS else None
 
 
-def _step(form: Form, model: _Model, optimizer: Any, step: int) -> float:
-    """One step of this rank; its loss."""
-    rank = optimizer.comm.rank
-    left_alone = frozenset[int]()
-    if form.events & {"absent", "left out"} and step % 7 == 3:
-        left_alone = frozenset(_ABSENT)
-    if "meets" in form.events and step == _MET_AT:
-        optimizer.synchronize_weights()
-    optimizer.zero_grad()
-    if "left out" in form.events and left_alone:
-        optimizer.leave_out([model.values[number] for number in left_alone])
-    overflows = "overflow" in form.events and rank == 1 and step in _OVERFLOWS
-    late = "late" in form.events and step < FREEZE_STEP + 10
-    losses = []
-    for backward in range(form.backwards):
-        with optimizer.no_sync() if backward < form.backwards - 1 else nullcontext():
-            batch = step * form.backwards + backward
-            losses.append(model.backward(rank, batch, left_alone, late=late, overflows=overflows))
-    optimizer.step()
-    return math.fsum(losses)
+class _Rank:
+    """One rank of a form's run."""
+
+    def __init__(self, form: Form, model: _Model, optimizer: Any) -> None:
+        self.form = form
+        self.model = model
+        self.optimizer = optimizer
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._scaler: torch.amp.GradScaler | None = None
+        if "scaled" in form.events and not form.stage:
+            self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=11)
+
+    def add_group(self) -> None:
+        """Let the parameter come in that was not there at first."""
+        rate = self.form.all_options["lr"]
+        self.optimizer.add_param_group({"params": [self.model.values[_ADDED]], "lr": rate, "weight_decay": 0.0})
+        self._rates.append(rate)
+
+    def step(self, step: int) -> float:
+        """One step of this rank; its loss."""
+        events, optimizer = self.form.events, self.optimizer
+        if "added" in events and step == _ADDED_AT:
+            self.add_group()
+        if "meets" in events and step == _MET_AT:
+            optimizer.synchronize_weights()
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * min(1.0, 1.1875 - step / 256)
+        optimizer.zero_grad()
+        left_alone = self._left_alone(step)
+        if "left out" in events and left_alone:
+            optimizer.leave_out([self.model.values[number] for number in left_alone])
+        losses = []
+        for backward in range(self.form.backwards):
+            batch = _Batch(optimizer.comm.rank, step * self.form.backwards + backward)
+            late = "late" in events and step < FREEZE_STEP + 10
+            terms = self.model.terms(batch, left_alone, late)
+            with optimizer.no_sync() if backward < self.form.backwards - 1 else nullcontext():
+                (torch.stack([term.sum() for term in terms]).sum() * self._loss_factor(step)).backward()
+            # torch adds up in an order of its own: exactly, then.
+            losses += [value for term in terms for value in term.detach().reshape(-1).tolist()]
+        if self._scaler is None:
+            optimizer.step()
+        else:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+        return math.fsum(losses)
+
+    def _left_alone(self, step: int) -> frozenset[int]:
+        """Numbers of the parameters that get no gradient in this step."""
+        if "added" in self.form.events and step < _ADDED_AT:
+            return frozenset({_ADDED})
+        return frozenset(_ABSENT) if self.form.events & {"absent", "left out"} and step % 7 == 3 else frozenset()
+
+    def _loss_factor(self, step: int) -> float | Tensor:
+        """What the loss is multiplied by."""
+        if "overflow" in self.form.events and self.optimizer.comm.rank == 1 and step in _OVERFLOWS:
+            return math.inf
+        if self._scaler is not None:
+            return self._scaler.scale(torch.ones(()))
+        if "scaled" in self.form.events:
+            # The last one overflows fp16, on all ranks.
+            self.optimizer.loss_scale = 2.0 ** (17 if step in _OVERFLOWS else 10 + step // 40)
+            return self.optimizer.loss_scale
+        return 1.0
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Ranks hand the interpreter to each other at every collective: on one core that takes half the time."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 class _Model(nn.Module):
@@ -129,35 +188,32 @@ class _Model(nn.Module):
         values = [part.view(shape).to(dtype) for part, shape in zip(first.split(_SIZES), _SHAPES, strict=True)]
         self.values = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
 
-    def backward(self, rank: int, batch: int, left_alone: frozenset[int], *, late: bool, overflows: bool) -> float:
-        """Add the gradients of c · (√(1 + (w - t)²) - 1), summed over the parameters but those `left_alone`."""
-        coefficients, targets = _batch(rank, batch)
+    def terms(self, batch: _Batch, left_alone: frozenset[int], late: bool) -> list[Tensor]:
+        """c · (√(1 + (w - t)²) - 1), whose sum is the loss, for every parameter but those `left_alone`."""
         terms = []
         for number, value in enumerate(self.values):
             if number not in left_alone:
-                distance = value.float() - targets[number]
-                term = coefficients[number] * ((1 + distance * distance).sqrt() - 1)
+                distance = value.float() - batch.targets[number]
+                term = batch.coefficients[number] * ((1 + distance * distance).sqrt() - 1)
                 terms.append(term[::3] if late and number == _LATE else term)
-        total = torch.stack([term.sum() for term in terms]).sum()
-        (total * math.inf if overflows else total).backward()
-        # torch adds up in an order of its own: exactly, then.
-        return math.fsum(float(value) for term in terms for value in term.detach().reshape(-1).tolist())
+        return terms
 
     def as_bytes(self) -> bytes:
         return b"".join(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for value in self.values)
 
 
-@lru_cache(maxsize=2048)
-def _batch(rank: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
+class _Batch:
     """Coefficients from 1/4 to 2, and targets: common ones in [-1, 1), moved by up to 1/2 for this rank and batch."""
-    mine = _hashed(1000 + 7919 * rank + 104729 * batch)
-    coefficients = torch.from_numpy((mine % 8 + 1).astype(numpy.float32) / 4)
-    common = (_hashed(3) % 256).astype(numpy.float32) / 128 - 1
-    targets = torch.from_numpy(common + (mine // 8 % 64).astype(numpy.float32) / 64 - numpy.float32(0.5))
-    return (
-        [part.view(shape) for part, shape in zip(coefficients.split(_SIZES), _SHAPES, strict=True)],
-        [part.view(shape) for part, shape in zip(targets.split(_SIZES), _SHAPES, strict=True)],
-    )
+
+    def __init__(self, rank: int, batch: int) -> None:
+        mine = _hashed(1000 + 7919 * rank + 104729 * batch)
+        coefficients = (mine % 8 + 1).astype(numpy.float32) / 4
+        common = (_hashed(3) % 256).astype(numpy.float32) / 128 - 1
+        targets = common + (mine // 8 % 64).astype(numpy.float32) / 64 - numpy.float32(0.5)
+        self.coefficients, self.targets = (
+            [part.view(shape) for part, shape in zip(torch.from_numpy(flat).split(_SIZES), _SHAPES, strict=True)]
+            for flat in (coefficients, targets)
+        )
 
 
 def _hashed(salt: int) -> numpy.ndarray:
@@ -172,16 +228,16 @@ def _hashed(salt: int) -> numpy.ndarray:
 def _groups(form: Form, parameters: list[Tensor]) -> list[dict[str, Any]]:
     """Every other parameter in a group with half the learning rate and more decay; a masked one on its own."""
     rate = form.all_options["lr"]
-    alone = {_LARGEST} if "masked" in form.events else set[int]()
+    apart = {_LARGEST} if "masked" in form.events else {_ADDED} if "added" in form.events else set()
     members = [
-        [parameter for number, parameter in enumerate(parameters) if number % 2 == odd and number not in alone]
+        [parameter for number, parameter in enumerate(parameters) if number % 2 == odd and number not in apart]
         for odd in (0, 1)
     ]
     groups = [
         {"params": members[0], "lr": rate, "weight_decay": 0.0078125},
         {"params": members[1], "lr": rate / 2, "weight_decay": 0.125},
     ]
-    if alone:
+    if "masked" in form.events:
         mask = torch.from_numpy((_hashed(5)[: _SIZES[_LARGEST]] % 4 != 0).astype(numpy.float32))
         groups.append({"params": [parameters[_LARGEST]], "lr": rate, "weight_decay": 0.0, "exp_avg_mask": mask})
     return groups
