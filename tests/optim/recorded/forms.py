@@ -126,9 +126,9 @@ def _variants() -> Iterator[Form]:
         for stage in stages:
             for event in _EVENTS[optimizer]:
                 yield Form(optimizer, stage, variant=event, events=frozenset({event}))
-            if stage:
+            if stage == 1:
                 yield Form(optimizer, stage, variant="16-bit replicas", options={"param_dtype": torch.bfloat16})
-            if optimizer in ("AdamW", "SGD") or (stage and optimizer != "ZeroOneAdam"):
+            if optimizer == "AdamW" or (stage and optimizer in ("OneBitAdam", "OneBitLamb")):
                 for dtype, resumed in (("fp32", False), ("bf16", True)):
                     yield Form(optimizer, stage, dtype, 2, resumed, "clipped", {"max_norm": 18.0})
     for stage in (1, 2):

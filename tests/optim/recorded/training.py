@@ -1,7 +1,8 @@
 """A model made by hand, and the run of one form on ranks that are threads.
 
 Every number on the way to a gradient is exact or one correctly rounded elementwise operation, so that neither the
-number of threads nor a matrix library decides a bit: coefficients and targets are small fractions from a hash.
+number of threads nor a matrix library decides a bit: coefficients and targets are small fractions from a hash. A sum
+over elements, which torch adds up in an order of its own, is nowhere among them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -45,8 +45,8 @@ _MET_AT = 151
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a form gave, over all ranks: digests of the weights after the steps of `_HASHED` and of every step's loss,
-    and bytes sent by each rank."""
+    """What a form gave, over all ranks: digests of the weights after the steps of `_HASHED` and of every element's loss
+    in every step, and bytes sent by each rank."""
 
     weights: dict[int, str]
     losses: str
@@ -59,7 +59,7 @@ class _Trace:
     """What one rank has seen."""
 
     weights: dict[int, bytes] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
+    losses: Any = field(default_factory=hashlib.sha256)
     bytes_sent: int = 0
     frozen_at: int | None = None
 
@@ -76,7 +76,7 @@ def run(form: Form) -> Outcome:
             threads.run(lambda comm: _train(form, comm, traces[comm.rank], 0, STEPS), form.ranks)
     return Outcome(
         weights={step: _digest(*(trace.weights[step] for trace in traces)) for step in _HASHED},
-        losses=_digest(*(struct.pack(f"<{len(trace.losses)}d", *trace.losses) for trace in traces)),
+        losses=_digest(*(trace.losses.digest() for trace in traces)),
         bytes_sent=[trace.bytes_sent for trace in traces],
         frozen_at=traces[0].frozen_at,
     )
@@ -91,7 +91,8 @@ def _train(form: Form, comm: Communicator, trace: _Trace, first: int, last: int,
             rank.add_group()
         api.load_ranks(form, model, rank.optimizer, saved)
     for step in range(first, last):
-        trace.losses.append(rank.step(step))
+        for losses in rank.step(step):
+            trace.losses.update(losses.numpy())
         if step + 1 in _HASHED:
             trace.weights[step + 1] = model.as_bytes()
     trace.bytes_sent = rank.optimizer.bytes_sent
@@ -117,8 +118,8 @@ class _Rank:
         self.optimizer.add_param_group({"params": [self.model.values[_ADDED]], "lr": rate, "weight_decay": 0.0})
         self._rates.append(rate)
 
-    def step(self, step: int) -> float:
-        """One step of this rank; its loss."""
+    def step(self, step: int) -> list[Tensor]:
+        """One step of this rank; the losses of its backwards."""
         events, optimizer = self.form.events, self.optimizer
         if "added" in events and step == _ADDED_AT:
             self.add_group()
@@ -134,17 +135,14 @@ class _Rank:
         for backward in range(self.form.backwards):
             batch = _Batch(optimizer.comm.rank, step * self.form.backwards + backward)
             late = "late" in events and step < FREEZE_STEP + 10
-            terms = self.model.terms(batch, left_alone, late)
             with optimizer.no_sync() if backward < self.form.backwards - 1 else nullcontext():
-                (torch.stack([term.sum() for term in terms]).sum() * self._loss_factor(step)).backward()
-            # torch adds up in an order of its own: exactly, then.
-            losses += [value for term in terms for value in term.detach().reshape(-1).tolist()]
+                losses.append(self.model.backward(batch, left_alone, late, self._loss_factor(step)))
         if self._scaler is None:
             optimizer.step()
         else:
             self._scaler.step(optimizer)
             self._scaler.update()
-        return math.fsum(losses)
+        return losses
 
     def _left_alone(self, step: int) -> frozenset[int]:
         """Numbers of the parameters that get no gradient in this step."""
@@ -188,15 +186,22 @@ class _Model(nn.Module):
         values = [part.view(shape).to(dtype) for part, shape in zip(first.split(_SIZES), _SHAPES, strict=True)]
         self.values = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
 
-    def terms(self, batch: _Batch, left_alone: frozenset[int], late: bool) -> list[Tensor]:
-        """c · (√(1 + (w - t)²) - 1), whose sum is the loss, for every parameter but those `left_alone`."""
-        terms = []
-        for number, value in enumerate(self.values):
-            if number not in left_alone:
-                distance = value.float() - batch.targets[number]
-                term = batch.coefficients[number] * ((1 + distance * distance).sqrt() - 1)
-                terms.append(term[::3] if late and number == _LATE else term)
-        return terms
+    def backward(self, batch: _Batch, left_alone: frozenset[int], late: bool, factor: float | Tensor) -> Tensor:
+        """Add the gradients of factor · c · (√(1 + (w - t)²) - 1) to all parameters but those `left_alone`; the loss of
+        each element, without the factor."""
+        distance = torch.cat([value.detach().float().reshape(-1) for value in self.values]) - batch.targets
+        root = (1 + distance * distance).sqrt()
+        gradients = (batch.coefficients * distance / root).split(_SIZES)
+        if late:
+            gradients[_LATE][1::3] = 0
+        # The gradient of w · g is g; as in a network, that of the last parameter comes first.
+        terms = [
+            (value.float() * gradient.view(value.shape)).sum()
+            for number, (value, gradient) in enumerate(zip(self.values, gradients, strict=True))
+            if number not in left_alone
+        ]
+        (torch.stack(terms).sum() * factor).backward()
+        return batch.coefficients * (root - 1)
 
     def as_bytes(self) -> bytes:
         return b"".join(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for value in self.values)
@@ -210,10 +215,7 @@ class _Batch:
         coefficients = (mine % 8 + 1).astype(numpy.float32) / 4
         common = (_hashed(3) % 256).astype(numpy.float32) / 128 - 1
         targets = common + (mine // 8 % 64).astype(numpy.float32) / 64 - numpy.float32(0.5)
-        self.coefficients, self.targets = (
-            [part.view(shape) for part, shape in zip(torch.from_numpy(flat).split(_SIZES), _SHAPES, strict=True)]
-            for flat in (coefficients, targets)
-        )
+        self.coefficients, self.targets = torch.from_numpy(coefficients), torch.from_numpy(targets)
 
 
 def _hashed(salt: int) -> numpy.ndarray:
