@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, Traffic
+from thinwire.zero.fsdp_traffic import count_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -78,8 +79,6 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    from thinwire.zero.fsdp_traffic import count_traffic
 
     for parameter in model.parameters():
         whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype

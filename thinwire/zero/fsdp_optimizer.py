@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator, Traffic
-from thinwire.zero import Piece, PieceSource, StepResult
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.master_weights import OptimizerClass
-from thinwire.zero.optimizer import STATE_IS_ON_ALL_RANKS
+from thinwire.zero.optimizer import STATE_IS_ON_ALL_RANKS, StepResult
+from thinwire.zero.saved_slices import Piece, PieceSource
 from thinwire.zero.saved_state import (
     check_same_optimizer,
     counters_of,

@@ -217,7 +217,7 @@ def test_schedules_that_work(kind: str, params: dict[str, Any], expected: dict[s
     assert section.params == expected
     groups = max((len(value) for value in expected.values() if isinstance(value, list)), default=1)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.5, momentum=0.9)
-    assert type(build_schedule(section, optimizer)).__name__ == kind
+    assert type(build_schedule(section.type, section.params, optimizer)).__name__ == kind
 
 
 @pytest.mark.parametrize(
