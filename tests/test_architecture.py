@@ -35,6 +35,8 @@ COMPILED = {"kernel", "helper", "triton.jit", "add_intrinsic"}
 # __init__.py that imports on first use, the modules of thinwire/ itself) and in these files only.
 LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
+    "engine/checkpoint/command_line.py": "--help needs no torch",
+    "plan/command_line.py": "--help needs no torch",
     "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
     "compress/kernels/rounding.py": "numba compiles on import, which plain torch does without",
     "sparse_attn/layouts/base.py": "matplotlib draws and is an extra",
@@ -91,7 +93,7 @@ def test_floors() -> None:
         if room is None and path.stem not in GROUND:
             continue
         for target in sorted(imports(path)):
-            other = (target.split(".") + [""])[1]
+            other = [*target.split("."), ""][1]
             if other != room and not is_below(other, room):
                 found[f"{relative(path)} imports {target}"] = ""
     compare("floors", found)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from thinwire.engine.data.batch_size import warn_of_another_size
 from thinwire.engine.errors import NonFiniteError
-from thinwire.engine.job import Parts
-from thinwire.engine.job_checkpoints import Checkpoints
-from thinwire.engine.job_reports import Reporter, StepSummary
+from thinwire.engine.job import Job
+from thinwire.engine.job_checkpoints import JobCheckpoints
+from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.monitoring.losses import StepLosses
 
 __all__ = ["Engine"]
@@ -51,27 +51,27 @@ class Engine:
     seen in them by all ranks, every micro-batch counted as a full one. `micro_steps`: calls of step().
     """
 
-    def __init__(self, parts: Parts, checkpoints: Checkpoints, reporter: Reporter) -> None:
-        self._module = parts.model
-        self.optimizer = parts.optimizer
-        self.lr_scheduler = parts.schedule
-        self.training_dataloader = parts.loader
-        self.settings = parts.config
-        self.comm = parts.comm
-        self.device = parts.device
+    def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
+        self._module = job.model
+        self.optimizer = job.optimizer
+        self.lr_scheduler = job.schedule
+        self.training_dataloader = job.loader
+        self.settings = job.config
+        self.comm = job.comm
+        self.device = job.device
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
         self.micro_steps = 0
         self._micro_in_step = 0  # of them since the last boundary
         self._grad_norm: float | None = None
-        self._precision = parts.precision
-        self._loss_scale = parts.loss_scale
-        self._recomputed = parts.recomputed
-        self._layer_drop = parts.layer_drop
+        self._precision = job.precision
+        self._loss_scale = job.loss_scale
+        self._recomputed = job.recomputed
+        self._layer_drop = job.layer_drop
         self._checkpoints = checkpoints
-        self._reporter = reporter
-        self._timers = reporter.timers
+        self._reports = reports
+        self._timers = reports.timers
         self._losses = StepLosses()
         self._inside_no_sync = False
         self._synchronized = False  # whether a backward outside of no_sync has run since the last step()
@@ -311,7 +311,7 @@ class Engine:
     def close(self) -> None:
         """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""
         self._checkpoints.close()
-        self._reporter.close()
+        self._reports.close()
         self.optimizer.close()
         if self._layer_drop is not None:
             self._layer_drop.remove()
@@ -335,7 +335,7 @@ class Engine:
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
         scale = self._loss_scale.value if self._loss_scale is not None else None
-        self._reporter.report(self._summary(scale), self._losses)
+        self._reports.report(self._summary(scale), self._losses)
         overflow = not outcome.applied and not math.isfinite(outcome.grad_norm)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from thinwire.engine.job import Parts
+from thinwire.engine.job import Job
 from thinwire.engine.monitoring.losses import StepLosses
 from thinwire.engine.monitoring.monitor import Monitor, log_folder
 from thinwire.engine.monitoring.timers import StepTimers, breakdown_line, progress_line
 from thinwire.zero.live_tensors import live_tensor_bytes
 from thinwire.zero.memory import MemoryReport, model_state_formula
 
-__all__ = ["Reporter", "StepSummary"]
+__all__ = ["JobReports", "StepSummary"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepSummary:
     loss_scale: float | None
 
 
-class Reporter:
+class JobReports:
     """Reports steps as the configuration asks; only then do the ranks average their losses. Construction is collective.
 
     Every `steps_per_print` steps rank 0 prints a line, and with it what `wall_clock_breakdown` and `memory_breakdown`
@@ -38,13 +38,13 @@ class Reporter:
     Raises, on every rank, OSError, ImportError or ValueError where logs cannot be written.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        config = parts.config
+    def __init__(self, job: Job) -> None:
+        config = job.config
         board, files = config.tensorboard, config.csv_monitor
-        self.timers = StepTimers(parts.device, enabled=config.wall_clock_breakdown)
-        self._parts = parts
+        self.timers = StepTimers(job.device, enabled=config.wall_clock_breakdown)
+        self._job = job
         self._monitor = Monitor(
-            parts.comm,
+            job.comm,
             tensorboard=log_folder(board.output_path, board.job_name) if board.enabled else None,
             csv=log_folder(files.output_path, files.job_name) if files.enabled else None,
         )
@@ -52,7 +52,7 @@ class Reporter:
 
     def report(self, summary: StepSummary, losses: StepLosses) -> None:
         """Print and write what is due after a step. Collective where something is."""
-        config, comm = self._parts.config, self._parts.comm
+        config, comm = self._job.config, self._job.comm
         self.timers.end_step(config.train_batch_size)
         every = config.steps_per_print
         due = every is not None and summary.step % every == 0
@@ -96,7 +96,7 @@ class Reporter:
         self._monitor.write(known)
 
     def _memory(self) -> MemoryReport:
-        optimizer, stage = self._parts.optimizer, self._parts.config.zero_optimization.stage
+        optimizer, stage = self._job.optimizer, self._job.config.zero_optimization.stage
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         kinds = {piece.kind for piece in optimizer.pieces()} - {"weight", "master"}
         frozen = getattr(optimizer, "frozen", False)
@@ -105,10 +105,10 @@ class Reporter:
             formula = model_state_formula(
                 stage,
                 sum(parameter.numel() for parameter in trained),
-                self._parts.comm.size,
-                dtype=self._parts.precision.dtype or trained[0].dtype,
+                self._job.comm.size,
+                dtype=self._job.precision.dtype or trained[0].dtype,
                 state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
                 frozen=frozen,
                 fresh_variance="exp_avg_sq_fresh" in kinds,
             )
-        return MemoryReport(live_tensor_bytes(self._parts.model, optimizer), formula)
+        return MemoryReport(live_tensor_bytes(self._job.model, optimizer), formula)

@@ -102,12 +102,12 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_began(
         snapshot = values.snapshot(comm.rank)
         snapshot = replace(
             snapshot,
-            pieces=[replace(piece, tensor=piece.tensor.clone()) for piece in snapshot.pieces],
+            slices=[replace(one, tensor=one.tensor.clone()) for one in snapshot.slices],
             shared=dict(snapshot.shared),
         )
         assert checkpoints.save("step-1", snapshot)
-        for piece in snapshot.pieces:
-            piece.tensor.fill_(7)
+        for one in snapshot.slices:
+            one.tensor.fill_(7)
         snapshot.shared["optimizer"] = {"seed": "changed"}
         comm.barrier()
         assert not (tmp_path / "step-1").exists()
@@ -239,7 +239,7 @@ MODEL = ModelDescription({"w": ((2, 3), torch.float32)})
         (Snapshot([Piece("scalar.step", "w", 0, FLAT)], MODEL), "there are 1"),
         (Snapshot([Piece("a/b", "w", 0, FLAT)], MODEL), "without '/'"),
         (Snapshot([Piece("", "w", 0, FLAT)], MODEL), "a kind is a word"),
-        (Snapshot([Piece("weight", "w", 0, FLAT)] * 2, MODEL), "2 pieces begin at 1 places"),
+        (Snapshot([Piece("weight", "w", 0, FLAT)] * 2, MODEL), "2 slices begin at 1 places"),
         (Snapshot([], MODEL, rank_tensors={"r": torch.zeros(2, dtype=torch.complex128)}), "'?r'? is complex128"),
         (Snapshot([], MODEL, shared={"a": FLAT}), "shared must hold what JSON can write"),
         (Snapshot([], MODEL, rank_values={"a": {1}}), "rank_values must hold what JSON can write"),
