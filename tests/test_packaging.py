@@ -1,4 +1,4 @@
-"""What a user installs: a pure-Python wheel with the CUDA sources inside, and optimizers that need torch and numpy only."""
+"""What a user installs: a pure-Python wheel with the CUDA sources inside; optimizers need torch and numpy only."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
 
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:
-    """(where it starts within the flattened parameter, this rank's shard as a flat view); for a whole one, all of it."""
+    """(where it begins within the flattened parameter, this rank's shard as a flat view); of a whole one, all."""
     if not _is_sharded(parameter):
         return 0, parameter.detach().reshape(-1)
     rows, ranks = parameter.shape[0], parameter.device_mesh.size()

@@ -162,9 +162,9 @@ def test_without_latest_the_newest_is_loaded(two: tuple[Path, Values, Values]) -
 
 def test_another_version_is_refused(two: tuple[Path, Values, Values]) -> None:
     manifest = two[0] / "step-2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version":1', '"version":2'))
+    manifest.write_text(manifest.read_text().replace('"version":2', '"version":3'))
     (warning,) = load(two[0], two[1])
-    assert "version 2" in warning
+    assert "version 3" in warning
 
 
 def test_a_manifest_of_another_save_is_refused(two: tuple[Path, Values, Values]) -> None:
