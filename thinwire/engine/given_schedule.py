@@ -8,7 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.optimizers import GivenOptimizer
+from thinwire.engine.recipe import GivenOptimizer
 from thinwire.engine.schedules import build_schedule
 
 __all__ = ["GivenSchedule", "check_schedule", "make_schedule"]

@@ -28,7 +28,8 @@ from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.model.precision import Precision, check_model
-from thinwire.engine.optimizers import EngineOptimizer, GivenOptimizer, Recipe, build_optimizer, find_recipe
+from thinwire.engine.optimizers import EngineOptimizer, build_optimizer
+from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
 from thinwire.sparse_attn import densify
 from thinwire.zero.rank_checks import broadcast_from_rank_0
