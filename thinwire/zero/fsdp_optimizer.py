@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator, Traffic
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.master_weights import OptimizerClass
+from thinwire.zero.memory import model_state_formula
 from thinwire.zero.optimizer import STATE_IS_ON_ALL_RANKS, StepResult
 from thinwire.zero.saved_slices import Piece, PieceSource
 from thinwire.zero.saved_state import (
@@ -100,6 +101,13 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """Bytes this rank has sent to gather parameters and to synchronise steps."""
         return self._traffic.bytes_sent + self._vote_comm.traffic.bytes_sent
 
+    def model_state_bytes(self) -> dict[str, float]:
+        """Bytes that this rank should hold of the model's state, by category: ZeRO's formula for stage 3."""
+        kinds = {one.kind for one in self.pieces()} - {"weight", "master"}
+        elements = sum(shard.parameter.numel() for shard in self._shards)
+        vectors = sum(not kind.startswith("scalar.") for kind in kinds)
+        return model_state_formula(3, elements, self.comm.size, dtype=self._dtype, state_bytes=4 * vectors)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside add up in the owners' shards."""
@@ -143,7 +151,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError(STATE_IS_ON_ALL_RANKS)
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds of weights, masters (where layers are gathered in 16 bits) and optimizer state."""
+        """What this rank holds of weights, master weights (where layers are gathered in 16 bits) and optimizer state."""
         pieces = []
         for shard in self._shards:
             if shard.values.numel() == 0:
