@@ -151,7 +151,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError(STATE_IS_ON_ALL_RANKS)
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds of weights, master weights (where layers are gathered in 16 bits) and optimizer state."""
+        """Weights, master weights (where layers are gathered in 16 bits) and optimizer state of this rank."""
         pieces = []
         for shard in self._shards:
             if shard.values.numel() == 0:
