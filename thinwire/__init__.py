@@ -4,16 +4,9 @@ ZeRO-sharded engine, with block-sparse attention and progressive layer drop. Sta
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from thinwire import comm, compress, optim, zero
-from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
-from thinwire.zero import ShardedOptimizer
-
-if TYPE_CHECKING:
-    from thinwire import engine, plan, pld, sparse_attn
-    from thinwire.engine import initialize
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "OneBitAdam",
@@ -35,11 +28,19 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> Any:
-    # Engine and plan need pydantic and safetensors, which a swap of the optimizer class does not.
-    if name in ("engine", "plan", "pld", "sparse_attn"):
-        return importlib.import_module(f"thinwire.{name}")
-    if name == "initialize":
-        return importlib.import_module("thinwire.engine").initialize
-    raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+# Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
+if TYPE_CHECKING:
+    from thinwire import comm, compress, engine, optim, plan, pld, sparse_attn, zero
+    from thinwire.engine import initialize
+    from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+    from thinwire.zero import ShardedOptimizer
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "": ("comm", "compress", "engine", "optim", "plan", "pld", "sparse_attn", "zero"),
+            "engine": ("initialize",),
+            "optim": ("OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
+            "zero": ("ShardedOptimizer",),
+        },
+    )

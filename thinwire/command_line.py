@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from thinwire.comm import CommunicationError
 from thinwire.engine.checkpoint import CheckpointError
-from thinwire.engine.checkpoint.command_line import UsageError, add_commands
+from thinwire.engine.checkpoint.command_line import add_commands
+from thinwire.engine.checkpoint.errors import UsageError
 from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
 from thinwire.plan.errors import PlanError
 

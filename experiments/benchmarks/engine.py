@@ -24,7 +24,7 @@ from experiments.common.errors import InputError
 from experiments.common.results import RESULTS, check_writable, read_json, write_json
 from experiments.tasks.sizes import SIZES
 from experiments.training import plotting
-from thinwire.comm.detect import detect
+from thinwire.comm import detect
 
 __all__ = ["StepTime", "main", "summarise"]
 

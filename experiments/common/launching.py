@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from experiments.common.errors import InputError, on_every_rank
 from experiments.common.machine import cores
 from thinwire import comm as communication
-from thinwire.comm.detect import detect
+from thinwire.comm import detect
 
 __all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Settings", "launch"]
 

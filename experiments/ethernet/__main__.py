@@ -28,8 +28,7 @@ from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASE
 from experiments.tasks.corpus import load
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import share_tokens
-from thinwire.comm import threads
-from thinwire.comm.detect import detect
+from thinwire.comm import detect, threads
 
 __all__ = ["main", "parse"]
 

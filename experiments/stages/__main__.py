@@ -24,7 +24,7 @@ from experiments.stages import plots as stage_plots
 from experiments.stages.findings import EXACT_ON, RESUME_ON, SAVE_ON, SHARDED_ON, SYSTEMS, find
 from experiments.stages.losses import Job, Run
 from experiments.tasks.corpus import load, standard_library_files
-from thinwire.comm.detect import detect
+from thinwire.comm import detect
 
 __all__ = ["main", "sharded_job", "small_job", "write_results"]
 

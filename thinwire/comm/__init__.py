@@ -5,19 +5,9 @@ Nothing above this floor knows which of them carries it, nor which launcher star
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from thinwire.comm import threads
-from thinwire.comm.communicator import Communicator
-from thinwire.comm.detect import Launch, detect
-from thinwire.comm.errors import CommunicationError, CommunicationTimeout
-from thinwire.comm.launch import init
-from thinwire.comm.torch_backend import TorchCommunicator
-from thinwire.comm.traffic import Traffic
-from thinwire.comm.work import Work
-
-if TYPE_CHECKING:
-    from thinwire.comm.mpi_backend import MPICommunicator
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "CommunicationError",
@@ -33,11 +23,29 @@ __all__ = [
     "threads",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Importing mpi4py starts MPI, which must not happen to those who never ask for it.
-    if name == "MPICommunicator":
-        from thinwire.comm.mpi_backend import MPICommunicator
-
-        return MPICommunicator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Above all, importing mpi4py starts MPI, which must not happen to those who never ask for it.
+if TYPE_CHECKING:
+    from thinwire.comm import threads
+    from thinwire.comm.communicator import Communicator
+    from thinwire.comm.errors import CommunicationError, CommunicationTimeout
+    from thinwire.comm.launch import init
+    from thinwire.comm.launchers import Launch, detect
+    from thinwire.comm.mpi_backend import MPICommunicator
+    from thinwire.comm.torch_backend import TorchCommunicator
+    from thinwire.comm.traffic import Traffic
+    from thinwire.comm.work import Work
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "": ("threads",),
+            "communicator": ("Communicator",),
+            "errors": ("CommunicationError", "CommunicationTimeout"),
+            "launch": ("init",),
+            "launchers": ("Launch", "detect"),
+            "mpi_backend": ("MPICommunicator",),
+            "torch_backend": ("TorchCommunicator",),
+            "traffic": ("Traffic",),
+            "work": ("Work",),
+        },
+    )

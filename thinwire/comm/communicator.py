@@ -5,9 +5,11 @@ Backends only start transfers of flat tensors; checks, byte counts, staging and 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ from thinwire.comm.traffic import Traffic, sent_bytes
 from thinwire.comm.work import Finishing, Pending, Work
 
 __all__ = ["Communicator"]
+
+_ALARM_INTERVAL = 0.5
+"""Seconds between two looks for the alarm of a rank that failed."""
 
 
 class Communicator(ABC):
@@ -236,12 +241,26 @@ class Communicator(ABC):
         with self._failures_of(call):
             pending = start(call)
         self.traffic.add(name, sent_bytes(name, nbytes, self.size))
-        work = Work(self, call, pending)
+        work = Work(pending, partial(self._wait, call))
         if async_op:
             self._leave_in_flight()
         else:
             work.wait()
         return work
+
+    def _wait(self, call: Call, pending: Pending, timeout: float | None) -> None:
+        """Wait for a transfer of ``call``, for ``timeout`` seconds or, with None, for the communicator's own."""
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        while True:
+            remaining = deadline - time.monotonic()
+            with self._failures_of(call):
+                if pending.wait(max(0.0, min(_ALARM_INTERVAL, remaining))):
+                    return
+            if remaining <= 0:
+                raise self._fail(call, timeout=limit)
+            if self._alarmed():
+                raise self._fail(call, cause="another rank reported a failure")
 
     def _make_group(self, name: str, members: list[int] | None) -> Communicator | None:
         """Make a group on its members; the other ranks only count it."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from thinwire.comm import threads
 from thinwire.comm.checks import check_timeout
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.detect import Launch, detect
+from thinwire.comm.launchers import Launch, detect
 from thinwire.comm.torch_backend import TorchCommunicator, group_timeout
 from thinwire.comm.torch_launch import init_process_group
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from thinwire.comm.detect import Launch, rendezvous
+from thinwire.comm.launchers import Launch, rendezvous
 from thinwire.comm.torch_backend import group_timeout
 
 __all__ = ["choose_backend", "init_process_group"]

@@ -1,24 +1,17 @@
 """Handles of collectives in flight: issue several, compute, wait for them later.
 
-A backend supplies a ``Pending``; ``Work`` adds the timeout, the alarm from other ranks, and good errors.
+A backend supplies a ``Pending``; the communicator that started it says how a ``Work`` waits for it: with a timeout, an
+ear for other ranks' alarms, and good errors.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from thinwire.comm.errors import CommunicationError
-from thinwire.comm.failure import Call
-
-if TYPE_CHECKING:
-    from thinwire.comm.communicator import Communicator
 
 __all__ = ["Finishing", "Pending", "Work"]
-
-_ALARM_INTERVAL = 0.5
-"""Seconds between two looks for the alarm of a rank that failed."""
 
 
 class Pending(Protocol):
@@ -53,10 +46,9 @@ class Finishing:
 class Work:
     """Handle of an asynchronous collective. Its tensors are valid, and may be touched, after ``wait``."""
 
-    def __init__(self, communicator: Communicator, call: Call, pending: Pending) -> None:
-        self._communicator = communicator
-        self._call = call
+    def __init__(self, pending: Pending, wait_for: Callable[[Pending, float | None], None]) -> None:
         self._pending: Pending | None = pending
+        self._wait_for = wait_for
         self._error: CommunicationError | None = None
 
     def is_completed(self) -> bool:
@@ -74,22 +66,9 @@ class Work:
             raise self._error
         if self._pending is None:
             return
-        limit = self._communicator.timeout if timeout is None else timeout
         try:
-            self._wait(self._pending, limit)
+            self._wait_for(self._pending, timeout)
         except CommunicationError as error:
             self._error = error
             raise
         self._pending = None
-
-    def _wait(self, pending: Pending, limit: float) -> None:
-        deadline = time.monotonic() + limit
-        while True:
-            remaining = deadline - time.monotonic()
-            with self._communicator._failures_of(self._call):
-                if pending.wait(max(0.0, min(_ALARM_INTERVAL, remaining))):
-                    return
-            if remaining <= 0:
-                raise self._communicator._fail(self._call, timeout=limit)
-            if self._communicator._alarmed():
-                raise self._communicator._fail(self._call, cause="another rank reported a failure")

@@ -1,22 +1,10 @@
-"""Floor 4, what a trainer holds: configuration, the engine, its schedules, data, logs and checkpoints."""
+"""Floor 6, what a trainer holds: configuration, the engine, its schedules, data, logs and checkpoints."""
 
 from __future__ import annotations
 
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, export_weights
-from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.data.loader import ResumableLoader
-from thinwire.engine.engine import Engine
-from thinwire.engine.errors import NonFiniteError
-from thinwire.engine.initialize import initialize
-from thinwire.engine.monitoring.monitor import Monitor
-from thinwire.engine.schedules import (
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-    build_schedule,
-)
+from typing import TYPE_CHECKING
+
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "CheckpointError",
@@ -39,3 +27,35 @@ __all__ = [
     "initialize",
     "load_config",
 ]
+
+# `thinwire checkpoint --help` needs none of this room's heavy imports, and a schedule alone not the others.
+if TYPE_CHECKING:
+    from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, export_weights
+    from thinwire.engine.config import ConfigError, EngineConfig, load_config
+    from thinwire.engine.data.loader import ResumableLoader
+    from thinwire.engine.engine import Engine
+    from thinwire.engine.errors import NonFiniteError
+    from thinwire.engine.initialization import initialize
+    from thinwire.engine.monitoring.monitor import Monitor
+    from thinwire.engine.schedules import (
+        LRRangeTest,
+        OneCycle,
+        WarmupCosineLR,
+        WarmupDecayLR,
+        WarmupLR,
+        build_schedule,
+    )
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "checkpoint": ("CheckpointError", "CheckpointStore", "ModelDescription", "Snapshot", "export_weights"),
+            "config": ("ConfigError", "EngineConfig", "load_config"),
+            "data.loader": ("ResumableLoader",),
+            "engine": ("Engine",),
+            "errors": ("NonFiniteError",),
+            "initialization": ("initialize",),
+            "monitoring.monitor": ("Monitor",),
+            "schedules": ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_schedule"),
+        },
+    )

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thinwire.engine.accumulation import Accumulation
 from thinwire.engine.data.batch_size import warn_of_another_size
-from thinwire.engine.errors import NonFiniteError
-from thinwire.engine.job import Parts
-from thinwire.engine.job_checkpoints import Checkpoints
-from thinwire.engine.job_reports import Reporter, StepSummary
+from thinwire.engine.job import Job
+from thinwire.engine.job_checkpoints import JobCheckpoints
+from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.monitoring.losses import StepLosses
 
 __all__ = ["Engine"]
@@ -51,37 +51,34 @@ class Engine:
     seen in them by all ranks, every micro-batch counted as a full one. `micro_steps`: calls of step().
     """
 
-    def __init__(self, parts: Parts, checkpoints: Checkpoints, reporter: Reporter) -> None:
-        self._module = parts.model
-        self.optimizer = parts.optimizer
-        self.lr_scheduler = parts.schedule
-        self.training_dataloader = parts.loader
-        self.settings = parts.config
-        self.comm = parts.comm
-        self.device = parts.device
+    def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
+        self._module = job.model
+        self.optimizer = job.optimizer
+        self.lr_scheduler = job.schedule
+        self.training_dataloader = job.loader
+        self.settings = job.config
+        self.comm = job.comm
+        self.device = job.device
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
         self.micro_steps = 0
-        self._micro_in_step = 0  # of them since the last boundary
+        self._accumulation = Accumulation(job.config.gradient_accumulation_steps)
         self._grad_norm: float | None = None
-        self._precision = parts.precision
-        self._loss_scale = parts.loss_scale
-        self._recomputed = parts.recomputed
-        self._layer_drop = parts.layer_drop
+        self._precision = job.precision
+        self._loss_scale = job.loss_scale
+        self._recomputed = job.recomputed
+        self._layer_drop = job.layer_drop
         self._checkpoints = checkpoints
-        self._reporter = reporter
-        self._timers = reporter.timers
+        self._reports = reports
+        self._timers = reports.timers
         self._losses = StepLosses()
-        self._inside_no_sync = False
-        self._synchronized = False  # whether a backward outside of no_sync has run since the last step()
-        self._boundary: bool | None = None
         self._applied = False
         self._seen_batch = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, tensors among the inputs moved to its device and, floating-point ones, to its dtype."""
-        if self._module.training and not self._inside_no_sync and not self._seen_batch:
+        if self._module.training and not self._accumulation.inside_no_sync and not self._seen_batch:
             warn_of_another_size((args, kwargs), self.train_micro_batch_size_per_gpu(), self.comm.rank)
             self._seen_batch = True
         with self._timers("forward"):
@@ -135,21 +132,17 @@ class Engine:
         self._losses.check(loss)
         if self._loss_scale is not None:
             self._loss_scale.check(loss.dtype)
-        if self._synchronized:
-            raise RuntimeError(
-                "backward() was called twice without step(): call step() after every backward(), it moves the weights "
-                "at accumulation boundaries only; or put the earlier backwards inside `with engine.no_sync():`"
-            )
+        self._accumulation.check_backward()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         self.optimizer.loss_scale = scale
         start = self._losses.start(loss, scale / self.gradient_accumulation_steps())
-        only_add_up = self._inside_no_sync or not self.is_gradient_accumulation_boundary()
-        if self._layer_drop is not None and not only_add_up:
+        only_adds_up = self._accumulation.only_adds_up
+        if self._layer_drop is not None and not only_adds_up:
             self.optimizer.leave_out(self._layer_drop.dropped_parameters())
-        with self._timers("backward"), self.optimizer.no_sync() if only_add_up else nullcontext():
+        with self._timers("backward"), self.optimizer.no_sync() if only_adds_up else nullcontext():
             loss.backward(start)  # type: ignore[no-untyped-call]
             self.optimizer.end_backward()
-        self._synchronized = not self._inside_no_sync
+        self._accumulation.end_backward()
         return loss
 
     def step(self) -> None:
@@ -160,48 +153,35 @@ class Engine:
         Raises NonFiniteError, on every rank, for a loss or gradient that is not finite in fp32 or bf16, or in fp16 at
         the smallest loss scale: no weight has moved, and the next micro-batch begins another step.
         """
-        if self._inside_no_sync:
-            raise RuntimeError("step() was called inside no_sync(), where gradients only add up: call it after")
-        if not self._synchronized:
-            raise RuntimeError("step() was called without backward(): call engine.backward(loss) first")
-        boundary = self.is_gradient_accumulation_boundary()
-        self._synchronized = self._applied = False
+        last = self._accumulation.end_micro_batch()
+        self._applied = False
         self.micro_steps += 1
-        self._micro_in_step += 1
-        if boundary:
+        if last:
             try:
                 self._take_step()
             finally:
-                self._losses.clear()
-                self._micro_in_step = 0
+                self._begin_step()
 
     def zero_grad(self) -> None:
         """Drop the step under way, as after a backward that failed; on every rank or none. step() does it by itself."""
         self.optimizer.zero_grad()
         self._module.zero_grad()  # parameters that no optimizer holds
-        self._losses.clear()
-        self._synchronized = False
-        self.micro_steps -= self._micro_in_step
-        self._micro_in_step = 0
+        self.micro_steps -= self._accumulation.micro_batches
+        self._begin_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only add up, beyond what `gradient_accumulation_steps` does; they take no step()."""
-        before, self._inside_no_sync = self._inside_no_sync, True
-        try:
+        with self._accumulation.no_sync():
             yield
-        finally:
-            self._inside_no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the step() that ends the current micro-batch moves the weights."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._micro_in_step + 1 >= self.gradient_accumulation_steps()
+        return self._accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide it yourself, before backward() and alike on every rank; None leaves it to the count again."""
-        self._boundary = is_boundary
+        self._accumulation.boundary = is_boundary
 
     # What there is to know
 
@@ -288,9 +268,7 @@ class Engine:
         )
         if restored is None:
             return None, {}
-        self._losses.clear()
-        self._synchronized = False
-        self._micro_in_step = 0
+        self._begin_step()
         if restored.progress is not None:
             for name in _PROGRESS:
                 setattr(self, name, restored.progress[name])
@@ -311,7 +289,7 @@ class Engine:
     def close(self) -> None:
         """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""
         self._checkpoints.close()
-        self._reporter.close()
+        self._reports.close()
         self.optimizer.close()
         if self._layer_drop is not None:
             self._layer_drop.remove()
@@ -319,6 +297,10 @@ class Engine:
             self._recomputed.restore()
 
     destroy = close
+
+    def _begin_step(self) -> None:
+        self._losses.clear()
+        self._accumulation.begin_step()
 
     def _take_step(self) -> None:
         with self._timers("step"):
@@ -329,30 +311,19 @@ class Engine:
         self._applied = outcome.applied
         self._grad_norm = None if outcome.applied and math.isnan(outcome.grad_norm) else outcome.grad_norm
         self.global_steps += 1
-        self.global_samples += self._micro_in_step * self.train_micro_batch_size_per_gpu() * self.comm.size
+        self.global_samples += self._accumulation.micro_batches * self.train_micro_batch_size_per_gpu() * self.comm.size
         if not outcome.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
         scale = self._loss_scale.value if self._loss_scale is not None else None
-        self._reporter.report(self._summary(scale), self._losses)
+        self._reports.report(self._summary(scale), self._losses)
         overflow = not outcome.applied and not math.isfinite(outcome.grad_norm)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow)
         elif overflow:
-            self._raise_not_finite()
+            raise self._losses.not_finite(self.comm, self.global_steps)
 
     def _summary(self, loss_scale: float | None) -> StepSummary:
         done = self.global_steps, self.global_samples, self.skipped_steps
         return StepSummary(*done, self.get_lr(), self._grad_norm, loss_scale)
-
-    def _raise_not_finite(self) -> None:
-        ranks = self._losses.ranks_not_finite(self.comm)
-        if ranks:
-            where = f"the loss was not finite on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        else:
-            where = "every rank's loss was finite, but the averaged gradient is not"
-        raise NonFiniteError(
-            f"step {self.global_steps}: {where}. No weight has moved. Look at the data of this step and at the "
-            "learning rate; training can go on with the next batch, or from a checkpoint"
-        )

@@ -8,7 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.optimizers import GivenOptimizer
+from thinwire.engine.recipe import GivenOptimizer
 from thinwire.engine.schedules import build_schedule
 
 __all__ = ["GivenSchedule", "check_schedule", "make_schedule"]
@@ -48,7 +48,8 @@ def make_schedule(
     Raises ValueError or TypeError where the schedule does not fit.
     """
     if given is None:
-        return build_schedule(config.scheduler, optimizer) if config.scheduler is not None else None
+        section = config.scheduler
+        return build_schedule(section.type, section.params, optimizer) if section is not None else None
     if isinstance(given, LRScheduler):
         # torch warns at a schedule whose own optimizer never steps; without gradients this moves nothing.
         given.optimizer.zero_grad()

@@ -17,11 +17,11 @@ from thinwire.engine.model.plugs import LayerDropping
 from thinwire.engine.model.precision import Precision
 from thinwire.engine.optimizers import EngineOptimizer
 
-__all__ = ["Parts"]
+__all__ = ["Job"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class Job:
     """`schedule`, `loader`, `loss_scale`, `recomputed`, `layer_drop`: None where there is none.
 
     `device`: of model and inputs.

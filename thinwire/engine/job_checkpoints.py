@@ -24,13 +24,13 @@ from thinwire.engine.checkpoint.random_state import (
     reseed,
 )
 from thinwire.engine.checkpoint.weights_file import write_weights
-from thinwire.engine.job import Parts
+from thinwire.engine.job import Job
 from thinwire.engine.model.precision import Precision
 from thinwire.engine.schedules import load_schedule_state, schedule_state
 from thinwire.zero import Piece
 from thinwire.zero.fsdp import fill, local_run, whole
 
-__all__ = ["Checkpoints", "ModelNames", "Restored"]
+__all__ = ["JobCheckpoints", "ModelNames", "Restored"]
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class Restored:
     client_state: dict[str, Any]
 
 
-class Checkpoints:
+class JobCheckpoints:
     """Saves and loads a training job as a whole. Every method is collective."""
 
-    def __init__(self, parts: Parts, names: ModelNames) -> None:
-        self._parts = parts
+    def __init__(self, job: Job, names: ModelNames) -> None:
+        self._job = job
         self._names = names
-        held = {id(one) for group in parts.optimizer.param_groups for one in group["params"] if one.requires_grad}
+        held = {id(one) for group in job.optimizer.param_groups for one in group["params"] if one.requires_grad}
         # Kept by object: at stage 3 the model's own attributes are whole parameters while they are gathered.
-        self._parameters = dict(parts.model.named_parameters())
+        self._parameters = dict(job.model.named_parameters())
         self._others = {name: one for name, one in self._parameters.items() if id(one) not in held}
         self._stores: dict[Path, CheckpointStore] = {}
 
@@ -87,7 +87,7 @@ class Checkpoints:
         Raises TypeError, on every rank, for a client state that JSON cannot hold.
         """
         state = {} if client_state is None else client_state
-        comm = self._parts.comm
+        comm = self._job.comm
         on_every_rank(comm, lambda: check_client_state(state), "save its client_state", (TypeError,))
         return self._store(folder).save(tag, self._snapshot(progress, state))
 
@@ -124,15 +124,15 @@ class Checkpoints:
 
     def export(self, folder: str | os.PathLike[str], filename: str) -> bool:
         """Write all weights, in the dtypes that the model computes in, and buffers to one file; see `write_weights`."""
-        self._parts.optimizer.wait_for_weights()
-        self._parts.optimizer.synchronize_weights()
+        self._job.optimizer.wait_for_weights()
+        self._job.optimizer.synchronize_weights()
         tensors = {}
         for name, parameter in self._parameters.items():
             _, dtype = self._names.description.parameters[name]
-            tensor = whole(parameter, self._parts.device).to(dtype)
-            if self._parts.comm.rank == 0:
+            tensor = whole(parameter, self._job.device).to(dtype)
+            if self._job.comm.rank == 0:
                 tensors[name] = tensor.cpu()
-        return write_weights(Path(folder) / filename, tensors | self._buffers(), self._parts.comm)
+        return write_weights(Path(folder) / filename, tensors | self._buffers(), self._job.comm)
 
     def close(self) -> None:
         """Wait for saves that are under way."""
@@ -142,47 +142,47 @@ class Checkpoints:
     def _store(self, folder: str | os.PathLike[str]) -> CheckpointStore:
         path = Path(folder).absolute()
         if path not in self._stores:
-            settings = self._parts.config.checkpoint
-            self._stores[path] = CheckpointStore(path, self._parts.comm, settings.keep_last, settings.async_save)
+            settings = self._job.config.checkpoint
+            self._stores[path] = CheckpointStore(path, self._job.comm, settings.keep_last, settings.async_save)
         return self._stores[path]
 
     def _snapshot(self, progress: dict[str, int], client_state: Mapping[str, Any]) -> Snapshot:
-        parts, schedule = self._parts, self._parts.schedule
+        job, schedule = self._job, self._job.schedule
         shared = {
             "progress": progress,
-            "optimizer": parts.optimizer.counters(),
+            "optimizer": job.optimizer.counters(),
             "schedule": None
             if schedule is None
             else {"type": type(schedule).__name__, "state": schedule_state(schedule)},
-            "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
-            "data": None if parts.loader is None else parts.loader.state(),
+            "loss_scale": None if job.loss_scale is None else job.loss_scale.state(),
+            "data": None if job.loader is None else job.loader.state(),
             "client_state": dict(client_state),
             "tied": dict(self._names.tied),
         }
         return Snapshot(
-            pieces=[*parts.optimizer.pieces(), *self._other_pieces()],
+            slices=[*job.optimizer.pieces(), *self._other_slices()],
             model=self._names.description,
-            rank_tensors=parts.optimizer.rank_tensors() | random_tensors(parts.device),
+            rank_tensors=job.optimizer.rank_tensors() | random_tensors(job.device),
             shared=shared,
             rank_values={"random": random_values()},
             buffers=self._buffers(),
         )
 
-    def _other_pieces(self) -> list[Piece]:
-        """Weights that no optimizer holds: this rank's part where they are sharded, else rank 0's."""
-        pieces = []
+    def _other_slices(self) -> list[Piece]:
+        """Weights that no optimizer holds: this rank's shard where they are sharded, else rank 0's."""
+        slices = []
         for name, parameter in self._others.items():
             start, values = local_run(parameter)
             sharded = values.numel() < parameter.numel()
-            if values.numel() and (sharded or self._parts.comm.rank == 0):
-                pieces.append(Piece("weight", name, start, values))
-        return pieces
+            if values.numel() and (sharded or self._job.comm.rank == 0):
+                slices.append(Piece("weight", name, start, values))
+        return slices
 
     def _buffers(self) -> dict[str, Tensor]:
-        return {name: buffer for name, buffer in self._parts.model.named_buffers() if name in self._names.buffers}
+        return {name: buffer for name, buffer in self._job.model.named_buffers() if name in self._names.buffers}
 
     def _load_optimizer(self, found: LoadedCheckpoint, state: bool, weights_only: bool) -> None:
-        optimizer = self._parts.optimizer
+        optimizer = self._job.optimizer
         if weights_only:
             optimizer.load_weights(found)
         elif state:
@@ -202,16 +202,16 @@ class Checkpoints:
 
     def _check(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
         """Raise what schedule, data and buffers have against this checkpoint, before anything has changed."""
-        parts, saved = self._parts, found.shared
-        if schedule and parts.schedule is not None and saved["schedule"] is not None:
-            mine, theirs = type(parts.schedule).__name__, saved["schedule"]["type"]
+        job, saved = self._job, found.shared
+        if schedule and job.schedule is not None and saved["schedule"] is not None:
+            mine, theirs = type(job.schedule).__name__, saved["schedule"]["type"]
             if mine != theirs:
                 raise ValueError(
                     f"checkpoint {found.tag!r} was saved with the schedule {theirs}, this job has {mine}: build the "
                     "same one, or load with load_lr_scheduler_states=False"
                 )
-        if data_position and parts.loader is not None and saved["data"] is not None:
-            parts.loader.check_state(saved["data"])
+        if data_position and job.loader is not None and saved["data"] is not None:
+            job.loader.check_state(saved["data"])
         theirs = found.buffers()
         for name, buffer in self._buffers().items():
             if name in theirs and theirs[name].shape != buffer.shape:
@@ -221,18 +221,18 @@ class Checkpoints:
                 )
 
     def _load_state(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
-        parts, saved = self._parts, found.shared
-        if parts.schedule is not None:
+        job, saved = self._job, found.shared
+        if job.schedule is not None:
             saved_state = saved["schedule"]["state"] if schedule and saved["schedule"] is not None else {}
-            load_schedule_state(parts.schedule, saved_state)
-        if data_position and parts.loader is not None and saved["data"] is not None:
-            parts.loader.load_state(saved["data"])
-        if parts.loss_scale is not None and saved["loss_scale"] is not None:
-            parts.loss_scale.load(saved["loss_scale"])
-        rank = parts.comm.rank
-        if found.world_size == parts.comm.size:
-            saved_names = RANDOM_TENSORS & found.manifest.parts[rank].rank_tensors.keys()
+            load_schedule_state(job.schedule, saved_state)
+        if data_position and job.loader is not None and saved["data"] is not None:
+            job.loader.load_state(saved["data"])
+        if job.loss_scale is not None and saved["loss_scale"] is not None:
+            job.loss_scale.load(saved["loss_scale"])
+        rank = job.comm.rank
+        if found.world_size == job.comm.size:
+            saved_names = RANDOM_TENSORS & found.manifest.files[rank].rank_tensors.keys()
             tensors = {name: found.read_rank(name, rank) for name in saved_names}
-            load_random_state(tensors, found.rank_values(rank)["random"], parts.device)
+            load_random_state(tensors, found.rank_values(rank)["random"], job.device)
         else:
-            reseed(parts.config.seed, saved["progress"]["global_steps"], rank)
+            reseed(job.config.seed, saved["progress"]["global_steps"], rank)

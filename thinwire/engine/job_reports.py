@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from thinwire.engine.job import Parts
+from thinwire.engine.job import Job
 from thinwire.engine.monitoring.losses import StepLosses
 from thinwire.engine.monitoring.monitor import Monitor, log_folder
 from thinwire.engine.monitoring.timers import StepTimers, breakdown_line, progress_line
+from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.live_tensors import live_tensor_bytes
 from thinwire.zero.memory import MemoryReport, model_state_formula
 
-__all__ = ["Reporter", "StepSummary"]
+__all__ = ["JobReports", "StepSummary"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class StepSummary:
     loss_scale: float | None
 
 
-class Reporter:
+class JobReports:
     """Reports steps as the configuration asks; only then do the ranks average their losses. Construction is collective.
 
     Every `steps_per_print` steps rank 0 prints a line, and with it what `wall_clock_breakdown` and `memory_breakdown`
@@ -38,13 +40,13 @@ class Reporter:
     Raises, on every rank, OSError, ImportError or ValueError where logs cannot be written.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        config = parts.config
+    def __init__(self, job: Job) -> None:
+        config = job.config
         board, files = config.tensorboard, config.csv_monitor
-        self.timers = StepTimers(parts.device, enabled=config.wall_clock_breakdown)
-        self._parts = parts
+        self.timers = StepTimers(job.device, enabled=config.wall_clock_breakdown)
+        self._job = job
         self._monitor = Monitor(
-            parts.comm,
+            job.comm,
             tensorboard=log_folder(board.output_path, board.job_name) if board.enabled else None,
             csv=log_folder(files.output_path, files.job_name) if files.enabled else None,
         )
@@ -52,7 +54,7 @@ class Reporter:
 
     def report(self, summary: StepSummary, losses: StepLosses) -> None:
         """Print and write what is due after a step. Collective where something is."""
-        config, comm = self._parts.config, self._parts.comm
+        config, comm = self._job.config, self._job.comm
         self.timers.end_step(config.train_batch_size)
         every = config.steps_per_print
         due = every is not None and summary.step % every == 0
@@ -96,19 +98,25 @@ class Reporter:
         self._monitor.write(known)
 
     def _memory(self) -> MemoryReport:
-        optimizer, stage = self._parts.optimizer, self._parts.config.zero_optimization.stage
-        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        kinds = {piece.kind for piece in optimizer.pieces()} - {"weight", "master"}
-        frozen = getattr(optimizer, "frozen", False)
-        formula: dict[str, float] = {}
-        if not (frozen and stage == 0):  # for which nobody has published one
-            formula = model_state_formula(
-                stage,
-                sum(parameter.numel() for parameter in trained),
-                self._parts.comm.size,
-                dtype=self._parts.precision.dtype or trained[0].dtype,
-                state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
-                frozen=frozen,
-                fresh_variance="exp_avg_sq_fresh" in kinds,
-            )
-        return MemoryReport(live_tensor_bytes(self._parts.model, optimizer), formula)
+        return MemoryReport(live_tensor_bytes(self._job.model, self._job.optimizer), _model_state_bytes(self._job))
+
+
+def _model_state_bytes(job: Job) -> Mapping[str, float]:
+    """What the optimizer says a rank should hold, by category; the formula of its stage where it says nothing."""
+    optimizer, stage = job.optimizer, job.config.zero_optimization.stage
+    if isinstance(optimizer, FullyShardedOptimizer):
+        return optimizer.model_state_bytes()
+    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    kinds = {one.kind for one in optimizer.pieces()} - {"weight", "master"}
+    frozen = getattr(optimizer, "frozen", False)
+    if frozen and stage == 0:  # for which nobody has published one
+        return {}
+    return model_state_formula(
+        stage,
+        sum(parameter.numel() for parameter in trained),
+        job.comm.size,
+        dtype=job.precision.dtype or trained[0].dtype,
+        state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
+        frozen=frozen,
+        fresh_variance="exp_avg_sq_fresh" in kinds,
+    )

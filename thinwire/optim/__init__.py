@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from thinwire.optim.adam.optimizer import OneBitAdam
-from thinwire.optim.lamb.optimizer import OneBitLamb
-from thinwire.optim.lion import OneBitLion
-from thinwire.optim.replicas import ReplicaDriftError
-from thinwire.optim.zero_one.optimizer import ZeroOneAdam
+from typing import TYPE_CHECKING
+
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = ["OneBitAdam", "OneBitLamb", "OneBitLion", "ReplicaDriftError", "ZeroOneAdam"]
+
+# The registry is read where there is no torch yet.
+if TYPE_CHECKING:
+    from thinwire.optim.adam.optimizer import OneBitAdam
+    from thinwire.optim.lamb.optimizer import OneBitLamb
+    from thinwire.optim.lion import OneBitLion
+    from thinwire.optim.replicas import ReplicaDriftError
+    from thinwire.optim.zero_one.optimizer import ZeroOneAdam
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "adam.optimizer": ("OneBitAdam",),
+            "lamb.optimizer": ("OneBitLamb",),
+            "lion": ("OneBitLion",),
+            "replicas": ("ReplicaDriftError",),
+            "zero_one.optimizer": ("ZeroOneAdam",),
+        },
+    )

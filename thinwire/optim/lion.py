@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Lion(Algorithm):
     Weights move by its sign; what the ranks agreed on gives back the gradient that the momentum follows.
     """
 
-    state = {"exp_avg": Keep.EVERY_RANK}
+    state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK}
     freezes = False
 
     def payload(self, gradient: Tensor | None, own: Contribution, clock: Clock, out: Tensor) -> None:

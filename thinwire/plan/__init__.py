@@ -3,15 +3,9 @@ that a probe of the real network calibrates."""
 
 from __future__ import annotations
 
-from thinwire.plan.calibration import Calibration, load_calibration, save_calibration
-from thinwire.plan.cluster import Cluster, Link, Processor, Speed
-from thinwire.plan.errors import PlanError
-from thinwire.plan.methods import Method, methods_for
-from thinwire.plan.prediction import Prediction, StepPrediction, predict
-from thinwire.plan.probe import probe
-from thinwire.plan.recommendation import Plan, break_even_rate, plan
-from thinwire.plan.schedule import Schedule
-from thinwire.plan.workload import Activations, Matrices, Transformer, Workload, named_model, plain_model
+from typing import TYPE_CHECKING
+
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "Activations",
@@ -39,3 +33,30 @@ __all__ = [
     "probe",
     "save_calibration",
 ]
+
+# `thinwire plan --help` needs none of this room's heavy imports.
+if TYPE_CHECKING:
+    from thinwire.plan.calibration import Calibration, load_calibration, save_calibration
+    from thinwire.plan.cluster import Cluster, Link, Processor, Speed
+    from thinwire.plan.errors import PlanError
+    from thinwire.plan.methods import Method, methods_for
+    from thinwire.plan.prediction import Prediction, StepPrediction, predict
+    from thinwire.plan.probing import probe
+    from thinwire.plan.recommendation import Plan, break_even_rate, plan
+    from thinwire.plan.schedule import Schedule
+    from thinwire.plan.workload import Activations, Matrices, Transformer, Workload, named_model, plain_model
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "calibration": ("Calibration", "load_calibration", "save_calibration"),
+            "cluster": ("Cluster", "Link", "Processor", "Speed"),
+            "errors": ("PlanError",),
+            "methods": ("Method", "methods_for"),
+            "prediction": ("Prediction", "StepPrediction", "predict"),
+            "probing": ("probe",),
+            "recommendation": ("Plan", "break_even_rate", "plan"),
+            "schedule": ("Schedule",),
+            "workload": ("Activations", "Matrices", "Transformer", "Workload", "named_model", "plain_model"),
+        },
+    )

@@ -9,11 +9,12 @@ from typing import Literal, get_args
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.errors import PlanError, require_whole
 
-__all__ = ["ALGORITHMS", "Algorithm", "Method", "methods_for"]
+__all__ = ["ALGORITHMS", "Algorithm", "Method", "methods_for", "stages_of"]
 
 Algorithm = Literal["ddp-fp32", "ddp-bf16", "powersgd", "sharded-adam", "onebit-adam", "zero-one-adam"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
+# The ZeRO stages that the cost model knows.
 _STAGES: dict[Algorithm, tuple[int, ...]] = {
     "ddp-fp32": (0,),
     "ddp-bf16": (0,),
@@ -22,7 +23,18 @@ _STAGES: dict[Algorithm, tuple[int, ...]] = {
     "onebit-adam": (0, 1, 2),
     "zero-one-adam": (0,),
 }
-_ONE_BIT: tuple[Algorithm, ...] = ("onebit-adam", "zero-one-adam")
+
+# thinwire's own, by their names in thinwire.optim.registry.
+_OWN: dict[Algorithm, str] = {"onebit-adam": "OneBitAdam", "zero-one-adam": "ZeroOneAdam"}
+
+
+def stages_of(algorithm: Algorithm) -> tuple[int, ...]:
+    """The ZeRO stages at which an algorithm works and the cost model knows it."""
+    if algorithm not in _OWN:
+        return _STAGES.get(algorithm, (0,))  # Method refuses what is none
+    from thinwire.optim import registry  # with thinwire.optim comes torch, and `--help` needs neither
+
+    return tuple(stage for stage in _STAGES[algorithm] if stage in registry.entry(_OWN[algorithm]).stages)
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,9 @@ class Method:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise PlanError(f"method {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
-        if self.stage not in _STAGES[self.algorithm]:
-            stages = " or ".join(map(str, _STAGES[self.algorithm]))
+        known = stages_of(self.algorithm)
+        if self.stage not in known:
+            stages = " or ".join(map(str, known))
             raise PlanError(f"{self.algorithm} works at ZeRO stage {stages}, not {self.stage}")
         if (self.rank is not None) != (self.algorithm == "powersgd"):
             raise PlanError(
@@ -51,14 +64,14 @@ class Method:
             )
         if self.rank is not None:
             require_whole("a PowerSGD rank", self.rank)
-        if self.hierarchical and (self.algorithm not in _ONE_BIT or self.stage):
-            allowed = " and ".join(_ONE_BIT)
+        if self.hierarchical and (self.algorithm not in _OWN or self.stage):
+            allowed = " and ".join(_OWN)
             raise PlanError(f"hierarchy is for {allowed} at stage 0, not {self.algorithm} at stage {self.stage}")
 
     @property
     def is_one_bit(self) -> bool:
         """Whether it sends 1 bit an element once warm."""
-        return self.algorithm in _ONE_BIT
+        return self.algorithm in _OWN
 
     @property
     def name(self) -> str:
@@ -80,7 +93,7 @@ def methods_for(
         if algorithm == "powersgd":
             methods += [Method(algorithm, rank=rank) for rank in powersgd_ranks]
             continue
-        methods += [Method(algorithm, stage) for stage in _STAGES.get(algorithm, (0,))]
-        if algorithm in _ONE_BIT and cluster.has_hierarchy:
+        methods += [Method(algorithm, stage) for stage in stages_of(algorithm)]
+        if algorithm in _OWN and cluster.has_hierarchy:
             methods.append(Method(algorithm, hierarchical=True))
     return methods

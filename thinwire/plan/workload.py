@@ -142,7 +142,7 @@ class Workload:
         forward_seconds, backward_seconds: of one micro-batch.
         accumulation: micro-batches a step; gradients leave during the last backward.
         update_seconds: of AdamW on all parameters; None: from the processor's rate.
-        dtype: of the weights; bf16 has fp32 masters.
+        dtype: of the weights; bf16 has fp32 master weights.
         activations: for the memory a rank needs; None: left out.
     """
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, Traffic
+from thinwire.zero.fsdp_traffic import count_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -69,17 +70,15 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
 
 @torch.no_grad()
 def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, offload: bool, pin: bool) -> Traffic:
-    """Replace every parameter by this rank's part of it, in place: fp32, gathered in `dtype` when it is used.
+    """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
     Layers, the elements of repeated lists, are gathered one at a time; the rest of the model as one. Gradients are
     averaged over the ranks in fp32 as soon as a layer's are complete. Every rank must use the same parameters in a
-    backward. `offload` keeps the parts in CPU memory, page-locked with `pin`. Returns what counts the bytes sent.
+    backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Returns what counts the bytes sent.
     """
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    from thinwire.zero.fsdp_traffic import count_traffic
 
     for parameter in model.parameters():
         whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
@@ -97,7 +96,7 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
 
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:
-    """(where it starts within the flattened parameter, this rank's part as a flat view); for a whole one, all of it."""
+    """(where it begins within the flattened parameter, this rank's shard as a flat view); of a whole one, all."""
     if not _is_sharded(parameter):
         return 0, parameter.detach().reshape(-1)
     rows, ranks = parameter.shape[0], parameter.device_mesh.size()
@@ -108,7 +107,7 @@ def local_run(parameter: Tensor) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def fill(parameter: Tensor, read: Callable[[int, int], Tensor]) -> None:
-    """Give this rank's part of a parameter the values that `read(start, numel)` returns, flat."""
+    """Give this rank's shard of a parameter the values that `read(start, numel)` returns, flat."""
     if _is_sharded(parameter):
         start, values = local_run(parameter)
         values.copy_(read(start, values.numel()))

@@ -1,4 +1,4 @@
-"""Steps the parts of parameters that FSDP2 leaves on this rank, with the surface of the other stages' optimizer, so
+"""Steps the shards of parameters that FSDP2 leaves on this rank, with the surface of the other stages' optimizer, so
 that the engine and its checkpoints know no difference."""
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator, Traffic
-from thinwire.zero import Piece, PieceSource, StepResult
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
+from thinwire.zero.home import StepResult
+from thinwire.zero.memory import model_state_formula
+from thinwire.zero.saved_slices import Piece, PieceSource
 from thinwire.zero.saved_state import (
     STATE_IS_ON_ALL_RANKS,
     check_same_optimizer,
@@ -31,7 +33,7 @@ __all__ = ["FullyShardedOptimizer"]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Shard:
     """Of a parameter, what this rank holds: a flat view, from element `start` on."""
 
     name: str
@@ -45,7 +47,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     """Any elementwise torch optimizer on a model that `shard_model` has sharded.
 
     `last_step`, `loss_scale`, checkpoints: as in thinwire.zero.ShardedOptimizer, which can take up what this one saves
-    and the other way round. Gradients of every backward leave at once and add up in their owners' parts.
+    and the other way round. Gradients of every backward leave at once and add up in their owners' shards.
 
     Args:
         model: sharded.
@@ -83,13 +85,13 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         self._dtype = dtype
         self._device = device
         self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
-        self._parts = [
-            _Part(names[id(parameter)], parameter, number, *local_run(parameter))
+        self._shards = [
+            _Shard(names[id(parameter)], parameter, number, *local_run(parameter))
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        self._used_groups = sorted({part.group for part in self._parts if part.values.numel()})
+        self._used_groups = sorted({shard.group for shard in self._shards if shard.values.numel()})
         self._build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = lambda groups: optimizer_class(
             groups, **options
         )
@@ -100,9 +102,16 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """Bytes this rank has sent to gather parameters and to synchronise steps."""
         return self._traffic.bytes_sent + self._vote_comm.traffic.bytes_sent
 
+    def model_state_bytes(self) -> dict[str, float]:
+        """Bytes that this rank should hold of the model's state, by category: ZeRO's formula for stage 3."""
+        kinds = {one.kind for one in self.pieces()} - {"weight", "master"}
+        elements = sum(shard.parameter.numel() for shard in self._shards)
+        vectors = sum(not kind.startswith("scalar.") for kind in kinds)
+        return model_state_formula(3, elements, self.comm.size, dtype=self._dtype, state_bytes=4 * vectors)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up in the owners' parts."""
+        """Backwards inside add up in the owners' shards."""
         yield
 
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
@@ -112,15 +121,15 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """Nothing is left unsent: FSDP2 has averaged every gradient when backward returns."""
 
     def synchronize_weights(self) -> None:
-        """Nothing: all ranks hold parts of the same weights."""
+        """Nothing: all ranks hold shards of the same weights."""
 
     def wait_for_weights(self) -> None:
-        """Nothing to wait for: this rank's parts are stepped when `step` returns."""
+        """Nothing to wait for: this rank's shards are stepped when `step` returns."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Clip, and step this rank's parts, or skip where the average is not finite; collective. See `last_step`."""
-        gradients = [_gradient(part.parameter) for part in self._parts]
+        """Clip, and step this rank's shards, or skip where the average is not finite; collective. See `last_step`."""
+        gradients = [_gradient(shard.parameter) for shard in self._shards]
         norm = self._norm(gradients)
         applied = math.isfinite(norm) and any(gradient is not None for gradient in gradients)
         if applied:
@@ -143,15 +152,15 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError(STATE_IS_ON_ALL_RANKS)
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds of weights, masters (where layers are gathered in 16 bits) and optimizer state."""
+        """Weights, master weights (where layers are gathered in 16 bits) and optimizer state of this rank."""
         pieces = []
-        for part in self._parts:
-            if part.values.numel() == 0:
+        for shard in self._shards:
+            if shard.values.numel() == 0:
                 continue
-            pieces.append(Piece("weight", part.name, part.start, part.values.to(self._dtype)))
+            pieces.append(Piece("weight", shard.name, shard.start, shard.values.to(self._dtype)))
             if self._dtype != torch.float32:
-                pieces.append(Piece("master", part.name, part.start, part.values))
-            pieces += state_pieces(self._state_of(part), part.name, part.start, slice(None))
+                pieces.append(Piece("master", shard.name, shard.start, shard.values))
+            pieces += state_pieces(self._state_of(shard), shard.name, shard.start, slice(None))
         return pieces
 
     def rank_tensors(self) -> dict[str, Tensor]:
@@ -189,8 +198,8 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """Take over the weights alone, whatever optimizer they were trained with."""
         self.zero_grad()
         self._reshard()
-        for part in self._parts:
-            part.values.copy_(read_weight(source, torch.float32, part.name, part.start, part.values.numel()))
+        for shard in self._shards:
+            shard.values.copy_(read_weight(source, torch.float32, shard.name, shard.start, shard.values.numel()))
 
     # One step
 
@@ -209,30 +218,33 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
         if self._optimizer is None:
             return
-        for part, gradient in zip(self._parts, gradients, strict=True):
+        for shard, gradient in zip(self._shards, gradients, strict=True):
             if gradient is not None and coefficient != 1.0:
                 gradient.mul_(coefficient)
-            part.values.grad = gradient
+            shard.values.grad = gradient
         for number, inner in zip(self._used_groups, self._optimizer.param_groups, strict=True):
             inner.update(group_settings(self.param_groups[number]))
         self._optimizer.step()
-        for part in self._parts:
-            part.values.grad = None
+        for shard in self._shards:
+            shard.values.grad = None
 
     def _inner_group(self, number: int) -> dict[str, Any]:
-        parts = [part.values for part in self._parts if part.group == number and part.values.numel()]
-        return {**group_settings(self.param_groups[number]), "params": parts}
+        shards = [shard.values for shard in self._shards if shard.group == number and shard.values.numel()]
+        return {**group_settings(self.param_groups[number]), "params": shards}
 
-    def _in_order(self) -> list[_Part]:
-        """The parts as the torch optimizer numbers them."""
+    def _in_order(self) -> list[_Shard]:
+        """The shards as the torch optimizer numbers them."""
         return [
-            part for number in self._used_groups for part in self._parts if part.group == number and part.values.numel()
+            shard
+            for number in self._used_groups
+            for shard in self._shards
+            if shard.group == number and shard.values.numel()
         ]
 
-    def _state_of(self, part: _Part) -> dict[str, Any]:
+    def _state_of(self, shard: _Shard) -> dict[str, Any]:
         if self._optimizer is None:
             return {}
-        state: dict[str, Any] = self._optimizer.state[part.values]
+        state: dict[str, Any] = self._optimizer.state[shard.values]
         return state
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from thinwire.comm.traffic import Traffic, sent_bytes
 
@@ -21,6 +20,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 def count_traffic(model: nn.Module) -> Traffic:
     """The bytes that this rank will send for `model`, whose parts `fully_shard` has been applied to."""
+    from torch.distributed.fsdp import FSDPModule  # half a second that only stage 3 should cost
+
     traffic = Traffic()
     for module in model.modules():
         if isinstance(module, FSDPModule):

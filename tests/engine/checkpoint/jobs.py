@@ -41,13 +41,13 @@ class Values:
                 self.flat[kind, name] = values.to(dtype)
         for name in self.shapes:
             self.flat["scalar.step", name] = torch.tensor([float(self.seed)], dtype=torch.float64)
-        self.pieces = self._cut()
+        self.slices = self._cut()
         self.rank_tensors = [{"residual": torch.randn(3, rank, generator=generator)} for rank in range(self.world_size)]
         self.buffers = {"running_mean": torch.randn(4, generator=generator), "batches": torch.tensor(self.seed)}
 
     def snapshot(self, rank: int) -> Snapshot:
         return Snapshot(
-            self.pieces[rank],
+            self.slices[rank],
             self.model,
             rank_tensors=self.rank_tensors[rank],
             shared={"optimizer": {"seed": self.seed}, "progress": {"global_steps": self.seed}, "loss": float("inf")},
@@ -75,12 +75,12 @@ class Values:
         assert all(same(buffer, self.buffers[name]) for name, buffer in checkpoint.buffers().items())
 
     def _cut(self) -> list[list[Piece]]:
-        """Every parameter in runs, each the piece of some rank."""
-        pieces: list[list[Piece]] = [[] for _ in range(self.world_size)]
+        """Every parameter in runs, each the slice of some rank."""
+        slices: list[list[Piece]] = [[] for _ in range(self.world_size)]
         for (kind, name), values in self.flat.items():
             for start, stop in runs(values.numel(), self.source):
-                self.source.choice(pieces).append(Piece(kind, name, start, values[start:stop]))
-        return pieces
+                self.source.choice(slices).append(Piece(kind, name, start, values[start:stop]))
+        return slices
 
 
 def runs(numel: int, source: random.Random) -> list[tuple[int, int]]:

@@ -58,15 +58,15 @@ class Trial:
 
 def snapshot_of(number: int, rank: int, size: int) -> Snapshot:
     """The number of the save, in every value of every rank."""
-    pieces = []
+    slices = []
     for kind in KINDS:
         for name in MODEL.parameters:
             numel = MODEL.numel(name)
             cuts = [numel * part // size for part in range(size + 1)]
             values = torch.full((cuts[rank + 1] - cuts[rank],), float(number))
-            pieces.append(Piece(kind, name, cuts[rank], values))
+            slices.append(Piece(kind, name, cuts[rank], values))
     return Snapshot(
-        pieces,
+        slices,
         MODEL,
         rank_tensors={"residual": torch.full((5, 2), float(number))},
         shared={"number": number},

@@ -162,9 +162,9 @@ def test_without_latest_the_newest_is_loaded(two: tuple[Path, Values, Values]) -
 
 def test_another_version_is_refused(two: tuple[Path, Values, Values]) -> None:
     manifest = two[0] / "step-2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version":1', '"version":2'))
+    manifest.write_text(manifest.read_text().replace('"version":2', '"version":3'))
     (warning,) = load(two[0], two[1])
-    assert "version 2" in warning
+    assert "version 3" in warning
 
 
 def test_a_manifest_of_another_save_is_refused(two: tuple[Path, Values, Values]) -> None:
@@ -223,7 +223,7 @@ def test_a_model_that_one_rank_has_otherwise_is_refused_on_every_rank(two: tuple
         ([], "no rank gave a weight of 'w'"),
     ],
 )
-def test_pieces_with_gaps_or_overlaps_are_not_published(
+def test_slices_with_gaps_or_overlaps_are_not_published(
     tmp_path: Path, starts: list[tuple[int, int]], complaint: str
 ) -> None:
     model = ModelDescription({"w": ((2, 3), torch.float32)})
@@ -243,7 +243,7 @@ def test_a_file_under_a_foreign_name_is_never_opened(two: tuple[Path, Values, Va
     path = two[0] / "step-2" / "manifest.json"
     document = json.loads(path.read_bytes())
     del document["sha256"]
-    document["parts"][0]["pieces"][0]["file"] = "../step-1/rank-00000.safetensors"
+    document["files"][0]["slices"][0]["file"] = "../step-1/rank-00000.safetensors"
     path.write_bytes(_sealed(document))
     assert "does not name one file a rank" in examine(path.parent).problems[0]
 

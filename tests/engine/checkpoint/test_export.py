@@ -37,12 +37,12 @@ def save_model(folder: Path, model: nn.Module, size: int, tied: dict[str, str], 
     kinds = {"weight": weight_dtype} | ({"master": torch.float32} if masters else {})
 
     def work(comm: Communicator) -> None:
-        pieces = []
+        slices = []
         for name, parameter in parameters.items():
             low, high = (parameter.numel() * part // size for part in (comm.rank, comm.rank + 1))
             run = parameter.flatten()[low:high]
-            pieces += [Piece(kind, name, low, run.to(dtype)) for kind, dtype in kinds.items()]
-        snapshot = Snapshot(pieces, description, shared={"tied": tied}, buffers=dict(model.named_buffers()))
+            slices += [Piece(kind, name, low, run.to(dtype)) for kind, dtype in kinds.items()]
+        snapshot = Snapshot(slices, description, shared={"tied": tied}, buffers=dict(model.named_buffers()))
         assert CheckpointStore(folder, comm).save("step-1", snapshot)
 
     threads.run(work, size)

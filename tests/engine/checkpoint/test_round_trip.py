@@ -131,16 +131,16 @@ def test_a_checkpoint_is_found_through_another_path(tmp_path: Path, monkeypatch:
     assert load(tmp_path / "moved" / "there", values) == []
 
 
-def test_an_empty_piece_is_harmless(tmp_path: Path) -> None:
+def test_an_empty_slice_is_harmless(tmp_path: Path) -> None:
     model = ModelDescription({"w": ((6,), torch.float32)})
     cut = random.Random(0).randrange(1, 6)
     flat = torch.arange(6.0)
     first = [Piece("weight", "w", 0, flat[:cut]), Piece("weight", "w", cut, flat[:0])]
-    pieces = [first, [Piece("weight", "w", cut, flat[cut:])]]
+    slices = [first, [Piece("weight", "w", cut, flat[cut:])]]
 
     def work(comm: Communicator) -> None:
         store = CheckpointStore(tmp_path, comm)
-        assert store.save("x", Snapshot(pieces[comm.rank], model))
+        assert store.save("x", Snapshot(slices[comm.rank], model))
         assert torch.equal((store.load() or missing()).read("weight", "w", 0, 6), flat)
 
     threads.run(work, 2)

@@ -89,25 +89,25 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_began(
 ) -> None:
     values = Values(1, 3)
     begin = threading.Event()
-    write = store.write_part
+    write = store.write_rank_file
 
     def write_later(folder: Path, rank: int, snapshot: Snapshot) -> None:
         assert begin.wait(20.0)
         write(folder, rank, snapshot)
 
-    monkeypatch.setattr(store, "write_part", write_later)
+    monkeypatch.setattr(store, "write_rank_file", write_later)
 
     def work(comm: Communicator) -> None:
         checkpoints = CheckpointStore(tmp_path, comm, asynchronous=True)
         snapshot = values.snapshot(comm.rank)
         snapshot = replace(
             snapshot,
-            pieces=[replace(piece, tensor=piece.tensor.clone()) for piece in snapshot.pieces],
+            slices=[replace(one, tensor=one.tensor.clone()) for one in snapshot.slices],
             shared=dict(snapshot.shared),
         )
         assert checkpoints.save("step-1", snapshot)
-        for piece in snapshot.pieces:
-            piece.tensor.fill_(7)
+        for one in snapshot.slices:
+            one.tensor.fill_(7)
         snapshot.shared["optimizer"] = {"seed": "changed"}
         comm.barrier()
         assert not (tmp_path / "step-1").exists()
@@ -137,7 +137,7 @@ def test_asynchronous_saves_follow_one_another(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_finish_in_time_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, ("a", Values(1, 2)))
     given_up = threading.Event()
-    write, publish = store.write_part, store.write_manifest
+    write, publish = store.write_rank_file, store.write_manifest
 
     def write_late(folder: Path, rank: int, snapshot: Snapshot) -> None:
         assert rank == 0 or given_up.wait(20.0)
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_finish_in_time_fails_the_save(tmp_path: Path, monk
         finally:
             given_up.set()
 
-    monkeypatch.setattr(store, "write_part", write_late)
+    monkeypatch.setattr(store, "write_rank_file", write_late)
     monkeypatch.setattr(store, "write_manifest", give_up)
 
     def work(comm: Communicator) -> bool:
@@ -161,14 +161,14 @@ def test_a_rank_that_does_not_finish_in_time_fails_the_save(tmp_path: Path, monk
 
 
 def test_a_rank_that_fails_otherwise_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = store.write_part
+    write = store.write_rank_file
 
     def fail(folder: Path, rank: int, snapshot: Snapshot) -> None:
         if rank == 1:
             raise RuntimeError("the GPU is gone")
         write(folder, rank, snapshot)
 
-    monkeypatch.setattr(store, "write_part", fail)
+    monkeypatch.setattr(store, "write_rank_file", fail)
 
     def work(comm: Communicator) -> None:
         checkpoints = CheckpointStore(tmp_path, comm, asynchronous=True)
@@ -239,7 +239,7 @@ MODEL = ModelDescription({"w": ((2, 3), torch.float32)})
         (Snapshot([Piece("scalar.step", "w", 0, FLAT)], MODEL), "there are 1"),
         (Snapshot([Piece("a/b", "w", 0, FLAT)], MODEL), "without '/'"),
         (Snapshot([Piece("", "w", 0, FLAT)], MODEL), "a kind is a word"),
-        (Snapshot([Piece("weight", "w", 0, FLAT)] * 2, MODEL), "2 pieces begin at 1 places"),
+        (Snapshot([Piece("weight", "w", 0, FLAT)] * 2, MODEL), "2 slices begin at 1 places"),
         (Snapshot([], MODEL, rank_tensors={"r": torch.zeros(2, dtype=torch.complex128)}), "'?r'? is complex128"),
         (Snapshot([], MODEL, shared={"a": FLAT}), "shared must hold what JSON can write"),
         (Snapshot([], MODEL, rank_values={"a": {1}}), "rank_values must hold what JSON can write"),

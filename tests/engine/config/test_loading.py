@@ -257,10 +257,10 @@ def test_every_problem_is_told_at_once() -> None:
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
             '"zero_optimization.offload_optimizer.pin_memory" has no effect',
         ),
-        ({"thinwire": {"resync_interval": 10}}, "only matters to OneBitAdam, OneBitLamb, ZeroOneAdam, and"),
+        ({"thinwire": {"resync_interval": 10}}, "only matters to OneBitAdam, OneBitLamb, ZeroOneAdam, OneBitLion, and"),
         (
             {"thinwire": {"resync_interval": 10}, "optimizer": {"type": "AdamW"}},
-            "OneBitLamb, ZeroOneAdam, and the optimizer is AdamW",
+            "ZeroOneAdam, OneBitLion, and the optimizer is AdamW",
         ),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, 'has no effect without "modules"'),
     ],

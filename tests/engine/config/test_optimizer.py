@@ -135,7 +135,7 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
     [
         ("Adma", {}, '"optimizer.type" "Adma" is not a known optimizer. Did you mean "Adam"?'),
         ("Lamb", {}, "norm over a whole layer"),
-        ("Lion", {}, "torch has none; pass an optimizer of your own to thinwire.initialize"),
+        ("Lion", {}, "use OneBitLion, or pass an optimizer of your own to thinwire.initialize"),
         ("AdamW", {"beta": [0.9, 0.99]}, '"optimizer.params.beta" is not a parameter of AdamW. Did you mean "betas"?'),
         ("AdamW", {"lr": "big"}, '"optimizer.params.lr" must be a number, got "big"'),
         ("AdamW", {"lr": True}, '"optimizer.params.lr" must be a number, got true'),
@@ -158,7 +158,7 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
         ("OneBitAdam", {"cuda_aware": True}, "thinwire finds out itself whether MPI can send from GPU memory"),
         ("OneBitAdam", {"cuda_aware": False}, "THINWIRE_MPI_CUDA_AWARE"),
         ("OneBitAdam", {"freeze_steps": 3}, 'Did you mean "freeze_step"?'),
-        ("OneBitAdam", {"freeze_step": 0}, "freeze_step must be at least 1 warmup step, got 0"),
+        ("OneBitAdam", {"freeze_step": 0}, "a whole number of warmup steps of at least 1, got 0"),
         ("OneBitAdam", {"freeze_step": "soon"}, 'must be a whole number or "auto", got "soon"'),
         ("OneBitAdam", {"compress": "momentum"}, '"optimizer.params.compress" can only be "update"'),
         ("OneBitAdam", {"codec": "int8"}, '"optimizer.params.codec" can only be "sign1"'),
@@ -175,7 +175,7 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
             '"optimizer.params.factor_threshold" must be a number, got "fast"',
         ),
         ("OneBitLamb", {"betas": [0.9, 1.0]}, "betas must be two numbers from 0"),
-        ("OneBitLamb", {"freeze_step": 0}, "freeze_step must be at least 1 warmup step, got 0"),
+        ("OneBitLamb", {"freeze_step": 0}, "a whole number of warmup steps of at least 1, got 0"),
         ("OneBitLamb", {"block_size": 100}, "block_size must be a multiple of 64"),
         ("OneBitLamb", {"compress": "momentum"}, '"optimizer.params.compress" can only be "update"'),
         ("OneBitLamb", {"eps_inside_sqrt": True}, '"optimizer.params.eps_inside_sqrt" can only be false'),
@@ -217,7 +217,7 @@ def test_schedules_that_work(kind: str, params: dict[str, Any], expected: dict[s
     assert section.params == expected
     groups = max((len(value) for value in expected.values() if isinstance(value, list)), default=1)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.5, momentum=0.9)
-    assert type(build_schedule(section, optimizer)).__name__ == kind
+    assert type(build_schedule(section.type, section.params, optimizer)).__name__ == kind
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from thinwire.engine.config.models import SchedulerConfig
 from thinwire.engine.schedules import (
     LRRangeTest,
     OneCycle,
@@ -237,15 +236,14 @@ def test_every_schedule_that_can_be_named_is_tested() -> None:
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("pause", [0, 1, 8, 21])
 def test_resume_through_json_continues_on_the_same_curve(name: str, pause: int) -> None:
-    config = SchedulerConfig(type=name, params=PARAMS[name])
     whole = make_optimizer(0.2, 0.4)
-    expected = take(whole, build_schedule(config, whole), 30)
+    expected = take(whole, build_schedule(name, PARAMS[name], whole), 30)
     before = make_optimizer(0.2, 0.4)
-    schedule = build_schedule(config, before)
+    schedule = build_schedule(name, PARAMS[name], before)
     take(before, schedule, pause)
     saved = json.dumps(schedule_state(schedule))
     after = make_optimizer(0.2, 0.4)
-    resumed = build_schedule(config, after)
+    resumed = build_schedule(name, PARAMS[name], after)
     load_schedule_state(resumed, json.loads(saved))
     assert resumed.get_last_lr() == pytest.approx(expected[pause])
     remaining = take(after, resumed, 30 - pause)

@@ -12,8 +12,7 @@ import pytest
 from experiments.common.errors import InputError, on_every_rank
 from experiments.common.launching import BAD_INPUT, launch
 from tests.experiments.helpers import run_command, run_module
-from thinwire.comm import Communicator, threads
-from thinwire.comm.detect import Launch
+from thinwire.comm import Communicator, Launch, threads
 
 THIS = "tests.experiments.common.refusing"
 

@@ -3,10 +3,27 @@ verified before use, and read by any number of ranks."""
 
 from __future__ import annotations
 
-from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.exporting import export_weights
-from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
-from thinwire.engine.checkpoint.store import CheckpointStore
+from typing import TYPE_CHECKING
+
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = ["CheckpointError", "CheckpointStore", "LoadedCheckpoint", "ModelDescription", "Snapshot", "export_weights"]
+
+# `thinwire checkpoint --help` needs no torch.
+if TYPE_CHECKING:
+    from thinwire.engine.checkpoint.errors import CheckpointError
+    from thinwire.engine.checkpoint.exporting import export_weights
+    from thinwire.engine.checkpoint.reading import LoadedCheckpoint
+    from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
+    from thinwire.engine.checkpoint.store import CheckpointStore
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "errors": ("CheckpointError",),
+            "exporting": ("export_weights",),
+            "reading": ("LoadedCheckpoint",),
+            "snapshot": ("ModelDescription", "Snapshot"),
+            "store": ("CheckpointStore",),
+        },
+    )

@@ -29,7 +29,7 @@ def export_weights(
     """Write `output`/model.safetensors, replacing one that is there, and return its path. One parameter at a time.
 
     Args:
-        checkpoint: its fp32 masters are written where there are any, else its weights, and its buffers.
+        checkpoint: its fp32 master weights are written where there are any, else its weights, and its buffers.
         output: a folder, made if need be.
         dtype: what floating-point values are converted to; by default they stay as they are.
         config: a file to copy to `output`/config.json, which from_pretrained needs.

@@ -53,7 +53,7 @@ class Candidate:
         if self.manifest is None:
             return False
         try:
-            return all((self.path / part.file).stat().st_size == part.size for part in self.manifest.parts)
+            return all((self.path / file.name).stat().st_size == file.size for file in self.manifest.files)
         except OSError:
             return False
 

@@ -13,12 +13,12 @@ from typing import Any
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.snapshot import ModelDescription, values_of_kind
 
-__all__ = ["MANIFEST", "Manifest", "PieceEntry", "RankPart", "manifest_bytes", "rank_file", "read_manifest"]
+__all__ = ["MANIFEST", "Manifest", "RankFile", "SliceEntry", "manifest_bytes", "rank_file", "read_manifest"]
 
 MANIFEST = "manifest.json"
 
 _FORMAT = "thinwire checkpoint"
-_VERSION = 1
+_VERSION = 2
 
 
 def rank_file(rank: int) -> str:
@@ -27,7 +27,7 @@ def rank_file(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class PieceEntry:
+class SliceEntry:
     """Where elements `start` to `start + numel` of a parameter in one of its roles are: under `key` in `file`."""
 
     kind: str
@@ -40,16 +40,16 @@ class PieceEntry:
 
 
 @dataclass(frozen=True)
-class RankPart:
+class RankFile:
     """One rank's file: `size` in bytes, `sha256`, what is in it, and the JSON values that belong to the rank.
 
     `rank_tensors` and `buffers` map names to keys in the file.
     """
 
-    file: str
+    name: str
     size: int
     sha256: str
-    pieces: list[PieceEntry]
+    slices: list[SliceEntry]
     rank_tensors: dict[str, str]
     buffers: dict[str, str]
     values: dict[str, Any]
@@ -59,30 +59,30 @@ class RankPart:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> RankPart:
+    def from_json(cls, value: dict[str, Any]) -> RankFile:
         """The inverse of `to_json`."""
-        return cls(**{**value, "pieces": [PieceEntry(**entry) for entry in value["pieces"]]})
+        return cls(**{**value, "slices": [SliceEntry(**entry) for entry in value["slices"]]})
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's content. `serial` grows by one with every save of a folder; `parts` has one entry a rank."""
+    """A checkpoint's content. `serial` grows by one with every save of a folder; `files` has one entry a rank."""
 
     tag: str
     serial: int
     model: ModelDescription
-    parts: list[RankPart]
+    files: list[RankFile]
     shared: dict[str, Any]
 
     @property
     def world_size(self) -> int:
         """Ranks of the job that saved."""
-        return len(self.parts)
+        return len(self.files)
 
     @property
-    def pieces(self) -> list[PieceEntry]:
+    def slices(self) -> list[SliceEntry]:
         """Those of all ranks."""
-        return [entry for part in self.parts for entry in part.pieces]
+        return [entry for file in self.files for entry in file.slices]
 
     def encode(self) -> bytes:
         """The file's content."""
@@ -94,7 +94,7 @@ class Manifest:
             "world_size": self.world_size,
             "shared": self.shared,
             "model": self.model.to_json(),
-            "parts": [part.to_json() for part in self.parts],
+            "files": [file.to_json() for file in self.files],
         }
         return _sealed(json.loads(json.dumps(body)))
 
@@ -107,21 +107,21 @@ class Manifest:
                 body["tag"],
                 body["serial"],
                 ModelDescription.from_json(body["model"]),
-                [RankPart.from_json(part) for part in body["parts"]],
+                [RankFile.from_json(file) for file in body["files"]],
                 body["shared"],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{MANIFEST} lacks what its version has: {error}") from error
-        for rank, part in enumerate(manifest.parts):
+        for rank, file in enumerate(manifest.files):
             # Names from a file must not lead out of its folder.
-            if {part.file, *(entry.file for entry in part.pieces)} != {rank_file(rank)}:
+            if {file.name, *(entry.file for entry in file.slices)} != {rank_file(rank)}:
                 raise CheckpointError(f"{MANIFEST} does not name one file a rank, {rank_file(rank)} for rank {rank}")
         return manifest
 
     def incompleteness(self) -> str | None:
-        """What is wrong with the pieces, where they are not every parameter exactly once."""
-        groups: dict[tuple[str, str], list[PieceEntry]] = defaultdict(list)
-        for entry in self.pieces:
+        """What is wrong with the slices, where they are not every parameter exactly once."""
+        groups: dict[tuple[str, str], list[SliceEntry]] = defaultdict(list)
+        for entry in self.slices:
             if entry.name not in self.model.parameters:
                 return f"there is a {entry.kind} of {entry.name!r}, which is no parameter"
             groups[entry.kind, entry.name].append(entry)
@@ -150,7 +150,7 @@ def manifest_bytes(folder: Path) -> bytes:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
 
 
-def _fault(entries: list[PieceEntry], whole: int) -> str | None:
+def _fault(entries: list[SliceEntry], whole: int) -> str | None:
     """The first gap, overlap or mixture of dtypes."""
     position = 0
     for entry in sorted((entry for entry in entries if entry.numel), key=lambda entry: entry.start):

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from thinwire.engine.checkpoint.manifest import Manifest, PieceEntry, RankPart
+from thinwire.engine.checkpoint.manifest import Manifest, RankFile, SliceEntry
 from thinwire.engine.checkpoint.snapshot import ModelDescription
 from thinwire.engine.checkpoint.tensor_file import dtype_from_name
 
@@ -35,8 +35,8 @@ class LoadedCheckpoint:
         self.manifest = manifest
         self.shared = manifest.shared
         self._files: OrderedDict[str, Any] = OrderedDict()
-        self._entries: dict[tuple[str, str], list[PieceEntry]] = defaultdict(list)
-        for entry in sorted(manifest.pieces, key=lambda entry: (entry.start, entry.numel)):
+        self._entries: dict[tuple[str, str], list[SliceEntry]] = defaultdict(list)
+        for entry in sorted(manifest.slices, key=lambda entry: (entry.start, entry.numel)):
             self._entries[entry.kind, entry.name].append(entry)
 
     @property
@@ -56,7 +56,7 @@ class LoadedCheckpoint:
 
     def rank_values(self, rank: int) -> dict[str, Any]:
         """The JSON values of that rank of the saving job; KeyError where there was none."""
-        return self._part(rank).values
+        return self._rank(rank).values
 
     def kinds(self) -> set[str]:
         """The roles that any parameter has values for."""
@@ -70,7 +70,7 @@ class LoadedCheckpoint:
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """These values, [numel] on the CPU; KeyError where nobody saved them."""
         if kind == "weight" and numel == 0 and name in self.model.parameters and not self.model.numel(name):
-            return torch.empty(0, dtype=self.model.parameters[name][1])  # an empty parameter is nobody's piece
+            return torch.empty(0, dtype=self.model.parameters[name][1])  # an empty parameter is in nobody's slice
         entries = self._entries.get((kind, name))
         stop = start + numel
         if not entries or start < 0 or numel < 0 or stop > entries[-1].start + entries[-1].numel:
@@ -88,14 +88,14 @@ class LoadedCheckpoint:
 
     def read_rank(self, key: str, rank: int) -> Tensor:
         """`rank_tensors[key]` of that rank of the saving job; KeyError where there is none."""
-        part = self._part(rank)
-        if key not in part.rank_tensors:
+        file = self._rank(rank)
+        if key not in file.rank_tensors:
             raise KeyError(f"rank {rank} saved no {key!r} in checkpoint {self.tag!r}")
-        return self._whole(part.file, part.rank_tensors[key])
+        return self._whole(file.name, file.rank_tensors[key])
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers, on the CPU."""
-        return {name: self._whole(part.file, key) for part in self.manifest.parts for name, key in part.buffers.items()}
+        return {name: self._whole(file.name, key) for file in self.manifest.files for name, key in file.buffers.items()}
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
@@ -109,10 +109,10 @@ class LoadedCheckpoint:
     ) -> None:
         self.close()
 
-    def _part(self, rank: int) -> RankPart:
+    def _rank(self, rank: int) -> RankFile:
         if not 0 <= rank < self.world_size:
             raise KeyError(f"there is no rank {rank} in checkpoint {self.tag!r}, saved by {self.world_size} ranks")
-        return self.manifest.parts[rank]
+        return self.manifest.files[rank]
 
     def _whole(self, file: str, key: str) -> Tensor:
         tensor: Tensor = self._file(file).get_tensor(key)

@@ -66,8 +66,8 @@ class Snapshot:
     """Everything that one rank contributes to a checkpoint.
 
     Args:
-        pieces: this rank's share; the ranks' pieces of a kind hold each of its parameters once, and every parameter has
-            a "weight" or a "master". Parameters that no optimizer holds are pieces of one rank as well.
+        slices: this rank's share; the ranks' slices of a kind hold each of its parameters once, and every parameter has
+            a "weight" or a "master". Parameters that no optimizer holds are slices of one rank as well.
         rank_tensors: what belongs to this rank alone, any shape.
         shared: JSON values that are the same everywhere; rank 0's are written. "optimizer" holds what PieceSource's
             `counters` gives back, "tied" maps other names of a parameter to the one in `model`.
@@ -76,7 +76,7 @@ class Snapshot:
         model: the same on every rank.
     """
 
-    pieces: list[Piece]
+    slices: list[Piece]
     model: ModelDescription
     rank_tensors: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
@@ -85,11 +85,11 @@ class Snapshot:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what could not be read back."""
-        for piece in self.pieces:
-            self._check_piece(piece)
-        places = {(piece.kind, piece.name, piece.start) for piece in self.pieces}
-        if len(places) < len(self.pieces):
-            raise ValueError(f"{len(self.pieces)} pieces begin at {len(places)} places: give each run of values once")
+        for one in self.slices:
+            self._check_slice(one)
+        places = {(one.kind, one.name, one.start) for one in self.slices}
+        if len(places) < len(self.slices):
+            raise ValueError(f"{len(self.slices)} slices begin at {len(places)} places: give each run of values once")
         for key, tensor in (*self.rank_tensors.items(), *self.buffers.items()):
             _check_dtype(key, tensor)
         for name, values in (("shared", self.shared), ("rank_values", self.rank_values)):
@@ -102,7 +102,7 @@ class Snapshot:
         """The same with tensors of its own, which training does not change."""
         return replace(
             self,
-            pieces=[replace(piece, tensor=_copied(piece.tensor)) for piece in self.pieces],
+            slices=[replace(one, tensor=_copied(one.tensor)) for one in self.slices],
             rank_tensors={key: _copied(tensor) for key, tensor in self.rank_tensors.items()},
             buffers={name: _copied(tensor) for name, tensor in self.buffers.items()},
             shared=json.loads(json.dumps(self.shared)),
@@ -111,25 +111,25 @@ class Snapshot:
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [*(piece.tensor for piece in self.pieces), *self.rank_tensors.values(), *self.buffers.values()]
+        return [*(one.tensor for one in self.slices), *self.rank_tensors.values(), *self.buffers.values()]
 
-    def _check_piece(self, piece: Piece) -> None:
-        what = f"piece {piece.kind!r} of {piece.name!r} at {piece.start}"
-        _check_dtype(what, piece.tensor)
-        if not piece.kind or "/" in piece.kind:
+    def _check_slice(self, one: Piece) -> None:
+        what = f"slice {one.kind!r} of {one.name!r} at {one.start}"
+        _check_dtype(what, one.tensor)
+        if not one.kind or "/" in one.kind:
             raise ValueError(f"{what}: a kind is a word without '/'")
-        if piece.name not in self.model.parameters:
+        if one.name not in self.model.parameters:
             raise ValueError(f"{what}: the model has no parameter of that name")
-        if piece.tensor.dim() != 1 or not piece.tensor.is_contiguous():
-            shape = tuple(piece.tensor.shape)
+        if one.tensor.dim() != 1 or not one.tensor.is_contiguous():
+            shape = tuple(one.tensor.shape)
             raise ValueError(f"{what} must be one-dimensional and contiguous, got shape {shape}: give a flat view")
-        end, whole = piece.start + piece.tensor.numel(), values_of_kind(self.model, piece.kind, piece.name)
-        if not 0 <= piece.start <= end <= whole:
+        end, whole = one.start + one.tensor.numel(), values_of_kind(self.model, one.kind, one.name)
+        if not 0 <= one.start <= end <= whole:
             raise ValueError(f"{what} ends at {end}, but there are {whole} values")
 
 
 def values_of_kind(model: ModelDescription, kind: str, name: str) -> int:
-    """How many values the pieces of a kind hold together for one parameter."""
+    """How many values the slices of a kind hold together for one parameter."""
     return 1 if kind.startswith(_SCALAR) else model.numel(name)
 
 

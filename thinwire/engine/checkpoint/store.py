@@ -21,7 +21,7 @@ from thinwire.engine.checkpoint.folder import CheckpointFolder, check_tag
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
 from thinwire.engine.checkpoint.selection import select
 from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
-from thinwire.engine.checkpoint.writing import SaveUnderWay, write_manifest, write_part
+from thinwire.engine.checkpoint.writing import SaveUnderWay, write_manifest, write_rank_file
 
 __all__ = ["CheckpointStore"]
 
@@ -35,7 +35,7 @@ class CheckpointStore:
         keep: older checkpoints are removed once there are more than this many newer ones with all their files; at
             least 2, so that there is another should one be damaged later.
         asynchronous: `save` copies the tensors to CPU memory and returns; threads write them, without communicating. A
-            process that ends first finishes its part, for at most the communicator's timeout.
+            process that ends first finishes its file, for at most the communicator's timeout.
 
     Raises ValueError for a `keep` below 2.
     """
@@ -71,7 +71,7 @@ class CheckpointStore:
         _finish_computing(snapshot)
         folder = self._folder.partial(tag, nonce)
         publish = partial(self._publish, tag, nonce, snapshot) if self._comm.rank == 0 else None
-        self._under_way = SaveUnderWay(tag, nonce, partial(write_part, folder, self._comm.rank, snapshot), publish)
+        self._under_way = SaveUnderWay(tag, nonce, partial(write_rank_file, folder, self._comm.rank, snapshot), publish)
         return True if self._asynchronous else self.wait()
 
     def wait(self) -> bool:

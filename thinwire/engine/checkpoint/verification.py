@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, RankPart, manifest_bytes
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, RankFile, manifest_bytes
 from thinwire.engine.checkpoint.pickles import is_pickle
 from thinwire.engine.checkpoint.tensor_file import CODES, dtype_from_name
 
@@ -38,26 +38,26 @@ def examine(path: Path, rank: int = 0, world_size: int = 1) -> Examination:
         pickle = ", and it is a pickle" if is_pickle(path / MANIFEST) else ""
         return Examination(None, "", [f"{error}{pickle}"])
     problem = manifest.incompleteness()
-    problems = [f"{MANIFEST}: {problem}"] if problem else _problems(path, manifest.parts[rank::world_size])
+    problems = [f"{MANIFEST}: {problem}"] if problem else _problems(path, manifest.files[rank::world_size])
     return Examination(manifest, hashlib.sha256(content).hexdigest(), problems)
 
 
-def _problems(path: Path, parts: Sequence[RankPart]) -> list[str]:
-    return [f"{part.file} {problem}" for part in parts if (problem := _problem(path / part.file, part))]
+def _problems(path: Path, files: Sequence[RankFile]) -> list[str]:
+    return [f"{file.name} {problem}" for file in files if (problem := _problem(path / file.name, file))]
 
 
-def _problem(path: Path, part: RankPart) -> str | None:
+def _problem(path: Path, file: RankFile) -> str | None:
     try:
         if not path.is_file():
             return "is missing" if not path.exists() else "is not a file"
         size = path.stat().st_size
-        if size != part.size:
-            return f"has {size} bytes, {part.size} were written{_if_pickle(path)}"
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != part.sha256:
+        if size != file.size:
+            return f"has {size} bytes, {file.size} were written{_if_pickle(path)}"
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != file.sha256:
             return f"is damaged: its content does not have the checksum of what was written{_if_pickle(path)}"
-        return _problem_of_header(path, part)
+        return _problem_of_header(path, file)
     except OSError as error:
         return f"cannot be read: {error}"
 
@@ -66,15 +66,15 @@ def _if_pickle(path: Path) -> str:
     return "; it is a pickle, which thinwire never loads" if is_pickle(path) else ""
 
 
-def _problem_of_header(path: Path, part: RankPart) -> str | None:
+def _problem_of_header(path: Path, file: RankFile) -> str | None:
     try:
-        with safe_open(path, framework="pt") as file:
-            present = set(file.keys())
-            expected = {*(entry.key for entry in part.pieces), *part.rank_tensors.values(), *part.buffers.values()}
+        with safe_open(path, framework="pt") as tensors:
+            present = set(tensors.keys())
+            expected = {*(entry.key for entry in file.slices), *file.rank_tensors.values(), *file.buffers.values()}
             if present != expected:
                 return f"and the manifest differ on its tensors: {sorted(present ^ expected)[0]!r}"
-            for entry in part.pieces:
-                held = file.get_slice(entry.key)
+            for entry in file.slices:
+                held = tensors.get_slice(entry.key)
                 if held.get_shape() != [entry.numel] or held.get_dtype() != CODES[dtype_from_name(entry.dtype)]:
                     return f"and the manifest differ on {entry.key!r}"
     except (SafetensorError, ValueError) as error:

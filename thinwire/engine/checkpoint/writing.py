@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from thinwire.engine.checkpoint.durable import sync_folder, write_whole
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, PieceEntry, RankPart, rank_file
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, RankFile, SliceEntry, rank_file
 from thinwire.engine.checkpoint.snapshot import Snapshot
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite, dtype_name, write_tensors
 
-__all__ = ["Abandoned", "SaveUnderWay", "write_manifest", "write_part"]
+__all__ = ["Abandoned", "SaveUnderWay", "write_manifest", "write_rank_file"]
 
 _POLL_SECONDS = 0.002
 _SLOWEST_POLL_SECONDS = 0.1
@@ -63,24 +63,24 @@ class SaveUnderWay:
         self._abandoned.set()
 
 
-def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
+def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
     """Write this rank's tensors, then a receipt with what the manifest must say of them. Raises OSError."""
-    file = rank_file(rank)
+    name = rank_file(rank)
     tensors: dict[str, TensorToWrite] = {}
     entries = []
-    for piece in snapshot.pieces:
-        key = f"piece/{piece.kind}/{piece.name}/{piece.start}"
-        dtype = dtype_name(piece.tensor.dtype)
-        entries.append(PieceEntry(piece.kind, piece.name, piece.start, piece.tensor.numel(), dtype, file, key))
-        tensors[key] = TensorToWrite.of(piece.tensor)
-    rank_keys = {name: f"rank/{name}" for name in snapshot.rank_tensors}
-    tensors |= {rank_keys[name]: TensorToWrite.of(tensor) for name, tensor in snapshot.rank_tensors.items()}
+    for one in snapshot.slices:
+        key = f"slice/{one.kind}/{one.name}/{one.start}"
+        dtype = dtype_name(one.tensor.dtype)
+        entries.append(SliceEntry(one.kind, one.name, one.start, one.tensor.numel(), dtype, name, key))
+        tensors[key] = TensorToWrite.of(one.tensor)
+    rank_keys = {key: f"rank/{key}" for key in snapshot.rank_tensors}
+    tensors |= {rank_keys[key]: TensorToWrite.of(tensor) for key, tensor in snapshot.rank_tensors.items()}
     buffers = snapshot.buffers if rank == 0 else {}
-    buffer_keys = {name: f"buffer/{name}" for name in buffers}
-    tensors |= {buffer_keys[name]: TensorToWrite.of(tensor) for name, tensor in buffers.items()}
-    size, sha256 = write_tensors(folder / file, tensors)
-    part = RankPart(file, size, sha256, entries, rank_keys, buffer_keys, snapshot.rank_values)
-    write_whole(_receipt(folder, rank), json.dumps(part.to_json()).encode())
+    buffer_keys = {key: f"buffer/{key}" for key in buffers}
+    tensors |= {buffer_keys[key]: TensorToWrite.of(tensor) for key, tensor in buffers.items()}
+    size, sha256 = write_tensors(folder / name, tensors)
+    file = RankFile(name, size, sha256, entries, rank_keys, buffer_keys, snapshot.rank_values)
+    write_whole(_receipt(folder, rank), json.dumps(file.to_json()).encode())
 
 
 def write_manifest(
@@ -88,35 +88,35 @@ def write_manifest(
 ) -> None:
     """Wait for the receipts of all ranks, for `timeout` seconds at most, and replace them by the manifest.
 
-    Raises TimeoutError, OSError, Abandoned; ValueError where the ranks' pieces are not every parameter once.
+    Raises TimeoutError, OSError, Abandoned; ValueError where the ranks' slices are not every parameter once.
     """
     deadline = time.monotonic() + timeout
-    parts = [_await_part(folder, rank, deadline, abandoned) for rank in range(world_size)]
-    manifest = Manifest(tag, serial, snapshot.model, parts, snapshot.shared)
+    files = [_await_receipt(folder, rank, deadline, abandoned) for rank in range(world_size)]
+    manifest = Manifest(tag, serial, snapshot.model, files, snapshot.shared)
     if problem := manifest.incompleteness():
-        raise ValueError(f"the ranks' pieces do not make a checkpoint: {problem}")
+        raise ValueError(f"the ranks' slices do not make a checkpoint: {problem}")
     write_whole(folder / MANIFEST, manifest.encode())
     for rank in range(world_size):
         _receipt(folder, rank).unlink()
     sync_folder(folder)
 
 
-def _await_part(folder: Path, rank: int, deadline: float, abandoned: threading.Event) -> RankPart:
+def _await_receipt(folder: Path, rank: int, deadline: float, abandoned: threading.Event) -> RankFile:
     pause = _POLL_SECONDS
     while True:
         try:
-            part = RankPart.from_json(json.loads(_receipt(folder, rank).read_bytes()))
+            file = RankFile.from_json(json.loads(_receipt(folder, rank).read_bytes()))
         except FileNotFoundError:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} did not finish writing its part in time") from None
+                raise TimeoutError(f"rank {rank} did not finish writing its file in time") from None
             if abandoned.wait(pause):
                 raise Abandoned from None
             pause = min(2 * pause, _SLOWEST_POLL_SECONDS)
             continue
-        written = (folder / part.file).stat().st_size
-        if written != part.size:
-            raise OSError(f"{part.file} of rank {rank} has {written} bytes instead of {part.size}")
-        return part
+        written = (folder / file.name).stat().st_size
+        if written != file.size:
+            raise OSError(f"{file.name} of rank {rank} has {written} bytes instead of {file.size}")
+        return file
 
 
 def _receipt(folder: Path, rank: int) -> Path:

@@ -61,15 +61,15 @@ DECLINED: Mapping[str, Declined] = {
     "disable_allgather": _off("weights are always gathered after a step"),
     "managed_gradient_accumulation": _always("the engine counts micro-batches; use engine.no_sync() for your own"),
     "fp16.auto_cast": _off("inputs are yours to cast"),
-    "fp16.fused_mode": _always("masters are always flat"),
+    "fp16.fused_mode": _always("master weights are always flat"),
     "fp16.consecutive_hysteresis": _off("hysteresis is refilled when the loss scale changes"),
-    "fp16.fp16_master_weights_and_grads": _off("masters are fp32"),
+    "fp16.fp16_master_weights_and_grads": _off("master weights are fp32"),
     "bf16.immediate_grad_update": Declined("gradients leave as soon as their bucket is complete; delete it"),
     "bf16.check_grad_overflow": _always("a step whose gradients are not finite is always skipped"),
-    "bf16.bf16_master_weights_and_grads": _off("masters are fp32"),
+    "bf16.bf16_master_weights_and_grads": _off("master weights are fp32"),
     "bf16.bf16_optimizer_states": _off("optimizer state is fp32"),
     # Optimizer
-    "optimizer.legacy_fusion": _off("masters are always flat"),
+    "optimizer.legacy_fusion": _off("master weights are always flat"),
     "zero_allow_untested_optimizer": _always("any elementwise optimizer runs sharded"),
     "zero_force_ds_cpu_optimizer": _off("offloaded state is stepped by torch's own optimizer"),
     # ZeRO
@@ -78,7 +78,7 @@ DECLINED: Mapping[str, Declined] = {
     "zero_optimization.allgather_partitions": _always("a bucket's weights are always gathered at once"),
     "zero_optimization.use_multi_rank_bucket_allreduce": _always("every rank owns a shard of every bucket"),
     "zero_optimization.round_robin_gradients": _off("every rank owns a shard of every bucket"),
-    "zero_optimization.load_from_fp32_weights": _always("a checkpoint always restores the fp32 masters"),
+    "zero_optimization.load_from_fp32_weights": _always("a checkpoint always restores the fp32 master weights"),
     "zero_optimization.ignore_unused_parameters": _always("a parameter without a gradient is left alone"),
     "zero_optimization.legacy_stage1": _off(_DELETE),
     "zero_optimization.elastic_checkpoint": _always("a checkpoint loads on any number of ranks"),
@@ -120,9 +120,9 @@ DECLINED: Mapping[str, Declined] = {
         for section in ("offload_optimizer", "offload_param")
         for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "fast_init")
     },
-    "zero_optimization.offload_optimizer.pipeline": _off("masters are stepped shard by shard"),
-    "zero_optimization.offload_optimizer.pipeline_read": _off("masters are stepped shard by shard"),
-    "zero_optimization.offload_optimizer.pipeline_write": _off("masters are stepped shard by shard"),
+    "zero_optimization.offload_optimizer.pipeline": _off("master weights are stepped shard by shard"),
+    "zero_optimization.offload_optimizer.pipeline_read": _off("master weights are stepped shard by shard"),
+    "zero_optimization.offload_optimizer.pipeline_write": _off("master weights are stepped shard by shard"),
     "zero_optimization.offload_optimizer.ratio": Declined("all of the state is offloaded or none", (1.0, 1)),
     "zero_optimization.offload_optimizer.super_offload": _off(_DELETE),
     # Activation checkpointing

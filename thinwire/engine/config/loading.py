@@ -48,7 +48,7 @@ def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
     problems: list[str] = []
     tree = keep_known_keys(tree, problems)
     if isinstance(section := tree.get("optimizer"), Mapping):
-        tree["optimizer"] = check_optimizer(section, problems)
+        tree["optimizer"] = check_optimizer(section, problems, _stage(tree))
     if isinstance(section := tree.get("scheduler"), Mapping):
         tree["scheduler"] = check_scheduler(section, problems)
     allgather_bucket_size = _take_allgather_bucket_size(tree)
@@ -61,6 +61,12 @@ def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
     if problems:
         raise ConfigError(problems, label)
     return config
+
+
+def _stage(tree: Mapping[str, Any]) -> Any:
+    """ZeRO's, as it was given: it has not been checked yet."""
+    section = tree.get("zero_optimization")
+    return section.get("stage", 0) if isinstance(section, Mapping) else 0
 
 
 def _take_allgather_bucket_size(tree: dict[str, Any]) -> Any:

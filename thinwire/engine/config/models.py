@@ -57,7 +57,7 @@ class SchedulerConfig(Section):
 
 
 class Fp16Config(Section):
-    """fp16 with fp32 masters. `loss_scale` 0 is dynamic: it starts at 2^`initial_scale_power`, doubles after
+    """fp16 with fp32 master weights. `loss_scale` 0 is dynamic: it starts at 2^`initial_scale_power`, doubles after
     `loss_scale_window` steps without an overflow, halves after `hysteresis` overflows, down to `min_loss_scale`."""
 
     enabled: bool = False
@@ -69,7 +69,7 @@ class Fp16Config(Section):
 
 
 class Bf16Config(Section):
-    """bf16 with fp32 masters."""
+    """bf16 with fp32 master weights."""
 
     enabled: bool = False
 
@@ -82,7 +82,7 @@ class OffloadConfig(Section):
 
 
 class ZeroConfig(Section):
-    """`stage` 1 shards masters and optimizer state, 2 gradients as well, 3 parameters as well (FSDP2).
+    """`stage` 1 shards master weights and optimizer state, 2 gradients as well, 3 parameters as well (FSDP2).
 
     `reduce_bucket_size`: elements of gradients that leave together, stages 0 to 2. `overlap_comm`: step() returns while
     new weights are still on their way, and the next forward waits for them layer by layer (stage 3 always works so).

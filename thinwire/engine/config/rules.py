@@ -7,7 +7,8 @@ from typing import Any
 
 from thinwire.engine.config.errors import shown
 from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
-from thinwire.engine.config.optimizer import ONEBIT_ADAM, ONEBIT_LAMB, OWN_OPTIMIZERS, ZERO_ONE_ADAM
+from thinwire.optim import registry
+from thinwire.optim.registry import OptimizerEntry
 from thinwire.sparse_attn.layouts.config import layout_from_config
 
 __all__ = ["check_combinations", "total_steps"]
@@ -22,12 +23,9 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
         *_without_enabled(config),
         *_precision(config),
         *_buckets(config.zero_optimization, allgather_bucket_size),
-        *_stage_2(config),
-        *_stage_3(config),
         *_overlap(config.zero_optimization),
         *_offload(config.zero_optimization),
-        *_onebit_only(config),
-        *_zero_one_adam(config),
+        *_own_optimizer(config),
         *_activations(config),
         *_sparse_attention(config),
         *_layer_drop(config),
@@ -86,27 +84,6 @@ def _buckets(zero: ZeroConfig, allgather_bucket_size: Any) -> Iterator[str]:
         )
 
 
-def _stage_2(config: EngineConfig) -> Iterator[str]:
-    if config.zero_optimization.stage == 2 and config.optimizer is not None and config.optimizer.type == ONEBIT_LAMB:
-        yield (
-            f'"zero_optimization.stage" 2 does not go with {ONEBIT_LAMB}: once frozen a gradient lives only while its '
-            "bucket is in flight, at every stage, so that there is none to shard. Use stage 0 or 1"
-        )
-
-
-def _stage_3(config: EngineConfig) -> Iterator[str]:
-    if config.zero_optimization.stage != 3:
-        return
-    if config.optimizer is not None and config.optimizer.type in (ONEBIT_ADAM, ONEBIT_LAMB):
-        stages = "0 or 1" if config.optimizer.type == ONEBIT_LAMB else "0, 1 or 2"
-        yield (
-            f'"zero_optimization.stage" 3 does not go with {config.optimizer.type}: stage 3 gathers every layer\'s '
-            "parameters, and would have to gather its momentum, in full precision, and each worker of the 1-bit "
-            "exchange needs its own whole residual and momentum, which stage 3 would shard. "
-            f"Use stage {stages}, or AdamW with stage 3"
-        )
-
-
 def _offload(zero: ZeroConfig) -> Iterator[str]:
     for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device == "none" and offload.pin_memory:
@@ -124,44 +101,45 @@ def _offload(zero: ZeroConfig) -> Iterator[str]:
         )
 
 
-def _onebit_only(config: EngineConfig) -> Iterator[str]:
-    optimizer = config.optimizer.type if config.optimizer is not None else None
-    if config.thinwire.resync_interval != ThinwireConfig().resync_interval and optimizer not in OWN_OPTIMIZERS:
+def _own_optimizer(config: EngineConfig) -> Iterator[str]:
+    """What goes with some optimizers of ours only, by the registry."""
+    name = config.optimizer.type if config.optimizer is not None else None
+    if name in registry.NAMES:
+        yield from _against(registry.entry(name), config)
+    elif config.thinwire.resync_interval != ThinwireConfig().resync_interval:
         yield (
-            f'"thinwire.resync_interval" only matters to {", ".join(OWN_OPTIMIZERS)}, and the optimizer is '
-            f"{optimizer or 'not in the configuration'}: delete it"
+            f'"thinwire.resync_interval" only matters to {", ".join(registry.NAMES)}, and the optimizer is '
+            f"{name or 'not in the configuration'}: delete it"
         )
 
 
-def _zero_one_adam(config: EngineConfig) -> Iterator[str]:
-    if config.optimizer is None or config.optimizer.type != ZERO_ONE_ADAM:
-        return
-    zero = config.zero_optimization
-    if zero.stage > 1:
+def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
+    """What this optimizer has against the rest of the configuration."""
+    name, zero = entry.name, config.zero_optimization
+    if zero.stage not in entry.stages:
+        *others, last = map(str, entry.stages)
+        stages = f"{', '.join(others)} or {last}" if others else last
+        beside = ", or AdamW with stage 3" if zero.stage == 3 else ""
         yield (
-            f'"zero_optimization.stage" {zero.stage} does not go with {ZERO_ONE_ADAM}: in a local step a worker needs '
-            "its own whole gradient, momentum and weights, which stages 2 and 3 would shard. Use stage 0 or 1, or "
-            f"{ONEBIT_ADAM} with stage 2"
+            f'"zero_optimization.stage" {zero.stage} does not go with {name}: {entry.refused_stages[zero.stage]}. Use '
+            f"stage {stages}{beside}"
         )
-    if config.gradient_clipping:
+    if config.gradient_clipping and not entry.clips:
         yield (
-            f'"gradient_clipping" does not go with {ZERO_ONE_ADAM}: in a local step nobody knows the norm of the '
-            f"averaged gradient. Set it to 0, or use {ONEBIT_ADAM}"
+            f'"gradient_clipping" does not go with {name}: in a local step nobody knows the norm of the averaged '
+            "gradient. Set it to 0, or use OneBitAdam"
         )
-    if zero.offload_optimizer.device == "cpu":
+    if zero.offload_optimizer.device == "cpu" and not entry.offloads:
         yield (
-            f'"zero_optimization.offload_optimizer" does not go with {ZERO_ONE_ADAM}, whose workers use all of their '
-            "state at every step: delete it"
+            f'"zero_optimization.offload_optimizer" does not go with {name}, whose workers use all of their state at '
+            "every step: delete it"
         )
-    if zero.overlap_comm:
+    if zero.overlap_comm and entry.local_steps:
+        yield (f'"zero_optimization.overlap_comm" has no effect with {name}, whose steps gather no weights: delete it')
+    if config.progressive_layer_drop.enabled and entry.local_steps:
         yield (
-            f'"zero_optimization.overlap_comm" has no effect with {ZERO_ONE_ADAM}, whose steps gather no weights: '
-            "delete it"
-        )
-    if config.progressive_layer_drop.enabled:
-        yield (
-            f'"progressive_layer_drop" does not go with {ZERO_ONE_ADAM}: ranks cannot agree on the layers they drop '
-            f"in a step that sends nothing. Use {ONEBIT_ADAM}"
+            f'"progressive_layer_drop" does not go with {name}: ranks cannot agree on the layers they drop in a step '
+            "that sends nothing. Use OneBitAdam"
         )
 
 

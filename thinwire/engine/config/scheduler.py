@@ -9,7 +9,6 @@ import torch
 
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import did_you_mean
-from thinwire.engine.config.models import SchedulerConfig
 from thinwire.engine.config.params import check_params, expected_by
 from thinwire.engine.schedules import build_schedule, schedule_names, why_refused
 
@@ -61,6 +60,6 @@ def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> 
     groups = max([len(value) for key, value in params.items() if "lr" in key and isinstance(value, list)], default=1)
     optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)]} for _ in range(groups)])
     try:
-        build_schedule(SchedulerConfig(type=name, params=dict(params)), optimizer)
+        build_schedule(name, params, optimizer)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         problems.append(f'"scheduler.params" cannot work: {error}')

@@ -39,7 +39,7 @@ class Precision:
         """Convert what no optimizer holds, buffers and the other parameters, those with floating-point values.
 
         Parameters whose ids are in `held` stay as they are, or become fp32 where they are in the other 16-bit dtype:
-        the optimizer takes fp32 masters from their values before it rounds them.
+        the optimizer takes fp32 master weights from their values before it rounds them.
         """
         if self.dtype is None:
             return

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.failure import name_ranks
+from thinwire.engine.errors import NonFiniteError
 
 __all__ = ["StepLosses"]
 
@@ -69,8 +71,16 @@ class StepLosses:
         comm.all_reduce(mean, op="mean")
         return float(mean)
 
-    def ranks_not_finite(self, comm: Communicator) -> list[int]:
-        """The ranks that had a loss that was not finite. Collective."""
+    def not_finite(self, comm: Communicator, step: int) -> NonFiniteError:
+        """The error of a step that was not finite, which names the ranks whose loss was not. Collective."""
         assert self._sum is not None, "a step follows a backward"
-        finite = bool(self._sum.isfinite())
-        return [rank for rank, other in enumerate(comm.all_gather_bytes(b"\1" if finite else b"\0")) if other == b"\0"]
+        mine = b"\1" if bool(self._sum.isfinite()) else b"\0"
+        ranks = [rank for rank, finite in enumerate(comm.all_gather_bytes(mine)) if finite == b"\0"]
+        if ranks:
+            where = f"the loss was not finite on {name_ranks(ranks)}"
+        else:
+            where = "every rank's loss was finite, but the averaged gradient is not"
+        return NonFiniteError(
+            f"step {step}: {where}. No weight has moved. Look at the data of this step and at the learning rate; "
+            "training can go on with the next batch, or from a checkpoint"
+        )

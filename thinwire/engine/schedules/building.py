@@ -3,16 +3,14 @@ cannot describe."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.engine.schedules.cycle import LRRangeTest, OneCycle
 from thinwire.engine.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
-
-if TYPE_CHECKING:  # a configuration is checked with what is here
-    from thinwire.engine.config.models import SchedulerConfig
 
 __all__ = [
     "build_schedule",
@@ -47,11 +45,11 @@ def why_refused(name: str) -> str | None:
     return _REFUSED.get(name)
 
 
-def build_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule of a loaded configuration, which sets `optimizer`'s rates for step 0.
+def build_schedule(name: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule of that name, one of `schedule_names`, which sets `optimizer`'s rates for step 0.
 
     Raises ValueError where it does not fit the optimizer: a list of rates for another number of groups, say.
     """
-    build: Any = schedule_names()[config.type]
-    schedule: LRScheduler = build(optimizer, **config.params)
+    build: Any = schedule_names()[name]
+    schedule: LRScheduler = build(optimizer, **params)
     return schedule

@@ -4,7 +4,7 @@ stays from then on."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ class Adam(Linear):
     `denominator` is √v̂ + ε, infinite at coordinates that stay.
     """
 
-    state = {"exp_avg": Keep.EVERY_RANK, "exp_avg_sq": Keep.OWNER}
-    frozen_state = {"exp_avg": "exp_avg", "denominator": "exp_avg_sq"}
+    state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK, "exp_avg_sq": Keep.OWNER}
+    frozen_state: ClassVar[Mapping[str, str | None]] = {"exp_avg": "exp_avg", "denominator": "exp_avg_sq"}
     received_as = "exp_avg"
 
     def __init__(self, compressed: Compressed) -> None:

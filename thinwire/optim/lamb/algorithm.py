@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ class Lamb(Adam):
     `coefficients`: what each parameter's learning rate was multiplied by in its last step.
     """
 
-    frozen_state = {**Adam.frozen_state, "exp_avg_sq_fresh": None}
+    frozen_state: ClassVar[Mapping[str, str | None]] = {**Adam.frozen_state, "exp_avg_sq_fresh": None}
     received_as = None
     settings_class = LambSettings
     follows_variance = True

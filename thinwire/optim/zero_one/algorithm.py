@@ -4,7 +4,7 @@ moves, then local steps between syncs."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,9 +39,17 @@ class ZeroOne(Algorithm):
     that has changed since does not rescale.
     """
 
-    state = {"exp_avg": Keep.EVERY_RANK, "exp_avg_sq": Keep.OWNER, "denominator": Keep.EVERY_RANK}
-    fills = {"denominator": float("inf")}
-    frozen_state = {"exp_avg": "exp_avg", "denominator": "denominator", "mean_momentum": None}
+    state: ClassVar[Mapping[str, Keep]] = {
+        "exp_avg": Keep.EVERY_RANK,
+        "exp_avg_sq": Keep.OWNER,
+        "denominator": Keep.EVERY_RANK,
+    }
+    fills: ClassVar[Mapping[str, float]] = {"denominator": float("inf")}
+    frozen_state: ClassVar[Mapping[str, str | None]] = {
+        "exp_avg": "exp_avg",
+        "denominator": "denominator",
+        "mean_momentum": None,
+    }
     own_state = frozenset({"exp_avg", "mean_momentum"})
     published = ("denominator",)
     local_steps = True

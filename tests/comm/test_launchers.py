@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from thinwire.comm import Launch, detect
-from thinwire.comm.detect import rendezvous
+from thinwire.comm.launchers import rendezvous
 
 TORCHRUN = {
     "RANK": "3",

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
+from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.models import ActivationCheckpointingConfig
@@ -20,14 +21,15 @@ from thinwire.engine.config.rules import total_steps
 from thinwire.engine.data.loader import ResumableLoader
 from thinwire.engine.engine import Engine
 from thinwire.engine.given_schedule import GivenSchedule, check_schedule, make_schedule
-from thinwire.engine.job import Parts
-from thinwire.engine.job_checkpoints import Checkpoints, ModelNames
-from thinwire.engine.job_reports import Reporter
+from thinwire.engine.job import Job
+from thinwire.engine.job_checkpoints import JobCheckpoints, ModelNames
+from thinwire.engine.job_reports import JobReports
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.model.precision import Precision, check_model
-from thinwire.engine.optimizers import EngineOptimizer, GivenOptimizer, Recipe, build_optimizer, find_recipe
+from thinwire.engine.optimizers import EngineOptimizer, build_optimizer
+from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
 from thinwire.sparse_attn import densify
 from thinwire.zero.rank_checks import broadcast_from_rank_0
@@ -48,7 +50,7 @@ def initialize(
     lr_scheduler: GivenSchedule | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: ConfigSource | None = None,
-    comm: communication.Communicator | None = None,
+    comm: Communicator | None = None,
 ) -> tuple[Engine, EngineOptimizer, ResumableLoader | None, LRScheduler | None]:
     """Build the engine that trains `model`; returns (engine, optimizer, data loader, schedule). Collective.
 
@@ -69,56 +71,78 @@ def initialize(
     Raises ValueError (ConfigError is one) or TypeError, on every rank, for what cannot work.
     """
     comm = comm if comm is not None else communication.init()
-    world = comm
-
-    def settings() -> EngineConfig:
-        return load_config(_source(args, config), world.size)
-
-    loaded = on_every_rank(comm, settings, "load its configuration", _BAD_INPUT)
-    agree_on_config(comm, loaded)
+    settings = _load_settings(args, config, comm)
     trained, device = on_every_rank(comm, lambda: check_model(model), "train this model", _BAD_INPUT)
     agree_on_model(comm, trained)
 
-    def ingredients() -> Recipe:
-        check_schedule(lr_scheduler, optimizer, loaded)
-        return find_recipe(optimizer, trained, model_parameters, loaded)
+    def asked_for() -> Recipe:
+        check_schedule(lr_scheduler, optimizer, settings)
+        return find_recipe(optimizer, trained, model_parameters, settings)
 
-    recipe = on_every_rank(comm, ingredients, "build its optimizer", _BAD_INPUT)
-    precision = Precision.of(loaded)
-    held = recipe.trains()  # the optimizer gives those to all ranks
-    precision.convert(trained, held)
-    if comm.backend == "nccl" and device.type == "cpu":
-        device = torch.device("cuda", torch.cuda.current_device())
-        trained.to(device)
-    others = [parameter for parameter in trained.parameters() if id(parameter) not in held]
-    broadcast_from_rank_0(comm, [*others, *trained.buffers()])
+    recipe = on_every_rank(comm, asked_for, "build its optimizer", _BAD_INPUT)
+    precision = Precision.of(settings)
+    device = _prepare(trained, recipe, precision, comm, device)
     names = ModelNames.of(trained, precision)
     with ExitStack() as undo:
-        if loaded.sparse_attention is not None:
-            section = loaded.sparse_attention
-            on_every_rank(comm, lambda: put_in_sparse_attention(trained, section), "plug in its attention", _BAD_INPUT)
-            undo.callback(densify, trained)
-        recomputed = _checkpoint_activations(trained, loaded.activation_checkpointing, comm)
-        if recomputed is not None:
-            undo.callback(recomputed.restore)
-        layer_drop = _drop_layers(trained, loaded, comm)
-        if layer_drop is not None:
-            undo.callback(layer_drop.remove)
-        sharded = build_optimizer(recipe, trained, comm, device, loaded, precision)
+        recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
+        sharded = build_optimizer(recipe, trained, comm, device, settings, precision)
         schedule = on_every_rank(
-            comm, lambda: make_schedule(lr_scheduler, sharded, loaded), "build its schedule", _BAD_INPUT
+            comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", _BAD_INPUT
         )
-        loss_scale = make_loss_scale(loaded.fp16)
-        loader = None if training_data is None else _make_loader(training_data, collate_fn, loaded, comm, device)
-        parts = Parts(
-            trained, sharded, schedule, loader, loss_scale, precision, loaded, comm, device, recomputed, layer_drop
+        loss_scale = make_loss_scale(settings.fp16)
+        loader = None if training_data is None else _make_loader(training_data, collate_fn, settings, comm, device)
+        job = Job(
+            trained, sharded, schedule, loader, loss_scale, precision, settings, comm, device, recomputed, layer_drop
         )
-        engine = Engine(parts, Checkpoints(parts, names), Reporter(parts))
+        engine = Engine(job, JobCheckpoints(job, names), JobReports(job))
         undo.pop_all()
     return engine, sharded, loader, schedule
 
 
-def _drop_layers(model: nn.Module, config: EngineConfig, comm: communication.Communicator) -> LayerDropping | None:
+def _load_settings(args: Any, config: ConfigSource | None, comm: Communicator) -> EngineConfig:
+    """The configuration, the same on every rank."""
+
+    def load() -> EngineConfig:
+        return load_config(_source(args, config), comm.size)
+
+    settings = on_every_rank(comm, load, "load its configuration", _BAD_INPUT)
+    agree_on_config(comm, settings)
+    return settings
+
+
+def _prepare(
+    model: nn.Module, recipe: Recipe, precision: Precision, comm: Communicator, device: torch.device
+) -> torch.device:
+    """Put the model into its precision and on the device that is returned, with rank 0's values of what no optimizer
+    holds: an optimizer gives its parameters to all ranks itself."""
+    held = recipe.trains()
+    precision.convert(model, held)
+    if comm.backend == "nccl" and device.type == "cpu":
+        device = torch.device("cuda", torch.cuda.current_device())
+        model.to(device)
+    others = [parameter for parameter in model.parameters() if id(parameter) not in held]
+    broadcast_from_rank_0(comm, [*others, *model.buffers()])
+    return device
+
+
+def _plug_in(
+    model: nn.Module, settings: EngineConfig, comm: Communicator, undo: ExitStack
+) -> tuple[ActivationCheckpoints | None, LayerDropping | None]:
+    """Change the model as its configuration asks; `undo` changes it back."""
+    if settings.sparse_attention is not None:
+        section = settings.sparse_attention
+        on_every_rank(comm, lambda: put_in_sparse_attention(model, section), "plug in its attention", _BAD_INPUT)
+        undo.callback(densify, model)
+    recomputed = _checkpoint_activations(model, settings.activation_checkpointing, comm)
+    if recomputed is not None:
+        undo.callback(recomputed.restore)
+    layer_drop = _drop_layers(model, settings, comm)
+    if layer_drop is not None:
+        undo.callback(layer_drop.remove)
+    return recomputed, layer_drop
+
+
+def _drop_layers(model: nn.Module, config: EngineConfig, comm: Communicator) -> LayerDropping | None:
     if not config.progressive_layer_drop.enabled:
         return None
     steps = total_steps(config)
@@ -131,7 +155,7 @@ def _drop_layers(model: nn.Module, config: EngineConfig, comm: communication.Com
 
 
 def _checkpoint_activations(
-    model: nn.Module, settings: ActivationCheckpointingConfig, comm: communication.Communicator
+    model: nn.Module, settings: ActivationCheckpointingConfig, comm: Communicator
 ) -> ActivationCheckpoints | None:
     if not settings.modules:
         return None
@@ -147,7 +171,7 @@ def _make_loader(
     data: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
     config: EngineConfig,
-    comm: communication.Communicator,
+    comm: Communicator,
     device: torch.device,
 ) -> ResumableLoader:
     return ResumableLoader(

@@ -1,0 +1,118 @@
+"""The doors of rooms: all they name is there, whoever imports what first, and costs nothing before it is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pickle
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import thinwire
+
+REPOSITORY = Path(__file__).parents[1]
+LAZY = [path for path in sorted(REPOSITORY.glob("thinwire/**/__init__.py")) if "lazy_exports" in path.read_text()]
+DOORS = [".".join(path.relative_to(REPOSITORY).parent.parts) for path in LAZY]
+
+HELP = [
+    ("--help",),
+    ("plan", "--help"),
+    ("probe", "--help"),
+    ("checkpoint", "--help"),
+    ("checkpoint", "verify", "--help"),
+    ("checkpoint", "inspect", "--help"),
+    ("checkpoint", "export", "--help"),
+]
+
+RUN = """
+import sys
+sys.argv[0] = "thinwire"
+from thinwire.command_line import main
+try:
+    main()
+except SystemExit as ended:
+    assert ended.code == 0, ended.code
+heavy = {"torch", "numpy", "pydantic", "numba", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def names_for_type_checkers(door: str) -> set[str]:
+    """What stands under `if TYPE_CHECKING` in a door."""
+    (branch,) = [
+        node
+        for node in ast.parse(Path(str(importlib.import_module(door).__file__)).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {
+        alias.asname or alias.name
+        for node in branch.body
+        for alias in (node.names if isinstance(node, ast.ImportFrom) else [])
+    }
+
+
+def import_everything(door: str) -> None:
+    package = importlib.import_module(door)
+    for module in pkgutil.iter_modules(package.__path__, f"{door}."):
+        if not module.name.endswith(("__main__", "mpi_backend")):  # the one runs, the other starts MPI
+            importlib.import_module(module.name)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_runtime_type_checkers_and_all_know_the_same_names(door: str) -> None:
+    package = importlib.import_module(door)
+    defined = set(package.__all__) & {"__version__"}
+    assert names_for_type_checkers(door) == set(package.__all__) - defined
+    assert set(package.__all__) <= set(dir(package))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_name_is_what_it_says_after_all_modules_are_imported(door: str) -> None:
+    """Importing a module puts it into its package, in the place of what has the same name."""
+    import_everything(door)
+    package = importlib.import_module(door)
+    for name in set(package.__all__) - {"__version__", "MPICommunicator"}:
+        found = getattr(package, name)
+        if isinstance(found, ModuleType):
+            assert found.__name__ == f"{door}.{name}"
+        elif isinstance(found, type) or callable(found):
+            assert found.__name__ == name
+            assert found.__module__.startswith(f"{door}.")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_another_name_is_an_attribute_error(door: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{door}' has no attribute 'OneBitAdem'"):
+        importlib.import_module(door).OneBitAdem  # noqa: B018
+
+
+def test_import_thinwire_imports_nothing_else() -> None:
+    run("import sys, thinwire; assert not {'torch', 'numpy'} & set(sys.modules)")
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help_needs_no_torch(arguments: tuple[str, ...]) -> None:
+    assert run(RUN, *arguments).startswith("usage: thinwire")
+
+
+def test_the_ways_in() -> None:
+    run("from thinwire import OneBitAdam, optim; assert optim.OneBitAdam is OneBitAdam")
+    run("import thinwire; thinwire.comm.threads.single(1.0)")
+    run("import thinwire.comm; assert thinwire.zero.ShardedOptimizer is thinwire.ShardedOptimizer")
+    run("from thinwire import *; assert callable(initialize) and plan.predict and OneBitLamb")
+
+
+def test_classes_are_pickled_by_where_they_are_defined() -> None:
+    assert pickle.loads(pickle.dumps(thinwire.OneBitAdam)) is thinwire.OneBitAdam

@@ -1,0 +1,132 @@
+"""What optimizer a user asked for: one of torch's, a function that builds one, or the configuration's section."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from thinwire.engine.config import EngineConfig
+from thinwire.engine.config.optimizer import check_optimizer
+from thinwire.optim import registry
+from thinwire.optim.registry import OptimizerEntry
+from thinwire.zero.master_weights import OptimizerClass
+
+__all__ = ["GivenOptimizer", "Recipe", "find_recipe"]
+
+GivenOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to shard: parameters or groups of them, and the class that steps them, torch's or one of our own, with its
+    options."""
+
+    parameters: ParamsT
+    optimizer: OptimizerClass | OptimizerEntry
+    options: dict[str, Any]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameters as groups; those that are some already stay the same dicts."""
+        return _groups(self.parameters)
+
+    def trains(self) -> set[int]:
+        """The ids of the parameters that the optimizer will hold."""
+        every = [parameter for group in self.groups() for parameter in group["params"]]
+        return {id(parameter) for parameter in every if parameter.requires_grad}
+
+
+def find_recipe(
+    given: GivenOptimizer | None, model: nn.Module, model_parameters: ParamsT | None, config: EngineConfig
+) -> Recipe:
+    """What the user asked for, by `given` or by the configuration's optimizer section.
+
+    An optimizer's groups are taken over as the same dicts, so that a schedule built on it goes on steering them.
+
+    Raises ValueError where both or neither are given, or where an optimizer has stepped already or cannot be sharded;
+    TypeError where `given` is, or returns, no optimizer.
+    """
+    section = config.optimizer
+    parameters: list[Any] = list(model_parameters if model_parameters is not None else model.parameters())
+    if given is None:
+        if section is None:
+            raise ValueError(
+                'there is no optimizer: pass one to thinwire.initialize, or give the configuration an "optimizer" '
+                'section, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
+            )
+        if section.type in registry.NAMES:
+            return Recipe(parameters, registry.entry(section.type), dict(section.params))
+        return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))
+    if section is not None:
+        raise ValueError(
+            f'there are two optimizers: {_describe(given)} passed to thinwire.initialize, and "{section.type}" in the '
+            'configuration\'s "optimizer" section. Remove one of them'
+        )
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
+    _check_can_be_taken_over(optimizer)
+    if model_parameters is not None and _ids(parameters) != _ids(optimizer.param_groups):
+        raise ValueError(
+            "model_parameters are not the parameters of the optimizer that is passed beside them: leave "
+            "model_parameters out"
+        )
+    return Recipe(optimizer.param_groups, type(optimizer), _constructor_options(optimizer))
+
+
+def _called(build: GivenOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+    if not callable(build):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, or a function from parameters to one, got {build!r}"
+        )
+    optimizer = build(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{_describe(build)} returned {optimizer!r} instead of a torch.optim.Optimizer")
+    return optimizer
+
+
+def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if hasattr(optimizer, "comm"):
+        raise ValueError(
+            f"{name} synchronises ranks by itself: with the engine, name it in the configuration's "
+            '"optimizer" section, or pass a torch optimizer'
+        )
+    if type(optimizer).__module__.startswith("torch.optim"):
+        problems: list[str] = []
+        check_optimizer({"type": name}, problems)
+        if problems:
+            raise ValueError(f"this optimizer cannot be sharded: {problems[0]}")
+    # Adagrad has state from the start, with a step count of zero.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ValueError(
+            f"this {name} has stepped already, and its state would be lost: pass a new one, and load the state from a "
+            "checkpoint of the engine"
+        )
+
+
+def _constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Those of the optimizer's defaults that its class takes by name."""
+    taken = inspect.signature(type(optimizer)).parameters
+    return {key: value for key, value in optimizer.defaults.items() if key in taken}
+
+
+def _groups(parameters: ParamsT) -> list[dict[str, Any]]:
+    """As parameter groups; those that are some already stay the same dicts."""
+    given: list[Any] = list(parameters)
+    if not all(isinstance(one, dict) for one in given):
+        return [{"params": [one[1] if isinstance(one, tuple) else one for one in given]}]
+    for group in given:
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    return given
+
+
+def _ids(parameters: ParamsT) -> set[int]:
+    return {id(parameter) for group in _groups(parameters) for parameter in group["params"]}
+
+
+def _describe(given: Any) -> str:
+    return getattr(given, "__name__", type(given).__name__)
