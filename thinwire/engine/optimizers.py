@@ -42,15 +42,14 @@ def build_optimizer(
     Raises ValueError or TypeError, on every rank, for what cannot be sharded.
     """
     zero = config.zero_optimization
+    optimizer: SynchronizedOptimizer
     if isinstance(recipe.optimizer, OptimizerEntry):
         optimizer = _build_own(recipe, recipe.optimizer, model, comm, config, precision)
     elif zero.stage == 3:
         return _build_stage_3(recipe, recipe.optimizer, model, comm, device, config, precision)
     else:
         shared = _common_options(model, config, precision) | _clipping(config) | _offloading(config)
-        optimizer: SynchronizedOptimizer = ShardedOptimizer(
-            recipe.parameters, recipe.optimizer, comm=comm, **shared, **recipe.options
-        )
+        optimizer = ShardedOptimizer(recipe.parameters, recipe.optimizer, comm=comm, **shared, **recipe.options)
     if zero.overlap_comm:
         optimizer.gather_during_forward(model)
     return optimizer

@@ -15,7 +15,7 @@ from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.optimizer import check_optimizer
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
-from thinwire.zero.master_weights import OptimizerClass
+from thinwire.zero.bucket_optimizer import OptimizerClass
 
 __all__ = ["GivenOptimizer", "Recipe", "find_recipe"]
 

@@ -227,7 +227,11 @@ class AlgorithmBucket:
             return
         self.exchange.scale_step(clip)
         kept = self._payload_of_zeros()[self.exchange.owner_place]
-        self.exchange.advance(lambda average, place: torch.lerp(kept[place], average, clip, out=average))
+
+        def adjust(average: Tensor, place: slice) -> None:
+            torch.lerp(kept[place], average, clip, out=average)
+
+        self.exchange.advance(adjust)
 
     def wait(self) -> None:
         """Wait for leg 2; nothing in a local step."""

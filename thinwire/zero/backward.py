@@ -247,7 +247,7 @@ class BackwardWatcher:
 
     def _begin_backward(self) -> None:
         self._arrived: dict[int, _Seal] = {}  # by number: the gradient as it was taken
-        self._left_out: frozenset[int] = frozenset()
+        self._left_out = frozenset[int]()
         self._waiting = [self._awaited(transport) for transport in self._transports]
         self._pipeline.reset()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +180,8 @@ class ShardedParameters:
         sharding, whole = self.sharding, self.sharding.stage == 0
         layouts = self.order.partition(self.comm.size, sharding.block_size, sharding.bucket_bytes, sharding.param_dtype)
         for index, (layout, dtype) in enumerate(layouts):
-            keep = None if dtype == torch.float32 else "whole" if whole else "shard"
+            extent: Literal["whole", "shard"] = "whole" if whole else "shard"
+            keep = None if dtype == torch.float32 else extent
             bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
             self.buckets.append(bucket)
             self.masters.append(

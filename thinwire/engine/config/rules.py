@@ -124,11 +124,6 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.stage" {zero.stage} does not go with {name}: {entry.refused_stages[zero.stage]}. Use '
             f"stage {stages}{beside}"
         )
-    if config.gradient_clipping and not entry.clips:
-        yield (
-            f'"gradient_clipping" does not go with {name}: in a local step nobody knows the norm of the averaged '
-            "gradient. Set it to 0, or use OneBitAdam"
-        )
     if zero.offload_optimizer.device == "cpu" and not entry.offloads:
         yield (
             f'"zero_optimization.offload_optimizer" does not go with {name}, whose workers use all of their state at '

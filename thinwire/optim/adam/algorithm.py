@@ -35,7 +35,7 @@ class Adam(Linear):
 
     state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK, "exp_avg_sq": Keep.OWNER}
     frozen_state: ClassVar[Mapping[str, str | None]] = {"exp_avg": "exp_avg", "denominator": "exp_avg_sq"}
-    received_as = "exp_avg"
+    received_as: ClassVar[str | None] = "exp_avg"
 
     def __init__(self, compressed: Compressed) -> None:
         self._compressed = compressed

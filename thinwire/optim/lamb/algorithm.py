@@ -61,7 +61,8 @@ class Lamb(Adam):
         norms = agreed.sqrt().tolist()
         for parameter, settings in agree.settings.items():
             assert isinstance(settings, LambSettings)
-            ratio = trust_ratio(*norms[parameter], settings)
+            weight_norm, update_norm = norms[parameter]
+            ratio = trust_ratio(weight_norm, update_norm, settings)
             if ratio is not None:
                 self._layer(parameter).smooth(ratio, settings)
             self.coefficients[parameter] = 1.0 if ratio is None else ratio

@@ -168,7 +168,7 @@ class ReplicatedHome(AlgorithmHome):
         return ring_bytes(self.comm, (self.parameters[index] for index in placed))
 
     @property
-    def loss_scale(self) -> float:  # type: ignore[override]
+    def loss_scale(self) -> float:
         """What gradients are times."""
         return self._loss_scale
 

@@ -85,7 +85,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     # One step
 
     @property
-    def loss_scale(self) -> float:  # type: ignore[override]
+    def loss_scale(self) -> float:
         """What gradients are times."""
         return self._loss_scale
 

@@ -220,7 +220,8 @@ class PackedBucket:
     def _denominator(self, run: Run) -> Tensor:
         """√v̂ + ε as the preconditioner has it, infinite where coordinates stay."""
         codes = self.bucket.shard_of(self.codes)[run.place]
-        return self._table_of[run.parameter][codes.int()].reciprocal_()
+        inverse: Tensor = self._table_of[run.parameter][codes.int()]
+        return inverse.reciprocal_()
 
     def _apply_signs(self, weights: Tensor, runs: Sequence[Run], first: int, seed: int) -> None:
         """Move `weights`, which begin at element `first` of the bucket, by this step's u."""
