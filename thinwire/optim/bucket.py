@@ -15,8 +15,8 @@ from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.members import Contribution
-from thinwire.optim.norm_sketch import NormSketch
 from thinwire.zero import BucketLayout, Slot
+from thinwire.zero.norm_sketch import NormSketch
 
 __all__ = ["AlgorithmBucket", "Exchanges", "Parameters", "StepUnderWay", "place_of"]
 
@@ -45,6 +45,12 @@ class Parameters(Protocol):
 
     def settings(self, group: int) -> AdamSettings:
         """The hyperparameters of a parameter group now."""
+
+    def mask(self, group: int) -> Tensor | None:
+        """A parameter group's `exp_avg_mask`, if it has one."""
+
+    def describe(self, index: int) -> str:
+        """How an error message calls a parameter."""
 
 
 @dataclass
