@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content`, replacing the file in one piece."""
+    """Writes `content`, replacing the file in one go."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
         json.dump(content, file, indent=1)

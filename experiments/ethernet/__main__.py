@@ -19,7 +19,8 @@ import numpy as np
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, fraction, freeze_step, positive, rate
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
+from experiments.common.launching import refuse_launchers
 from experiments.common.results import RESULTS, check_writable, read_json, write_json
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
@@ -29,7 +30,6 @@ from experiments.tasks.corpus import load
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import share_tokens
 from thinwire.comm import threads
-from thinwire.comm.detect import detect
 
 __all__ = ["main", "parse"]
 
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 print("Nothing to overlap: links were not shaped", file=sys.stderr)
     except InputError as error:
-        print(f"experiments.ethernet: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.ethernet", error)
     except ClusterError as error:
         print(f"experiments.ethernet: {error}", file=sys.stderr)
         return 1
@@ -293,8 +292,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise InputError("a single rank sends nothing: give more --hosts or more --ranks-a-host")
     if options.hosts > 250:
         raise InputError(f"--hosts must be at most 250, got {options.hosts}")
-    if detect(os.environ).launcher != "single":
-        raise InputError("this starts its own ranks: run it without a launcher")
+    refuse_launchers()
     check_writable(options.output, "--output")
     return options
 

@@ -7,20 +7,20 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments.ethernet.race.contenders import CONTENDERS, FAIR_BASELINE
 from experiments.ethernet.race.step_report import most_waiting
 from experiments.training import plotting
+from experiments.training.plotting import QUIET
 
 __all__ = ["draw", "rate_name"]
 
-_QUIET = "#8a939e"
 _PARTS = {
     "compute": ("computing", "#c9ced4"),
-    "encode": ("encoding and transport", "#8a939e"),
+    "encode": ("encoding and transport", QUIET),
     "wire": ("waiting while the link is busy", "#d1495b"),
     "wait": ("waiting otherwise", "#f0b7bf"),
 }
@@ -33,7 +33,8 @@ def rate_name(megabits: float) -> str:
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 6.2), width_ratios=(1, 1.15))
+    figure = Figure(figsize=(15, 6.2))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     figure.subplots_adjust(left=0.145, right=0.865, top=0.76, bottom=0.2, wspace=0.16)
     for line, finding in enumerate(content["findings"]):
         figure.text(0.02, 0.935 - 0.052 * line, finding, fontsize=14, fontweight="bold")
@@ -43,7 +44,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         0.025,
         f"{content['subject']}; made on {made_on['cpu']}, {made_on['cores']} cores",
         fontsize=9,
-        color=_QUIET,
+        color=QUIET,
     )
     entries = content["rates"]
     _draw_parts(left, most_waiting(entries, content["waiting"]))
@@ -75,7 +76,7 @@ def _draw_speedups(panel: Axes, entries: Sequence[Mapping[str, Any]]) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title(f"Speed over {CONTENDERS[FAIR_BASELINE].label}", loc="left", fontsize=11)
     if not entries:
-        panel.text(0.5, 0.5, "links were not shaped", ha="center", transform=panel.transAxes, color=_QUIET)
+        panel.text(0.5, 0.5, "links were not shaped", ha="center", transform=panel.transAxes, color=QUIET)
         return
     rates = [entry["megabits"] for entry in entries]
     # A rate next to another keeps its points and gives up its label.

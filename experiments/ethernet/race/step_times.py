@@ -23,6 +23,7 @@ from experiments.ethernet.race.data_parallel import AloneLearner
 from experiments.ethernet.race.findings import ALONE, rate_of_waiting
 from experiments.ethernet.race.shaping import shape_together
 from experiments.ethernet.race.stopwatch import Interface, Reading, Stopwatch
+from experiments.tasks.batches import random_batch
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES
 from experiments.training.learners import Learner
@@ -185,12 +186,7 @@ def _advance(learner: Learner, sequences: int, rank: int, step: int) -> None:
 
 
 def _batch(sequences: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, of which a sixth is asked for: what they are does not change how long a step takes."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randint(5, _VOCABULARY, (sequences, _LENGTH), generator=generator)
-    labels = torch.full_like(inputs, -100)
-    labels[:, ::6] = inputs[:, ::6]
-    return inputs, labels
+    return random_batch(sequences, _LENGTH, _VOCABULARY, seed=1000 * step + rank)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
