@@ -23,7 +23,7 @@ from experiments.training import findings, plotting
 from experiments.training.learners import LoopLearner
 from experiments.training.optimizers import OPTIMIZERS, PARENTS
 from experiments.training.plans import Plan
-from experiments.training.reporting import reporter
+from experiments.training.reporting import train_to_end
 from experiments.training.trainer import Outcome, Trainer
 from thinwire.comm import Communicator
 
@@ -82,19 +82,12 @@ def _tune(subject: Subject, optimizer: str, comm: Communicator) -> dict[str, flo
 
 def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, variant: str) -> Outcome:
     learner = LoopLearner(subject.task.build_model(plan.seed), plan, optimizer, comm)
-    trainer = Trainer(subject.task, plan, learner, comm)
-    with reporter(
+    return train_to_end(
+        Trainer(subject.task, plan, learner, comm),
         f"{subject.unit}, {OPTIMIZERS[optimizer].label}, {variant}",
-        first_step=0,
-        steps=plan.steps,
         items_a_step=comm.size * subject.rank_items,
         unit=subject.unit,
-        every=max(1, plan.steps // 5),
-        rank=comm.rank,
-    ) as progress:
-        while not trainer.finished:
-            progress.update(trainer.advance())
-    return trainer.outcome
+    )
 
 
 def _shortened(subject: Subject, steps: int) -> Subject:

@@ -7,7 +7,6 @@ formula, and the time of a step with twelve layers.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -128,16 +127,8 @@ def _content(
         "unigram_entropy": unigram_entropy(tokens),
         "step_time": {"workload": asdict(workload), **{name: asdict(saving) for name, saving in savings.items()}},
         "keep_rates": {"steps": options.keep_rate_steps, **asdict(keep_rates)},
-        "runs": [_described(run) for run in runs],
+        "runs": [asdict(run) for run in runs],
     }
-
-
-def _described(run: Run) -> dict[str, Any]:
-    """As plain values: JSON has no NaN."""
-    described = asdict(run)
-    losses = run.curve.losses
-    described["curve"]["losses"] = [loss if math.isfinite(loss) else None for loss in losses]
-    return described
 
 
 def _subtitle(options: argparse.Namespace, parameters: int, workload: Workload, made_on: dict[str, Any]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
 from experiments.layer_drop.learning import DROPPING, POST_LN, PRE_LN, Curve, KeepRates
 from experiments.layer_drop.step_time import Saving
+from experiments.training.findings import deviation
 
 __all__ = ["Finding", "Run", "find", "largest_error"]
 
@@ -90,7 +91,7 @@ def find(runs: Sequence[Run], learning_rate: float, savings: Mapping[str, Saving
     return Finding(
         learning_rate=learning_rate,
         final_loss={system: mean(losses) for system, losses in final.items()},
-        deviation={system: stdev(losses) if len(losses) > 1 else 0.0 for system, losses in final.items()},
+        deviation={system: deviation(losses) for system, losses in final.items()},
         loss_difference=mean(final[DROPPING]) / mean(final[PRE_LN]) - 1,
         time_ratio=seconds[DROPPING] / seconds[PRE_LN],
         stack=savings["the stack"].ratio,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
+from experiments.training.findings import deviation
 from experiments.training.optimizers import OPTIMIZERS
 
 __all__ = ["EXACT_ON", "RESUMED", "RESUME_ON", "SAVE_ON", "SHARDED_ON", "SYSTEMS", "Finding", "final_losses", "find"]
@@ -80,7 +81,7 @@ def find(small: Mapping[int, Mapping[str, Any]], sharded: Mapping[str, Any]) -> 
         stages=stages,
         resumed=resumed,
         final_loss=means,
-        deviation={system: stdev(losses) if len(losses) > 1 else 0.0 for system, losses in finals.items()},
+        deviation={system: deviation(losses) for system, losses in finals.items()},
         final_difference={
             system: means[system] / means["unsharded"] - 1 for system in SYSTEMS if system != "unsharded"
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -66,20 +66,23 @@ class Series:
 
 @dataclass(frozen=True)
 class Reference:
-    """A loss to compare with, and what reaches it."""
+    """A loss to compare with, and what reaches it; its label stands at the right end of the line, or at the left."""
 
     loss: float
     label: str
+    at: Literal["right", "left"] = "right"
 
 
-def new_figure(rows: int, title: str, subtitle: str) -> tuple[Figure, NDArray[np.object_]]:
-    """A figure with `rows` pairs of panels, axes `[rows, 2]`, the finding on top."""
-    height = 4.4 * rows + 1.1
-    figure = Figure(figsize=(11, height))
-    axes = figure.subplots(rows, 2, sharey="row", squeeze=False)
-    figure.subplots_adjust(left=0.07, right=0.97, top=1 - 1.15 / height, bottom=0.62 / height, hspace=0.38, wspace=0.06)
-    figure.text(0.07, 1 - 0.42 / height, title, fontsize=15, fontweight="bold")
-    figure.text(0.07, 1 - 0.72 / height, subtitle, fontsize=9.5, color=QUIET)
+def new_figure(rows: int, title: str, subtitle: str, columns: int = 2) -> tuple[Figure, NDArray[np.object_]]:
+    """A figure with panels that share their losses, axes `[rows, columns]`, the finding on top."""
+    width, height = 5.5 * columns, 4.4 * rows + 1.1
+    figure = Figure(figsize=(width, height))
+    axes = figure.subplots(rows, columns, sharey="row", squeeze=False)
+    left, right = 0.77 / width, 1 - 0.33 / width
+    top, bottom = 1 - 1.15 / height, 0.62 / height
+    figure.subplots_adjust(left=left, right=right, top=top, bottom=bottom, hspace=0.38, wspace=0.06)
+    figure.text(left, 1 - 0.42 / height, title, fontsize=15, fontweight="bold")
+    figure.text(left, 1 - 0.72 / height, subtitle, fontsize=9.5, color=QUIET)
     return figure, axes
 
 
@@ -134,11 +137,11 @@ def draw_reference(axes: Sequence[Axes], reference: Reference) -> None:
         panel.axhline(reference.loss, color=QUIET, linestyle=(0, (4, 3)), linewidth=1)
     axes[0].annotate(
         reference.label,
-        (1, reference.loss),
+        (1 if reference.at == "right" else 0, reference.loss),
         xycoords=("axes fraction", "data"),
-        xytext=(-4, 4),
+        xytext=(-4 if reference.at == "right" else 4, 4),
         textcoords="offset points",
-        ha="right",
+        ha=reference.at,
         color=QUIET,
         fontsize=9,
     )

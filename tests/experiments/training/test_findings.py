@@ -32,7 +32,7 @@ def test_a_run_that_never_froze_says_so() -> None:
 
 def test_a_run_that_diverged_says_so() -> None:
     diverged = outcome(float("nan"), frozen_at=3)
-    finding = compare([outcome(2.0)], [diverged])
+    finding = compare([outcome(2.0)] * 2, [diverged, outcome(2.0, frozen_at=3)])
     assert finding.claim == "diverged"
     assert not finding.same_loss
 
