@@ -34,7 +34,7 @@ _OURS, _FLEX, _FLASH = "thinwire", "FlexAttention, compiled", "dense, flash"
 
 @dataclass(frozen=True)
 class Result:
-    """Median milliseconds of one system. `density`: the part of all blocks that the sparse ones attend."""
+    """Median milliseconds of one system. `density`: the fraction of all blocks that the sparse ones attend."""
 
     system: str
     mode: str

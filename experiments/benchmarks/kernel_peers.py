@@ -25,7 +25,7 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
     """
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads)
-    edges = [source.numel() * part // threads // 64 * 64 for part in range(threads)] + [source.numel()]
+    edges = [source.numel() * thread // threads // 64 * 64 for thread in range(threads)] + [source.numel()]
     ranges = list(itertools.pairwise(edges))
     source_array, target_array = source.numpy(), target.numpy()
 
@@ -33,7 +33,7 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
         target.copy_(source)
 
     def numpy_copy() -> None:
-        list(pool.map(lambda part: np.copyto(target_array[slice(*part)], source_array[slice(*part)]), ranges))
+        list(pool.map(lambda span: np.copyto(target_array[slice(*span)], source_array[slice(*span)]), ranges))
 
     copies = {"copy, torch": torch_copy, "copy, numpy": numpy_copy}
     if importlib.util.find_spec("numba") is None:
@@ -41,7 +41,7 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
     streaming_copy = _compile_streaming_copy()
 
     def numba_copy() -> None:
-        list(pool.map(lambda part: streaming_copy(source_array, target_array, *part), ranges))
+        list(pool.map(lambda span: streaming_copy(source_array, target_array, *span), ranges))
 
     return {**copies, "copy, streaming": numba_copy}
 

@@ -77,7 +77,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     raw = _job(cluster, "experiments.ethernet.race.step_times", arguments, options.ranks_a_host, options.limit)
     entries = step_report.at_rates(raw["turns"])
     plans = {
-        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["parts"])
+        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["computing"])
         for key, by_name in raw["turns"].items()
     }
     winners = step_report.winning_rates(entries)
@@ -88,7 +88,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
         "waiting": options.waiting,
         "plan_median_error": planned.median_error(list(plans.values())),
         "plan_by_megabits": plans,
-        "step_parts_alone": raw["parts"],
+        "computing_alone": raw["computing"],
         "probes": raw["probes"],
         "fairness": fair,
         "wins_against_bf16_under_megabits": {name: _finite(rate) for name, rate in winners.items()},
@@ -120,7 +120,7 @@ def _measure_overlap(options: argparse.Namespace) -> None:
     content = {
         "machine": machine.describe(),
         "subject": _subject(options.overlap_model, raw["shapes"], alone),
-        "step_parts_alone": raw["parts"],
+        "computing_alone": raw["computing"],
         "contenders": overlap_report.records(raw["balanced"]),
     }
     write_json(options.output / f"{_NAME}_overlap.json", content)

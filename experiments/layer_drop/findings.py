@@ -36,7 +36,7 @@ class Finding:
         deviation: standard deviation of it.
         loss_difference: of layer drop from pre-LN, relative, of those means.
         time_ratio: training time of as many steps with drop over without, at that rate, all seeds together.
-        stack: step time of the stack with drop over without, and `stack_floor`, the part of the layers that is kept.
+        stack: step time of the stack with drop over without, and `stack_floor`, the fraction of layers that is kept.
         whole_step: the same of the whole step.
         keep_rate_error: of the layers' measured keep-rates from the formula, the largest, in standard errors.
         loss_by_rate: of the first seed, by system and learning rate; None where training broke down.

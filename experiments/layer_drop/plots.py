@@ -180,7 +180,7 @@ def _draw_keep_rates(panel: Axes, settled: KeepRates, dropping: Sequence[Run], f
     panel.plot([], [], color=_DARK, linewidth=1.2, label="formula, bars: 3 standard errors")
     panel.set_ylim(0, 1.05)
     panel.set_xlabel("layer, from the bottom up")
-    panel.set_ylabel("part of the steps in which it was kept")
+    panel.set_ylabel("fraction of the steps in which it was kept")
     panel.set_title(
         f"Kept as often as the formula says\nat most {found.keep_rate_error:.1f} standard errors away",
         loc="left",

@@ -208,7 +208,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     data.add_argument("--validation-documents", type=positive, default=16, metavar="N", help="held out, at most")
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--start-steps", type=seed, default=2400, metavar="N", help="on windows, before systems part; 0: random weights"
+        "--start-steps", type=seed, default=2400, metavar="N", help="on windows, all together first; 0: random weights"
     )
     training.add_argument("--start-windows", type=positive, default=4, metavar="N", help="windows a step, in those")
     training.add_argument("--minutes", type=rate, default=12.0, metavar="N", help="of training, for each system")

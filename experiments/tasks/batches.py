@@ -46,8 +46,8 @@ def pack(tokens: NDArray[np.int32], length: int) -> NDArray[np.int32]:
     count = len(tokens) // inside
     if count == 0:
         raise InputError(
-            f"the corpus is too short: a sequence of {length} needs {inside} tokens in the training part "
-            f"and in the held-out part, but one of them has {len(tokens)}; "
+            f"the corpus is too short: a sequence of {length} needs {inside} tokens in the training text "
+            f"and in the held-out text, but one of them has {len(tokens)}; "
             "give more text, or a smaller --sequence-length"
         )
     sequences = np.empty((count, length), dtype=np.int32)

@@ -90,8 +90,8 @@ def _split(documents: list[str]) -> Corpus:
     if len(documents) >= HOLD_OUT_EVERY:
         kept = [text for index, text in enumerate(documents) if index % HOLD_OUT_EVERY]
         return Corpus(kept, documents[::HOLD_OUT_EVERY])
-    parts = [_cut_end(document) for document in documents]
-    return Corpus([body for body, _ in parts], [end for _, end in parts])
+    cut = [_cut_end(document) for document in documents]
+    return Corpus([body for body, _ in cut], [end for _, end in cut])
 
 
 def _cut_end(document: str) -> tuple[str, str]:

@@ -59,7 +59,7 @@ def share_text(comm: Communicator, read: Callable[[], Corpus], length: int) -> T
         length: characters a window.
 
     Raises:
-        InputError: on every rank, if rank 0 could not read the corpus, or a part of it has no window.
+        InputError: on every rank, if rank 0 could not read the corpus, or one of its two texts has no window.
     """
 
     def prepare() -> Text | None:
@@ -67,10 +67,11 @@ def share_text(comm: Communicator, read: Callable[[], Corpus], length: int) -> T
             return None
         corpus = read()
         text = encode("\n".join(corpus.training), "\n".join(corpus.validation))
-        for name, part in (("training", text.training), ("held-out", text.validation)):
-            if len(part) <= length + 1:
+        for name, characters in (("training", text.training), ("held-out", text.validation)):
+            if len(characters) <= length + 1:
                 raise InputError(
-                    f"the corpus is too short: its {name} text has {len(part)} characters, and a window takes {length}"
+                    f"the corpus is too short: its {name} text has {len(characters)} characters, "
+                    f"and a window takes {length}"
                 )
         return text
 

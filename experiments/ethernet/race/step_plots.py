@@ -18,7 +18,7 @@ from experiments.training.plotting import QUIET
 
 __all__ = ["draw", "rate_name"]
 
-_PARTS = {
+_SHARES = {
     "compute": ("computing", "#c9ced4"),
     "encode": ("encoding and transport", QUIET),
     "wire": ("waiting while the link is busy", "#d1495b"),
@@ -47,16 +47,16 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         color=QUIET,
     )
     entries = content["rates"]
-    _draw_parts(left, most_waiting(entries, content["waiting"]))
+    _draw_breakdown(left, most_waiting(entries, content["waiting"]))
     _draw_speedups(right, [entry for entry in entries if entry["megabits"] is not None])
     plotting.save(figure, path)
 
 
-def _draw_parts(panel: Axes, entry: Mapping[str, Any]) -> None:
+def _draw_breakdown(panel: Axes, entry: Mapping[str, Any]) -> None:
     records = entry["contenders"]
     offsets = dict.fromkeys(records, 0.0)
-    for part, (label, colour) in _PARTS.items():
-        widths = [1e3 * record[part] for record in records.values()]
+    for share, (label, colour) in _SHARES.items():
+        widths = [1e3 * record[share] for record in records.values()]
         panel.barh(range(len(records)), widths, left=list(offsets.values()), color=colour, label=label, height=0.62)
         offsets = {name: offsets[name] + width for name, width in zip(records, widths, strict=True)}
     for place, (name, record) in enumerate(records.items()):
