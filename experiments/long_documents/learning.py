@@ -37,8 +37,8 @@ class LearningPlan:
     """What all systems share.
 
     Attributes:
-        start_steps: taken by one model on windows of all documents, before the systems go on from its weights, each its own way;
-            0 starts from random ones.
+        start_steps: taken by one model on windows of all documents, from whose weights the systems then go on; 0 starts
+            from random ones.
         windows_a_step: in those steps, or as many tokens.
         documents_a_step: of every system.
         learning_rate: constant after a linear rise over `warmup_steps`, so that losses of any step or time compare.
