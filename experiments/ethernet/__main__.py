@@ -19,7 +19,8 @@ import numpy as np
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, fraction, freeze_step, positive, rate
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
+from experiments.common.launching import refuse_launchers
 from experiments.common.results import RESULTS, check_writable, read_json, write_json
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
@@ -28,7 +29,7 @@ from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASE
 from experiments.tasks.corpus import load
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import share_tokens
-from thinwire.comm import detect, threads
+from thinwire.comm import threads
 
 __all__ = ["main", "parse"]
 
@@ -58,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 print("Nothing to overlap: links were not shaped", file=sys.stderr)
     except InputError as error:
-        print(f"experiments.ethernet: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.ethernet", error)
     except ClusterError as error:
         print(f"experiments.ethernet: {error}", file=sys.stderr)
         return 1
@@ -77,7 +77,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     raw = _job(cluster, "experiments.ethernet.race.step_times", arguments, options.ranks_a_host, options.limit)
     entries = step_report.at_rates(raw["turns"])
     plans = {
-        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["parts"])
+        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["computing"])
         for key, by_name in raw["turns"].items()
     }
     winners = step_report.winning_rates(entries)
@@ -88,7 +88,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
         "waiting": options.waiting,
         "plan_median_error": planned.median_error(list(plans.values())),
         "plan_by_megabits": plans,
-        "step_parts_alone": raw["parts"],
+        "computing_alone": raw["computing"],
         "probes": raw["probes"],
         "fairness": fair,
         "wins_against_bf16_under_megabits": {name: _finite(rate) for name, rate in winners.items()},
@@ -120,7 +120,7 @@ def _measure_overlap(options: argparse.Namespace) -> None:
     content = {
         "machine": machine.describe(),
         "subject": _subject(options.overlap_model, raw["shapes"], alone),
-        "step_parts_alone": raw["parts"],
+        "computing_alone": raw["computing"],
         "contenders": overlap_report.records(raw["balanced"]),
     }
     write_json(options.output / f"{_NAME}_overlap.json", content)
@@ -292,8 +292,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise InputError("a single rank sends nothing: give more --hosts or more --ranks-a-host")
     if options.hosts > 250:
         raise InputError(f"--hosts must be at most 250, got {options.hosts}")
-    if detect(os.environ).launcher != "single":
-        raise InputError("this starts its own ranks: run it without a launcher")
+    refuse_launchers()
     check_writable(options.output, "--output")
     return options
 

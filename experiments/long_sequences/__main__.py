@@ -17,7 +17,7 @@ import torch
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive, rate
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
 from experiments.common.peak_memory import check_supported
 from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.long_sequences import bert_memory
@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         check_supported()
     except InputError as error:
-        print(f"experiments.long_sequences: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.long_sequences", error)
     torch.set_num_threads(options.threads)
     limits = {DENSE: options.dense_limit, MATERIALISED: options.materialised_limit}
     times = time_systems(options.lengths, options.rounds, limits)

@@ -1,4 +1,4 @@
-"""Command lines: defaults that fit, and complaints that name the option."""
+"""The command line of the main job: defaults that fit, and complaints that name the option."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from experiments.common.errors import InputError
-from experiments.convergence import __main__ as convergence
+from experiments.pretrain_bert.engine_settings import load
 from experiments.pretrain_bert.settings import parse
 from experiments.tasks.sizes import SIZES
-from experiments.training.engine_settings import load
 
 
 @pytest.fixture
@@ -83,13 +82,3 @@ def test_unwritable_folders_are_named(option: str, folders: list[str], tmp_path:
 def test_unusable_corpora_are_refused(folders: list[str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="absent"):
         parse([*folders, "--corpus", str(tmp_path / "absent")])
-    with pytest.raises(InputError, match="absent"):
-        convergence.parse(["--output", str(tmp_path), "--corpus", str(tmp_path / "absent")])
-
-
-def test_convergence_takes_tasks_and_seeds(tmp_path: Path) -> None:
-    options = convergence.parse(["--task", "digits", "--seeds", "5", "--output", str(tmp_path)])
-    assert options.task == ["digits"]
-    assert options.seeds == 5
-    with pytest.raises(InputError, match="--seeds"):
-        convergence.parse(["--seeds", "0", "--output", str(tmp_path)])

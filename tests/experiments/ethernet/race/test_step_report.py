@@ -1,17 +1,15 @@
-"""What measurements become: records, sentences, pictures."""
+"""What measured steps become: records, sentences, a picture."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.ethernet.race import loss_report, step_plots, step_report
+from experiments.ethernet.race import step_plots, step_report
 from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
 from experiments.ethernet.race.findings import ALONE
-from experiments.ethernet.race.loss_times import Clock, Kind
 
 MACHINE = {"cpu": "some", "cores": 2}
 
@@ -76,70 +74,12 @@ def test_fairness_is_a_fraction_of_the_line() -> None:
 def test_the_picture_of_steps_is_drawn(tmp_path: Path, rates: tuple[str, ...]) -> None:
     entries = step_report.at_rates({rate: turns_at(100.0 if rate == "None" else float(rate)) for rate in rates})
     step_report.print_table(entries)
-    content = {"machine": MACHINE, "subject": "BERT", "findings": ["one", "two"], "waiting": 0.94, "rates": entries}
+    content = {
+        "machine": MACHINE,
+        "subject": "BERT",
+        "findings": ["one", "two"],
+        "waiting": 0.94,
+        "rates": entries,
+    }
     step_plots.draw(content, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes()[1:4] == b"PNG"
-
-
-def run(seconds_a_step: float, losses: list[float]) -> dict[str, Any]:
-    steps = list(range(10, 10 * len(losses) + 1, 10))
-    return {
-        "steps": steps,
-        "losses": losses,
-        "seconds": [seconds_a_step * step for step in steps],
-        "bytes_sent": [100 * step for step in steps],
-        "seconds_a_step": {"exact": seconds_a_step},
-    }
-
-
-@pytest.fixture
-def runs() -> dict[str, dict[str, Any]]:
-    return {
-        BASELINE: run(2.0, [6.0, 5.0, 4.0]),
-        FAIR_BASELINE: run(1.0, [6.0, 5.0, 4.0]),
-        "ddp-powersgd-1": run(0.1, [6.0, 5.9, 5.8]),
-        "onebit-adam": run(0.25, [6.0, 5.0, 4.0]),
-    }
-
-
-def test_arrivals_lie_between_points(runs: dict[str, dict[str, Any]]) -> None:
-    reached = loss_report.arrivals(runs)
-    assert reached[FAIR_BASELINE] == pytest.approx(29.6)
-    assert reached["ddp-powersgd-1"] is None
-    assert "1-bit Adam reaches the same loss 4.0x as soon" in loss_report.sentence(runs)
-
-
-def test_power_sgd_is_compared_with_where_it_arrives(runs: dict[str, dict[str, Any]]) -> None:
-    assert loss_report.sentence(runs).endswith("PowerSGD never does")
-    runs["ddp-powersgd-1"] = run(0.125, [6.0, 5.0, 4.0])
-    assert "0.5x as DDP, PowerSGD rank 1" in loss_report.sentence(runs)
-
-
-def test_who_is_there_at_the_first_point_arrived_then() -> None:
-    assert loss_report.seconds_to(5.0, [3.0, 6.0], [4.0, 3.0]) == 3.0
-
-
-def test_a_race_that_ours_lose_says_so(runs: dict[str, dict[str, Any]]) -> None:
-    runs["onebit-adam"] = run(0.25, [6.0, 5.5, 5.0])
-    assert "None of ours" in loss_report.sentence(runs)
-
-
-def test_the_picture_of_losses_is_drawn(tmp_path: Path, runs: dict[str, dict[str, Any]]) -> None:
-    loss_report.print_table(runs)
-    content = {"machine": MACHINE, "subject": "BERT", "findings": ["one"], "megabits": 50, "runs": runs}
-    loss_report.draw(content, tmp_path / "losses.png")
-    assert (tmp_path / "losses.png").read_bytes()[1:4] == b"PNG"
-
-
-def test_the_clock_adds_what_steps_of_each_kind_take() -> None:
-    exact, packed, silent = Kind("warmup", 32), Kind("1-bit", 1), Kind("1-bit", 0)
-    done = Counter({exact: 10, packed: 4, silent: 6})
-    clock = Clock({exact: [1.0, 3.0], packed: [0.5], silent: [0.25]}, done)
-    assert clock.seconds(done) == 23.5
-    assert clock.by_stage() == {"warmup": 2.0, "1-bit": pytest.approx(0.35)}
-
-
-def test_steps_too_rare_to_be_timed_take_what_the_nearest_in_bytes_do() -> None:
-    clock = Clock({Kind("warmup", 32): [4.0], Kind("warmup", 1): [1.0], Kind("1-bit", 1): [0.5]})
-    assert clock.seconds(Counter({Kind("warmup", 30): 2})) == 8
-    assert clock.seconds(Counter({Kind("1-bit", 2): 2})) == 1

@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.errors import InputError
-from experiments.training.learners import OPTIMIZERS
+from experiments.training.optimizers import COMPRESSED, ENGINE, FREEZE_OPTIONS, OPTIMIZERS, engine_section
 from thinwire.engine import ConfigError, EngineConfig, load_config
 
-__all__ = ["EngineSettings", "load"]
+__all__ = ["COMPARED", "EngineSettings", "load"]
+
+COMPARED = ("adamw", "onebit-adam")
+"""What is trained where nobody says otherwise."""
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-# Options that a file's keys say as well.
-_SAME = {
-    "zero": ("zero_optimization", "stage"),
-    "lr": ("optimizer", "params", "lr"),
-    "weight_decay": ("optimizer", "params", "weight_decay"),
-    "freeze_step": ("optimizer", "params", "freeze_step"),
-    "batch_size": ("train_micro_batch_size_per_gpu",),
-    "seed": ("seed",),
-}
+_SAME: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("zero", ("zero_optimization", "stage")),
+    ("lr", ("optimizer", "params", "lr")),
+    ("weight_decay", ("optimizer", "params", "weight_decay")),
+    *(("freeze_step", ("optimizer", "params", option)) for option in FREEZE_OPTIONS),
+    ("batch_size", ("train_micro_batch_size_per_gpu",)),
+    ("seed", ("seed",)),
+)
+"""Options, and the keys of a file that say the same."""
+
 _DECIDED_BY_SCHEDULER = ("lr", "warmup_steps")
 
 
@@ -49,13 +53,15 @@ class EngineSettings:
         return self.file.get("scheduler") is not None
 
     def config(self, optimizer: str) -> dict[str, Any]:
-        """The configuration of one of `OPTIMIZERS`, as the engine takes it."""
+        """The configuration of one of `ENGINE`, as the engine takes it."""
         given = self._options
-        params: dict[str, Any] = {"lr": _first(given.lr, 1e-3), "weight_decay": _first(given.weight_decay, 0.01)}
-        if optimizer == "onebit-adam":
-            params["freeze_step"] = _first(given.freeze_step, self._default_freeze_step)
         ours: dict[str, Any] = {
-            "optimizer": {"type": OPTIMIZERS[optimizer], "params": params},
+            "optimizer": engine_section(
+                optimizer,
+                _first(given.lr, 1e-3),
+                _first(given.freeze_step, self._default_freeze_step),
+                weight_decay=_first(given.weight_decay, 0.01),
+            ),
             "zero_optimization": {"stage": _first(given.zero, 1)},
             "seed": _first(given.seed, 0),
         }
@@ -76,10 +82,11 @@ class EngineSettings:
         asked = self._options.optimizer and tuple(dict.fromkeys(self._options.optimizer))
         section = self.file.get("optimizer")
         if isinstance(section, Mapping) and "type" in section:
-            found = [name for name, kind in OPTIMIZERS.items() if kind.lower() == str(section["type"]).lower()]
+            types = {name: OPTIMIZERS[name].class_name for name in ENGINE}
+            found = [name for name, kind in types.items() if kind.lower() == str(section["type"]).lower()]
             if not found:
                 raise InputError(
-                    f'--config: this trains with {" or ".join(OPTIMIZERS.values())}, and "optimizer.type" is '
+                    f'--config: this trains with {" or ".join(types.values())}, and "optimizer.type" is '
                     f'"{section["type"]}": change it, or delete the section'
                 )
             if asked not in (None, tuple(found)):
@@ -88,8 +95,11 @@ class EngineSettings:
                     "leave one of them out"
                 )
             return tuple(found)
-        # Stage 3 goes with AdamW alone: 1-bit Adam is refused there where it is asked for.
-        return asked or (("adamw",) if self.check("adamw").zero_optimization.stage == 3 else tuple(OPTIMIZERS))
+        if asked:
+            return asked
+        # What a stage does not shard is refused there only where it is asked for.
+        stage = self.check("adamw").zero_optimization.stage
+        return tuple(name for name in COMPARED if name not in COMPRESSED or stage in COMPRESSED[name].stages)
 
 
 def load(config: Mapping[str, Any], ranks: int) -> EngineConfig:
@@ -117,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _refuse_contradictions(options: argparse.Namespace, file: Mapping[str, Any]) -> None:
-    for option, path in _SAME.items():
+    for option, path in _SAME:
         given, found = getattr(options, option), _look_up(file, path)
         if None not in (given, found) and found not in (given, "auto"):
             _refuse(option, given, f'"{".".join(path)}" {json.dumps(found)}')

@@ -44,16 +44,16 @@ def gathered_attention(index: BlockIndex) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # [batch * heads, rows of blocks, block, head size]
         rows, keys, values = (x.flatten(0, 1).unflatten(1, (-1, index.block)) for x in (q, k, v))
-        parts = []
+        outputs = []
         for first, last, columns in runs:
             queries = rows[:, first:last]
             if columns.shape[1] == index.num_columns:
-                part = F.scaled_dot_product_attention(queries.flatten(1, 2)[:, None], *(_whole(x) for x in (k, v)))
-                parts.append(part[:, 0].unflatten(1, (-1, index.block)))
+                dense = F.scaled_dot_product_attention(queries.flatten(1, 2)[:, None], *(_whole(x) for x in (k, v)))
+                outputs.append(dense[:, 0].unflatten(1, (-1, index.block)))
                 continue
             gathered = (x[:, columns].flatten(2, 3) for x in (keys, values))
-            parts.append(F.scaled_dot_product_attention(queries, *gathered))
-        return torch.cat(parts, 1).view(q.shape)
+            outputs.append(F.scaled_dot_product_attention(queries, *gathered))
+        return torch.cat(outputs, 1).view(q.shape)
 
     return attend
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.helpers import run_module
+from tests.experiments.helpers import run_module, write_text
 
 MODULE = "experiments.pretrain_bert"
 STEPS, STOP = 6, 4
@@ -42,10 +42,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "shopping.txt"
-    goods = ("apples", "bread", "candles", "dates", "eggs")
-    path.write_text("".join(f"day {day}: {goods[day % 5]} and {day % 7} {goods[day % 3]}\n" for day in range(2000)))
-    return path
+    return write_text(tmp_path_factory.mktemp("corpus") / "shopping.txt", 2000)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +65,7 @@ def test_a_run_writes_numbers_and_a_picture(finished: tuple[Path, subprocess.Com
         assert run["curve"]["steps"] == list(range(1, STEPS + 1))
         assert run["curve"]["bytes_sent"][-1] == run["bytes_sent"]
     assert found["runs"]["onebit-adam"]["frozen_at"] == 2
-    assert found["finding"]["fewer_bytes_frozen"] > 20
+    assert found["findings"]["onebit-adam"]["fewer_bytes_frozen"] > 20
     assert "1-bit Adam  6/6" in ended.stderr
     assert "1-bit Adam: validation loss" in ended.stdout
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from experiments.common.errors import InputError
+from experiments.pretrain_bert.engine_settings import load
 from experiments.pretrain_bert.settings import PretrainSettings, parse
-from experiments.training.engine_settings import load
 
 EXAMPLE = Path(__file__).parents[3] / "experiments" / "configs" / "bert_onebit_zero1.json"
 
