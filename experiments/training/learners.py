@@ -91,7 +91,7 @@ class LoopLearner:
     @property
     def frozen_at(self) -> int | None:
         """See `Learner`."""
-        return None if self._compressed is None else self._optimizer.freeze_step_taken
+        return None if self._compressed is None else self._optimizer.frozen_at
 
 
 class EngineLearner:

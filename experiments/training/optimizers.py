@@ -11,6 +11,7 @@ import thinwire
 from experiments.training.baseline import Averaged, AveragedAdamW, AveragedLamb, AveragedLion
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
+from thinwire.optim import registry
 
 __all__ = [
     "COMPRESSED",
@@ -63,7 +64,7 @@ class Compressed:
     parent: str
     stages: tuple[int, ...]
     freeze_option: str | None
-    local_steps: bool = False
+    local_steps: bool
 
 
 EXACT = {
@@ -72,44 +73,23 @@ EXACT = {
     "lion": Exact("Lion", "Lion", "#2b6ca3", AveragedLion),
 }
 
-_COMPRESSED = {
-    "onebit-adam": Compressed(
-        class_name="OneBitAdam",
-        label="1-bit Adam",
-        colour="#d1495b",
-        parent="adamw",
-        stages=(0, 1, 2),
-        freeze_option="freeze_step",
-    ),
-    "zero-one-adam": Compressed(
-        class_name="ZeroOneAdam",
-        label="0/1 Adam",
-        colour="#edae49",
-        parent="adamw",
-        stages=(0, 1),
-        freeze_option="var_freeze_step",
-        local_steps=True,
-    ),
-    "onebit-lamb": Compressed(
-        class_name="OneBitLamb",
-        label="1-bit LAMB",
-        colour="#00798c",
-        parent="lamb",
-        stages=(0, 1),
-        freeze_option="freeze_step",
-    ),
-    "onebit-lion": Compressed(
-        class_name="OneBitLion",
-        label="1-bit Lion",
-        colour="#d1495b",
-        parent="lion",
-        stages=(0, 1),
-        freeze_option=None,
-    ),
-}
+_NAMES = {exact.class_name: name for name, exact in EXACT.items()}
 
-COMPRESSED = {name: one for name, one in _COMPRESSED.items() if hasattr(thinwire, one.class_name)}
-"""Names on command lines and in results, and the optimizers that thinwire has."""
+
+def _compressed(class_name: str, label: str, colour: str) -> Compressed:
+    known = registry.entry(class_name)
+    return Compressed(
+        class_name, label, colour, _NAMES[known.parent], known.stages, known.freeze_option, known.local_steps
+    )
+
+
+COMPRESSED = {
+    "onebit-adam": _compressed("OneBitAdam", "1-bit Adam", "#d1495b"),
+    "zero-one-adam": _compressed("ZeroOneAdam", "0/1 Adam", "#edae49"),
+    "onebit-lamb": _compressed("OneBitLamb", "1-bit LAMB", "#00798c"),
+    "onebit-lion": _compressed("OneBitLion", "1-bit Lion", "#d1495b"),
+}
+"""Names on command lines and in results, and thinwire's optimizers."""
 
 OPTIMIZERS: dict[str, Exact | Compressed] = {**EXACT, **COMPRESSED}
 """All of them."""
