@@ -36,7 +36,7 @@ def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[Piece]:
             values = {name: one[run.place] for name, one in common.items()}
             values |= group.weights.saved(bucket, run, group.shows_own_weights)
             found += [Piece(kind, names[run.parameter], run.start, one) for kind, one in values.items()]
-        if bucket.compresses:
+        if group.compresses:
             exchange = bucket.compressed
             assert exchange.owner_residual is not None
             found += owner_residual_slices(bucket.layout, exchange.owner_place, exchange.owner_residual, names)
@@ -47,7 +47,7 @@ def rank_tensors(group: FreezeGroup, names: Sequence[str]) -> dict[str, Tensor]:
     """The rank's own residuals and, where local steps make state its own, that state."""
     found: dict[str, Tensor] = {}
     for bucket in group.buckets:
-        if bucket.compresses:
+        if group.compresses:
             exchange = bucket.compressed
             assert exchange.worker_residual is not None
             found |= worker_residual_tensors(bucket.layout, exchange.worker_place, exchange.worker_residual, names)
