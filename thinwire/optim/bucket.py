@@ -76,8 +76,8 @@ class AlgorithmBucket:
     """A flat run of parameters with an algorithm's state, and the transport of their gradients.
 
     `state`: by name; those that every rank holds are [padded_numel], as the exchange pads. `send`: what the step under
-    way sends. `zero_variance`: a mask of coordinates that stay where they are, bool [padded_numel]; None where there are
-    none. `stayed`: whether this step sent nothing, since every parameter was left out.
+    way sends. `zero_variance`: a mask of coordinates that stay where they are, bool [padded_numel]; None where there
+    are none. `stayed`: whether this step sent nothing, since every parameter was left out.
 
     Args:
         new_state: makes a state by name: floats on the parameters' device, filled.

@@ -1,5 +1,5 @@
-"""What a checkpoint holds of a freeze group whose state lies in buckets, by parameter name, and how it comes back: on the
-same ranks, on others, or in the other home."""
+"""What a checkpoint holds of a freeze group whose state lies in buckets, by parameter name, and how it comes back: on
+the same ranks, on others, or in the other home."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     for setting, value in mine.items():
         if setting in saved and saved[setting] != value:
             raise ValueError(
-                f"this state was saved with {setting}={saved[setting]!r}; this optimizer has {setting}={value!r}. Build "
-                "it with the same"
+                f"this state was saved with {setting}={saved[setting]!r}; this optimizer has {setting}={value!r}. "
+                "Build it with the same"
             )
 
 

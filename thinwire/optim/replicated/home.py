@@ -164,9 +164,9 @@ class ReplicatedHome(AlgorithmHome):
         if not scaler_has_seen and 0 < len(overflowing) < self.comm.size:
             synchronizer.end_step()
             raise RuntimeError(
-                f"a gradient overflowed on ranks {list(overflowing)} in a step that some parameters took no part in, so "
-                "that the GradScalers of other ranks could not see it and would keep their scale. Give every parameter "
-                "a gradient in each backward, or train in bf16 without a GradScaler"
+                f"a gradient overflowed on ranks {list(overflowing)} in a step that some parameters took no part in, "
+                "so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
+                "parameter a gradient in each backward, or train in bf16 without a GradScaler"
             )
         result = self._apply(synchronizer.finish_as_it_is())
         synchronizer.end_step()

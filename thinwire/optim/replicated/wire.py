@@ -28,7 +28,8 @@ class Wire:
         self._warmup_codec = warmup_codec
 
     def padded_numel(self, layout: BucketLayout) -> int:
-        """Elements of what an exchange of this bucket takes: a layout by nodes is padded otherwise than one by ranks."""
+        """Elements of what an exchange of this bucket takes: a layout by nodes is padded otherwise than one by
+        ranks."""
         shards = self.ranks if self._links is None else self._links.lanes * self._links.num_nodes
         return shards * shard_numel(layout.numel, shards, layout.block_size)
 

@@ -1,5 +1,5 @@
-"""The sharded home of algorithms whose frozen stage takes whole state on every rank: master weights, variance and owners'
-residuals on their owners, momentum and what else a rank's own steps need on all."""
+"""The sharded home of algorithms whose frozen stage takes whole state on every rank: master weights, variance and
+owners' residuals on their owners, momentum and what else a rank's own steps need on all."""
 
 from __future__ import annotations
 

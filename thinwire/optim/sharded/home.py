@@ -1,5 +1,5 @@
-"""What both sharded homes of algorithms have in common: one freeze group, counters that cross homes, and replicas that are
-compared and taken from the master weights again."""
+"""What both sharded homes of algorithms have in common: one freeze group, counters that cross homes, and replicas that
+are compared and taken from the master weights again."""
 
 from __future__ import annotations
 
