@@ -31,7 +31,7 @@ __all__ = ["main", "parse", "study"]
 
 _NAME = "convergence"
 _DEFAULT_RANKS = 4
-_RATES_TO_TRY = {"adamw": (5e-4, 1e-3, 2e-3), "lamb": (3e-3, 1e-2, 3e-2), "lion": (1e-4, 3e-4, 1e-3)}
+_RATES_TO_TRY = {"adamw": (5e-4, 1e-3, 2e-3), "lamb": (3e-3, 1e-2, 3e-2), "lion": (1e-4, 3e-4, 1e-3, 3e-3)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -90,7 +90,7 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     )
     return Subject(
         task=DigitsTask(_IMAGES_A_RANK),
-        plans=_plans(plan, lamb=3e-2, lion=3e-4),
+        plans=_plans(plan, lamb=3e-2, lion=1e-3),
         rank_items=_IMAGES_A_RANK,
         unit="images",
         description="A small convolutional network on handwritten digits",

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
@@ -39,17 +40,19 @@ _METHODS = tuple(name for name in (BASELINE, "lion", "onebit-lion") if name in O
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What suits an exact optimizer and what is made from it: peaks to try first, and decay of matrices."""
+    """What suits an exact optimizer and what is made from it: peaks to try first, decay of matrices, other options."""
 
     rates: tuple[float, ...]
     weight_decay: float
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 _RECIPES = {
     "adamw": _Recipe((2.5e-3, 5e-3, 1e-2, 2e-2), 0.01),
     "lamb": _Recipe((5e-3, 1e-2, 2e-2, 4e-2), 0.01),
-    # Lower rates and more decay than AdamW's, as its authors advise.
-    "lion": _Recipe((2.5e-4, 5e-4, 1e-3, 2e-3), 0.1),
+    # Lower rates and more decay than AdamW's, as its authors advise. Its default β₂ of 0.99 is for long runs: it
+    # remembers 100 steps.
+    "lion": _Recipe((5e-4, 1e-3, 2e-3, 4e-3), 0.1, {"betas": (0.9, 0.95)}),
 }
 
 Runs = dict[str, list[Outcome]]
@@ -110,7 +113,7 @@ def _plan(name: str, learning_rate: float, seed: int, steps: int) -> Plan:
 
 
 def _run(name: str, plan: Plan, task: NextCharacterTask, comm: Communicator) -> Outcome:
-    learner = LoopLearner(task.build_model(plan.seed), plan, name, comm)
+    learner = LoopLearner(task.build_model(plan.seed), plan, name, comm, **_recipe(name).options)
     return train_to_end(
         Trainer(task, plan, learner, comm),
         f"{OPTIMIZERS[name].label}, rate {plan.learning_rate:g}, seed {plan.seed}",
@@ -145,6 +148,7 @@ def _write_results(
                 name: {
                     **asdict(found[name]),
                     "final_loss_by_learning_rate": {f"{rate:g}": loss for rate, loss in swept[name].items()},
+                    "options": _recipe(name).options,
                     "plan": asdict(_plan(name, found[name].learning_rate, 0, options.steps)),
                     "runs": [asdict(outcome) for outcome in outcomes],
                 }

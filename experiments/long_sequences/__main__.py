@@ -21,9 +21,9 @@ from experiments.common.errors import InputError, refuse
 from experiments.common.peak_memory import check_supported
 from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.long_sequences import bert_memory
-from experiments.long_sequences import memory as attention_memory
 from experiments.long_sequences.bert_memory import ATTENTIONS, Growth
 from experiments.long_sequences.findings import findings, longest_sequences, summarise, timings
+from experiments.long_sequences.memory import measure_peaks
 from experiments.long_sequences.plots import draw
 from experiments.long_sequences.systems import (
     BATCH,
@@ -78,7 +78,7 @@ def _measure_memory(
         for name in SYSTEMS:
             modes = [mode for mode in MODES if name not in times.unsupported[mode]]
             if modes and length <= limits.get(name, length):
-                memory.setdefault(length, {})[name] = attention_memory.measure(name, length, modes)
+                memory.setdefault(length, {})[name] = measure_peaks(name, length, modes)
         print(f"memory: {length} tokens are done", file=sys.stderr, flush=True)
     return memory
 

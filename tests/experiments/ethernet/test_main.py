@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from experiments.common.errors import InputError
-from experiments.ethernet.__main__ import main, parse
+from experiments.ethernet.__main__ import main
+from experiments.ethernet.command_line import parse
 from experiments.ethernet.race.contenders import CONTENDERS
 from tests.experiments.ethernet.cluster.needs import needs_cluster
 
