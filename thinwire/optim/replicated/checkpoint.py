@@ -46,7 +46,7 @@ def slices(group: FreezeGroup, table: ParameterTable, rank: int) -> list[Piece]:
                 if tensor is not None:
                     values = tensor.reshape(-1)[run.start : run.start + run.numel]
                     found.append(Piece(kind, name, run.start, values))
-        if bucket.compresses:
+        if group.compresses:
             exchange = bucket.compressed
             assert exchange.owner_residual is not None
             found += owner_residual_slices(bucket.layout, exchange.owner_place, exchange.owner_residual, table.names)
@@ -57,7 +57,7 @@ def rank_tensors(group: FreezeGroup, table: ParameterTable) -> dict[str, Tensor]
     """This rank's residuals and, where local steps make state its own, that state."""
     found: dict[str, Tensor] = {}
     for bucket in group.buckets:
-        if bucket.compresses:
+        if group.compresses:
             exchange = bucket.compressed
             assert exchange.worker_residual is not None
             found |= worker_residual_tensors(

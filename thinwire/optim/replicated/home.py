@@ -356,7 +356,8 @@ class ReplicatedHome(AlgorithmHome):
         else:
             if same or flat:
                 return ranks
-        if any(group.compresses for group in self.groups):
+        frozen = any(group["frozen_at"] is not None for group in source.counters()["freeze_groups"])
+        if frozen or any(group.compresses for group in self.groups):
             warnings.warn(
                 f"this state was saved by {saved_by} of {source.world_size} and is loaded by rank {self.comm.rank} of "
                 f"{self.comm.size}, or on other nodes: error-feedback residuals belong to one rank, so they start from "
