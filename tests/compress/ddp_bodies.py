@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.optim.training import batch, loss_of, make_model, make_optimizer, train, weights
+from tests.optim.training import batch, exchange_comm, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
 
 
@@ -74,13 +74,13 @@ def attached_obeys_ddps_no_sync(comm: Communicator) -> None:
     calls = []
     for step in range(3):
         optimizer.zero_grad()
-        before = optimizer._exchange_comm.traffic.calls
+        before = exchange_comm(optimizer).traffic.calls
         with model.no_sync():
             loss_of(model, comm.rank, 2 * step).backward()
-        assert optimizer._exchange_comm.traffic.calls == before
+        assert exchange_comm(optimizer).traffic.calls == before
         loss_of(model, comm.rank, 2 * step + 1).backward()
         optimizer.step()
-        calls.append(optimizer._exchange_comm.traffic.calls - before)
+        calls.append(exchange_comm(optimizer).traffic.calls - before)
     assert calls == [2, 2, 2]
 
 

@@ -81,7 +81,7 @@ def test_auto_freezes_a_short_run_at_the_same_step_on_every_rank() -> None:
         for _ in range(200):
             weight.grad = torch.randn(500, generator=generator)
             optimizer.step()
-        return optimizer.frozen, optimizer.freeze_step_taken
+        return optimizer.frozen, optimizer.frozen_at
 
     results = threads.run(rank, 2)
     assert results[0] == results[1]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import thinwire
 from thinwire.comm import Communicator
+from thinwire.zero.home import TRAFFIC
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -57,3 +60,39 @@ def train(
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().float().reshape(-1) for parameter in model.parameters()])
+
+
+def exchange_comm(optimizer: Any) -> Communicator:
+    """The communicator that steps are sent over."""
+    home = optimizer._home
+    return home._parameters.exchange_comm if home.kind == "sharded" else home._exchange_comm
+
+
+def snapshot(model: nn.Module, optimizer: Any) -> tuple[dict[Any, Tensor], dict[str, Any]]:
+    """All that a skipped step must leave as it was: weights, state, residuals and counters; not the bytes it sent."""
+    tensors: dict[Any, Tensor] = {("shown",): weights(model).clone()}
+    for piece in optimizer.pieces():
+        tensors[piece.kind, piece.name, piece.start] = piece.tensor.detach().clone()
+    for key, tensor in optimizer.rank_tensors().items():
+        if key != TRAFFIC:
+            tensors["rank", key] = tensor.detach().clone()
+    counters = optimizer.counters()
+    counters.pop("skipped_steps")
+    return tensors, counters
+
+
+def same(left: tuple[dict[Any, Tensor], dict[str, Any]], right: tuple[dict[Any, Tensor], dict[str, Any]]) -> bool:
+    """Whether two snapshots hold the same bits."""
+    return (
+        left[0].keys() == right[0].keys()
+        and all(torch.equal(tensor, right[0][key]) for key, tensor in left[0].items())
+        and left[1] == right[1]
+    )
+
+
+def through_a_file(state: Any) -> Any:
+    """Saved and loaded as users do, without pickles of code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -380,7 +380,7 @@ def test_buckets_leave_during_backward() -> None:
         model = make_model()
         optimizer = build(comm, model, 2, **(ADAMW | {"bucket_bytes": 4}))
         seen: list[int] = []
-        model[0].weight.register_hook(lambda _: seen.append(optimizer._rounds._pipeline.started))
+        model[0].weight.register_hook(lambda _: seen.append(optimizer._home._watcher._pipeline.started))
         train(optimizer, model, range(1))
         return seen
 
@@ -399,15 +399,15 @@ def test_weights_read_in_any_way_are_the_new_ones() -> None:
         inputs = torch.ones(2, 3, 8) * (comm.rank + 1)
         model(inputs, inputs, inputs)[0].square().sum().backward()
         optimizer.step()
-        waited = set(optimizer._gate._pending)
+        waited = set(optimizer._home._parameters._gate._pending)
         assert waited
         read = copy.deepcopy(model).out_proj.weight
-        assert not optimizer._gate._pending
+        assert not optimizer._home._parameters._gate._pending
         model(inputs, inputs, inputs)[0].square().sum().backward()
         optimizer.step()
-        assert optimizer._gate._pending
+        assert optimizer._home._parameters._gate._pending
         model(inputs, inputs, inputs)
-        assert not optimizer._gate._pending
+        assert not optimizer._home._parameters._gate._pending
         optimizer.zero_grad()
         return read
 

@@ -186,7 +186,7 @@ class AlgorithmBucket:
     def prepare(self, send: Send) -> None:
         """Be ready for the kind of step that comes next, before its first gradient arrives."""
         self.send = send
-        if send is not Send.EXACT:
+        if send is not Send.EXACT or self._shards_state:  # which keeps no payload between steps
             self._exact = None
 
     # What a backward does

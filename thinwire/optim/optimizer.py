@@ -64,11 +64,13 @@ class CompressedOptimizer(SynchronizedOptimizer):
     def __init_subclass__(cls) -> None:
         """Show the keyword arguments that all of them take in the class's signature, for `help` and editors."""
         super().__init_subclass__()
-        own = inspect.signature(cls.__init__)
-        given = [one for one in list(own.parameters.values())[1:] if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        given = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        named = {one.name for one in given}
         shared = [
             inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
             for one in fields(HomeOptions)
+            if one.name not in named and len(given) < len(own)
         ]
         cls.__signature__ = inspect.Signature([*given, *shared])  # type: ignore[attr-defined]
 

@@ -327,6 +327,9 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             )
 
     def _take_over_traffic(self, source: PieceSource) -> None:
-        sent, uncompressed = source.read_rank(TRAFFIC, self.comm.rank).tolist()
+        try:
+            sent, uncompressed = source.read_rank(TRAFFIC, self.comm.rank).tolist()
+        except KeyError:  # another rank's file
+            return
         self._bytes_before_resume += sent - self.bytes_sent
         self.bytes_uncompressed = uncompressed

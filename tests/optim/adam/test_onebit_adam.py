@@ -9,7 +9,7 @@ from torch import nn
 
 import thinwire
 from tests.optim.adam.reference import ReferenceOneBitAdam
-from tests.optim.training import loss_of, make_model, make_optimizer, train, weights
+from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import threads
 
 
@@ -103,7 +103,7 @@ def test_exp_avg_mask_holds_momentum_at_zero_once_frozen() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_parameters_keep_fp32_masters_and_agree(dtype) -> None:
+def test_16_bit_parameters_keep_fp32_master_weights_and_agree(dtype) -> None:
     def rank(comm):
         model = make_model(dtype=dtype)
         optimizer = make_optimizer(model, comm, lr=1e-3)
@@ -182,13 +182,13 @@ def test_bytes_of_a_frozen_step_are_a_thirty_second_of_fp32() -> None:
         optimizer = thinwire.OneBitAdam([weight], freeze_step=1, comm=comm)
         for _ in range(2):
             before = optimizer.bytes_sent, optimizer.bytes_uncompressed
-            calls = optimizer._exchange_comm.traffic.calls
+            calls = exchange_comm(optimizer).traffic.calls
             weight.grad = torch.randn(weight.shape)
             optimizer.step()
         return (
             optimizer.bytes_sent - before[0],
             optimizer.bytes_uncompressed - before[1],
-            optimizer._exchange_comm.traffic.calls - calls,
+            exchange_comm(optimizer).traffic.calls - calls,
         )
 
     for sent, uncompressed, calls in threads.run(rank, 4):
@@ -248,7 +248,7 @@ def test_parameters_that_need_no_gradient_cost_nothing_until_they_do() -> None:
         model[0].requires_grad_(True)
         train(model, optimizer, range(15, 40))
         assert not torch.equal(weights(model[0]), before)
-        assert [cohort.frozen_at for cohort in optimizer._cohorts] == [10, 10]
+        assert [group.clock.frozen_at for group in optimizer._home.groups] == [10, 10]
         return weights(model)
 
     first, second = threads.run(rank, 2)
@@ -281,7 +281,7 @@ def test_add_param_group_warms_up_and_freezes_on_its_own() -> None:
         for steps in (range(8, 12), range(12, 20)):
             train(model, optimizer, steps)
             frozen.append(optimizer.frozen)
-        return frozen, [cohort.frozen_at for cohort in optimizer._cohorts], weights(model)
+        return frozen, [group.clock.frozen_at for group in optimizer._home.groups], weights(model)
 
     first, second = threads.run(rank, 2)
     assert first[0] == [True, False, True]
@@ -299,9 +299,9 @@ def test_buckets_leave_during_backward_in_the_order_gradients_arrive() -> None:
         optimizer = thinwire.OneBitAdam(by_kind, freeze_step=2, block_size=64, bucket_bytes=256, comm=comm)
         train(model, optimizer, range(3))
         launched = []
-        model[0].weight.register_hook(lambda _: launched.append(optimizer._synchronizer._pipeline.started))
+        model[0].weight.register_hook(lambda _: launched.append(optimizer._home._watcher._pipeline.started))
         train(model, optimizer, [3])
-        return launched[0], len(optimizer._synchronizer.buckets)
+        return launched[0], len(optimizer._home.buckets)
 
     for launched, buckets in threads.run(rank, 2):
         assert buckets >= 4

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import pytest
 import torch
 
 import thinwire
-from tests.optim.training import loss_of, make_model, make_optimizer, train, weights
+from tests.optim.training import loss_of, make_model, make_optimizer, through_a_file, train, weights
 from thinwire.comm import threads
-
-
-def through_a_file(state):
-    """Saved and loaded as users do, without pickles of code."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("stop", [1, 10, 25])
@@ -41,7 +32,7 @@ def test_losses_after_a_resume_are_bit_identical(stop, freeze_step, dtype, compr
         again.load_state_dict(saved["optimizer"])
         assert train(resumed, again, range(stop, stop + 30)) == expected
         assert torch.equal(weights(resumed), weights(model))
-        assert again.freeze_step_taken == optimizer.freeze_step_taken
+        assert again.frozen_at == optimizer.frozen_at
         assert again.bytes_sent == optimizer.bytes_sent
         assert again.bytes_uncompressed == optimizer.bytes_uncompressed
         assert again.frozen == optimizer.frozen
@@ -54,9 +45,13 @@ def test_residuals_are_in_the_state_and_matter() -> None:
         model = make_model()
         optimizer = make_optimizer(model, comm)
         train(model, optimizer, range(20))
-        state = optimizer.state_dict()
-        buckets = [bucket for cohort in state["thinwire"]["cohorts"] for bucket in cohort["buckets"]]
-        assert all(bucket["worker_residual"].any() and bucket["owner_residual"].any() for bucket in buckets)
+        saved = optimizer.state_dict()["thinwire"]
+        of_worker = {key: one for key, one in saved["rank_tensors"].items() if key.startswith("worker_residual.")}
+        of_owner = [tensor for kind, _, _, tensor in saved["slices"] if kind == "owner_residual"]
+        assert len(of_worker) == 6
+        assert all(bool(one.any()) for one in [*of_worker.values(), *of_owner])
+        # As slices are cut at shards, every rank owns some.
+        assert 0 < sum(one.numel() for one in of_owner) < weights(model).numel()
 
     threads.run(rank, 2)
 
@@ -157,14 +152,18 @@ def test_hyperparameters_of_groups_come_back() -> None:
     assert threads.run(rank, 2) == [0.123] * 2
 
 
+def settings_in(state):
+    return state["thinwire"]["counters"]["settings"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda state: state.pop("thinwire"), "no 'thinwire' entry"),
         (lambda state: state["thinwire"].update(format=99), "has format 99"),
-        (lambda state: state["thinwire"].update(codec="int8"), "saved with codec='int8'"),
-        (lambda state: state["thinwire"].update(compress="momentum"), "saved with compress='momentum'"),
-        (lambda state: state["thinwire"].update(block_size=4096), "block_size=4096"),
+        (lambda state: settings_in(state).update(codec="int8"), "saved with codec='int8'"),
+        (lambda state: settings_in(state).update(compress="momentum"), "saved with compress='momentum'"),
+        (lambda state: settings_in(state).update(block_size=4096), "block_size=4096"),
         (lambda state: state["state"][2].update(exp_avg=torch.zeros(5)), r"parameter 2 has shape \(5,\)"),
     ],
 )

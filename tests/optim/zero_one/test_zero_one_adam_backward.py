@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.optim.training import loss_of, make_model, train, weights
+from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, train, weights
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import threads
 
@@ -20,7 +20,7 @@ def sent_by_step(optimizer, model, steps):
     counts = []
 
     def calls():
-        return optimizer._exchange_comm.traffic.calls + optimizer.comm.traffic.calls
+        return exchange_comm(optimizer).traffic.calls + optimizer.comm.traffic.calls
 
     before = calls()
 
@@ -40,7 +40,7 @@ def test_local_steps_send_nothing_at_all() -> None:
         for step in range(40):
             counts += sent_by_step(optimizer, model, [step])
             in_sync.append(optimizer.in_sync)
-        buckets = len(optimizer._synchronizer.buckets)
+        buckets = len(optimizer._home.buckets)
         assert buckets > 1
         assert counts[4:] == [0 if not one else 2 * buckets for one in in_sync[4:]]
         return in_sync
@@ -122,9 +122,9 @@ def test_synchronize_weights_makes_all_ranks_alike_and_costs_nothing_where_they_
         moved = (weights(model) - before).abs().max()
         assert 0 < moved < 0.1
         seen = weights(model).clone()
-        calls = optimizer._exchange_comm.traffic.calls
+        calls = exchange_comm(optimizer).traffic.calls
         optimizer.synchronize_weights()
-        assert optimizer._exchange_comm.traffic.calls == calls
+        assert exchange_comm(optimizer).traffic.calls == calls
         losses = train(model, optimizer, range(73, 200))
         assert np.isfinite(losses).all()
         optimizer.synchronize_weights()
@@ -194,22 +194,6 @@ def test_one_rank_overflows_all_skip_and_nothing_changes(bad, steps) -> None:
     messages = [str(one.message) for one in caught if one.category is RuntimeWarning]
     assert len(messages) == 1
     assert f"step {steps + 1} was skipped on every rank" in messages[0]
-
-
-def snapshot(model, optimizer):
-    """Everything a skipped step must leave as it was."""
-    state = optimizer.state_dict()
-    buckets = [bucket for cohort in state["thinwire"]["cohorts"] for bucket in cohort["buckets"]]
-    residuals = [bucket[name].clone() for bucket in buckets for name in ("worker_residual", "owner_residual")]
-    return [
-        weights(model).clone(),
-        *residuals,
-        *(v.clone() for entry in state["state"].values() for v in entry.values()),
-    ]
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def test_an_overflow_in_a_sync_after_local_steps_keeps_them_for_the_next_sync() -> None:
@@ -391,7 +375,7 @@ def test_add_param_group_begins_with_exact_steps_while_the_others_go_on_locally(
         optimizer.add_param_group({"params": model[2].parameters(), "lr": 1e-3})
         train(model, optimizer, range(60, 170))
         optimizer.synchronize_weights()
-        assert [cohort.frozen_at for cohort in optimizer._cohorts] == [25, 25]
+        assert [group.clock.frozen_at for group in optimizer._home.groups] == [25, 25]
         return weights(model)
 
     results = threads.run(rank, 3)
