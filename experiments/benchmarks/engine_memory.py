@@ -21,6 +21,7 @@ from experiments.tasks.sizes import SIZES
 from experiments.training.optimizers import COMPRESSED, OPTIMIZERS, engine_section
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize
+from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
 from thinwire.zero.memory import model_state_formula
 
@@ -72,7 +73,8 @@ def _hold(model: str, stage: int, optimizer: str, comm: Communicator) -> dict[st
         by_category = live_tensor_bytes(engine.module, engine.optimizer)
         engine.step()
         after_step = sum(process_tensor_bytes().values()) - before
-    formula = model_state_formula(stage, elements, comm.size, frozen=optimizer in COMPRESSED)
+    frozen = optimizer in COMPRESSED
+    formula = frozen_state_formula(elements, comm.size) if frozen else model_state_formula(stage, elements, comm.size)
     every = torch.tensor([after_backward, after_step])
     comm.all_reduce(every, "max")
     engine.close()

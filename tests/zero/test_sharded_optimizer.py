@@ -415,12 +415,32 @@ def test_weights_read_in_any_way_are_the_new_ones() -> None:
     assert torch.equal(weights[0], weights[1])
 
 
-def test_the_state_of_one_rank_is_not_handed_out() -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_every_rank_saves_and_loads_its_own_state(stage: int) -> None:
+    def body(comm: Communicator) -> tuple[bool, dict]:
+        model, resumed = make_model(), make_model(seed=3)
+        optimizer, again = build(comm, model, stage), build(comm, resumed, stage)
+        train(optimizer, model, range(5))
+        state = optimizer.state_dict()
+        again.load_state_dict(state)
+        train(optimizer, model, range(5, 9))
+        train(again, resumed, range(5, 9))
+        return torch.equal(weights(model), weights(resumed)), state
+
+    same, states = zip(*threads.run(body, 3), strict=True)
+    assert all(same)
+
+    def others_file(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=r"were given the states of ranks \[1, 1, 1\]"):
+            build(comm, make_model(), stage).load_state_dict(states[1])
+
+    threads.run(others_file, 3)
+    with pytest.raises(ValueError, match="save_checkpoint"):
+        build(threads.run(lambda comm: comm, 1)[0], make_model(), stage).load_state_dict(states[1])
+
+
+def test_copies_are_refused() -> None:
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, lr=0.1)
-    with pytest.raises(RuntimeError, match="lies on all ranks"):
-        optimizer.state_dict()
-    with pytest.raises(RuntimeError, match="lies on all ranks"):
-        optimizer.load_state_dict({})
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.deepcopy(optimizer)
 

@@ -327,7 +327,11 @@ def test_a_parameter_group_added_later_freezes_on_its_own() -> None:
         model.zero_grad()
         optimizer.add_param_group({"params": model[2].parameters(), "lr": 1e-3, "max_coeff": 1.0})
         train(model, optimizer, range(8, 20))
-        return [group.clock.frozen_at for group in optimizer._home.groups], len(optimizer.get_lamb_coeffs()), weights(model)
+        return (
+            [group.clock.frozen_at for group in optimizer._home.groups],
+            len(optimizer.get_lamb_coeffs()),
+            weights(model),
+        )
 
     first, second = threads.run(rank, 2)
     assert first[:2] == ([5, 5], 4)

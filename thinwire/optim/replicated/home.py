@@ -29,6 +29,7 @@ from thinwire.optim.replicated.weights import weight_and_master
 from thinwire.optim.replicated.wire import Wire
 from thinwire.optim.residuals import ranks_to_resume
 from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
+from thinwire.zero.memory import model_state_formula
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.saved_slices import Piece, PieceSource
@@ -342,11 +343,16 @@ class ReplicatedHome(AlgorithmHome):
         return {index: dict(state) for index, state in states if state}
 
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home."""
+        """See Home; once frozen what is held, as nobody has published a formula."""
+        weights = float(sum(parameter.nbytes for parameter in self.parameters))
+        if not self.frozen:
+            state = 4 * len(self._recipe.algorithm().state)
+            numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
+            dtype = self.parameters[0].dtype
+            return model_state_formula(0, numel, self.comm.size, dtype=dtype, state_bytes=state)
         entries = [(name, one) for state in self.torch_state().values() for name, one in state.items()]
         exchanges = [one.compressed for one in self._layout.buckets if one.compresses]
         residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
-        weights = float(sum(parameter.nbytes for parameter in self.parameters))
         return {
             "weights": weights,
             "masters": float(sum(one.nbytes for name, one in entries if name == "master")),
