@@ -19,10 +19,10 @@ _FP32 = 4
 def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, warm: bool) -> dict[str, float]:
     """Bytes a rank holds between two steps, by category; `warm` before 1-bit Adam freezes.
 
-    Sharded states are those of `thinwire.zero.memory` and `thinwire.optim.sharded.memory`. Unsharded 1-bit Adam adds a payload, the average of the own
-    shard and, once frozen and in its place, residuals: the worker's of what it sends, the owner's of its shard. 0/1
-    Adam adds its sum of local updates. DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the
-    model, and its factors.
+    Sharded states are those of `thinwire.zero.memory` and `thinwire.optim.sharded.memory`. Unsharded 1-bit Adam adds a
+    payload, the average of the own shard and, once frozen and in its place, residuals: the worker's of what it sends,
+    the owner's of its shard. 0/1 Adam adds its sum of local updates. DDP keeps gradients twice, in buckets too;
+    PowerSGD an error as large as the model, and its factors.
     """
     parameters = workload.model.parameters
     frozen_on_shards = method.algorithm == "onebit-adam" and method.stage > 0 and not warm
