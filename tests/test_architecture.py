@@ -41,32 +41,13 @@ LAZY_LOADERS = {
     "plan/methods.py": "--help needs no torch, and thinwire.optim imports it",
     "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
     "compress/kernels/rounding.py": "numba compiles on import, which plain torch does without",
-    "sparse_attn/layouts/base.py": "matplotlib draws and is an extra",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }
 
 # rule -> what breaks it -> why it still does
 KNOWN: dict[str, dict[str, str]] = {
-    "circles": {
-        "thinwire.sparse_attn.layouts.base thinwire.sparse_attn.layouts.plotting": "plotting will take block pairs",
-    },
     "lines of a function": {
-        "simd/products.py: _tile": "it writes LLVM instructions",
-        "simd/products.py: _tile.tile": "it writes LLVM instructions",
-        "sparse_attn/attention.py: block_sparse_attention": "kernels are to be cut",
-        "sparse_attn/kernels/cpu/backward.py: backward_head": "kernels are to be cut",
-        "sparse_attn/kernels/cpu/forward.py: forward_rows": "kernels are to be cut",
-        "sparse_attn/kernels/triton/backward_keys.py: _along_column": "kernels are to be cut",
-        "sparse_attn/kernels/triton/backward_keys.py: keys_kernel": "kernels are to be cut",
-        "sparse_attn/kernels/triton/backward_queries.py: _along_row": "kernels are to be cut",
-        "sparse_attn/kernels/triton/backward_queries.py: queries_kernel": "kernels are to be cut",
-        "sparse_attn/kernels/triton/forward.py: _attend": "kernels are to be cut",
-        "sparse_attn/kernels/triton/forward.py: forward_kernel": "kernels are to be cut",
-        "sparse_attn/kernels/triton/launch.py: backward": "kernels are to be cut",
-    },
-    "arguments": {
-        "sparse_attn/kernels/cpu/launch.py: backward": "a structure will hold them",
-        "sparse_attn/kernels/triton/launch.py: backward": "a structure will hold them",
+        "sparse_attn/kernels/cpu/backward.py: _backward_head": "a compiled kernel whose tiles stay in registers",
     },
 }
 
