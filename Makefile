@@ -8,12 +8,13 @@ READY := $(VENV)/.ready
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test lint plots stages bench bench-engine long-sequences long-documents layer-drop ethernet gpu wheel clean
+.PHONY: help train test lint plots lion stages bench bench-engine long-sequences long-documents layer-drop ethernet gpu wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
 	@echo "make test            run every test"
 	@echo "make plots           reproduce the convergence plots"
+	@echo "make lion            1-bit Lion beside Lion and AdamW, each at its best rate (about 10 minutes)"
 	@echo "make stages          compare losses by ZeRO stage, sharded or not, resumed or not (about 20 minutes)"
 	@echo "make bench           measure the CPU kernels against this machine's copy bandwidth"
 	@echo "make bench-engine    measure the engine's step time and memory beside torch's"
@@ -45,6 +46,9 @@ lint: $(READY)
 
 plots: $(READY)
 	$(RUN) -m experiments.convergence $(ARGS)
+
+lion: $(READY)
+	$(RUN) -m experiments.lion $(ARGS)
 
 stages: $(READY)
 	$(RUN) -m experiments.stages $(ARGS)

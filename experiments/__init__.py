@@ -1,1 +1,1 @@
-"""Experiments: each module reproduces one published claim and writes its numbers and its picture."""
+"""Experiments: a folder a published claim, which writes its numbers and its picture; what they share stands below."""

@@ -48,20 +48,9 @@ LAZY_LOADERS = {
 # rule -> what breaks it -> why it still does
 KNOWN: dict[str, dict[str, str]] = {
     "circles": {
-        "thinwire.optim.replicated.checkpoint thinwire.optim.replicated.optimizer": "optim is being rebuilt",
         "thinwire.sparse_attn.layouts.base thinwire.sparse_attn.layouts.plotting": "plotting will take block pairs",
     },
-    "circles of folders": {
-        "thinwire.optim.lamb thinwire.optim.sharded": "optim is being rebuilt",
-    },
-    "type filters": {
-        "optim/lamb/sharded.py: isinstance(bucket, FrozenLambBucket)": "optim is being rebuilt",
-        "optim/lamb/sharded.py: isinstance(masters, LambMasters)": "optim is being rebuilt",
-        "optim/zero_one/algorithm.py: isinstance(bucket, ZeroOneBucket)": "optim is being rebuilt",
-        "optim/zero_one/optimizers.py: isinstance(cohort, ZeroOneCohort)": "optim is being rebuilt",
-    },
     "lines of a function": {
-        "optim/sharded/full_optimizer.py: ShardedZeroOneAdam.__init__": "optim is being rebuilt",
         "simd/products.py: _tile": "it writes LLVM instructions",
         "simd/products.py: _tile.tile": "it writes LLVM instructions",
         "sparse_attn/attention.py: block_sparse_attention": "kernels are to be cut",
@@ -255,10 +244,14 @@ def matching(name: ast.expr) -> set[str]:
     return set()
 
 
-def functions() -> Iterator[tuple[str, Path, ast.FunctionDef | ast.AsyncFunctionDef, str]]:
+@cache
+def functions() -> tuple[tuple[str, Path, ast.FunctionDef | ast.AsyncFunctionDef, str], ...]:
     """(its name in lists, file, definition, name of the class it stands in) of every function."""
-    for path in FILES:
-        yield from ((f"{relative(path)}: {where}", path, node, owner) for where, node, owner in defined(tree_of(path)))
+    return tuple(
+        (f"{relative(path)}: {where}", path, node, owner)
+        for path in FILES
+        for where, node, owner in defined(tree_of(path))
+    )
 
 
 def defined(

@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
-from experiments.long_sequences.peers import Attention, compiled_flex_attention
+from experiments.tasks.attention_peers import Attention, compiled_flex_attention
 from thinwire.sparse_attn import BigBird, block_sparse_attention
 
 __all__ = ["main", "summarise"]
@@ -34,7 +34,7 @@ _OURS, _FLEX, _FLASH = "thinwire", "FlexAttention, compiled", "dense, flash"
 
 @dataclass(frozen=True)
 class Result:
-    """Median milliseconds of one system. `density`: the part of all blocks that the sparse ones attend."""
+    """Median milliseconds of one system. `density`: the fraction of all blocks that the sparse ones attend."""
 
     system: str
     mode: str
@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
     except InputError as error:
-        print(f"bench_attention_gpu: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.benchmarks.attention_gpu", error)
     results = [
         result
         for head_size in options.head_sizes

@@ -6,7 +6,6 @@ Starts its ranks by itself, for each of the two measurements in turn.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.benchmarks import engine_memory, engine_step_time
 from experiments.benchmarks.engine_step_time import BASELINE, REDUNDANCY
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
+from experiments.common.launching import refuse_launchers
 from experiments.common.results import RESULTS, check_writable, read_json, write_json
 from experiments.tasks.sizes import SIZES
 from experiments.training import plotting
-from thinwire.comm import detect
+from experiments.training.plotting import QUIET
 
 __all__ = ["StepTime", "main", "summarise"]
 
 _NAME = "bench_engine"
-_QUIET, _OURS, _ONEBIT = "#8a939e", "#3d6b8f", "#d1495b"
+_OURS, _ONEBIT = "#3d6b8f", "#d1495b"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
     except InputError as error:
-        print(f"experiments.benchmarks.engine: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.benchmarks.engine", error)
     with tempfile.TemporaryDirectory() as folder:
         times, memory = Path(folder) / "times.json", Path(folder) / "memory.json"
         model = ["--model", options.model]
@@ -129,13 +129,14 @@ def _draw(
     options: argparse.Namespace,
     made_on: Mapping[str, Any],
 ) -> None:
-    figure, (left, right) = plotting.plt.subplots(1, 2, figsize=(14, 5.8), width_ratios=(1, 1.1))
+    figure = Figure(figsize=(14, 5.8))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
     figure.subplots_adjust(left=0.2, right=0.945, top=0.82, bottom=0.19, wspace=0.2)
     figure.text(0.02, 0.94, findings[0], fontsize=14, fontweight="bold")
     figure.text(0.02, 0.885, findings[1], fontsize=14, fontweight="bold")
     subject = f"BERT-{options.model}, {memory['elements'] / 1e6:.1f} M parameters"
     hardware = f"made on {made_on['cpu']}, {made_on['cores']} cores"
-    figure.text(0.02, 0.025, f"{subject}; {hardware}", fontsize=9, color=_QUIET)
+    figure.text(0.02, 0.025, f"{subject}; {hardware}", fontsize=9, color=QUIET)
     _draw_times(left, summary, times["ranks"])
     _draw_memory(right, memory)
     plotting.save(figure, options.output / f"{_NAME}.png")
@@ -143,7 +144,7 @@ def _draw(
 
 def _draw_times(panel: Any, summary: Mapping[str, StepTime], ranks: int) -> None:
     for place, (name, one) in enumerate(summary.items()):
-        colour = _QUIET if name.startswith("torch") else _ONEBIT if "1-bit" in name else _OURS
+        colour = QUIET if name.startswith("torch") else _ONEBIT if "1-bit" in name else _OURS
         low, middle, high = one.ratio_to_ddp
         panel.plot([low, high], [place, place], color=colour, linewidth=7, alpha=0.35, solid_capstyle="butt")
         panel.plot(middle, place, "o", color=colour, markersize=8)
@@ -191,8 +192,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--memory-ranks", type=positive, default=4, metavar="N", help="for memory")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
-    if detect(os.environ).launcher != "single":
-        raise InputError("this starts its own ranks: run it without a launcher")
+    refuse_launchers()
     check_writable(options.output, "--output")
     return options
 

@@ -18,24 +18,23 @@ from experiments.common.command_line import Parser, positive
 from experiments.common.launching import launch
 from experiments.common.results import write_json
 from experiments.tasks.sizes import SIZES
+from experiments.training.optimizers import COMPRESSED, OPTIMIZERS, engine_section
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize
+from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
 from thinwire.zero.memory import model_state_formula
 
 __all__ = ["main", "measure"]
 
 _VOCABULARY, _LENGTH, _SEQUENCES = 4096, 32, 2
-_STEPS, _FREEZE_STEP = 4, 2
-_SYSTEMS: dict[str, tuple[int, bool]] = {
-    "stage 0, AdamW": (0, False),
-    "stage 1, AdamW": (1, False),
-    "stage 2, AdamW": (2, False),
-    "stage 3, AdamW": (3, False),
-    "stage 1, 1-bit Adam": (1, True),
-    "stage 2, 1-bit Adam": (2, True),
+_STEPS, _FREEZE_STEP, _RATE = 4, 2, 1e-4
+_SYSTEMS = {
+    f"stage {stage}, {OPTIMIZERS[optimizer].label}": (stage, optimizer)
+    for optimizer, stages in (("adamw", (0, 1, 2, 3)), ("onebit-adam", (1, 2)))
+    for stage in stages
 }
-"""ZeRO stage, and whether it is 1-bit Adam once frozen."""
+"""ZeRO stage, and the optimizer; 1-bit Adam is measured frozen."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,21 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(comm: Communicator, options: argparse.Namespace) -> None:
     """Writes bytes of every system, of the rank that holds most, beside the formulas. Collective."""
-    held = {name: _hold(options.model, stage, onebit, comm) for name, (stage, onebit) in _SYSTEMS.items()}
+    held = {name: _hold(options.model, *system, comm) for name, system in _SYSTEMS.items()}
     if comm.rank == 0:
         elements = sum(parameter.numel() for parameter in _model(options.model).parameters())
         content = {"ranks": comm.size, "dtype": "bf16", "elements": elements}
         write_json(options.output, {**content, "systems": held})
 
 
-def _hold(model: str, stage: int, onebit: bool, comm: Communicator) -> dict[str, Any]:
+def _hold(model: str, stage: int, optimizer: str, comm: Communicator) -> dict[str, Any]:
     """Bytes by accounting over the process's live tensors: after a step, and before it, with what backward has left.
 
     `held` is what compares with the formula: after a step, or where that drops the gradients, at stage 3, before it.
     """
     gc.collect()
     before = sum(process_tensor_bytes().values())
-    engine = _engine(model, stage, onebit, comm)
+    engine = _engine(model, stage, optimizer, comm)
     elements = sum(parameter.numel() for parameter in engine.module.parameters())
     after_step = 0
     for step in range(_STEPS):
@@ -74,7 +73,8 @@ def _hold(model: str, stage: int, onebit: bool, comm: Communicator) -> dict[str,
         by_category = live_tensor_bytes(engine.module, engine.optimizer)
         engine.step()
         after_step = sum(process_tensor_bytes().values()) - before
-    formula = model_state_formula(stage, elements, comm.size, frozen=onebit)
+    frozen = optimizer in COMPRESSED
+    formula = frozen_state_formula(elements, comm.size) if frozen else model_state_formula(stage, elements, comm.size)
     every = torch.tensor([after_backward, after_step])
     comm.all_reduce(every, "max")
     engine.close()
@@ -87,13 +87,10 @@ def _hold(model: str, stage: int, onebit: bool, comm: Communicator) -> dict[str,
     }
 
 
-def _engine(model: str, stage: int, onebit: bool, comm: Communicator) -> Engine:
-    params: dict[str, Any] = {"lr": 1e-4}
-    if onebit:
-        params["freeze_step"] = _FREEZE_STEP
+def _engine(model: str, stage: int, optimizer: str, comm: Communicator) -> Engine:
     config = {
         "train_micro_batch_size_per_gpu": _SEQUENCES,
-        "optimizer": {"type": "OneBitAdam" if onebit else "AdamW", "params": params},
+        "optimizer": engine_section(optimizer, _RATE, _FREEZE_STEP),
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
     }
@@ -108,7 +105,8 @@ def _model(name: str) -> torch.nn.Module:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        "experiments.benchmarks.engine_memory", "Measures what ranks hold at every ZeRO stage; see bench_engine."
+        "experiments.benchmarks.engine_memory",
+        "Measures what ranks hold at every ZeRO stage; experiments.benchmarks.engine starts it.",
     )
     parser.add_argument("--model", choices=tuple(SIZES), default="small", help="which BERT")
     parser.add_argument("--ranks", type=positive, metavar="N", help="else the launcher's, or 4")

@@ -1,7 +1,7 @@
 """How long a step takes: thinwire's engine beside torch's DDP and ZeroRedundancyOptimizer, all in one process group.
 
-Systems take turns of a few steps, so that whatever else the machine does hits them alike. `benchmarks.engine` starts it
-on its ranks.
+Systems take turns of a few steps, so that whatever else the machine does hits them alike.
+`experiments.benchmarks.engine` starts it on its ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments.common.command_line import Parser, positive
 from experiments.common.launching import launch
 from experiments.common.results import write_json
+from experiments.tasks.batches import random_batch
 from experiments.tasks.sizes import SIZES
+from experiments.training.optimizers import engine_section
 from thinwire.comm import Communicator
 from thinwire.engine import initialize
 
@@ -47,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(comm: Communicator, options: argparse.Namespace) -> None:
     """Writes milliseconds a step of every system in every round, of the slowest rank. Collective."""
     systems = _systems(options.model, options.batch_size, comm)
-    batches = [_batch(options.batch_size, comm.rank, step) for step in range(_STEPS_A_TURN)]
+    batches = [
+        random_batch(options.batch_size, _LENGTH, _VOCABULARY, seed=1000 * step + comm.rank)
+        for step in range(_STEPS_A_TURN)
+    ]
     rounds = []
     # The first round compiles kernels, fills caches and freezes 1-bit Adam.
     for number in range(options.rounds + 1):
@@ -73,8 +78,8 @@ def _turn(step: Callable[[Batch], None], batches: Sequence[Batch], comm: Communi
 
 def _systems(model: str, batch_size: int, comm: Communicator) -> dict[str, Callable[[Batch], None]]:
     """What takes a step, gradients reset included, by its name."""
-    adamw = {"type": "AdamW", "params": {"lr": _RATE, "fused": True}}
-    onebit = {"type": "OneBitAdam", "params": {"lr": _RATE, "freeze_step": _FREEZE_STEP}}
+    adamw = engine_section("adamw", _RATE, _FREEZE_STEP, fused=True)
+    onebit = engine_section("onebit-adam", _RATE, _FREEZE_STEP)
     systems = {
         BASELINE: _torch_step(_model(model), lambda parameters: torch.optim.AdamW(parameters, lr=_RATE, fused=True)),
         REDUNDANCY: _torch_step(
@@ -130,18 +135,10 @@ def _engine_step(model: nn.Module, config: dict[str, Any], comm: Communicator) -
     return step
 
 
-def _batch(size: int, rank: int, step: int) -> Batch:
-    """Random tokens, of which a sixth is asked for."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randint(5, _VOCABULARY, (size, _LENGTH), generator=generator)
-    labels = torch.full_like(inputs, -100)
-    labels[:, ::6] = inputs[:, ::6]
-    return inputs, labels
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        "experiments.benchmarks.engine_step_time", "Measures steps of the engine and of torch; see bench_engine."
+        "experiments.benchmarks.engine_step_time",
+        "Measures steps of the engine and of torch; experiments.benchmarks.engine starts it.",
     )
     parser.add_argument("--model", choices=tuple(SIZES), default="small", help="which BERT")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")

@@ -37,7 +37,7 @@ class Peer:
 
 
 def contenders(device: str, elements: int) -> list[Peer]:
-    """Everything that takes part, on vectors of `elements`."""
+    """Every contender, on vectors of `elements`."""
     buffers = _Buffers(device, elements)
     codecs = [*_kernels(buffers, "sign1"), *_kernels(buffers, "int8")]
     return [*_copies(buffers), *codecs, *_frozen_stage(buffers), *_eager(buffers)]

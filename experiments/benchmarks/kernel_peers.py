@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
     """
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads)
-    edges = [source.numel() * part // threads // 64 * 64 for part in range(threads)] + [source.numel()]
+    edges = [source.numel() * thread // threads // 64 * 64 for thread in range(threads)] + [source.numel()]
     ranges = list(itertools.pairwise(edges))
     source_array, target_array = source.numpy(), target.numpy()
 
@@ -32,16 +33,15 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
         target.copy_(source)
 
     def numpy_copy() -> None:
-        list(pool.map(lambda part: np.copyto(target_array[slice(*part)], source_array[slice(*part)]), ranges))
+        list(pool.map(lambda span: np.copyto(target_array[slice(*span)], source_array[slice(*span)]), ranges))
 
     copies = {"copy, torch": torch_copy, "copy, numpy": numpy_copy}
-    try:
-        streaming_copy = _compile_streaming_copy()
-    except ImportError:
+    if importlib.util.find_spec("numba") is None:
         return copies
+    streaming_copy = _compile_streaming_copy()
 
     def numba_copy() -> None:
-        list(pool.map(lambda part: streaming_copy(source_array, target_array, *part), ranges))
+        list(pool.map(lambda span: streaming_copy(source_array, target_array, *span), ranges))
 
     return {**copies, "copy, streaming": numba_copy}
 
@@ -49,14 +49,12 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
 def _compile_streaming_copy() -> Callable[..., None]:
     import numba
 
-    from thinwire.compress.kernels import simd
-
-    step = simd.LANES
+    from thinwire.simd.floats import LANES, drain_streams, load, stream
 
     def streaming_copy(source: np.ndarray, target: np.ndarray, first: int, last: int) -> None:
-        for i in range(first, last, step):
-            simd.stream(target, i, simd.load(source, i))
-        simd.drain_streams()
+        for i in range(first, last, LANES):
+            stream(target, i, load(source, i))
+        drain_streams()
 
     compiled: Callable[..., None] = numba.njit(nogil=True)(streaming_copy)
     return compiled

@@ -22,7 +22,7 @@ import torch
 from experiments.benchmarks.kernel_contenders import BLOCK_SIZE, Kind, Peer, contenders
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
 
 __all__ = ["main"]
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
     except InputError as error:
-        print(f"bench_kernels: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.benchmarks.kernels", error)
     peers = contenders(options.device, options.elements)
     results = _summarise(peers, _measure(peers, options.device, options.repetitions), options.elements)
     _print_table(results)
@@ -140,13 +139,11 @@ def _finding(results: Sequence[Result]) -> str:
 
 
 def _draw(results: Sequence[Result], made_on: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     copy = max(result.gigabytes_per_second for result in results if result.kind == "copy")
-    figure, axes = plt.subplots(figsize=(9, 0.42 * len(results) + 1.9), layout="constrained")
+    figure = Figure(figsize=(9, 0.42 * len(results) + 1.9), layout="constrained")
+    axes = figure.subplots()
     names = [result.name for result in results]
     bars = axes.barh(
         names,
@@ -163,7 +160,6 @@ def _draw(results: Sequence[Result], made_on: dict[str, Any], path: Path) -> Non
     figure.suptitle(_finding(results).replace(", ", ",\n"), fontsize=12, fontweight="bold")
     axes.set_title(f"{device}; medians", fontsize=9, color=_COLOURS["copy"])
     figure.savefig(path, dpi=140)
-    plt.close(figure)
 
 
 def _describe(device: str) -> dict[str, Any]:

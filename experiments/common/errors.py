@@ -5,18 +5,28 @@ A rank that fails alone would leave the others waiting in a collective; so ranks
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 from thinwire.comm import Communicator
 
-__all__ = ["InputError", "on_every_rank"]
+__all__ = ["BAD_INPUT", "InputError", "on_every_rank", "refuse"]
+
+BAD_INPUT = 2
+"""The exit code where the user has to give something else."""
 
 Result = TypeVar("Result")
 
 
 class InputError(ValueError):
     """Something the user gave cannot be used; the message says what to do instead."""
+
+
+def refuse(program: str, error: InputError) -> int:
+    """Says on stderr what `program` cannot use; returns the exit code."""
+    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    return BAD_INPUT
 
 
 def on_every_rank(comm: Communicator, action: Callable[[], Result]) -> Result:

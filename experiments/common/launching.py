@@ -16,17 +16,16 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from experiments.common.errors import InputError, on_every_rank
+from experiments.common.errors import BAD_INPUT, InputError, on_every_rank, refuse
 from experiments.common.machine import cores
 from thinwire import comm as communication
 from thinwire.comm import detect
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Settings", "launch"]
+__all__ = ["FAILED", "INTERRUPTED", "Settings", "launch", "refuse_launchers"]
 
-BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
-"""Exit codes: the user's to solve, a rank or the network failed, Ctrl-C."""
+"""Exit codes: a rank or the network failed, Ctrl-C."""
 
 _TIMEOUT = 600.0
 
@@ -62,7 +61,7 @@ def launch(
         try:
             ranks = parse(arguments).ranks or default_ranks
         except InputError as error:
-            return _refuse(module, error)
+            return refuse(module, error)
         if ranks > 1:
             return _start_ranks(module, arguments, ranks)
     try:
@@ -79,6 +78,12 @@ def launch(
     return code
 
 
+def refuse_launchers() -> None:
+    """Raises `InputError` where a launcher started this process: for experiments that start their own ranks."""
+    if detect(os.environ).launcher != "single":
+        raise InputError("this starts its own ranks: run it without a launcher")
+
+
 def _work_on_this_rank(
     comm: communication.Communicator,
     module: str,
@@ -91,13 +96,8 @@ def _work_on_this_rank(
         _check_ranks(settings.ranks, comm.size)
         work(comm, settings)
     except InputError as error:
-        return _refuse(module, error) if comm.rank == 0 else BAD_INPUT
+        return refuse(module, error) if comm.rank == 0 else BAD_INPUT
     return 0
-
-
-def _refuse(module: str, error: InputError) -> int:
-    print(f"{module}: error: {error}", file=sys.stderr, flush=True)
-    return BAD_INPUT
 
 
 def _check_ranks(asked: int | None, found: int) -> None:

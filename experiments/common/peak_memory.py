@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, exact, from Linux's own count of a process's pages.
+"""Peak memory of some work, exact, from Linux's own count of a process's pages.
 
 Measure in a process of its own, started by `measure_alone`: what earlier work has left would hide the peak.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -26,7 +26,6 @@ Measured = TypeVar("Measured")
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # The number that resets the peak, of proc(5).
 _RESET_PEAK = "5"
-_SLOW_IMPORTS = ("experiments.tasks.models", "thinwire.sparse_attn.kernels.cpu.launch")
 # Memory goes back to the system as soon as it is freed, so that only what is alive counts.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -61,15 +60,17 @@ def check_supported() -> None:
         raise InputError("peak memory is read from Linux's /proc, which is not there: run this on Linux") from error
 
 
-def measure_alone(work: Callable[..., Measured], *arguments: object) -> Measured:
+def measure_alone(work: Callable[..., Measured], *arguments: object, imported_before: Sequence[str] = ()) -> Measured:
     """What `work`, a function of a module, returns in a fresh process, on as many threads as this one uses.
+
+    `imported_before` names modules that take long to import, for a server that forks all such processes.
 
     Raises:
         RuntimeError: the process was ended, for want of memory perhaps.
     """
-    # A server that has imported all this forks the processes: they start in no time, and it has never worked itself.
+    # The processes of a server that has imported all this start in no time, and it has never worked itself.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([work.__module__, *_SLOW_IMPORTS])
+    context.set_forkserver_preload([work.__module__, *imported_before])
     threads = torch.get_num_threads()
     with (
         patch.dict(os.environ, _ENVIRONMENT),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -39,11 +40,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content`, replacing the file in one piece."""
+    """Writes `content`, replacing the file in one go; null stands for numbers that JSON does not know."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
-        json.dump(content, file, indent=1)
+        json.dump(_without_nan(content), file, indent=1, allow_nan=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with None for NaN and infinities, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

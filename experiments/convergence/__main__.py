@@ -20,10 +20,10 @@ from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.convergence.subjects import SUBJECTS, Subject
 from experiments.tasks.corpus import load
 from experiments.training import findings, plotting
-from experiments.training.learners import PARENTS, PlainLearner
+from experiments.training.learners import LoopLearner
+from experiments.training.optimizers import OPTIMIZERS, PARENTS
 from experiments.training.plans import Plan
-from experiments.training.plotting import LABELS
-from experiments.training.reporting import reporter
+from experiments.training.reporting import train_to_end
 from experiments.training.trainer import Outcome, Trainer
 from thinwire.comm import Communicator
 
@@ -31,7 +31,7 @@ __all__ = ["main", "parse", "study"]
 
 _NAME = "convergence"
 _DEFAULT_RANKS = 4
-_RATES_TO_TRY = {"adamw": (5e-4, 1e-3, 2e-3), "lamb": (3e-3, 1e-2, 3e-2)}
+_RATES_TO_TRY = {"adamw": (5e-4, 1e-3, 2e-3), "lamb": (3e-3, 1e-2, 3e-2), "lion": (1e-4, 3e-4, 1e-3, 3e-3)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,20 +81,13 @@ def _tune(subject: Subject, optimizer: str, comm: Communicator) -> dict[str, flo
 
 
 def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, variant: str) -> Outcome:
-    learner = PlainLearner(subject.task.build_model(plan.seed), plan, optimizer, comm)
-    trainer = Trainer(subject.task, plan, learner, comm)
-    with reporter(
-        f"{subject.unit}, {LABELS[optimizer]}, {variant}",
-        first_step=0,
-        steps=plan.steps,
+    learner = LoopLearner(subject.task.build_model(plan.seed), plan, optimizer, comm)
+    return train_to_end(
+        Trainer(subject.task, plan, learner, comm),
+        f"{subject.unit}, {OPTIMIZERS[optimizer].label}, {variant}",
         items_a_step=comm.size * subject.rank_items,
         unit=subject.unit,
-        every=max(1, plan.steps // 5),
-        rank=comm.rank,
-    ) as progress:
-        while not trainer.finished:
-            progress.update(trainer.advance())
-    return trainer.outcome
+    )
 
 
 def _shortened(subject: Subject, steps: int) -> Subject:
@@ -104,7 +97,7 @@ def _shortened(subject: Subject, steps: int) -> Subject:
         "local_step_scaler": max(1, steps // 10),
         "evaluate_every": max(1, steps // 30),
     }
-    return replace(subject, plan=replace(subject.plan, **shorter), lamb_plan=replace(subject.lamb_plan, **shorter))
+    return replace(subject, plans={name: replace(plan, **shorter) for name, plan in subject.plans.items()})
 
 
 def _write_results(
@@ -144,7 +137,7 @@ def _write_results(
         pair = (PARENTS[onebit], onebit)
         series = [plotting.Series.of(optimizer, runs[name][optimizer]) for optimizer in pair]
         plotting.draw_comparison(row, series, subjects[name].loss_name, subjects[name].reference)
-        title = f"{subjects[name].description}: {LABELS[onebit]}: {finding.claim}"
+        title = f"{subjects[name].description}: {OPTIMIZERS[onebit].label}: {finding.claim}"
         plotting.title_row(row, title)
         print(title)
     plotting.save(figure, output / f"{_NAME}.png")

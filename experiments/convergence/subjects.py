@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.tasks.corpus import load
+from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import share_tokens, unigram_entropy
+from experiments.training.optimizers import PARENTS
 from experiments.training.plans import Plan
 from experiments.training.plotting import Reference
 from experiments.training.trainer import Task
@@ -27,8 +28,7 @@ class Subject:
 
     Attributes:
         task: what is learned.
-        plan: for the first seed, of AdamW, 1-bit Adam and 0/1 Adam.
-        lamb_plan: the same of LAMB and 1-bit LAMB, whose rate is a part of the weights' size.
+        plans: for the first seed, by exact optimizer; what is made from one has its plan.
         rank_items: units that a rank reads in a step.
         unit: what they are.
         description: for the picture.
@@ -37,8 +37,7 @@ class Subject:
     """
 
     task: Task[Any]
-    plan: Plan
-    lamb_plan: Plan
+    plans: dict[str, Plan]
     rank_items: int
     unit: str
     description: str
@@ -46,15 +45,14 @@ class Subject:
     reference: Reference | None
 
     def plan_of(self, optimizer: str) -> Plan:
-        """The plan of one of `PARENTS`' two sides."""
-        return self.lamb_plan if optimizer in ("lamb", "onebit-lamb") else self.plan
+        """The plan of an optimizer: its parent's, if it has one."""
+        return self.plans[PARENTS.get(optimizer, optimizer)]
 
 
 def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     # Here and below: transformers and scikit-learn take seconds to import, and may not be asked for.
     from experiments.tasks.language import MaskedLanguageTask
 
-    text = "Python's standard library" if corpus is None else ", ".join(path.name for path in corpus)
     plan = Plan(
         steps=2500,
         warmup_steps=250,
@@ -68,11 +66,10 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     tokens = share_tokens(comm, lambda: load(corpus), _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
     return Subject(
         task=MaskedLanguageTask(tokens, SIZES["tiny"], _SEQUENCES_A_RANK, dropout=0.0),
-        plan=plan,
-        lamb_plan=replace(plan, learning_rate=1e-2),
+        plans=_plans(plan, lamb=1e-2, lion=1e-4),
         rank_items=_SEQUENCES_A_RANK * _LENGTH,
         unit="tokens",
-        description=f"BERT-tiny on {text}",
+        description=f"BERT-tiny on {corpus_name(corpus)}",
         loss_name="validation loss (nats a masked token)",
         reference=Reference(unigram_entropy(tokens), "guessing by token frequency"),
     )
@@ -93,14 +90,19 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     )
     return Subject(
         task=DigitsTask(_IMAGES_A_RANK),
-        plan=plan,
-        lamb_plan=replace(plan, learning_rate=3e-2),
+        plans=_plans(plan, lamb=3e-2, lion=1e-3),
         rank_items=_IMAGES_A_RANK,
         unit="images",
         description="A small convolutional network on handwritten digits",
         loss_name="validation loss (nats an image)",
         reference=None,
     )
+
+
+def _plans(adamw: Plan, **learning_rates: float) -> dict[str, Plan]:
+    """AdamW's plan, and those of other exact optimizers, which differ in their peak."""
+    others = {name: replace(adamw, learning_rate=learning_rate) for name, learning_rate in learning_rates.items()}
+    return {"adamw": adamw, **others}
 
 
 SUBJECTS: dict[str, Callable[[Communicator, Sequence[Path] | None], Subject]] = {

@@ -18,22 +18,20 @@ from typing import Any
 import numpy as np
 
 from experiments.common import machine
-from experiments.common.command_line import Parser, fraction, freeze_step, positive, rate
-from experiments.common.errors import InputError
-from experiments.common.results import RESULTS, check_writable, read_json, write_json
+from experiments.common.errors import InputError, refuse
+from experiments.common.results import read_json, write_json
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
+from experiments.ethernet.command_line import parse
 from experiments.ethernet.race import loss_report, overlap_report, planned, step_plots, step_report
-from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
+from experiments.ethernet.race.contenders import CONTENDERS
 from experiments.tasks.corpus import load
-from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import share_tokens
-from thinwire.comm import detect, threads
+from thinwire.comm import threads
 
-__all__ = ["main", "parse"]
+__all__ = ["main"]
 
 _NAME = "ethernet"
-_RATES = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
 _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 512
 _FAIR_RATE, _FAIR_SECONDS = 1000, 300.0
 
@@ -58,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 print("Nothing to overlap: links were not shaped", file=sys.stderr)
     except InputError as error:
-        print(f"experiments.ethernet: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.ethernet", error)
     except ClusterError as error:
         print(f"experiments.ethernet: {error}", file=sys.stderr)
         return 1
@@ -77,7 +74,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     raw = _job(cluster, "experiments.ethernet.race.step_times", arguments, options.ranks_a_host, options.limit)
     entries = step_report.at_rates(raw["turns"])
     plans = {
-        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["parts"])
+        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["computing"])
         for key, by_name in raw["turns"].items()
     }
     winners = step_report.winning_rates(entries)
@@ -88,7 +85,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
         "waiting": options.waiting,
         "plan_median_error": planned.median_error(list(plans.values())),
         "plan_by_megabits": plans,
-        "step_parts_alone": raw["parts"],
+        "computing_alone": raw["computing"],
         "probes": raw["probes"],
         "fairness": fair,
         "wins_against_bf16_under_megabits": {name: _finite(rate) for name, rate in winners.items()},
@@ -120,7 +117,7 @@ def _measure_overlap(options: argparse.Namespace) -> None:
     content = {
         "machine": machine.describe(),
         "subject": _subject(options.overlap_model, raw["shapes"], alone),
-        "step_parts_alone": raw["parts"],
+        "computing_alone": raw["computing"],
         "contenders": overlap_report.records(raw["balanced"]),
     }
     write_json(options.output / f"{_NAME}_overlap.json", content)
@@ -245,57 +242,6 @@ def _finite(rate: float) -> float | str | None:
     if rate != rate:
         return None
     return "all" if rate == float("inf") else rate
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads and checks the command line; raises `InputError` for what cannot be used."""
-    parser = Parser("experiments.ethernet", "Races DDP, PowerSGD and thinwire over links of different rates.")
-    parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="network namespaces to make")
-    parser.add_argument("--ranks-a-host", type=positive, default=1, metavar="N", help="processes on each")
-    parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")
-    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), help="who races; else all that differ")
-    parser.add_argument("--rates", nargs="+", type=positive, default=_RATES, metavar="N", help="of the links, in Mb/s")
-    parser.add_argument(
-        "--waiting", type=fraction, default=0.94, help="also race where fp32 waits this fraction of its step"
-    )
-    parser.add_argument("--seconds", type=positive, default=20, metavar="N", help="for each rate")
-    races = ("steps", "overlap", "losses")
-    parser.add_argument("--races", nargs="+", choices=races, default=races, help="which")
-    parser.add_argument("--probe-seconds", type=positive, default=20, metavar="N", help="of thinwire probe, a rate")
-    parser.add_argument("--overlap-model", choices=tuple(SIZES), default="small", help="which BERT overlaps")
-    parser.add_argument("--loss-model", choices=tuple(SIZES), default="tiny", help="which BERT races to a loss")
-    parser.add_argument("--loss-rate", type=positive, metavar="N", help="of its links, in Mb/s; else as --waiting says")
-    parser.add_argument("--steps", type=positive, default=1500, metavar="N", help="of the race to a loss")
-    parser.add_argument("--learning-rate", type=rate, default=1e-3, metavar="X", help="its peak")
-    parser.add_argument("--freeze-step", type=freeze_step, default="auto", metavar="N", help='of 1-bit Adam, or "auto"')
-    parser.add_argument(
-        "--timed-every", type=positive, default=20, metavar="N", help="steps, of which 4 go over the slow links"
-    )
-    parser.add_argument(
-        "--add", action="store_true", help="race to a loss again with these --contenders, the others' runs staying"
-    )
-    parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
-    options = parser.parse_args(arguments)
-    shared_hosts = options.ranks_a_host > 1
-    options.contenders = options.contenders or [
-        name for name, one in CONTENDERS.items() if shared_hosts or not one.needs_shared_hosts
-    ]
-    if options.timed_every < 2:
-        raise InputError("--timed-every must be at least 2: the first step of a stretch only settles")
-    if options.add and (list(options.races) != ["losses"] or options.loss_rate is None):
-        raise InputError("--add goes with --races losses and the --loss-rate of the race that it adds to")
-    if not options.add and (absent := {BASELINE, FAIR_BASELINE} - set(options.contenders)):
-        raise InputError(f"--contenders must name what others are compared with: add {', '.join(sorted(absent))}")
-    if options.hosts * options.ranks_a_host < 2:
-        raise InputError("a single rank sends nothing: give more --hosts or more --ranks-a-host")
-    if options.hosts > 250:
-        raise InputError(f"--hosts must be at most 250, got {options.hosts}")
-    if detect(os.environ).launcher != "single":
-        raise InputError("this starts its own ranks: run it without a launcher")
-    check_writable(options.output, "--output")
-    return options
 
 
 if __name__ == "__main__":

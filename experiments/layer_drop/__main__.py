@@ -7,7 +7,6 @@ formula, and the time of a step with twelve layers.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, fraction, positive, rate
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
-from experiments.tasks.corpus import load
+from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.sizes import SIZES, BertSize
 from experiments.tasks.tokens import Tokens, share_tokens, unigram_entropy
 from thinwire.comm.threads import single
@@ -41,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         _run(options)
     except InputError as error:
-        print(f"experiments.layer_drop: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.layer_drop", error)
     return 0
 
 
@@ -120,7 +118,7 @@ def _content(
         "finding": asdict(found),
         "settings": {
             "model": options.model,
-            "corpus": _corpus_name(options.corpus),
+            "corpus": corpus_name(options.corpus),
             "vocabulary": tokens.vocabulary,
             "sequence_length": options.sequence_length,
             "validation_sequences": len(tokens.validation),
@@ -129,21 +127,13 @@ def _content(
         "unigram_entropy": unigram_entropy(tokens),
         "step_time": {"workload": asdict(workload), **{name: asdict(saving) for name, saving in savings.items()}},
         "keep_rates": {"steps": options.keep_rate_steps, **asdict(keep_rates)},
-        "runs": [_described(run) for run in runs],
+        "runs": [asdict(run) for run in runs],
     }
-
-
-def _described(run: Run) -> dict[str, Any]:
-    """As plain values: JSON has no NaN."""
-    described = asdict(run)
-    losses = run.curve.losses
-    described["curve"]["losses"] = [loss if math.isfinite(loss) else None for loss in losses]
-    return described
 
 
 def _subtitle(options: argparse.Namespace, parameters: int, workload: Workload, made_on: dict[str, Any]) -> str:
     learns = (
-        f"Top: BERT-{options.model} ({parameters / 1e6:.1f} M parameters) learns {_corpus_name(options.corpus)}, "
+        f"Top: BERT-{options.model} ({parameters / 1e6:.1f} M parameters) learns {corpus_name(options.corpus)}, "
         f"{options.batch_size} sequences of {options.sequence_length} tokens a step, {options.steps:,} steps"
     )
     timed = (
@@ -171,10 +161,6 @@ def _print_tables(found: Finding, savings: dict[str, Saving], entropy: float) ->
         sooner = "never" if factor is None else f"in {1 / factor:.2f} of its time"
         print(f"layer drop has the final loss of {baseline}: {sooner}")
     print("\n".join(found.sentences))
-
-
-def _corpus_name(files: Sequence[Path] | None) -> str:
-    return ", ".join(path.name for path in files) if files else "Python's standard library"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

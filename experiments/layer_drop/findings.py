@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
 from experiments.layer_drop.learning import DROPPING, POST_LN, PRE_LN, Curve, KeepRates
 from experiments.layer_drop.step_time import Saving
+from experiments.training.findings import deviation
 
 __all__ = ["Finding", "Run", "find", "largest_error"]
 
@@ -35,7 +36,7 @@ class Finding:
         deviation: standard deviation of it.
         loss_difference: of layer drop from pre-LN, relative, of those means.
         time_ratio: training time of as many steps with drop over without, at that rate, all seeds together.
-        stack: step time of the stack with drop over without, and `stack_floor`, the part of the layers that is kept.
+        stack: step time of the stack with drop over without, and `stack_floor`, the fraction of layers that is kept.
         whole_step: the same of the whole step.
         keep_rate_error: of the layers' measured keep-rates from the formula, the largest, in standard errors.
         loss_by_rate: of the first seed, by system and learning rate; None where training broke down.
@@ -90,7 +91,7 @@ def find(runs: Sequence[Run], learning_rate: float, savings: Mapping[str, Saving
     return Finding(
         learning_rate=learning_rate,
         final_loss={system: mean(losses) for system, losses in final.items()},
-        deviation={system: stdev(losses) if len(losses) > 1 else 0.0 for system, losses in final.items()},
+        deviation={system: deviation(losses) for system, losses in final.items()},
         loss_difference=mean(final[DROPPING]) / mean(final[PRE_LN]) - 1,
         time_ratio=seconds[DROPPING] / seconds[PRE_LN],
         stack=savings["the stack"].ratio,

@@ -17,6 +17,7 @@ from experiments.layer_drop.findings import Finding, Run
 from experiments.layer_drop.learning import DROPPING, POST_LN, PRE_LN, KeepRates, Recipe
 from experiments.layer_drop.step_time import Saving
 from experiments.training import plotting
+from experiments.training.plotting import QUIET
 from thinwire.pld import keep_probability
 
 __all__ = ["draw"]
@@ -24,9 +25,9 @@ __all__ = ["draw"]
 _COLOURS = {POST_LN: "#e3a34f", PRE_LN: "#5b6572", DROPPING: "#d1495b"}
 _LABELS = {POST_LN: "post-LN BERT, all layers", PRE_LN: "pre-LN BERT, all layers", DROPPING: "pre-LN BERT, layer drop"}
 _SAVING_COLOURS = {"the stack": "#d1495b", "the whole step": "#3d6b8f"}
-_QUIET, _DARK = "#8a939e", "#22272e"
+_DARK = "#22272e"
 _LOSS = "validation loss (nats a masked token)"
-_SMALL: dict[str, Any] = {"fontsize": 9, "color": _QUIET}
+_SMALL: dict[str, Any] = {"fontsize": 9, "color": QUIET}
 
 
 def draw(
@@ -68,8 +69,8 @@ def _draw_over_samples(
     for system, runs in usual.items():
         thousands = np.asarray(runs[0].curve.steps) * recipe.sequences_a_step / 1000
         label = f"{_LABELS[system]}: {found.final_loss[system]:.3f}"
-        _draw_band(panel, thousands, _losses(runs), system, label)
-    _draw_entropy(panel, entropy)
+        plotting.draw_band(panel, thousands, _losses(runs), colour=_COLOURS[system], label=label)
+    plotting.draw_reference([panel], plotting.Reference(entropy, "guessing by token frequency"))
     _limit(panel, [run for runs in usual.values() for run in runs], entropy)
     panel.set_xlim(left=0)
     panel.set_xlabel("thousand sequences")
@@ -89,7 +90,8 @@ def _draw_over_time(
     drawn = [run for of_system in usual.values() for run in of_system]
     for system, of_system in usual.items():
         minutes = np.mean([run.curve.seconds for run in of_system], axis=0) / 60
-        _draw_band(panel, minutes, _losses(of_system), system, f"{_LABELS[system]}, rate {found.learning_rate:g}")
+        label = f"{_LABELS[system]}, rate {found.learning_rate:g}"
+        plotting.draw_band(panel, minutes, _losses(of_system), colour=_COLOURS[system], label=label)
     quick = [run for run in runs if run.system == DROPPING and run.learning_rate == found.quickest_rate]
     if found.quickest_rate != found.learning_rate:
         minutes = np.asarray(quick[0].curve.seconds) / 60
@@ -101,7 +103,7 @@ def _draw_over_time(
     reached = quick[0].curve.seconds_to(baseline.losses[-1])
     if reached is not None:
         panel.plot(reached / 60, baseline.losses[-1], "o", color=_COLOURS[DROPPING], markersize=7)
-    _draw_entropy(panel, entropy)
+    plotting.draw_reference([panel], plotting.Reference(entropy, "guessing by token frequency"))
     _limit(panel, drawn, entropy)
     panel.set_xlim(left=0)
     panel.set_xlabel("minutes of training, validation left out")
@@ -122,7 +124,7 @@ def _draw_by_rate(panel: Axes, found: Finding, entropy: float) -> None:
         panel.plot(places, heights, "o-", color=_COLOURS[system], linewidth=2, label=_LABELS[system])
         broke = [rate for rate, loss in zip(places, losses.values(), strict=True) if loss is None]
         panel.plot(broke, [entropy] * len(broke), "x", color=_COLOURS[system], markersize=9)
-    _draw_entropy(panel, entropy)
+    plotting.draw_reference([panel], plotting.Reference(entropy, "guessing by token frequency"))
     panel.set_xscale("log")
     panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
     panel.minorticks_off()
@@ -178,7 +180,7 @@ def _draw_keep_rates(panel: Axes, settled: KeepRates, dropping: Sequence[Run], f
     panel.plot([], [], color=_DARK, linewidth=1.2, label="formula, bars: 3 standard errors")
     panel.set_ylim(0, 1.05)
     panel.set_xlabel("layer, from the bottom up")
-    panel.set_ylabel("part of the steps in which it was kept")
+    panel.set_ylabel("fraction of the steps in which it was kept")
     panel.set_title(
         f"Kept as often as the formula says\nat most {found.keep_rate_error:.1f} standard errors away",
         loc="left",
@@ -214,7 +216,7 @@ def _draw_times(panel: Axes, savings: Mapping[str, Saving]) -> None:
         panel.plot(floor * layers, saving.ratio, "D", color=colour, markersize=9, markeredgecolor="white")
     places = np.array([0, layers])
     panel.plot(places, places / layers, color=_DARK, linewidth=1, linestyle="--", label="as much as is kept")
-    panel.axvline(floor * layers, color=_QUIET, linewidth=1, linestyle=(0, (1, 2)))
+    panel.axvline(floor * layers, color=QUIET, linewidth=1, linestyle=(0, (1, 2)))
     panel.annotate(f"expected: {floor:.3f}", (floor * layers, 0.3), xytext=(5, 0), textcoords="offset points", **_SMALL)
     lowest = min(min(saving.kept) for saving in savings.values())
     panel.set_xlim(lowest - 0.6, layers + 0.4)
@@ -233,26 +235,6 @@ def _losses(runs: Sequence[Run]) -> NDArray[np.float64]:
     """Validation losses `[runs, points]`; NaN where a run that broke down has none."""
     points = max(len(run.curve.losses) for run in runs)
     return np.array([run.curve.losses + [math.nan] * (points - len(run.curve.losses)) for run in runs])
-
-
-def _draw_band(panel: Axes, places: NDArray[np.float64], losses: NDArray[np.float64], system: str, label: str) -> None:
-    mean, spread = losses.mean(axis=0), losses.std(axis=0)
-    panel.plot(places, mean, color=_COLOURS[system], linewidth=2, label=label)
-    if len(losses) > 1:
-        panel.fill_between(places, mean - spread, mean + spread, color=_COLOURS[system], alpha=0.2, linewidth=0)
-
-
-def _draw_entropy(panel: Axes, entropy: float) -> None:
-    panel.axhline(entropy, color=_QUIET, linestyle=(0, (4, 3)), linewidth=1)
-    panel.annotate(
-        "guessing by token frequency",
-        (1, entropy),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        ha="right",
-        **_SMALL,
-    )
 
 
 def _limit(panel: Axes, runs: Sequence[Run], entropy: float) -> None:

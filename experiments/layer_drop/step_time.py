@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.layer_drop.learning import KeepRates
+from experiments.tasks.batches import random_batch
 from experiments.tasks.models import build_pre_ln_bert
 from experiments.tasks.sizes import BertSize
 from experiments.training.learners import parameter_groups
@@ -27,7 +28,6 @@ __all__ = ["Saving", "Workload", "count_kept", "expected_kept", "measure_keep_ra
 
 _VOCABULARY = 4096
 _RATE = 1e-4
-_ASK_EVERY = 6
 _WARM_UP_ROUNDS = 2
 # θ(t) - θ is 1e-9 of what it was at the first of these steps.
 _GAMMA, _SETTLED = 1.0, 21
@@ -99,7 +99,8 @@ def measure_savings(workload: Workload, rounds: int) -> dict[str, Saving]:
     dropping = copy.deepcopy(plain)
     schedule = ProgressiveLayerDrop(workload.theta, _GAMMA)
     drop = drop_layers(dropping, schedule)
-    batch, hidden = _batch(workload), torch.randn(workload.sequences, workload.length, workload.size.width)
+    batch = random_batch(workload.sequences, workload.length, _VOCABULARY, seed=0)
+    hidden = torch.randn(workload.sequences, workload.length, workload.size.width)
     steps = {
         "the stack": (_stack_step(plain, hidden), _stack_step(dropping, hidden)),
         "the whole step": (_whole_step(plain, batch), _whole_step(dropping, batch)),
@@ -167,11 +168,3 @@ def _whole_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], 
         optimizer.zero_grad()
 
     return step
-
-
-def _batch(workload: Workload) -> tuple[Tensor, Tensor]:
-    """Random tokens, of which a sixth is asked for."""
-    inputs = torch.randint(5, _VOCABULARY, (workload.sequences, workload.length))
-    labels = torch.full_like(inputs, -100)
-    labels[:, ::_ASK_EVERY] = inputs[:, ::_ASK_EVERY]
-    return inputs, labels

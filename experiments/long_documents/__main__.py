@@ -11,17 +11,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, fraction, positive, rate, seed
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
-from experiments.tasks.corpus import load
+from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.sizes import SIZES
-from experiments.tasks.tokens import share_tokens, unigram_entropy
+from experiments.tasks.tokens import Tokens, share_tokens, unigram_entropy
 from experiments.training import plotting
+from experiments.training.plotting import QUIET
 from thinwire.comm.threads import single
+
+if TYPE_CHECKING:
+    from experiments.long_documents.learning import DocumentLearner, LearningPlan
 
 __all__ = ["main"]
 
@@ -29,20 +35,19 @@ _NAME = "long_documents"
 _BLOCK = 64
 _FEWEST_BLOCKS = 4
 _COLOURS = {"sparse": "#d1495b", "dense": "#22272e", "truncated": "#3d6b8f"}
-_QUIET = "#8a939e"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, prints a table, writes JSON and a picture; the exit code."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        return _run(options)
+        _run(options)
     except InputError as error:
-        print(f"experiments.long_documents: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.long_documents", error)
+    return 0
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     # Importing transformers takes seconds, which a command line that is refused is spared.
     from experiments.long_documents.learning import LearningPlan, learners, train_in_turns
 
@@ -66,6 +71,17 @@ def _run(options: argparse.Namespace) -> int:
     )
     systems = learners(SIZES[options.model], tokens, plan)
     train_in_turns(systems, 60 * options.minutes, options.turns)
+    content = _content(options, plan, tokens, systems)
+    write_json(options.output / f"{_NAME}.json", content)
+    _print_table(content)
+    _draw(content, options.output / f"{_NAME}.png")
+    print(f"Written: {options.output / _NAME}.json and .png", flush=True)
+
+
+def _content(
+    options: argparse.Namespace, plan: LearningPlan, tokens: Tokens, systems: Mapping[str, DocumentLearner]
+) -> dict[str, Any]:
+    """The JSON."""
     first = {name: learner.validate(options.window) for name, learner in systems.items()}
     runs = {
         name: {
@@ -79,11 +95,11 @@ def _run(options: argparse.Namespace) -> int:
     }
     steps = min(learner.steps for learner in systems.values())
     equal_steps = {"steps": steps, "losses": {name: one.curve.at_step(steps) for name, one in systems.items()}}
-    content = {
+    return {
         "machine": machine.describe(),
         "settings": {
             "model": options.model,
-            "corpus": _corpus_name(options.corpus),
+            "corpus": corpus_name(options.corpus),
             "vocabulary": tokens.vocabulary,
             "document_length": options.document_length,
             "minutes": options.minutes,
@@ -100,19 +116,10 @@ def _run(options: argparse.Namespace) -> int:
         },
         "runs": runs,
     }
-    write_json(options.output / f"{_NAME}.json", content)
-    _print_table(content)
-    _draw(content, options.output / f"{_NAME}.png")
-    print(f"Written: {options.output / _NAME}.json and .png", flush=True)
-    return 0
 
 
 def _tokens_read(name: str, options: argparse.Namespace) -> int:
     return options.window if name == "truncated" else options.document_length
-
-
-def _corpus_name(files: Sequence[Path] | None) -> str:
-    return ", ".join(path.name for path in files) if files else "Python's standard library"
 
 
 def _findings(
@@ -146,7 +153,8 @@ def _print_table(content: Mapping[str, Any]) -> None:
 
 def _draw(content: Mapping[str, Any], path: Path) -> None:
     settings, made_on = content["settings"], content["machine"]
-    figure, (over_time, over_steps) = plotting.plt.subplots(1, 2, figsize=(13.5, 6), sharey=True)
+    figure = Figure(figsize=(13.5, 6))
+    over_time, over_steps = figure.subplots(1, 2, sharey=True)
     figure.subplots_adjust(left=0.06, right=0.97, top=0.79, bottom=0.11, wspace=0.07)
     for line, finding in enumerate(content["findings"]):
         figure.text(0.02, 0.935 - 0.055 * line, finding, fontsize=13, fontweight="bold")
@@ -155,17 +163,16 @@ def _draw(content: Mapping[str, Any], path: Path) -> None:
         f"{settings['documents_a_step']} a step, after {settings['start_steps']:,} steps on windows of "
         f"{settings['window']:,}; made on {made_on['cpu']}, {made_on['cores']} cores"
     )
-    figure.text(0.02, 0.835, subject, fontsize=9.5, color=_QUIET)
+    figure.text(0.02, 0.835, subject, fontsize=9.5, color=QUIET)
     for name, run in content["runs"].items():
         curve, style = run["curve"], {"color": _COLOURS[name], "linewidth": 2}
         over_time.plot([seconds / 60 for seconds in curve["seconds"]], curve["losses"], label=name, **style)
         over_steps.plot(curve["steps"], curve["losses"], **style)
     for panel in (over_time, over_steps):
-        panel.axhline(content["unigram_entropy"], color=_QUIET, linewidth=1, linestyle=(0, (4, 3)))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     steps = content["equal_steps"]["steps"]
-    over_steps.axvline(steps, color=_QUIET, linewidth=1)
+    over_steps.axvline(steps, color=QUIET, linewidth=1)
     _limit(over_time, [run["curve"]["losses"] for run in content["runs"].values()], content["unigram_entropy"])
     # What truncation alone has, ten times the steps, would press the rest together.
     over_steps.set_xlim(0, 1.05 * max(content["runs"][name]["curve"]["steps"][-1] for name in ("sparse", "dense")))
@@ -174,15 +181,8 @@ def _draw(content: Mapping[str, Any], path: Path) -> None:
     over_time.set_xlabel("minutes of training")
     over_steps.set_xlabel("steps: as many documents for all")
     over_time.legend(frameon=False)
-    note = {"textcoords": "offset points", "color": _QUIET, "fontsize": 9}
-    over_steps.annotate(
-        "guessing by token frequency",
-        (1, content["unigram_entropy"]),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 4),
-        ha="right",
-        **note,
-    )
+    guessing = plotting.Reference(content["unigram_entropy"], "guessing by token frequency")
+    plotting.draw_reference([over_steps, over_time], guessing)
     plotting.save(figure, path)
 
 
@@ -208,7 +208,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     data.add_argument("--validation-documents", type=positive, default=16, metavar="N", help="held out, at most")
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--start-steps", type=seed, default=2400, metavar="N", help="on windows, before systems part; 0: random weights"
+        "--start-steps", type=seed, default=2400, metavar="N", help="on windows, all together first; 0: random weights"
     )
     training.add_argument("--start-windows", type=positive, default=4, metavar="N", help="windows a step, in those")
     training.add_argument("--minutes", type=rate, default=12.0, metavar="N", help="of training, for each system")

@@ -1,6 +1,6 @@
 """BERT learns long documents: with sparse attention, with dense attention, or truncated; all for the same time.
 
-The systems take turns of a part of their time, so that whatever else the machine does hits them alike.
+The systems take turns of a share of their time, so that whatever else the machine does hits them alike.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LearningPlan:
     """What all systems share.
 
     Attributes:
-        start_steps: taken by one model on windows of all documents, before the systems part and go on from its weights;
-            0 starts from random ones.
+        start_steps: taken by one model on windows of all documents, from whose weights the systems then go on; 0 starts
+            from random ones.
         windows_a_step: in those steps, or as many tokens.
         documents_a_step: of every system.
         learning_rate: constant after a linear rise over `warmup_steps`, so that losses of any step or time compare.

@@ -17,13 +17,13 @@ import torch
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive, rate
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
 from experiments.common.peak_memory import check_supported
 from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.long_sequences import bert_memory
-from experiments.long_sequences import memory as attention_memory
 from experiments.long_sequences.bert_memory import ATTENTIONS, Growth
 from experiments.long_sequences.findings import findings, longest_sequences, summarise, timings
+from experiments.long_sequences.memory import measure_peaks
 from experiments.long_sequences.plots import draw
 from experiments.long_sequences.systems import (
     BATCH,
@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         check_supported()
     except InputError as error:
-        print(f"experiments.long_sequences: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.long_sequences", error)
     torch.set_num_threads(options.threads)
     limits = {DENSE: options.dense_limit, MATERIALISED: options.materialised_limit}
     times = time_systems(options.lengths, options.rounds, limits)
@@ -79,7 +78,7 @@ def _measure_memory(
         for name in SYSTEMS:
             modes = [mode for mode in MODES if name not in times.unsupported[mode]]
             if modes and length <= limits.get(name, length):
-                memory.setdefault(length, {})[name] = attention_memory.measure(name, length, modes)
+                memory.setdefault(length, {})[name] = measure_peaks(name, length, modes)
         print(f"memory: {length} tokens are done", file=sys.stderr, flush=True)
     return memory
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from experiments.common.peak_memory import PeakMemory, measure_alone
-from experiments.long_sequences.systems import BLOCK
+from experiments.long_sequences.systems import BLOCK, SLOW_IMPORTS
 from experiments.tasks.sizes import SIZES, BertSize
 from thinwire.engine.model.activation_checkpointing import checkpoint_activations
 from thinwire.sparse_attn import BigBird, sparsify
@@ -57,7 +57,7 @@ class Growth:
 
 def measure(size: str, attention: AttentionName, length: int, *, checkpointing: bool) -> int:
     """Peak bytes of a training step, in a process of its own."""
-    return measure_alone(_measure_here, size, attention, length, checkpointing)
+    return measure_alone(_measure_here, size, attention, length, checkpointing, imported_before=SLOW_IMPORTS)
 
 
 def grow(measured: Mapping[int, int], degree: int) -> Growth:

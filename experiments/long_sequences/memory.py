@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.common.peak_memory import PeakMemory, measure_alone
-from experiments.long_sequences.systems import RUNS, SYSTEMS, Mode, inputs
+from experiments.long_sequences.systems import RUNS, SLOW_IMPORTS, SYSTEMS, Mode, inputs
 
-__all__ = ["measure"]
+__all__ = ["measure_peaks"]
 
 _WARMUP_LENGTH = 512
 
 
-def measure(name: str, length: int, modes: Sequence[Mode]) -> dict[Mode, int]:
+def measure_peaks(name: str, length: int, modes: Sequence[Mode]) -> dict[Mode, int]:
     """Bytes by mode, that a call of this system needs at most beyond q, k and v; output and gradients count."""
-    return measure_alone(_measure_here, name, length, modes)
+    return measure_alone(_measure_here, name, length, modes, imported_before=SLOW_IMPORTS)
 
 
 def _measure_here(name: str, length: int, modes: Sequence[Mode]) -> dict[Mode, int]:

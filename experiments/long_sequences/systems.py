@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from experiments.long_sequences.peers import (
+from experiments.tasks.attention_peers import (
     Attention,
     compiled_flex_attention,
     dense_attention,
@@ -39,6 +39,7 @@ __all__ = [
     "MATERIALISED",
     "MODES",
     "RUNS",
+    "SLOW_IMPORTS",
     "SYSTEMS",
     "Mode",
     "System",
@@ -48,6 +49,9 @@ __all__ = [
 
 BATCH, HEADS, HEAD_SIZE, BLOCK = 1, 12, 64, 64
 """BERT-base's attention, one sequence."""
+
+SLOW_IMPORTS = ("experiments.tasks.models", "thinwire.sparse_attn.kernels.cpu.launch")
+"""Modules that the processes in which memory is measured need, and that take seconds to import."""
 
 Mode = Literal["forward", "training"]
 MODES: tuple[Mode, ...] = ("forward", "training")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from experiments.long_sequences.peers import Attention
 from experiments.long_sequences.systems import MODES, RUNS, SYSTEMS, Mode, inputs
+from experiments.tasks.attention_peers import Attention
 
 __all__ = ["FEWEST_ROUNDS", "Times", "rounds_at", "time_systems"]
 

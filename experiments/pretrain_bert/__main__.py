@@ -7,7 +7,7 @@ launcher (`mpirun -n 4 python -m experiments.pretrain_bert`; torchrun and srun l
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,14 @@ from experiments.common import machine
 from experiments.common.errors import InputError, on_every_rank
 from experiments.common.launching import launch
 from experiments.common.results import write_json
+from experiments.pretrain_bert.engine_settings import load
 from experiments.pretrain_bert.settings import DEFAULT_RANKS, PretrainSettings, parse
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import Tokens, share_tokens, unigram_entropy
 from experiments.training import findings, plotting
 from experiments.training.checkpoints import RunCheckpoints
-from experiments.training.engine_settings import load
-from experiments.training.learners import OPTIMIZERS, EngineLearner
-from experiments.training.plotting import LABELS
+from experiments.training.learners import EngineLearner
+from experiments.training.optimizers import OPTIMIZERS, PARENTS
 from experiments.training.reporting import human_bytes, reporter
 from experiments.training.trainer import Outcome, StepReport, Trainer
 from thinwire.comm import Communicator
@@ -75,6 +75,7 @@ def _train(
     optimizer: str, task: MaskedLanguageTask, batch_size: int, settings: PretrainSettings, comm: Communicator
 ) -> Outcome:
     """One run, taken up from its last checkpoint if asked."""
+    label = OPTIMIZERS[optimizer].label
     plan = settings.plan
     learner = EngineLearner(task.build_model(plan.seed), plan, settings.engine.config(optimizer), comm)
     trainer = Trainer(task, plan, learner, comm)
@@ -82,9 +83,9 @@ def _train(
     if not settings.resume:
         checkpoints.clear()
     elif checkpoints.load(trainer, learner) and comm.rank == 0:
-        print(f"{LABELS[optimizer]}: continuing after step {trainer.step}", file=sys.stderr)
+        print(f"{label}: continuing after step {trainer.step}", file=sys.stderr)
     with reporter(
-        LABELS[optimizer],
+        label,
         first_step=trainer.step,
         steps=plan.steps,
         items_a_step=batch_size * settings.sequence_length,
@@ -115,9 +116,11 @@ def _write_results(
         return
     tokens.tokenizer.save(str(settings.checkpoints / _NAME / "tokenizer.json"))
     entropy = unigram_entropy(tokens)
-    finding = None
-    if len(runs) == len(OPTIMIZERS) and comm.size > 1:
-        finding = findings.compare([runs["adamw"]], [runs["onebit-adam"]])
+    found = {
+        name: findings.compare([runs[PARENTS[name]]], [run])
+        for name, run in runs.items()
+        if PARENTS.get(name) in runs and comm.size > 1
+    }
     tokens_trained = settings.plan.steps * batch_size * settings.sequence_length
     write_json(
         settings.output / f"{_NAME}.json",
@@ -128,24 +131,24 @@ def _write_results(
             "machine": machine.describe(),
             "corpus_tokens": tokens.training.size,
             "unigram_entropy": entropy,
-            "finding": finding and asdict(finding),
+            "findings": {name: asdict(finding) for name, finding in found.items()},
             "tokens_per_second": {name: round(tokens_trained / run.seconds) for name, run in runs.items()},
             "runs": {name: asdict(run) for name, run in runs.items()},
         },
     )
-    _draw(runs, entropy, finding, settings, comm.size)
+    _draw(runs, entropy, found, settings, comm.size)
     for name, run in runs.items():
         sent = human_bytes(run.bytes_sent)
-        print(f"{LABELS[name]}: validation loss {run.final_loss:.4f}, {sent} sent by each rank")
-    if finding is not None:
-        print(f"1-bit Adam: {finding.claim}")
+        print(f"{OPTIMIZERS[name].label}: validation loss {run.final_loss:.4f}, {sent} sent by each rank")
+    for name, finding in found.items():
+        print(f"{OPTIMIZERS[name].label}: {finding.claim}")
     print(f"Written: {settings.output / _NAME}.json and .png", flush=True)
 
 
 def _draw(
     runs: dict[str, Outcome],
     entropy: float,
-    finding: findings.Finding | None,
+    found: Mapping[str, findings.Finding],
     settings: PretrainSettings,
     ranks: int,
 ) -> None:
@@ -153,10 +156,13 @@ def _draw(
     kind = "pre-LN BERT" if settings.pre_ln else "BERT"
     subject = f"{kind}-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}"
     subtitle = f"{subject}, on {ranks} ranks, ZeRO stage {settings.zero}"
-    title = "BERT pretraining" if finding is None else f"1-bit Adam: {finding.claim}"
+    claims = [f"{OPTIMIZERS[name].label}: {finding.claim}" for name, finding in found.items()]
+    title = claims[0] if len(claims) == 1 else "BERT pretraining"
     figure, axes = plotting.new_figure(1, title, subtitle)
     series = [plotting.Series.of(name, [run]) for name, run in runs.items()]
     reference = plotting.Reference(entropy, "guessing by token frequency")
+    if len(claims) > 1:
+        plotting.title_row(axes[0], "; ".join(claims))
     plotting.draw_comparison(axes[0], series, "validation loss (nats a masked token)", reference)
     plotting.save(figure, settings.output / f"{_NAME}.png")
 

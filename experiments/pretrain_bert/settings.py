@@ -11,10 +11,10 @@ from typing import Any
 from experiments.common.command_line import Parser, fraction, freeze_step, positive, rate, seed
 from experiments.common.errors import InputError
 from experiments.common.results import RESULTS, check_writable
-from experiments.tasks.corpus import Corpus, load
+from experiments.pretrain_bert.engine_settings import COMPARED, EngineSettings
+from experiments.tasks.corpus import Corpus, corpus_name, load
 from experiments.tasks.sizes import SIZES
-from experiments.training.engine_settings import EngineSettings
-from experiments.training.learners import OPTIMIZERS
+from experiments.training.optimizers import ENGINE, FREEZE_OPTIONS
 from experiments.training.plans import Plan
 
 __all__ = ["DEFAULT_RANKS", "PretrainSettings", "parse"]
@@ -23,6 +23,7 @@ DEFAULT_RANKS = 2
 
 _RUNS = Path(__file__).parents[2] / "runs"
 _SHORTEST_SEQUENCE = 8
+_COMPARED = " and ".join(COMPARED)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class PretrainSettings:
     @property
     def corpus_name(self) -> str:
         """What the picture calls the text."""
-        return ", ".join(path.name for path in self.corpus) if self.corpus else "Python's standard library"
+        return corpus_name(self.corpus)
 
     def describe(self, batch_size: int) -> dict[str, Any]:
         """What makes the numbers what they are: no folder, no machine. `batch_size`: sequences of a step, all ranks."""
@@ -115,7 +116,7 @@ def parse(arguments: Sequence[str]) -> PretrainSettings:
             warmup_steps=warmup,
             learning_rate=params[-1]["lr"],
             weight_decay=params[-1]["weight_decay"],
-            freeze_step=params[-1].get("freeze_step", "auto"),
+            freeze_step=next((params[-1][option] for option in FREEZE_OPTIONS if option in params[-1]), "auto"),
             evaluate_every=options.evaluate_every or max(1, options.steps // 50),
             seed=seed,
         ),
@@ -145,7 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--dropout", type=fraction, default=0.0, metavar="P", help="0 suits a single pass over the text")
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--optimizer", nargs="+", choices=tuple(OPTIMIZERS), help="in this order; else both, at ZeRO stage 3 adamw"
+        "--optimizer",
+        nargs="+",
+        choices=ENGINE,
+        help=f"in this order; else {_COMPARED}, at stage 3 adamw",
     )
     training.add_argument("--zero", type=int, choices=range(4), metavar="0|1|2|3", help="ZeRO stage; else 1")
     training.add_argument(
@@ -157,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--lr", type=rate, metavar="RATE", help="at its peak; it then falls to 0; else 0.001")
     training.add_argument("--weight-decay", type=fraction, metavar="RATE", help="of matrices; else 0.01")
     training.add_argument(
-        "--freeze-step", type=freeze_step, metavar="N", help="of 1-bit Adam, or auto; else a fifth of the steps"
+        "--freeze-step", type=freeze_step, metavar="N", help="of what freezes, or auto; else a fifth of the steps"
     )
     training.add_argument("--seed", type=seed, metavar="N", help="of weights, order and masks; else 0")
     running = parser.add_argument_group("running")

@@ -7,7 +7,6 @@ Starts its ranks by itself, one number of them after another.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,14 @@ from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.errors import InputError
+from experiments.common.errors import InputError, refuse
+from experiments.common.launching import refuse_launchers
 from experiments.common.results import RESULTS, check_writable, read_json, write_json
-from experiments.stages import losses as stage_losses
-from experiments.stages import plots as stage_plots
-from experiments.stages.findings import EXACT_ON, RESUME_ON, SAVE_ON, SHARDED_ON, SYSTEMS, find
+from experiments.stages import losses
+from experiments.stages.findings import EXACT_ON, RESUME_ON, RESUMED, SAVE_ON, SHARDED_ON, SYSTEMS, find
 from experiments.stages.losses import Job, Run
+from experiments.stages.plots import draw
 from experiments.tasks.corpus import load, standard_library_files
-from thinwire.comm import detect
 
 __all__ = ["main", "sharded_job", "small_job", "write_results"]
 
@@ -37,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
     except InputError as error:
-        print(f"experiments.stages: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("experiments.stages", error)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small: dict[int, Any] = {}
@@ -60,7 +58,7 @@ def small_job(ranks: int, steps: int, corpus: Sequence[Path] | None, folder: Pat
     runs = []
     if ranks in EXACT_ON:
         runs = [Run(f"adamw, stage {stage}", "adamw", stage) for stage in range(4)]
-    for optimizer in ("adamw", "onebit-adam"):
+    for optimizer in RESUMED:
         saved = str(folder / optimizer)
         if ranks == SAVE_ON:
             runs.append(Run(f"{optimizer}, saved", optimizer, 1, save=saved, save_at=steps * 3 // 5))
@@ -104,7 +102,7 @@ def sharded_job(steps: int, seeds: int, corpus: Sequence[Path] | None) -> Job:
 
 
 def write_results(output: Path, small: Mapping[int, Any], job: Job, sharded: Mapping[str, Any]) -> None:
-    """JSON, picture and summary of what `stage_losses` wrote: of small jobs by ranks, and of the sharded one."""
+    """JSON, picture and summary of the losses that were written: of small jobs by ranks, and of the sharded one."""
     found = find({ranks: one["losses"] for ranks, one in small.items()}, sharded["losses"])
     made_on = machine.describe()
     content = {
@@ -114,7 +112,7 @@ def write_results(output: Path, small: Mapping[int, Any], job: Job, sharded: Map
         "small": {str(ranks): one["losses"] for ranks, one in small.items()},
     }
     write_json(output / f"{_NAME}.json", content)
-    stage_plots.draw(found, sharded, job, made_on, output / f"{_NAME}.png")
+    draw(found, sharded, job, made_on, output / f"{_NAME}.png")
     print("\n".join(found.sentences))
     print(f"Written: {output / _NAME}.json and .png", flush=True)
 
@@ -123,7 +121,7 @@ def _train(job: Job, ranks: int, folder: Path, results: dict[int, Any]) -> int:
     """Has the ranks train, and adds what they wrote to `results`; returns their exit code."""
     asked, written = folder / f"job-{ranks}.json", folder / f"losses-{ranks}.json"
     write_json(asked, asdict(job))
-    code = stage_losses.main(["--job", str(asked), "--output", str(written), "--ranks", str(ranks)])
+    code = losses.main(["--job", str(asked), "--output", str(written), "--ranks", str(ranks)])
     if code == 0:
         results[ranks] = read_json(written)
     return code
@@ -139,8 +137,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--small-steps", type=positive, default=100, metavar="N", help="of all other runs")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
-    if detect(os.environ).launcher != "single":
-        raise InputError("this starts its own ranks: run it without a launcher")
+    refuse_launchers()
     if options.corpus:
         load(options.corpus)
     check_writable(options.output, "--output")

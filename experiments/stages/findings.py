@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-__all__ = ["EXACT_ON", "RESUME_ON", "SAVE_ON", "SHARDED_ON", "SYSTEMS", "Finding", "final_losses", "find"]
+from experiments.training.findings import deviation
+from experiments.training.optimizers import OPTIMIZERS
+
+__all__ = ["EXACT_ON", "RESUMED", "RESUME_ON", "SAVE_ON", "SHARDED_ON", "SYSTEMS", "Finding", "final_losses", "find"]
 
 SAVE_ON = 4
 EXACT_ON = (1, 2, 3, 4)
 RESUME_ON = (1, 2, 3, 8)
 SHARDED_ON = 2
 """Numbers of ranks: that save, that compare stages, that take up what was saved, that train 1-bit Adam sharded."""
+
+RESUMED = ("adamw", "onebit-adam")
+"""What is saved and taken up: an exact optimizer, and one with residuals."""
 
 SYSTEMS: dict[str, int | None] = {"unsharded": None, "ZeRO-1": 1, "ZeRO-2": 2}
 """1-bit Adam, and the ZeRO stage of the engine that shards it."""
@@ -47,7 +53,7 @@ class Finding:
             f"AdamW's losses at stages 1, 2 and 3 are stage 0's to {_power(largest)}",
             "Saved on 4 ranks, resumed on others: "
             + ", ".join(
-                f"{'1-bit Adam' if name == 'onebit-adam' else 'AdamW'} within {_power(max(by_ranks.values()))}"
+                f"{OPTIMIZERS[name].label} within {_power(max(by_ranks.values()))}"
                 for name, by_ranks in self.resumed.items()
             ),
         ]
@@ -67,7 +73,7 @@ def find(small: Mapping[int, Mapping[str, Any]], sharded: Mapping[str, Any]) -> 
             str(ranks): _difference(small[ranks][f"{optimizer}, resumed"], small[SAVE_ON][f"{optimizer}, saved"])
             for ranks in RESUME_ON
         }
-        for optimizer in ("adamw", "onebit-adam")
+        for optimizer in RESUMED
     }
     finals = {system: final_losses(sharded, system) for system in SYSTEMS}
     means = {system: mean(losses) for system, losses in finals.items()}
@@ -75,7 +81,7 @@ def find(small: Mapping[int, Mapping[str, Any]], sharded: Mapping[str, Any]) -> 
         stages=stages,
         resumed=resumed,
         final_loss=means,
-        deviation={system: stdev(losses) if len(losses) > 1 else 0.0 for system, losses in finals.items()},
+        deviation={system: deviation(losses) for system, losses in finals.items()},
         final_difference={
             system: means[system] / means["unsharded"] - 1 for system in SYSTEMS if system != "unsharded"
         },

@@ -19,7 +19,8 @@ from experiments.common.results import read_json, write_json
 from experiments.tasks.corpus import load
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import share_tokens, unigram_entropy
-from experiments.training.learners import OPTIMIZERS, EngineLearner, Learner, PlainLearner
+from experiments.training.learners import EngineLearner, Learner, LoopLearner
+from experiments.training.optimizers import engine_section
 from experiments.training.plans import Plan
 from experiments.training.reporting import reporter
 from experiments.training.trainer import Trainer
@@ -37,9 +38,9 @@ class Run:
 
     Attributes:
         name: of its results.
-        optimizer: one of `OPTIMIZERS`.
+        optimizer: a name in `OPTIMIZERS`.
         stage: of ZeRO in the engine; None for thinwire.OneBitAdam in a plain loop, nothing sharded.
-        bf16: bf16 weights with fp32 masters instead of fp32.
+        bf16: bf16 weights with fp32 master weights instead of fp32.
         seed: of weights and batches.
         save: a folder to save a checkpoint to after step `save_at`.
         load: a folder to go on from, instead of starting.
@@ -180,13 +181,10 @@ def _train(run: Run, job: Job, task: Any, comm: Communicator) -> Losses:
 def _learner(run: Run, job: Job, task: Any, plan: Plan, comm: Communicator) -> Learner:
     model = task.build_model(run.seed)
     if run.stage is None:
-        return PlainLearner(model, plan, run.optimizer, comm)
-    params: dict[str, Any] = {"lr": job.learning_rate}
-    if run.optimizer == "onebit-adam":
-        params["freeze_step"] = job.freeze_step
+        return LoopLearner(model, plan, run.optimizer, comm)
     config = {
         "train_batch_size": job.batch,
-        "optimizer": {"type": OPTIMIZERS[run.optimizer], "params": params},
+        "optimizer": engine_section(run.optimizer, job.learning_rate, job.freeze_step),
         "zero_optimization": {"stage": run.stage},
         "bf16": {"enabled": run.bf16},
     }

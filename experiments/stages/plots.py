@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.stages.findings import SHARDED_ON, SYSTEMS, Finding
 from experiments.stages.losses import Job
 from experiments.training import plotting
+from experiments.training.optimizers import OPTIMIZERS
+from experiments.training.plotting import QUIET
 
 __all__ = ["draw"]
 
-_QUIET = "#8a939e"
 _STYLES: dict[str, tuple[str, Any, float]] = {
     "unsharded": ("#5b6572", "-", 4.0),
     "ZeRO-1": ("#d1495b", "-", 1.8),
@@ -29,12 +31,13 @@ _LIMIT_OF_ADAMW, _LIMIT_OF_ONEBIT = 1e-5, 1e-2
 
 def draw(found: Finding, sharded: Mapping[str, Any], job: Job, made_on: Mapping[str, Any], path: Path) -> None:
     """Draws and writes the picture."""
-    figure, axes = plotting.plt.subplots(1, 3, figsize=(14, 5.2), width_ratios=(1.5, 1, 1))
+    figure = Figure(figsize=(14, 5.2))
+    axes = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
     figure.subplots_adjust(left=0.055, right=0.985, top=0.76, bottom=0.16, wspace=0.33)
     first, *others = found.sentences
     figure.text(0.055, 0.93, first, fontsize=15, fontweight="bold")
     figure.text(0.055, 0.875, ". ".join(others), fontsize=10, color="#333333")
-    figure.text(0.055, 0.02, f"made on {made_on['cpu']}, {made_on['cores']} cores", fontsize=8.5, color=_QUIET)
+    figure.text(0.055, 0.02, f"made on {made_on['cpu']}, {made_on['cores']} cores", fontsize=8.5, color=QUIET)
     _draw_losses(axes[0], sharded, job)
     _draw_stages(axes[1], found)
     _draw_resumed(axes[2], found)
@@ -62,24 +65,14 @@ def _draw_losses(panel: Axes, sharded: Mapping[str, Any], job: Job) -> None:
     top = max(run["validation"][1 if len(run["validation"]) > 1 else 0] for run in losses.values())
     entropy = sharded["unigram_entropy"]
     panel.set_ylim(min(lowest, entropy) - 0.1, max(top, entropy) + 0.1)
-    panel.axhline(entropy, color=_QUIET, linestyle=(0, (4, 3)), linewidth=1)
-    panel.annotate(
-        "guessing by token frequency",
-        (1, entropy),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, -12),
-        textcoords="offset points",
-        ha="right",
-        color=_QUIET,
-        fontsize=9,
-    )
-    panel.axvline(job.freeze_step, color=_QUIET, linewidth=1)
+    plotting.draw_reference([panel], plotting.Reference(entropy, "guessing by token frequency"))
+    panel.axvline(job.freeze_step, color=QUIET, linewidth=1)
     panel.annotate(
         " from here on 1 bit an element",
         (job.freeze_step, 0.96),
         xycoords=("data", "axes fraction"),
         fontsize=9,
-        color=_QUIET,
+        color=QUIET,
     )
     panel.set_xlim(0, job.steps)
     panel.set_xlabel("steps")
@@ -111,7 +104,7 @@ def _draw_resumed(panel: Axes, found: Finding) -> None:
     places = np.arange(len(found.resumed["adamw"]))
     for optimizer, by_ranks in found.resumed.items():
         heights = [max(value, _SAME_BITS) for value in by_ranks.values()]
-        colour, label = plotting.COLOURS[optimizer], plotting.LABELS[optimizer]
+        colour, label = OPTIMIZERS[optimizer].colour, OPTIMIZERS[optimizer].label
         panel.plot(places, heights, "o-", color=colour, label=label, markersize=8, linewidth=1)
     panel.set_xticks(places, list(found.resumed["adamw"]))
     panel.set_xlabel("ranks that go on with a checkpoint of 4 ranks")

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.common.errors import InputError
-from experiments.tasks.masking import mask_tokens
-from experiments.tasks.tokenizer import CLS, SEP
+from experiments.tasks.masking import IGNORED, mask_tokens
+from experiments.tasks.tokenizer import CLS, SEP, SPECIAL_TOKENS
 
-__all__ = ["MaskedBatches", "Purpose", "pack", "random_at"]
+__all__ = ["MaskedBatches", "Purpose", "pack", "random_at", "random_batch"]
+
+_ASKED_EVERY = 6
 
 
 class Purpose(IntEnum):
@@ -44,14 +46,26 @@ def pack(tokens: NDArray[np.int32], length: int) -> NDArray[np.int32]:
     count = len(tokens) // inside
     if count == 0:
         raise InputError(
-            f"the corpus is too short: a sequence of {length} needs {inside} tokens in the training part "
-            f"and in the held-out part, but one of them has {len(tokens)}; "
+            f"the corpus is too short: a sequence of {length} needs {inside} tokens in the training text "
+            f"and in the held-out text, but one of them has {len(tokens)}; "
             "give more text, or a smaller --sequence-length"
         )
     sequences = np.empty((count, length), dtype=np.int32)
     sequences[:, 0], sequences[:, -1] = CLS, SEP
     sequences[:, 1:-1] = tokens[: count * inside].reshape(count, inside)
     return sequences
+
+
+def random_batch(sequences: int, length: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
+    """`(inputs, labels)`, int64 `[sequences, length]`, for timing: random tokens, of which every sixth is asked for.
+
+    What the tokens are does not change how long a step takes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(len(SPECIAL_TOKENS), vocabulary, (sequences, length), generator=generator)
+    labels = torch.full_like(inputs, IGNORED)
+    labels[:, ::_ASKED_EVERY] = inputs[:, ::_ASKED_EVERY]
+    return inputs, labels
 
 
 class MaskedBatches:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.common.errors import InputError
 
-__all__ = ["Corpus", "load", "standard_library_files"]
+__all__ = ["Corpus", "corpus_name", "load", "standard_library_files"]
 
 HOLD_OUT_EVERY = 20
 """One document in this many is held out for validation: 5%."""
@@ -45,6 +45,11 @@ def load(files: Sequence[Path] | None = None) -> Corpus:
         documents = [text for path in standard_library_files() if (text := _decode(path)) is not None]
         return _split(documents)
     return _split([_read(path) for path in files])
+
+
+def corpus_name(files: Sequence[Path] | None) -> str:
+    """What tables and pictures call the text that `load` reads."""
+    return ", ".join(path.name for path in files) if files else "Python's standard library"
 
 
 def standard_library_files() -> list[Path]:
@@ -85,8 +90,8 @@ def _split(documents: list[str]) -> Corpus:
     if len(documents) >= HOLD_OUT_EVERY:
         kept = [text for index, text in enumerate(documents) if index % HOLD_OUT_EVERY]
         return Corpus(kept, documents[::HOLD_OUT_EVERY])
-    parts = [_cut_end(document) for document in documents]
-    return Corpus([body for body, _ in parts], [end for _, end in parts])
+    cut = [_cut_end(document) for document in documents]
+    return Corpus([body for body, _ in cut], [end for _, end in cut])
 
 
 def _cut_end(document: str) -> tuple[str, str]:

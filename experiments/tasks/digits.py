@@ -56,5 +56,5 @@ class DigitsTask:
 
     def validation_sum(self, model: nn.Module, rank: int, ranks: int) -> tuple[float, int]:
         """Every `ranks`-th held-out image."""
-        images, labels = (part[rank::ranks] for part in self._validation)
+        images, labels = (one[rank::ranks] for one in self._validation)
         return F.cross_entropy(model(images), labels, reduction="sum").item(), len(labels)

@@ -17,7 +17,7 @@ from tokenizers.trainers import WordPieceTrainer
 
 from experiments.common.errors import InputError
 
-__all__ = ["CLS", "MASK", "PAD", "SEP", "SPECIAL_TOKENS", "encode", "train"]
+__all__ = ["CLS", "MASK", "PAD", "SEP", "SPECIAL_TOKENS", "encode", "train_tokenizer"]
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
@@ -27,7 +27,7 @@ _ALPHABET_LIMIT = 400
 _SAMPLE_CHARACTERS = 4_000_000
 
 
-def train(documents: Sequence[str], vocabulary: int) -> Tokenizer:
+def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
     """Trains a cased WordPiece tokenizer on an even sample of the documents.
 
     Args:
@@ -66,10 +66,10 @@ def train(documents: Sequence[str], vocabulary: int) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> NDArray[np.int32]:
     """All documents as one run of token numbers, int32 `[tokens]`, each document closed by `[SEP]`."""
-    pieces: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
+    runs: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
     for encoding in tokenizer.encode_batch_fast(list(documents), add_special_tokens=False):
-        pieces.append(np.asarray([*encoding.ids, SEP], dtype=np.int32))
-    return np.concatenate(pieces)
+        runs.append(np.asarray([*encoding.ids, SEP], dtype=np.int32))
+    return np.concatenate(runs)
 
 
 def _tokenizer(model: WordPiece) -> Tokenizer:

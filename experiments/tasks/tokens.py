@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from experiments.common.errors import on_every_rank
-from experiments.tasks import tokenizer as wordpiece
 from experiments.tasks.batches import pack
 from experiments.tasks.corpus import Corpus
+from experiments.tasks.tokenizer import SPECIAL_TOKENS, encode, train_tokenizer
 from thinwire.comm import Communicator
 
 __all__ = ["Tokens", "share_tokens", "unigram_entropy"]
@@ -59,9 +59,9 @@ def share_tokens(
         if comm.rank:
             return None
         corpus = read()
-        learned = wordpiece.train(corpus.training, vocabulary)
-        training = pack(wordpiece.encode(learned, corpus.training), length)
-        held_out = pack(wordpiece.encode(learned, corpus.validation), length)
+        learned = train_tokenizer(corpus.training, vocabulary)
+        training = pack(encode(learned, corpus.training), length)
+        held_out = pack(encode(learned, corpus.validation), length)
         keep = np.linspace(0, len(held_out) - 1, min(len(held_out), validation_sequences)).astype(np.int64)
         return Tokens(learned.get_vocab_size(), training, held_out[keep], learned)
 
@@ -81,7 +81,7 @@ def share_tokens(
 
 def unigram_entropy(tokens: Tokens) -> float:
     """Loss, in nats, of guessing held-out tokens by how frequent each token is in the training text."""
-    first = len(wordpiece.SPECIAL_TOKENS)
+    first = len(SPECIAL_TOKENS)
     seen = np.bincount(tokens.training.ravel(), minlength=tokens.vocabulary)[first:] + 1.0
     asked = np.bincount(tokens.validation.ravel(), minlength=tokens.vocabulary)[first:]
     return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())

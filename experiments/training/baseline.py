@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from experiments.training.lamb import Lamb
+from experiments.training.lion import Lion
 from thinwire.comm import Communicator
 
-__all__ = ["Averaged", "AveragedAdamW", "AveragedLamb"]
+__all__ = ["Averaged", "AveragedAdamW", "AveragedLamb", "AveragedLion"]
 
 
 class Averaged(torch.optim.Optimizer):
@@ -39,9 +40,9 @@ class Averaged(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         flat = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
         self.comm.all_reduce(flat, "mean")
-        pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
-        for parameter, piece in zip(parameters, pieces, strict=True):
-            parameter.grad.copy_(piece.view_as(parameter))
+        means = torch.split(flat, [parameter.numel() for parameter in parameters])
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad.copy_(mean.view_as(parameter))
 
 
 class AveragedAdamW(torch.optim.AdamW, Averaged):
@@ -58,5 +59,14 @@ class AveragedLamb(Lamb, Averaged):
 
     def __init__(self, params: Iterable[Any], comm: Communicator, **options: Any) -> None:
         """Takes what `Lamb` takes, and the communicator to average over."""
+        super().__init__(params, **options)
+        self.average_over(comm)
+
+
+class AveragedLion(Lion, Averaged):
+    """Lion on averaged gradients."""
+
+    def __init__(self, params: Iterable[Any], comm: Communicator, **options: Any) -> None:
+        """Takes what `Lion` takes, and the communicator to average over."""
         super().__init__(params, **options)
         self.average_over(comm)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from statistics import mean, stdev
 
 from experiments.training.trainer import Outcome
 
-__all__ = ["Finding", "compare"]
+__all__ = ["Finding", "compare", "deviation"]
 
 _TOLERANCE_PERCENT = 1.0
 """Losses this close count as the same."""
@@ -58,15 +58,15 @@ def compare(exact: Sequence[Outcome], onebit: Sequence[Outcome]) -> Finding:
     """Compares runs of the two optimizers with the same seeds, on at least two ranks."""
     losses = [outcome.final_loss for outcome in exact]
     onebit_losses = [outcome.final_loss for outcome in onebit]
-    loss, onebit_loss, deviation = mean(losses), mean(onebit_losses), _deviation(losses)
+    loss, onebit_loss, exact_deviation = mean(losses), mean(onebit_losses), deviation(losses)
     froze = all(outcome.frozen_at is not None for outcome in onebit)
     return Finding(
         exact_loss=loss,
         onebit_loss=onebit_loss,
         difference_percent=100 * (onebit_loss / loss - 1),
-        exact_deviation=deviation,
-        onebit_deviation=_deviation(onebit_losses),
-        same_loss=onebit_loss - loss <= max(_TOLERANCE_PERCENT / 100 * loss, deviation),
+        exact_deviation=exact_deviation,
+        onebit_deviation=deviation(onebit_losses),
+        same_loss=onebit_loss - loss <= max(_TOLERANCE_PERCENT / 100 * loss, exact_deviation),
         fewer_bytes=_ratio([one.bytes_sent for one in exact], [one.bytes_sent for one in onebit]),
         fewer_bytes_frozen=_ratio([one.last_step_bytes for one in exact], [one.last_step_bytes for one in onebit])
         if froze
@@ -78,5 +78,8 @@ def _ratio(numerators: Sequence[int], denominators: Sequence[int]) -> float:
     return mean(numerators) / mean(denominators)
 
 
-def _deviation(losses: Sequence[float]) -> float:
+def deviation(losses: Sequence[float]) -> float:
+    """Standard deviation; 0 for a single loss, NaN where one is not finite."""
+    if not all(map(isfinite, losses)):
+        return nan
     return stdev(losses) if len(losses) > 1 else 0.0

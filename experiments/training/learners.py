@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from experiments.training.baseline import Averaged, AveragedAdamW, AveragedLamb
+from experiments.training.optimizers import COMPRESSED, build
 from experiments.training.plans import Plan
-from thinwire import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize, load_config
 
-__all__ = [
-    "OPTIMIZERS",
-    "PARENTS",
-    "EngineLearner",
-    "Learner",
-    "LoopLearner",
-    "PlainLearner",
-    "parameter_groups",
-    "zero_one_intervals",
-]
-
-OPTIMIZERS = {"adamw": "AdamW", "onebit-adam": "OneBitAdam"}
-"""Names on command lines and in results, and in the engine's configurations."""
-
-PARENTS = {"onebit-adam": "adamw", "zero-one-adam": "adamw", "onebit-lamb": "lamb"}
-"""What sends a bit an element or less, and the exact optimizer each is compared with; `PlainLearner` has them all."""
-
-
-SelfSynchronizing = Averaged | OneBitAdam | OneBitLamb | ZeroOneAdam
-"""Optimizers whose ranks meet without anybody's help."""
+__all__ = ["EngineLearner", "Learner", "LoopLearner", "parameter_groups"]
 
 
 class Learner(Protocol):
@@ -72,12 +52,11 @@ class LoopLearner:
 
     micro_batches = 1
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, build: Callable[[list[dict[str, Any]]], SelfSynchronizing]
-    ) -> None:
-        """Gives `build` the parameter groups."""
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator, **options: Any) -> None:
+        """Builds one of `OPTIMIZERS` over all ranks of `comm`, as the plan and `options` say. Collective."""
         self.module = model
-        self.optimizer = build(parameter_groups(model, plan.weight_decay))
+        self._optimizer: Any = build(optimizer, parameter_groups(model, plan.weight_decay), plan, comm, **options)
+        self._compressed = COMPRESSED.get(optimizer)
         self._plan = plan
         self._steps = 0
 
@@ -87,55 +66,32 @@ class LoopLearner:
 
     def learn(self, loss: Tensor) -> None:
         """See `Learner`."""
-        for group in self.optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = self._plan.rate_at(self._steps)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         self._steps += 1
         # What is validated, and what training ends with, is one model and not one a rank.
-        if isinstance(self.optimizer, ZeroOneAdam) and self._plan.is_validated_after(self._steps):
-            self.optimizer.synchronize_weights()
+        local_steps = self._compressed is not None and self._compressed.local_steps
+        if local_steps and self._plan.is_validated_after(self._steps):
+            self._optimizer.synchronize_weights()
 
     @property
     def bytes_sent(self) -> int:
         """See `Learner`."""
-        return self.optimizer.bytes_sent
+        sent: int = self._optimizer.bytes_sent
+        return sent
 
     @property
     def stage(self) -> str:
         """See `Learner`."""
-        if isinstance(self.optimizer, Averaged):
-            return "exact"
-        return "1-bit" if self.optimizer.frozen else "warmup"
+        return "exact" if self._compressed is None else _stage(self._optimizer)
 
     @property
     def frozen_at(self) -> int | None:
         """See `Learner`."""
-        return None if isinstance(self.optimizer, Averaged) else self.optimizer.freeze_step_taken
-
-
-class PlainLearner(LoopLearner):
-    """A `LoopLearner` with one of `PARENTS`' two sides, by name, as the plan says."""
-
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator) -> None:
-        """Builds it over all ranks of `comm`."""
-        super().__init__(model, plan, lambda groups: _build(optimizer, groups, plan, comm))
-
-
-def _build(optimizer: str, groups: list[dict[str, Any]], plan: Plan, comm: Communicator) -> SelfSynchronizing:
-    match optimizer:
-        case "adamw":
-            return AveragedAdamW(groups, comm, lr=plan.learning_rate)
-        case "lamb":
-            return AveragedLamb(groups, comm, lr=plan.learning_rate)
-        case "onebit-adam":
-            return OneBitAdam(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
-        case "onebit-lamb":
-            return OneBitLamb(groups, lr=plan.learning_rate, freeze_step=plan.freeze_step, comm=comm)
-        case "zero-one-adam":
-            return ZeroOneAdam(groups, lr=plan.learning_rate, comm=comm, **zero_one_intervals(plan))
-    raise ValueError(f"optimizer must be one of {', '.join((*PARENTS.values(), *PARENTS))}, got {optimizer!r}")
+        return None if self._compressed is None else self._optimizer.frozen_at
 
 
 class EngineLearner:
@@ -149,7 +105,10 @@ class EngineLearner:
         """
         loaded = load_config(config, comm.size)
         scheduled = loaded.scheduler is not None
+        types = {one.class_name for one in COMPRESSED.values()}
+        self._compresses = loaded.optimizer is not None and loaded.optimizer.type in types
         self.engine: Engine
+        self._optimizer: Any
         self.engine, self._optimizer, _, _ = initialize(
             model=model,
             model_parameters=parameter_groups(model, plan.weight_decay),
@@ -172,34 +131,18 @@ class EngineLearner:
     @property
     def bytes_sent(self) -> int:
         """See `Learner`."""
-        return self._optimizer.bytes_sent
+        sent: int = self._optimizer.bytes_sent
+        return sent
 
     @property
     def stage(self) -> str:
         """See `Learner`."""
-        if isinstance(self._optimizer, ShardedOneBitAdam):
-            return "1-bit" if self._optimizer.frozen else "warmup"
-        return "exact"
+        return _stage(self._optimizer) if self._compresses else "exact"
 
     @property
     def frozen_at(self) -> int | None:
         """See `Learner`."""
-        return self._optimizer.frozen_at if isinstance(self._optimizer, ShardedOneBitAdam) else None
-
-
-def zero_one_intervals(plan: Plan) -> dict[str, Any]:
-    """0/1 Adam's options for runs of thousands of steps; its defaults are for hundreds of thousands.
-
-    β₂ counts updates of the variance, of which there are fewer than 100 until the freeze: 0.999 would remember all of
-    them alike, the large gradients of the beginning too.
-    """
-    return {
-        "var_freeze_step": plan.fixed_freeze_step,
-        "var_update_scaler": max(1, plan.fixed_freeze_step // 20),
-        "betas": (0.9, 0.99),
-        "local_step_scaler": plan.local_step_scaler,
-        "local_step_clipper": 4,
-    }
+        return self._optimizer.frozen_at if self._compresses else None
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -209,6 +152,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+
+
+def _stage(optimizer: Any) -> str:
+    return "1-bit" if optimizer.frozen else "warmup"
 
 
 def _schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> LambdaLR:

@@ -5,37 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from experiments.training.optimizers import OPTIMIZERS
 from experiments.training.reporting import human_bytes
 from experiments.training.trainer import Outcome
 
-__all__ = ["COLOURS", "LABELS", "Reference", "Series", "draw_comparison", "new_figure", "save", "title_row"]
+__all__ = [
+    "QUIET",
+    "Reference",
+    "Series",
+    "draw_band",
+    "draw_comparison",
+    "draw_reference",
+    "new_figure",
+    "save",
+    "title_row",
+]
 
-LABELS = {
-    "adamw": "AdamW",
-    "onebit-adam": "1-bit Adam",
-    "zero-one-adam": "0/1 Adam",
-    "lamb": "LAMB",
-    "onebit-lamb": "1-bit LAMB",
-}
-COLOURS = {
-    "adamw": "#5b6572",
-    "onebit-adam": "#d1495b",
-    "zero-one-adam": "#edae49",
-    "lamb": "#5b6572",
-    "onebit-lamb": "#00798c",
-}
-_QUIET = "#8a939e"
+QUIET = "#8a939e"
+"""The colour of what explains: references, arrows, notes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Series:
     """One optimizer's curves: `losses` is `[runs, points]`, the rest is shared by all runs.
 
     Attributes:
-        optimizer: a key of `LABELS`.
+        optimizer: a name in `OPTIMIZERS`.
         steps: where the loss was measured.
         bytes_sent: what one rank had sent by then, mean of the runs.
         losses: validation loss in nats.
@@ -71,19 +66,23 @@ class Series:
 
 @dataclass(frozen=True)
 class Reference:
-    """A loss to compare with, and what reaches it."""
+    """A loss to compare with, and what reaches it; its label stands at the right end of the line, or at the left."""
 
     loss: float
     label: str
+    at: Literal["right", "left"] = "right"
 
 
-def new_figure(rows: int, title: str, subtitle: str) -> tuple[Figure, NDArray[np.object_]]:
-    """A figure with `rows` pairs of panels, axes `[rows, 2]`, the finding on top."""
-    height = 4.4 * rows + 1.1
-    figure, axes = plt.subplots(rows, 2, figsize=(11, height), sharey="row", squeeze=False)
-    figure.subplots_adjust(left=0.07, right=0.97, top=1 - 1.15 / height, bottom=0.62 / height, hspace=0.38, wspace=0.06)
-    figure.text(0.07, 1 - 0.42 / height, title, fontsize=15, fontweight="bold")
-    figure.text(0.07, 1 - 0.72 / height, subtitle, fontsize=9.5, color=_QUIET)
+def new_figure(rows: int, title: str, subtitle: str, columns: int = 2) -> tuple[Figure, NDArray[np.object_]]:
+    """A figure with panels that share their losses, axes `[rows, columns]`, the finding on top."""
+    width, height = 5.5 * columns, 4.4 * rows + 1.1
+    figure = Figure(figsize=(width, height))
+    axes = figure.subplots(rows, columns, sharey="row", squeeze=False)
+    left, right = 0.77 / width, 1 - 0.33 / width
+    top, bottom = 1 - 1.15 / height, 0.62 / height
+    figure.subplots_adjust(left=left, right=right, top=top, bottom=bottom, hspace=0.38, wspace=0.06)
+    figure.text(left, 1 - 0.42 / height, title, fontsize=15, fontweight="bold")
+    figure.text(left, 1 - 0.72 / height, subtitle, fontsize=9.5, color=QUIET)
     return figure, axes
 
 
@@ -93,8 +92,8 @@ def draw_comparison(
     """Draws the curves over steps on `axes[0]`, and over bytes on `axes[1]`, with a band over the runs."""
     over_steps, over_bytes = axes
     for one in series:
-        _draw_curve(over_steps, one.steps, one)
-        _draw_curve(over_bytes, one.bytes_sent, one)
+        draw_band(over_steps, one.steps, one.losses, colour=OPTIMIZERS[one.optimizer].colour)
+        draw_band(over_bytes, one.bytes_sent, one.losses, colour=OPTIMIZERS[one.optimizer].colour)
         if one.frozen_at is not None:
             _mark_freeze(over_steps, one.steps, one, one.frozen_at)
             _mark_freeze(over_bytes, one.bytes_sent, one, one.frozen_at)
@@ -102,7 +101,7 @@ def draw_comparison(
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.25)
     if reference is not None:
-        _draw_reference(axes, reference)
+        draw_reference(axes, reference)
     _limit_losses(over_steps, series, reference)
     over_steps.set_ylabel(loss_name)
     over_steps.set_xlabel("steps")
@@ -122,52 +121,55 @@ def draw_comparison(
         over_bytes.set_xlabel("sent: nothing, by a single rank")
 
 
+def draw_band(
+    panel: Axes, places: ArrayLike, losses: NDArray[np.float64], *, colour: str, label: str | None = None, **style: Any
+) -> None:
+    """The mean of `losses`, `[runs, points]`, over `places`, and a band of one standard deviation of the runs."""
+    mean, spread = losses.mean(axis=0), losses.std(axis=0)
+    panel.plot(places, mean, color=colour, label=label, **{"linewidth": 2} | style)
+    if len(losses) > 1:
+        panel.fill_between(places, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+
+
+def draw_reference(axes: Sequence[Axes], reference: Reference) -> None:
+    """A dashed line across all panels, named in the first."""
+    for panel in axes:
+        panel.axhline(reference.loss, color=QUIET, linestyle=(0, (4, 3)), linewidth=1)
+    axes[0].annotate(
+        reference.label,
+        (1 if reference.at == "right" else 0, reference.loss),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4 if reference.at == "right" else 4, 4),
+        textcoords="offset points",
+        ha=reference.at,
+        color=QUIET,
+        fontsize=9,
+    )
+
+
 def title_row(axes: Sequence[Axes], title: str) -> None:
     """Writes a line above a pair of panels."""
     axes[0].set_title(title, loc="left", fontsize=11)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the picture, replacing the file in one piece, and frees the figure."""
+    """Writes the picture, replacing the file in one go."""
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, dpi=140, format="png")
-    plt.close(figure)
     partial.replace(path)
-
-
-def _draw_curve(panel: Axes, places: NDArray[np.float64], one: Series) -> None:
-    colour = COLOURS[one.optimizer]
-    mean, spread = one.losses.mean(axis=0), one.losses.std(axis=0)
-    panel.plot(places, mean, color=colour, linewidth=2)
-    if len(one.losses) > 1:
-        panel.fill_between(places, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
 
 
 def _mark_freeze(panel: Axes, places: NDArray[np.float64], one: Series, frozen_at: float) -> None:
     place = np.interp(frozen_at, one.steps, places)
     loss = np.interp(frozen_at, one.steps, one.losses.mean(axis=0))
-    panel.plot([place], [loss], marker="o", color=COLOURS[one.optimizer], markersize=6)
+    colour = OPTIMIZERS[one.optimizer].colour
+    panel.plot([place], [loss], marker="o", color=colour, markersize=6)
     panel.annotate(
         "from here on 1 bit an element",
         (place, loss),
         xytext=(8, 10),
         textcoords="offset points",
-        color=COLOURS[one.optimizer],
-        fontsize=9,
-    )
-
-
-def _draw_reference(axes: Sequence[Axes], reference: Reference) -> None:
-    for panel in axes:
-        panel.axhline(reference.loss, color=_QUIET, linestyle=(0, (4, 3)), linewidth=1)
-    axes[0].annotate(
-        reference.label,
-        (1, reference.loss),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        ha="right",
-        color=_QUIET,
+        color=colour,
         fontsize=9,
     )
 
@@ -189,12 +191,12 @@ def _limit_losses(panel: Axes, series: Sequence[Series], reference: Reference | 
 def _label_ends(panel: Axes, series: Sequence[Series]) -> None:
     for one in series:
         panel.annotate(
-            LABELS[one.optimizer],
+            OPTIMIZERS[one.optimizer].label,
             (one.bytes_sent[-1], one.losses[:, -1].mean()),
             xytext=(7, 0),
             textcoords="offset points",
             va="center",
-            color=COLOURS[one.optimizer],
+            color=OPTIMIZERS[one.optimizer].colour,
             fontweight="bold",
         )
 
@@ -211,7 +213,7 @@ def _measure_gap(panel: Axes, series: Sequence[Series]) -> None:
         xycoords=across,
         xytext=(ends[-1], 0.05),
         textcoords=across,
-        arrowprops={"arrowstyle": "->", "color": _QUIET, "shrinkA": 0, "shrinkB": 0},
+        arrowprops={"arrowstyle": "->", "color": QUIET, "shrinkA": 0, "shrinkB": 0},
     )
     panel.text(
         np.sqrt(ends[0] * ends[-1]),
@@ -219,5 +221,5 @@ def _measure_gap(panel: Axes, series: Sequence[Series]) -> None:
         f"{ends[-1] / ends[0]:.1f}x fewer bytes",
         transform=across,
         ha="center",
-        color=_QUIET,
+        color=QUIET,
     )

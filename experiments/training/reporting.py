@@ -11,11 +11,12 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.training.trainer import StepReport
+from experiments.training.trainer import Outcome, StepReport, Trainer
 
-__all__ = ["Reporter", "human_bytes", "reporter"]
+__all__ = ["Reporter", "human_bytes", "reporter", "train_to_end"]
 
 _SMOOTHING = 0.98
+_LINES_A_RUN = 5
 
 
 def human_bytes(count: float) -> str:
@@ -66,6 +67,22 @@ def reporter(
     )
     with Progress(*columns, console=console, expand=True) as progress:
         yield _Bar(progress, title, pace)
+
+
+def train_to_end(trainer: Trainer, title: str, *, items_a_step: int, unit: str) -> Outcome:
+    """Trains as long as the plan says, and shows it; items are over all ranks. Collective."""
+    with reporter(
+        title,
+        first_step=trainer.step,
+        steps=trainer.plan.steps,
+        items_a_step=items_a_step,
+        unit=unit,
+        every=max(1, trainer.plan.steps // _LINES_A_RUN),
+        rank=trainer.comm.rank,
+    ) as progress:
+        while not trainer.finished:
+            progress.update(trainer.advance())
+    return trainer.outcome
 
 
 class _Silent:

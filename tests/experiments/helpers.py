@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.training.learners import OPTIMIZERS
+from experiments.training.optimizers import engine_section
 from experiments.training.plans import Plan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,14 +51,18 @@ class LineTask:
 
 def engine_config(optimizer: str, stage: int, plan: Plan = PLAN) -> dict[str, Any]:
     """The engine's configuration for `LineTask`."""
-    params: dict[str, Any] = {"lr": plan.learning_rate}
-    if optimizer == "onebit-adam":
-        params["freeze_step"] = plan.freeze_step
     return {
         "train_micro_batch_size_per_gpu": 16,
-        "optimizer": {"type": OPTIMIZERS[optimizer], "params": params},
+        "optimizer": engine_section(optimizer, plan.learning_rate, plan.freeze_step),
         "zero_optimization": {"stage": stage},
     }
+
+
+def write_text(path: Path, lines: int) -> Path:
+    """A file of so many lines of simple text, to learn from."""
+    goods = ("apples", "bread", "candles", "dates", "eggs")
+    path.write_text("".join(f"day {day}: {goods[day % 5]} and {day % 7} {goods[day % 3]}\n" for day in range(lines)))
+    return path
 
 
 def run_module(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

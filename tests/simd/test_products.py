@@ -13,18 +13,20 @@ pytest.importorskip("numba")
 
 from thinwire.simd.compiling import kernel
 from thinwire.simd.floats import LANES
-from thinwire.simd.products import ROWS, product, product_where_nonzero
+from thinwire.simd.products import ROWS, Matrix, product, product_where_nonzero
 
 
 @kernel
 def multiply(left, left_row, left_step, right, right_row, result, rows, columns, depth, accumulate) -> None:
-    product(left, 0, left_row, left_step, right, 0, right_row, result, 0, columns, rows, columns, depth, accumulate)
+    operands = Matrix(left, left_row, left_step), Matrix(right, right_row, 1)
+    product(operands[0], operands[1], Matrix(result, columns, 1), rows, columns, depth, accumulate)
 
 
 @kernel
 def multiply_where_nonzero(left, right, result, rows, columns, depth, by_left) -> None:
+    operands = Matrix(left, depth, 1), Matrix(right, columns, 1)
     product_where_nonzero(
-        left, 0, depth, 1, right, 0, columns, result, 0, columns, rows, columns, depth, False, by_left
+        operands[0], operands[1], Matrix(result, columns, 1), rows, columns, depth, False, by_left, False
     )
 
 

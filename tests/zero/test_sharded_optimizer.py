@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.optim.training import batch, loss_of, make_model, through_a_file, weights
+from tests.optim.training import batch, loss_of, make_model, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.zero import ShardedOptimizer
@@ -415,24 +415,33 @@ def test_weights_read_in_any_way_are_the_new_ones() -> None:
     assert torch.equal(weights[0], weights[1])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_saves_and_loads_its_own_state(ranks: int) -> None:
-    def body(comm: Communicator, saved_stage: int, stage: int) -> None:
-        model, again = make_model(), make_model(seed=9)
-        optimizer = build(comm, model, saved_stage)
-        train(optimizer, model, range(7))
-        resumed = build(comm, again, stage)
-        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-        assert train(resumed, again, range(7, 12)) == train(optimizer, model, range(7, 12))
-        assert torch.equal(weights(again), weights(model))
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_every_rank_saves_and_loads_its_own_state(stage: int) -> None:
+    def body(comm: Communicator) -> tuple[bool, dict]:
+        model, resumed = make_model(), make_model(seed=3)
+        optimizer, again = build(comm, model, stage), build(comm, resumed, stage)
+        train(optimizer, model, range(5))
+        state = optimizer.state_dict()
+        again.load_state_dict(state)
+        train(optimizer, model, range(5, 9))
+        train(again, resumed, range(5, 9))
+        return torch.equal(weights(model), weights(resumed)), state
 
-    for saved_stage, stage in ((0, 0), (1, 1), (2, 2), (0, 2), (2, 1), (1, 0)):
-        threads.run(lambda comm, one=saved_stage, other=stage: body(comm, one, other), ranks)
+    same, states = zip(*threads.run(body, 3), strict=True)
+    assert all(same)
+
+    def others_file(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=r"were given the states of ranks \[1, 1, 1\]"):
+            build(comm, make_model(), stage).load_state_dict(states[1])
+
+    threads.run(others_file, 3)
+    with pytest.raises(ValueError, match="save_checkpoint"):
+        build(threads.run(lambda comm: comm, 1)[0], make_model(), stage).load_state_dict(states[1])
 
 
-def test_a_copy_is_refused_as_it_would_share_the_communicators() -> None:
+def test_copies_are_refused() -> None:
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, lr=0.1)
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*state_dict\(\) on every rank"):
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.deepcopy(optimizer)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.engine.job import Job
 from thinwire.engine.monitoring.losses import StepLosses
 from thinwire.engine.monitoring.monitor import Monitor, log_folder
 from thinwire.engine.monitoring.timers import StepTimers, breakdown_line, progress_line
-from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.live_tensors import live_tensor_bytes
-from thinwire.zero.memory import MemoryReport, model_state_formula
+from thinwire.zero.memory import MemoryReport
 
 __all__ = ["JobReports", "StepSummary"]
 
@@ -98,25 +96,6 @@ class JobReports:
         self._monitor.write(known)
 
     def _memory(self) -> MemoryReport:
-        return MemoryReport(live_tensor_bytes(self._job.model, self._job.optimizer), _model_state_bytes(self._job))
-
-
-def _model_state_bytes(job: Job) -> Mapping[str, float]:
-    """What the optimizer says a rank should hold, by category; the formula of its stage where it says nothing."""
-    optimizer, stage = job.optimizer, job.config.zero_optimization.stage
-    if isinstance(optimizer, FullyShardedOptimizer):
-        return optimizer.model_state_bytes()
-    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    kinds = {one.kind for one in optimizer.pieces()} - {"weight", "master"}
-    frozen = getattr(optimizer, "frozen", False)
-    if frozen and stage == 0:  # for which nobody has published one
-        return {}
-    return model_state_formula(
-        stage,
-        sum(parameter.numel() for parameter in trained),
-        job.comm.size,
-        dtype=job.precision.dtype or trained[0].dtype,
-        state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
-        frozen=frozen,
-        fresh_variance="exp_avg_sq_fresh" in kinds,
-    )
+        return MemoryReport(
+            live_tensor_bytes(self._job.model, self._job.optimizer), self._job.optimizer.model_state_bytes()
+        )

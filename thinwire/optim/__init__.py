@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from thinwire.optim.adam.optimizer import OneBitAdam
     from thinwire.optim.lamb.optimizer import OneBitLamb
     from thinwire.optim.lion import OneBitLion
-    from thinwire.optim.replicas import ReplicaDriftError
     from thinwire.optim.zero_one.optimizer import ZeroOneAdam
+    from thinwire.zero.replicas import ReplicaDriftError
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,

@@ -78,8 +78,8 @@ class Agreement(Protocol):
 class Algorithm(ABC):
     """One optimizer's arithmetic on parameters that entered together; it may remember scalars between steps.
 
-    `groups`: the parameters by parameter group, changed in place. All is elementwise but for sums over whole parameters,
-    which go through `agree`, and `settle`.
+    `groups`: the parameters by parameter group, changed in place. All is elementwise but for sums over whole
+    parameters, which go through `agree`, and `settle`.
     """
 
     state: ClassVar[Mapping[str, Keep]]

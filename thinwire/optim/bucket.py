@@ -15,8 +15,8 @@ from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.members import Contribution
-from thinwire.optim.norm_sketch import NormSketch
 from thinwire.zero import BucketLayout, Slot
+from thinwire.zero.norm_sketch import NormSketch
 
 __all__ = ["AlgorithmBucket", "Exchanges", "Parameters", "StepUnderWay", "place_of"]
 
@@ -46,6 +46,12 @@ class Parameters(Protocol):
     def settings(self, group: int) -> AdamSettings:
         """The hyperparameters of a parameter group now."""
 
+    def mask(self, group: int) -> Tensor | None:
+        """A parameter group's `exp_avg_mask`, if it has one."""
+
+    def describe(self, index: int) -> str:
+        """How an error message calls a parameter."""
+
 
 @dataclass
 class StepUnderWay:
@@ -70,8 +76,8 @@ class AlgorithmBucket:
     """A flat run of parameters with an algorithm's state, and the transport of their gradients.
 
     `state`: by name; those that every rank holds are [padded_numel], as the exchange pads. `send`: what the step under
-    way sends. `zero_variance`: a mask of coordinates that stay where they are, bool [padded_numel]; None where there are
-    none. `stayed`: whether this step sent nothing, since every parameter was left out.
+    way sends. `zero_variance`: a mask of coordinates that stay where they are, bool [padded_numel]; None where there
+    are none. `stayed`: whether this step sent nothing, since every parameter was left out.
 
     Args:
         new_state: makes a state by name: floats on the parameters' device, filled.

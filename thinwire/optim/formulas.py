@@ -68,8 +68,8 @@ class AdamSettings:
 def warmup_update(
     weights: list[Tensor], momenta: list[Tensor], variances: list[Tensor], settings: AdamSettings, step: int
 ) -> None:
-    """w -= lr · m̂ / (√v̂ + ε) in place, after `track_moments`: with the default settings the two together give the bits of
-    torch.optim.AdamW(foreach=True)."""
+    """w -= lr · m̂ / (√v̂ + ε) in place, after `track_moments`: with the default settings the two together give the
+    bits of torch.optim.AdamW(foreach=True)."""
     decay(weights, settings)
     denominators = [variance.clone() for variance in variances]
     root(denominators, settings, step)

@@ -51,9 +51,9 @@ class HomeOptions:
         comm_backend_name: "nccl", "gloo" or "mpi", where `comm` is not given and the choice must not be automatic.
         stage: 0 keeps all state on every rank. 1 shards master weights, variance and owners' residuals, 2 gradients of
             the warmup too (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054).
-        max_norm: 2-norm that the averaged gradient is clipped to, 0 for none. Once compression has begun it is estimated
-            from random projections to 0.5%, and the second leg waits for it; in a local step it is this rank's own.
-        named_parameters: names, for checkpoints and errors; by default those that `params` come with.
+        max_norm: 2-norm that the averaged gradient is clipped to, 0 for none. Once compression has begun it is
+            estimated from random projections to 0.5%, and the second leg waits for it; in a local step it is this
+        rank's own. named_parameters: names, for checkpoints and errors; by default those that `params` come with.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         codec: what compressed steps go through: "sign1" (1 bit), "int8", "bf16" or "none"; at stage 0.
         block_size: elements that share one scale, a multiple of 64.
@@ -61,8 +61,8 @@ class HomeOptions:
             stages 1 and 2 16 MiB.
         warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" sends half the bytes; at stage 0.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
-            the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else the
-            node's number for each rank. At stage 0; sharded state goes between ranks.
+            the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else
+            the node's number for each rank. At stage 0; sharded state goes between ranks.
         offload, pin_memory: at stages 1 and 2, keep master weights and the warmup's state in CPU memory, for parameters
             on a GPU.
         resync_interval: at stages 1 and 2, compressed steps between two comparisons of all replicas, and new copies of
@@ -156,8 +156,8 @@ def _listed(stages: Sequence[int]) -> str:
 def _why_not(stage: int) -> str:
     if stage == 2:
         return (
-            ": once compressed a gradient lives only while its bucket is in flight, so that there is none to shard. Use "
-            "stage 1"
+            ": once compressed a gradient lives only while its bucket is in flight, so that there is none to shard. "
+            "Use stage 1"
         )
     if stage == 3:
         return ": stage 3 shards the model itself, which thinwire.initialize does with torch's fully_shard"

@@ -1,4 +1,5 @@
-"""1-bit Lion: what an optimizer adds to the house, from its formulas to its public class. docs/internals walks through it."""
+"""1-bit Lion: what an optimizer adds to the house, from its formulas to its public class. docs/internals walks
+through it."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class OneBitLion(CompressedOptimizer):
     """Lion that sends one bit an element from the first step on, with error feedback on both legs.
 
     Synchronises by itself as OneBitAdam does, with the same calls, groups and checkpoints. There is no warmup and no
-    variance: `frozen` holds from the start. Lion takes a learning rate 3 to 10 times below AdamW's, and a weight decay as
-    many times above it.
+    variance: `frozen` holds from the start. Lion takes a learning rate 3 to 10 times below AdamW's, and a weight decay
+    as many times above it.
 
     Args:
         params: as in OneBitAdam.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from thinwire.comm import Communicator
 from thinwire.zero import BucketLayout
 from thinwire.zero.flat_bucket import Run
+from thinwire.zero.home import TRAFFIC
 from thinwire.zero.saved_slices import Piece, PieceSource
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
     "load_worker_residual",
     "mean_over_ranks",
     "owner_residual_slices",
+    "ranks_to_resume",
     "runs_in",
     "worker_residual_tensors",
 ]
@@ -78,3 +82,33 @@ def mean_over_ranks(source: PieceSource, key: str, ranks: Sequence[int]) -> Tens
     for rank in ranks[1:]:
         total += source.read_rank(key, rank).float()
     return total.div_(len(ranks))
+
+
+def ranks_to_resume(
+    source: PieceSource, comm: Communicator, nodes: Sequence[int] | None, saved_by: str, compresses: bool
+) -> list[int] | None:
+    """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None for none.
+
+    `nodes`: the node of each rank, where residuals belong to nodes. Warns where an optimizer that `compresses` has to
+    begin without.
+    """
+    saved_nodes = source.counters()["nodes"]
+    same = source.world_size == comm.size and saved_nodes == nodes
+    ranks = [comm.rank] if same else list(range(source.world_size))
+    if same or (nodes is None and saved_nodes is None):
+        try:
+            for rank in ranks:
+                source.read_rank(TRAFFIC, rank)
+        except KeyError:
+            pass
+        else:
+            return ranks
+    if compresses:
+        warnings.warn(
+            f"this state was saved by {saved_by} of {source.world_size} and is loaded by rank {comm.rank} of "
+            f"{comm.size}, or on other nodes: error-feedback residuals belong to one rank, so they start from zero "
+            "here. To keep them, save and load state_dict() on every rank",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.methods import Method
 from thinwire.plan.workload import Workload
@@ -18,16 +19,18 @@ _FP32 = 4
 def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, warm: bool) -> dict[str, float]:
     """Bytes a rank holds between two steps, by category; `warm` before 1-bit Adam freezes.
 
-    Sharded states are those of `thinwire.zero.memory`. Unsharded 1-bit Adam adds a payload, the average of the own
-    shard and, once frozen and in its place, residuals: the worker's of what it sends, the owner's of its shard. 0/1
-    Adam adds its sum of local updates. DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the
-    model, and its factors.
+    Sharded states are those of `thinwire.zero.memory` and `thinwire.optim.sharded.memory`. Unsharded 1-bit Adam adds a
+    payload, the average of the own shard and, once frozen and in its place, residuals: the worker's of what it sends,
+    the owner's of its shard. 0/1 Adam adds its sum of local updates. DDP keeps gradients twice, in buckets too;
+    PowerSGD an error as large as the model, and its factors.
     """
     parameters = workload.model.parameters
     frozen_on_shards = method.algorithm == "onebit-adam" and method.stage > 0 and not warm
-    held = model_state_formula(
-        method.stage, parameters, cluster.ranks, dtype=_DTYPES[workload.dtype], frozen=frozen_on_shards
-    )
+    dtype = _DTYPES[workload.dtype]
+    if frozen_on_shards:
+        held = frozen_state_formula(parameters, cluster.ranks, dtype=dtype)
+    else:
+        held = model_state_formula(method.stage, parameters, cluster.ranks, dtype=dtype)
     if method.algorithm in ("ddp-fp32", "ddp-bf16", "powersgd"):
         held["buckets"] = parameters * workload.element_bytes
     if method.rank is not None:

@@ -3,22 +3,30 @@ caches: calling a library for each would cost as much as it saves."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
+from numba.core import cgutils
 from numpy.typing import NDArray
 
 from thinwire.simd.building import LANES, add_intrinsic, fused_multiply_add, pointer, splat
 from thinwire.simd.compiling import helper
 
-__all__ = ["ROWS", "product", "product_where_nonzero"]
+__all__ = ["ROWS", "Matrix", "product", "product_where_nonzero"]
 
 ROWS = 8
 """Rows of the result must be a multiple of this."""
 
-_Floats = NDArray[np.float32]
+
+class Matrix(NamedTuple):
+    """A matrix in flat float32: element (i, k) lies at i * row + k * column."""
+
+    values: NDArray[np.float32]
+    row: int
+    column: int
+
 
 _FLOAT = ir.FloatType()
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -30,165 +38,152 @@ _TALL, _WIDE = (4, 4) if _WIDE_REGISTERS else (4, 1)
 _TALL_SLIM = 8 if _WIDE_REGISTERS else 4
 
 
-def _tile(rows: int, vectors: int, accumulate: bool) -> Any:
-    """Intrinsic: result[rows, vectors * LANES] (+)= left[rows, depth] @ right[depth, vectors * LANES], on flat arrays.
+class _Operand:
+    """A `Matrix` while code for it is generated, from the element at place `at` on."""
 
-    Element (i, k) of `left` lies at left_at + i * left_row + k * left_step, row k of `right` at
-    right_at + k * right_row.
+    def __init__(self, context: Any, builder: Any, matrix_type: Any, matrix: Any, at: Any) -> None:
+        array, self.row, self.column = cgutils.unpack_tuple(builder, matrix, 3)  # type: ignore[no-untyped-call]
+        self._builder = builder
+        self._base = pointer(context, builder, matrix_type.types[0], array, at, _FLOAT)
+
+    def element(self, row: Any, column: Any) -> Any:
+        """Address of the element that lies so many rows and columns on, numbers while code is generated or values."""
+        row, column = (_PLACE(one) if isinstance(one, int) else one for one in (row, column))
+        offset = self._builder.add(self._builder.mul(row, self.row), self._builder.mul(column, self.column))
+        return self._builder.gep(self._base, [offset])
+
+    def vector(self, row: Any, number: int) -> Any:
+        """Address of a row's elements from `number` times LANES on, which lie side by side."""
+        offset = self._builder.mul(_PLACE(row) if isinstance(row, int) else row, self.row)
+        offset = self._builder.add(offset, _PLACE(number * LANES))
+        return self._builder.bitcast(self._builder.gep(self._base, [offset]), _FLOATS.as_pointer())
+
+
+def _tile(rows: int, vectors: int) -> Any:
+    """Intrinsic: result[rows, vectors * LANES] (+)= left[rows, depth] @ right[depth, vectors * LANES].
+
+    Its arguments are those of `product`, and where in each matrix its first element lies.
     """
+    places = [(row, vector) for row in range(rows) for vector in range(vectors)]
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        left, right, result = (
+            _Operand(context, builder, signature.args[at], values[at], values[at + 1]) for at in (0, 2, 4)
+        )
+        depth, accumulate = values[6:]
+        with builder.if_else(accumulate) as (added, new):
+            with added:
+                before = [builder.load(result.vector(*place), align=4) for place in places]
+                loaded = builder.block
+            with new:
+                fresh = builder.block
+        first = {}
+        for place, value in zip(places, before, strict=True):
+            first[place] = builder.phi(_FLOATS)
+            first[place].add_incoming(value, loaded)
+            first[place].add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), fresh)
+        for place, total in _sums(builder, left, right, depth, first).items():
+            builder.store(total, result.vector(*place), align=4)
+        return context.get_dummy_value()
 
     @add_intrinsic
     def tile(
         typing_context: Any,
         left: Any,
         left_at: Any,
-        left_row: Any,
-        left_step: Any,
         right: Any,
         right_at: Any,
-        right_row: Any,
-        depth: Any,
         result: Any,
         result_at: Any,
-        result_row: Any,
+        depth: Any,
+        accumulate: Any,
     ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            left, left_at, left_row, left_step, right, right_at, right_row, depth, result, result_at, result_row = (
-                values
-            )
-            left_base = pointer(context, builder, signature.args[0], left, left_at, _FLOAT)
-            right_base = pointer(context, builder, signature.args[4], right, right_at, _FLOAT)
-            result_base = pointer(context, builder, signature.args[8], result, result_at, _FLOAT)
-
-            def place(row: int, vector: int) -> Any:
-                offset = builder.mul(result_row, ir.Constant(_PLACE, row))
-                offset = builder.add(offset, ir.Constant(_PLACE, vector * LANES))
-                return builder.bitcast(builder.gep(result_base, [offset]), _FLOATS.as_pointer())
-
-            zeros = ir.Constant(_FLOATS, [0.0] * LANES)
-            every = [(row, vector) for row in range(rows) for vector in range(vectors)]
-            first = {one: builder.load(place(*one), align=4) if accumulate else zeros for one in every}
-            before = builder.block
-            loop, after = builder.append_basic_block("depth"), builder.append_basic_block("done")
-            builder.cbranch(builder.icmp_signed(">", depth, ir.Constant(_PLACE, 0)), loop, after)
-
-            builder.position_at_end(loop)
-            step = builder.phi(_PLACE)
-            sums = {one: builder.phi(_FLOATS) for one in every}
-            right_at_step = builder.gep(right_base, [builder.mul(step, right_row)])
-            loaded = []
-            for vector in range(vectors):
-                address = builder.gep(right_at_step, [ir.Constant(_PLACE, vector * LANES)])
-                loaded.append(builder.load(builder.bitcast(address, _FLOATS.as_pointer()), align=4))
-            left_at_step = builder.gep(left_base, [builder.mul(step, left_step)])
-            added = {}
-            for row in range(rows):
-                address = builder.gep(left_at_step, [builder.mul(left_row, ir.Constant(_PLACE, row))])
-                factor = splat(builder, builder.load(address, align=4))
-                for vector in range(vectors):
-                    added[row, vector] = fused_multiply_add(builder, factor, loaded[vector], sums[row, vector])
-            following = builder.add(step, ir.Constant(_PLACE, 1))
-            step.add_incoming(ir.Constant(_PLACE, 0), before)
-            step.add_incoming(following, loop)
-            for one in every:
-                sums[one].add_incoming(first[one], before)
-                sums[one].add_incoming(added[one], loop)
-            builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
-
-            builder.position_at_end(after)
-            final = {one: builder.phi(_FLOATS) for one in every}
-            for one in every:
-                final[one].add_incoming(first[one], before)
-                final[one].add_incoming(added[one], loop)
-            for one in every:
-                builder.store(final[one], place(*one), align=4)
-            return context.get_dummy_value()
-
         place = types.intp
-        operands = (left, place, place, place, right, place, place, place, result, place, place)
-        return types.void(*operands), generate
+        return types.void(left, place, right, place, result, place, place, types.boolean), generate
 
     return tile
 
 
-_wide_new, _wide_added = (_tile(_TALL, _WIDE, accumulate) for accumulate in (False, True))
-_slim_new, _slim_added = (_tile(_TALL_SLIM, 1, accumulate) for accumulate in (False, True))
+def _sums(
+    builder: Any, left: _Operand, right: _Operand, depth: Any, first: dict[tuple[int, int], Any]
+) -> dict[tuple[int, int], Any]:
+    """A loop over `depth` that adds the products to the sums `first`, by row and vector; the sums after it."""
+    before = builder.block
+    loop, after = builder.append_basic_block("depth"), builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed(">", depth, _PLACE(0)), loop, after)
+
+    builder.position_at_end(loop)
+    step = builder.phi(_PLACE)
+    sums = {place: builder.phi(_FLOATS) for place in first}
+    vectors = 1 + max(vector for _, vector in first)
+    loaded = [builder.load(right.vector(step, vector), align=4) for vector in range(vectors)]
+    added = {}
+    for row in range(len(first) // vectors):
+        factor = splat(builder, builder.load(left.element(row, step), align=4))
+        for vector in range(vectors):
+            added[row, vector] = fused_multiply_add(builder, factor, loaded[vector], sums[row, vector])
+    following = builder.add(step, _PLACE(1))
+    step.add_incoming(_PLACE(0), before)
+    step.add_incoming(following, loop)
+    for place, value in sums.items():
+        value.add_incoming(first[place], before)
+        value.add_incoming(added[place], loop)
+    builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
+
+    builder.position_at_end(after)
+    final = {place: builder.phi(_FLOATS) for place in first}
+    for place, value in final.items():
+        value.add_incoming(first[place], before)
+        value.add_incoming(added[place], loop)
+    return final
+
+
+_wide, _slim = _tile(_TALL, _WIDE), _tile(_TALL_SLIM, 1)
 
 
 @helper
-def product(
-    left: _Floats,
-    left_at: int,
-    left_row: int,
-    left_step: int,
-    right: _Floats,
-    right_at: int,
-    right_row: int,
-    result: _Floats,
-    result_at: int,
-    result_row: int,
-    rows: int,
-    columns: int,
-    depth: int,
-    accumulate: bool,
-) -> None:
-    """result[rows, columns] = left[rows, depth] @ right[depth, columns], or += with `accumulate`, on flat float32.
+def product(left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int, accumulate: bool) -> None:
+    """result[rows, columns] = left[rows, depth] @ right[depth, columns], or += with `accumulate`.
 
-    Element (i, k) of `left` lies at left_at + i * left_row + k * left_step; rows of the others are contiguous, at
-    right_at + k * right_row and result_at + i * result_row. `rows` is a multiple of ROWS, `columns` of LANES.
+    Rows of `right` and `result` are contiguous. `rows` is a multiple of ROWS, `columns` of LANES.
     """
     column = 0
     while column + _WIDE * LANES <= columns:
         for row in range(0, rows, _TALL):
-            a, c = left_at + row * left_row, result_at + row * result_row + column
-            if accumulate:
-                _wide_added(
-                    left, a, left_row, left_step, right, right_at + column, right_row, depth, result, c, result_row
-                )
-            else:
-                _wide_new(
-                    left, a, left_row, left_step, right, right_at + column, right_row, depth, result, c, result_row
-                )
+            _wide(left, row * left.row, right, column, result, row * result.row + column, depth, accumulate)
         column += _WIDE * LANES
     while column < columns:
         for row in range(0, rows, _TALL_SLIM):
-            a, c = left_at + row * left_row, result_at + row * result_row + column
-            if accumulate:
-                _slim_added(
-                    left, a, left_row, left_step, right, right_at + column, right_row, depth, result, c, result_row
-                )
-            else:
-                _slim_new(
-                    left, a, left_row, left_step, right, right_at + column, right_row, depth, result, c, result_row
-                )
+            _slim(left, row * left.row, right, column, result, row * result.row + column, depth, accumulate)
         column += LANES
 
 
 @helper
 def product_where_nonzero(
-    left: _Floats,
-    left_at: int,
-    left_row: int,
-    left_step: int,
-    right: _Floats,
-    right_at: int,
-    right_row: int,
-    result: _Floats,
-    result_at: int,
-    result_row: int,
+    left: Matrix,
+    right: Matrix,
+    result: Matrix,
     rows: int,
     columns: int,
     depth: int,
     accumulate: bool,
     by_left: bool,
+    finite: bool,
 ) -> None:
-    """The same, but a factor of 0 in `left` (`by_left`) or else in `right` also silences NaN and infinity."""
+    """The same, but a factor of 0 in `left` (`by_left`) or else in `right` also silences NaN and infinity.
+
+    `finite`: the other matrix is known to hold neither, so that the fast product will do.
+    """
+    if finite:
+        product(left, right, result, rows, columns, depth, accumulate)
+        return
     for row in range(rows):
         for column in range(columns):
-            total = result[result_at + row * result_row + column] if accumulate else np.float32(0.0)
+            place = row * result.row + column
+            total = result.values[place] if accumulate else np.float32(0.0)
             for step in range(depth):
-                a = left[left_at + row * left_row + step * left_step]
-                b = right[right_at + step * right_row + column]
+                a = left.values[row * left.row + step * left.column]
+                b = right.values[step * right.row + column]
                 if (a if by_left else b) != 0.0:
                     total += a * b
-            result[result_at + row * result_row + column] = total
+            result.values[place] = total

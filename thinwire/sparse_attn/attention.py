@@ -13,6 +13,7 @@ from thinwire.sparse_attn.dropout import draw_seed
 from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.masks import attention_bias, key_bias
 from thinwire.sparse_attn.operator import attend
+from thinwire.sparse_attn.pattern import Pattern
 
 __all__ = ["SUPPORTED_BLOCKS", "block_sparse_attention", "check_layout"]
 
@@ -61,23 +62,12 @@ def block_sparse_attention(
     key_length = k.shape[2]
     check_layout(layout, heads)
     causal = causal or layout.causal
-    if causal and query_length != key_length:
-        raise ValueError(
-            f"causal attention needs as many queries as keys, got {query_length} and {key_length}; "
-            f"attend across lengths with a bidirectional Custom layout and an attn_mask"
-        )
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is {dropout_p}, expected 0 <= dropout_p < 1")
-    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask), ("rpe", rpe)):
-        if mask is not None and mask.device != q.device:
-            raise ValueError(f"{name} is on {mask.device}, expected q's device {q.device}")
+    _check_lengths_and_dropout(query_length, key_length, dropout_p, causal=causal)
+    _check_devices(q, key_padding_mask=key_padding_mask, attn_mask=attn_mask, rpe=rpe)
     _refuse_forward_mode(q, k, v, attn_mask, rpe)
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return attend(
-        q,
-        k,
-        v,
+    pattern = Pattern(
         layout.index(query_length, key_length, q.device),
         key_bias(key_padding_mask, attn_mask, batch=batch, key_length=key_length),
         attention_bias(attn_mask, rpe, batch=batch, heads=heads, query_length=query_length, key_length=key_length),
@@ -86,6 +76,7 @@ def block_sparse_attention(
         scale=head_size**-0.5 if scale is None else scale,
         dropout_p=dropout_p,
     )
+    return attend(q, k, v, pattern)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -118,6 +109,22 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.device != q.device or v.device != q.device:
         raise ValueError(f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _check_lengths_and_dropout(query_length: int, key_length: int, dropout_p: float, *, causal: bool) -> None:
+    if causal and query_length != key_length:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {query_length} and {key_length}; "
+            f"attend across lengths with a bidirectional Custom layout and an attn_mask"
+        )
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p}, expected 0 <= dropout_p < 1")
+
+
+def _check_devices(q: Tensor, **masks: Tensor | None) -> None:
+    for name, mask in masks.items():
+        if mask is not None and mask.device != q.device:
+            raise ValueError(f"{name} is on {mask.device}, expected q's device {q.device}")
 
 
 def _refuse_forward_mode(*inputs: Tensor | None) -> None:

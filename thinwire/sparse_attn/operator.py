@@ -1,4 +1,4 @@
-"""The torch operators `thinwire::block_sparse_attention` and its backward: schema, fake kernels, autograd.
+"""The torch operators `thinwire::block_sparse_attention` and its backward: for each its schema, its fake and what runs.
 
 They take tensors and numbers only, so that torch.compile keeps them whole; the device of `q` picks the kernels.
 """
@@ -6,76 +6,39 @@ They take tensors and numbers only, so that torch.compile keeps them whole; the 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex
+from thinwire.sparse_attn.pattern import Pattern
 
 __all__ = ["attend"]
 
+_FORWARD = "thinwire::block_sparse_attention"
+_BACKWARD = "thinwire::block_sparse_attention_backward"
 _KERNELS = {"cpu": "cpu.launch", "cuda": "triton.launch"}
+
+
+def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, pattern: Pattern) -> Tensor:
+    """Run the operator on checked arguments: q [B, H, Sq, D], k and v [B, H, Sk, D], biases as `masks.py` makes them.
+
+    Returns [B, H, Sq, D] like q, differentiable in q, k, v and the pattern's bias.
+    """
+    out: Tensor = torch.ops.thinwire.block_sparse_attention(q_bhsd, k_bhsd, v_bhsd, *_Shared.of(pattern))[0]
+    return out
+
 
 _SHARED = (
     "Tensor row_offsets, Tensor columns, Tensor column_offsets, Tensor rows, "
     "Tensor? key_bias, Tensor? bias, Tensor seed, int block, int index_heads, bool causal, float scale, float dropout_p"
 )
-torch.library.define(
-    "thinwire::block_sparse_attention",
-    f"(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "thinwire::block_sparse_attention_backward",
-    f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SHARED}, bool needs_d_bias)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
 
 
-def attend(
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    index: BlockIndex,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-) -> Tensor:
-    """Run the operator on checked arguments: q [B, H, Sq, D], k and v [B, H, Sk, D], masks as `masks.py` makes them.
-
-    Returns [B, H, Sq, D] like q, differentiable in q, k, v and bias.
-    """
-    out: Tensor = torch.ops.thinwire.block_sparse_attention(
-        q_bhsd,
-        k_bhsd,
-        v_bhsd,
-        index.row_offsets,
-        index.columns,
-        index.column_offsets,
-        index.rows,
-        key_bias,
-        bias,
-        seed,
-        index.block,
-        index.num_heads,
-        causal,
-        scale,
-        dropout_p,
-    )[0]
-    return out
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    """The arguments that both operators share, in the schema's order."""
+class _Shared(NamedTuple):
+    """The arguments that both operators share, in the schema's order: a pattern taken apart."""
 
     row_offsets: Tensor
     columns: Tensor
@@ -90,9 +53,17 @@ class _Pattern:
     scale: float
     dropout_p: float
 
-    def index(self, query_length: int, key_length: int) -> BlockIndex:
-        """The block index again, from its tensors."""
-        return BlockIndex(
+    @classmethod
+    def of(cls, pattern: Pattern) -> _Shared:
+        index = pattern.index
+        tensors = (index.row_offsets, index.columns, index.column_offsets, index.rows)
+        biases = (pattern.key_bias, pattern.bias, pattern.seed)
+        numbers = (index.block, index.num_heads)
+        return cls(*tensors, *biases, *numbers, pattern.causal, pattern.scale, pattern.dropout_p)
+
+    def pattern(self, query_length: int, key_length: int) -> Pattern:
+        """The pattern again, for so many queries and keys."""
+        index = BlockIndex(
             block=self.block,
             num_heads=self.index_heads,
             num_rows=-(-query_length // self.block),
@@ -102,10 +73,7 @@ class _Pattern:
             column_offsets=self.column_offsets,
             rows=self.rows,
         )
-
-    def settings(self) -> dict[str, Any]:
-        """The keyword arguments that every kernel takes."""
-        return {"causal": self.causal, "scale": self.scale, "dropout_p": self.dropout_p}
+        return Pattern(index, self.key_bias, self.bias, self.seed, self.causal, self.scale, self.dropout_p)
 
 
 def _kernels(device: torch.device) -> ModuleType:
@@ -115,35 +83,50 @@ def _kernels(device: torch.device) -> ModuleType:
     raise NotImplementedError(f"block-sparse attention has kernels for cpu and cuda, not for {device}; move q, k and v")
 
 
+torch.library.define(
+    _FORWARD,
+    f"(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *shared: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *shared: Any) -> tuple[Tensor, Tensor]:
-    pattern = _Pattern(*shared)
-    index = pattern.index(q.shape[2], k.shape[2])
-    out, lse = _kernels(q.device).forward(
-        q, k, v, index, pattern.key_bias, pattern.bias, pattern.seed, **pattern.settings()
-    )
+    """Output and log-sum-exp."""
+    out, lse = _kernels(q.device).forward(q, k, v, _Shared(*shared).pattern(q.shape[2], k.shape[2]))
     return out, lse
+
+
+torch.library.register_fake(_FORWARD, _forward_fake)
+torch.library.impl(_FORWARD, "CompositeExplicitAutograd", _forward)
+
+torch.library.define(
+    _BACKWARD,
+    f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SHARED}, bool needs_d_bias)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _backward_fake(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *shared, needs_d_bias = rest
+    bias = _Shared(*shared).bias
+    d_bias = torch.empty_like(bias) if needs_d_bias and bias is not None else _no_gradient(q)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_bias
 
 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and bias."""
     *shared, needs_d_bias = rest
-    pattern = _Pattern(*shared)
-    index = pattern.index(q.shape[2], k.shape[2])
-    d_q, d_k, d_v, d_bias = _kernels(q.device).backward(
-        d_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        index,
-        pattern.key_bias,
-        pattern.bias,
-        pattern.seed,
-        **pattern.settings(),
-        needs_d_bias=needs_d_bias,
-    )
+    pattern = _Shared(*shared).pattern(q.shape[2], k.shape[2])
+    d_q, d_k, d_v, d_bias = _kernels(q.device).backward(d_out, q, k, v, out, lse, pattern, needs_d_bias=needs_d_bias)
     return d_q, d_k, d_v, _no_gradient(q) if d_bias is None else d_bias
 
 
@@ -152,27 +135,18 @@ def _no_gradient(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *shared: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _fake_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *shared, needs_d_bias = rest
-    bias = _Pattern(*shared).bias
-    d_bias = torch.empty_like(bias) if needs_d_bias and bias is not None else _no_gradient(q)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_bias
+torch.library.register_fake(_BACKWARD, _backward_fake)
+torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *shared = inputs
-    pattern = _Pattern(*shared)
+    q, k, v, *rest = inputs
+    shared = _Shared(*rest)
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, *shared[:7])
     ctx.numbers = shared[7:]
-    ctx.needs_d_bias = pattern.bias is not None and pattern.bias.requires_grad
+    ctx.needs_d_bias = shared.bias is not None and shared.bias.requires_grad
 
 
 def _autograd(ctx: Any, d_out: Tensor, _d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -192,12 +166,6 @@ def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> tuple[Tensor | No
     )
 
 
-for _name, _run, _fake in (
-    ("thinwire::block_sparse_attention", _forward, _fake_forward),
-    ("thinwire::block_sparse_attention_backward", _backward, _fake_backward),
-):
-    torch.library.impl(_name, "CompositeExplicitAutograd", _run)
-    torch.library.register_fake(_name, _fake)
-torch.library.register_autograd("thinwire::block_sparse_attention", _autograd, setup_context=_save_for_backward)
+torch.library.register_autograd(_FORWARD, _autograd, setup_context=_save_for_backward)
 # Without it torch would call the second derivative zero.
-torch.library.register_autograd("thinwire::block_sparse_attention_backward", _refuse_second_derivative)
+torch.library.register_autograd(_BACKWARD, _refuse_second_derivative)

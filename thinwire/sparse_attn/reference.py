@@ -6,17 +6,15 @@ It takes S^2 memory and any floating dtype; run in float64 it is what the fused 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from thinwire.sparse_attn.block_index import BlockIndex
 from thinwire.sparse_attn.dropout import draw_seed, keep_mask
+from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.masks import attention_bias, key_bias
-
-if TYPE_CHECKING:
-    from thinwire.sparse_attn.block_index import BlockIndex
-    from thinwire.sparse_attn.layouts.named import Layout
+from thinwire.sparse_attn.pattern import Pattern
 
 __all__ = ["dense_attention", "reference_attention", "token_mask"]
 
@@ -41,10 +39,7 @@ def reference_attention(
     batch, heads, query_length, head_size = q.shape
     key_length = k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, _ = dense_attention(
-        q,
-        k,
-        v,
+    pattern = Pattern(
         layout.index(query_length, key_length, q.device),
         key_bias(key_padding_mask, attn_mask, batch=batch, key_length=key_length, dtype=dtype),
         attention_bias(
@@ -55,22 +50,11 @@ def reference_attention(
         scale=head_size**-0.5 if scale is None else scale,
         dropout_p=dropout_p,
     )
+    out, _ = dense_attention(q, k, v, pattern)
     return out
 
 
-def dense_attention(
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    index: BlockIndex,
-    key_bias_bs: Tensor | None,
-    bias_bhss: Tensor | None,
-    seed: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def dense_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """A kernel's forward, with a kernel's arguments, differentiable by autograd: output [B, H, Sq, D], lse [B, H, Sq].
 
     `lse` is the natural log of the sum of exponentials of a row's scores, +inf for a row that attends nothing; such a
@@ -78,14 +62,16 @@ def dense_attention(
     """
     batch, heads, query_length, _ = q_bhsd.shape
     key_length = k_bhsd.shape[2]
-    attends = token_mask(index, query_length, key_length, causal=causal).expand(batch, heads, -1, -1)
-    for added in (None if key_bias_bs is None else key_bias_bs[:, None, None, :], bias_bhss):
+    key_bias_bs = pattern.key_bias
+    biases = [None if key_bias_bs is None else key_bias_bs[:, None, None, :], pattern.bias]
+    attends = token_mask(pattern.index, query_length, key_length, causal=pattern.causal).expand(batch, heads, -1, -1)
+    for added in biases:
         if added is not None:
             attends = attends & (added != -math.inf)
     finite = all(bool(x.isfinite().all()) for x in (q_bhsd, k_bhsd, v_bhsd))
 
-    scores = scale * (q_bhsd @ k_bhsd.mT if finite else _scores_of_attended(q_bhsd, k_bhsd, attends))
-    for added in (None if key_bias_bs is None else key_bias_bs[:, None, None, :], bias_bhss):
+    scores = pattern.scale * (q_bhsd @ k_bhsd.mT if finite else _scores_of_attended(q_bhsd, k_bhsd, attends))
+    for added in biases:
         if added is not None:
             scores = scores + torch.where(attends, added, 0.0).to(scores.dtype)
     scores = scores.masked_fill(~attends, -math.inf)
@@ -94,9 +80,9 @@ def dense_attention(
 
     # A row of -inf alone has no softmax: it takes one of zeros, which the second mask takes away with its gradient.
     probabilities = torch.softmax(scores.masked_fill(~attends_any, 0.0), -1).masked_fill(~attends, 0.0)
-    if dropout_p > 0:
-        keep = keep_mask(seed, batch, heads, query_length, key_length, dropout_p)
-        probabilities = probabilities * keep / (1 - dropout_p)
+    if pattern.dropout_p > 0:
+        keep = keep_mask(pattern.seed, batch, heads, query_length, key_length, pattern.dropout_p)
+        probabilities = probabilities * keep / (1 - pattern.dropout_p)
     out = probabilities @ v_bhsd if finite else _values_of_attended(probabilities, v_bhsd, attends)
     return out, lse
 

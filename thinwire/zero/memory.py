@@ -1,5 +1,4 @@
-"""How many bytes a rank holds of a model's state, measured beside what the formulas of ZeRO and of the frozen 1-bit
-stage say."""
+"""How many bytes a rank holds of a model's state, measured beside what the formulas of ZeRO say."""
 
 from __future__ import annotations
 
@@ -22,15 +21,12 @@ def model_state_formula(
     *,
     dtype: torch.dtype = torch.bfloat16,
     state_bytes: float = 8,
-    frozen: bool = False,
-    fresh_variance: bool = False,
 ) -> dict[str, float]:
     """Bytes a rank should hold, by category; their sum is the published figure.
 
     With Ψ parameters on N ranks, bf16 or fp16 with fp32 masters and Adam (Rajbhandari et al. 2020, arXiv 1910.02054,
-    §5): stage 0 16Ψ, 1 4Ψ + 12Ψ/N, 2 2Ψ + 14Ψ/N, 3 16Ψ/N. fp32 parameters, their own masters, have 4 + 4 + 8. Once
-    1-bit Adam is frozen: weights 2Ψ, worker residuals 2Ψ, preconditioner and momentum 1.125Ψ, and masters and owner
-    residuals 8Ψ/N; in fp32 9.125Ψ + 4Ψ/N.
+    §5): stage 0 16Ψ, 1 4Ψ + 12Ψ/N, 2 2Ψ + 14Ψ/N, 3 16Ψ/N. fp32 parameters, their own
+    master weights, have 4 + 4 + 8.
 
     Args:
         stage: 0 to 3.
@@ -38,8 +34,6 @@ def model_state_formula(
         world_size: N.
         dtype: of the parameters as the model sees them.
         state_bytes: of the optimizer a parameter: Adam 8, SGD with momentum 4, without 0.
-        frozen: 1-bit Adam, after the freeze; stages 1 and 2 only.
-        fresh_variance: 1-bit LAMB's, once frozen: another 4Ψ/N.
 
     Raises ValueError for a stage, dtype or combination that there is no formula for.
     """
@@ -47,26 +41,15 @@ def model_state_formula(
         raise ValueError(
             f"there is no formula for stage {stage} with {dtype}: stages are 0 to 3, in fp32, bf16 or fp16"
         )
-    if frozen and stage not in (1, 2):
-        raise ValueError(f"the frozen stage of 1-bit Adam has a formula for ZeRO stages 1 and 2, not {stage}")
     size = _SIZES[dtype]
     masters = 0 if size == 4 else 4
     shared = 1 / world_size
-    if frozen:
-        each = {
-            "weights": size,
-            "masters": masters * shared,
-            "gradients": 0,
-            "residuals": size + 4 * shared,
-            "optimizer state": 1 + 1 / 8 + (4 * shared if fresh_variance else 0),
-        }
-    else:
-        each = {
-            "weights": size * (shared if stage == 3 else 1),
-            "masters": masters * (shared if stage >= 1 else 1),
-            "gradients": size * (shared if stage >= 2 else 1),
-            "optimizer state": state_bytes * (shared if stage >= 1 else 1),
-        }
+    each = {
+        "weights": size * (shared if stage == 3 else 1),
+        "masters": masters * (shared if stage >= 1 else 1),
+        "gradients": size * (shared if stage >= 2 else 1),
+        "optimizer state": state_bytes * (shared if stage >= 1 else 1),
+    }
     return {category: parameters * factor for category, factor in each.items()}
 
 

@@ -125,8 +125,8 @@ class _Gathered(OneRankState):
         ranks = [one["rank"] for one in everyone]
         if sorted(ranks) != list(range(comm.size)):
             raise ValueError(
-                f"the ranks of this job were given the states of ranks {ranks}: every rank has to load the file that it "
-                "saved itself, as each holds other slices"
+                f"the ranks of this job were given the states of ranks {ranks}: every rank has to load the file that "
+                "it saved itself, as each holds other slices"
             )
         self._rank_tensors = {one["rank"]: one["rank_tensors"] for one in everyone}
         self._slices: dict[tuple[str, str], list[Piece]] = {}

@@ -105,8 +105,8 @@ class ShardedHome(Home):
         self._parameters.order.check_none_unfrozen()
         if self.scaled and not self._keeps_gradients:
             raise RuntimeError(
-                "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the engine's "
-                "fp16 with its own loss scale, or bf16"
+                "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "
+                "engine's fp16 with its own loss scale, or bf16"
             )
         self._parameters.wait_for_weights()
         return self._finish()

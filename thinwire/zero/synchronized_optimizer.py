@@ -1,4 +1,5 @@
-"""The one surface of every optimizer that synchronises by itself, whatever its algorithm and wherever its state lives."""
+"""The one surface of every optimizer that synchronises by itself, whatever its algorithm and wherever its state
+lives."""
 
 from __future__ import annotations
 
@@ -291,8 +292,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it holds communicators, and its state may lie on all "
-            "ranks. Save with state_dict() on every rank, or with the engine's save_checkpoint()"
+            f"a {type(self).__name__} cannot be copied or pickled: it holds communicators, and its state may lie on "
+            "all ranks. Save with state_dict() on every rank, or with the engine's save_checkpoint()"
         )
 
     # Parts

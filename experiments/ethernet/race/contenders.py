@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 from torch import nn
 
 from experiments.ethernet.race.data_parallel import DataParallelLearner
-from experiments.training.learners import Learner, LoopLearner, zero_one_intervals
+from experiments.training.learners import Learner, LoopLearner
+from experiments.training.optimizers import OPTIMIZERS
 from experiments.training.plans import Plan
-from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire.comm import Communicator
 from thinwire.plan import Method
 
@@ -54,45 +54,17 @@ class Contender:
     needs_shared_hosts: bool = False
 
 
-def _onebit_adam(
-    model: nn.Module,
-    plan: Plan,
-    comm: Communicator,
-    *,
-    nodes: Literal["auto", "flat"] = "auto",
-    freeze_step: int | None = None,
-) -> Learner:
-    """1-bit Adam whose warmup goes in bf16, frozen as the plan says unless `freeze_step` is given."""
-    return LoopLearner(
-        model,
-        plan,
-        lambda groups: OneBitAdam(
-            groups,
-            lr=plan.learning_rate,
-            freeze_step=plan.freeze_step if freeze_step is None else freeze_step,
-            comm=comm,
-            warmup_wire="bf16",
-            nodes=nodes,
-        ),
-    )
+def _ours(optimizer: str, **options: Any) -> Callable[[nn.Module, Plan, Communicator], Learner]:
+    """What makes the learner of one of thinwire's optimizers; its exact steps go in bf16."""
 
+    def build_learner(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
+        return LoopLearner(model, plan, optimizer, comm, warmup_wire="bf16", **options)
 
-def _zero_one_adam(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
-    """0/1 Adam, whose exact steps go in bf16."""
-    return LoopLearner(
-        model,
-        plan,
-        lambda groups: ZeroOneAdam(
-            groups,
-            lr=plan.learning_rate,
-            comm=comm,
-            warmup_wire="bf16",
-            **zero_one_intervals(plan),
-        ),
-    )
+    return build_learner
 
 
 _NEVER = 2**31
+_ONEBIT = OPTIMIZERS["onebit-adam"]
 
 CONTENDERS = {
     BASELINE: Contender("DDP, fp32", "#5b6572", DataParallelLearner, Method("ddp-fp32"), "every step"),
@@ -113,14 +85,22 @@ CONTENDERS = {
         Method("powersgd", rank=4),
         "low rank",
     ),
-    "onebit-adam": Contender("1-bit Adam", "#d1495b", _onebit_adam, Method("onebit-adam"), "frozen", ours=True),
+    "onebit-adam": Contender(
+        _ONEBIT.label, _ONEBIT.colour, _ours("onebit-adam"), Method("onebit-adam"), "frozen", ours=True
+    ),
     "zero-one-adam": Contender(
-        "0/1 Adam", "#5a3e85", _zero_one_adam, Method("zero-one-adam"), "local", ours=True, steps_alike=False
+        OPTIMIZERS["zero-one-adam"].label,
+        "#5a3e85",
+        _ours("zero-one-adam"),
+        Method("zero-one-adam"),
+        "local",
+        ours=True,
+        steps_alike=False,
     ),
     "onebit-adam-flat": Contender(
-        "1-bit Adam, flat",
+        f"{_ONEBIT.label}, flat",
         "#8f6bb3",
-        partial(_onebit_adam, nodes="flat"),
+        _ours("onebit-adam", nodes="flat"),
         Method("onebit-adam"),
         "frozen",
         ours=True,
@@ -128,9 +108,9 @@ CONTENDERS = {
         needs_shared_hosts=True,
     ),
     "onebit-adam-warmup": Contender(
-        "1-bit Adam, bf16 warmup",
+        f"{_ONEBIT.label}, bf16 warmup",
         "#e0a13c",
-        partial(_onebit_adam, freeze_step=_NEVER),
+        _ours("onebit-adam", freeze_step=_NEVER),
         Method("onebit-adam"),
         "warmup",
         ours=True,

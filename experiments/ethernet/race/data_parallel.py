@@ -47,7 +47,7 @@ class AloneLearner:
         self.update()
 
     def update(self) -> None:
-        """The part of `learn` that follows backward."""
+        """What `learn` does after backward."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""What the measurements say: steps split into parts, speedups, and the link rates at which the winner changes."""
+"""What the measurements say: steps broken down, speedups, and the link rates at which the winner changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import exp, inf, log, nan
 from statistics import median
 
-__all__ = ["ALONE", "StepParts", "Turn", "crossover", "rate_of_waiting", "speedup", "split_step", "winning_rate"]
+__all__ = ["ALONE", "StepBreakdown", "Turn", "crossover", "rate_of_waiting", "speedup", "split_step", "winning_rate"]
 
 ALONE = "alone"
 """The name of what computes and sends nothing."""
@@ -17,7 +17,7 @@ Turn = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class StepParts:
+class StepBreakdown:
     """A step in seconds, split so that compute + encode + wire + wait is all of it.
 
     Attributes:
@@ -43,7 +43,7 @@ class StepParts:
     interface_bytes: float
 
 
-def split_step(turns: Sequence[Turn], alone: Sequence[Turn], megabits: float | None) -> StepParts:
+def split_step(turns: Sequence[Turn], alone: Sequence[Turn], megabits: float | None) -> StepBreakdown:
     """Splits a contender's step, given its turns and those without a network, round by round.
 
     Args:
@@ -59,7 +59,7 @@ def split_step(turns: Sequence[Turn], alone: Sequence[Turn], megabits: float | N
     interface_bytes = median(turn["interface_bytes"] for turn in turns)
     link_busy = 0.0 if megabits is None else 8 * interface_bytes / (1e6 * megabits)
     wire = min(asleep, link_busy)
-    return StepParts(
+    return StepBreakdown(
         seconds=seconds,
         compute=compute,
         encode=awake - compute,

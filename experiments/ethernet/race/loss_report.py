@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE, POWER_SGD
 from experiments.ethernet.race.step_plots import rate_name
 from experiments.training import plotting
+from experiments.training.plotting import QUIET
 from experiments.training.reporting import human_bytes
 
 __all__ = ["arrivals", "draw", "print_table", "seconds_to", "sentence", "target_loss"]
 
-_QUIET = "#8a939e"
 _TOLERANCE = 1.01
 """Losses within 1% are the same."""
 
@@ -76,14 +76,15 @@ def print_table(runs: Mapping[str, Mapping[str, Any]]) -> None:
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds: validation loss over seconds."""
     runs = content["runs"]
-    figure, panel = plt.subplots(figsize=(10, 6))
+    figure = Figure(figsize=(10, 6))
+    panel = figure.subplots()
     figure.subplots_adjust(left=0.08, right=0.97, top=0.83, bottom=0.16)
     figure.text(0.03, 0.93, content["findings"][0], fontsize=12, fontweight="bold")
     made_on = content["machine"]
     hardware = f"made on {made_on['cpu']}, {made_on['cores']} cores"
-    figure.text(0.03, 0.025, f"{content['subject']}; {hardware}", fontsize=9, color=_QUIET)
+    figure.text(0.03, 0.025, f"{content['subject']}; {hardware}", fontsize=9, color=QUIET)
     target = target_loss(runs)
-    panel.axhline(target, color=_QUIET, linestyle=(0, (4, 3)), linewidth=1)
+    panel.axhline(target, color=QUIET, linestyle=(0, (4, 3)), linewidth=1)
     for name, run in runs.items():
         one = CONTENDERS[name]
         panel.plot(run["seconds"], run["losses"], color=one.colour, linewidth=2.6 if one.ours else 1.6, label=one.label)

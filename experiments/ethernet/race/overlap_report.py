@@ -13,15 +13,15 @@ __all__ = ["print_table", "records"]
 
 
 def records(balanced: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By contender: the rate, `StepParts` at it, and `slowed`, by how much the step is longer than one that sends
+    """By contender: the rate, `StepBreakdown` at it, and `slowed`, by how much the step is longer than one that sends
     nothing, as a fraction of the time for which the link is busy: encoding and skew included."""
     found = {}
     for name, at_its_rate in balanced.items():
         turns, megabits = at_its_rate["turns"], at_its_rate["megabits"]
-        parts = split_step(turns[name], turns[ALONE], megabits)
+        split = split_step(turns[name], turns[ALONE], megabits)
         alone = split_step(turns[ALONE], turns[ALONE], megabits).seconds
-        slowed = (parts.seconds - alone) / parts.link_busy
-        found[name] = {"megabits": megabits, **asdict(parts), "alone": alone, "slowed": slowed}
+        slowed = (split.seconds - alone) / split.link_busy
+        found[name] = {"megabits": megabits, **asdict(split), "alone": alone, "slowed": slowed}
     return found
 
 

@@ -18,7 +18,7 @@ _SCHEDULE = Schedule(warmup=0.5, warmup_wire="bf16")
 
 
 def compare(
-    turns: Mapping[str, Sequence[Turn]], probe: Mapping[str, Any], shapes: Sequence[Sequence[int]], parts: Turn
+    turns: Mapping[str, Sequence[Turn]], probe: Mapping[str, Any], shapes: Sequence[Sequence[int]], computing: Turn
 ) -> dict[str, dict[str, float]]:
     """Predicted and measured seconds of every contender's step at one rate, and the prediction's relative error.
 
@@ -26,12 +26,15 @@ def compare(
         turns: by contender; those of `ALONE` say what a step computes.
         probe: what `thinwire probe` measured of the same links, before.
         shapes: of the model's parameters, the one whose gradient comes last first.
-        parts: seconds of forward, backward and update, of which the proportions count.
+        computing: seconds of forward, backward and update, of which the proportions count.
     """
     cluster = _cluster(Calibration.model_validate(probe))
-    scale = median(turn["seconds"] for turn in turns[ALONE]) / sum(parts.values())
+    scale = median(turn["seconds"] for turn in turns[ALONE]) / sum(computing.values())
     workload = Workload(
-        _model(shapes), scale * parts["forward"], scale * parts["backward"], update_seconds=scale * parts["update"]
+        _model(shapes),
+        scale * computing["forward"],
+        scale * computing["backward"],
+        update_seconds=scale * computing["update"],
     )
     found = {}
     for name in turns:

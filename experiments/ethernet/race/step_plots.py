@@ -7,20 +7,20 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments.ethernet.race.contenders import CONTENDERS, FAIR_BASELINE
 from experiments.ethernet.race.step_report import most_waiting
 from experiments.training import plotting
+from experiments.training.plotting import QUIET
 
 __all__ = ["draw", "rate_name"]
 
-_QUIET = "#8a939e"
-_PARTS = {
+_SHARES = {
     "compute": ("computing", "#c9ced4"),
-    "encode": ("encoding and transport", "#8a939e"),
+    "encode": ("encoding and transport", QUIET),
     "wire": ("waiting while the link is busy", "#d1495b"),
     "wait": ("waiting otherwise", "#f0b7bf"),
 }
@@ -33,7 +33,8 @@ def rate_name(megabits: float) -> str:
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 6.2), width_ratios=(1, 1.15))
+    figure = Figure(figsize=(15, 6.2))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     figure.subplots_adjust(left=0.145, right=0.865, top=0.76, bottom=0.2, wspace=0.16)
     for line, finding in enumerate(content["findings"]):
         figure.text(0.02, 0.935 - 0.052 * line, finding, fontsize=14, fontweight="bold")
@@ -43,19 +44,19 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         0.025,
         f"{content['subject']}; made on {made_on['cpu']}, {made_on['cores']} cores",
         fontsize=9,
-        color=_QUIET,
+        color=QUIET,
     )
     entries = content["rates"]
-    _draw_parts(left, most_waiting(entries, content["waiting"]))
+    _draw_breakdown(left, most_waiting(entries, content["waiting"]))
     _draw_speedups(right, [entry for entry in entries if entry["megabits"] is not None])
     plotting.save(figure, path)
 
 
-def _draw_parts(panel: Axes, entry: Mapping[str, Any]) -> None:
+def _draw_breakdown(panel: Axes, entry: Mapping[str, Any]) -> None:
     records = entry["contenders"]
     offsets = dict.fromkeys(records, 0.0)
-    for part, (label, colour) in _PARTS.items():
-        widths = [1e3 * record[part] for record in records.values()]
+    for share, (label, colour) in _SHARES.items():
+        widths = [1e3 * record[share] for record in records.values()]
         panel.barh(range(len(records)), widths, left=list(offsets.values()), color=colour, label=label, height=0.62)
         offsets = {name: offsets[name] + width for name, width in zip(records, widths, strict=True)}
     for place, (name, record) in enumerate(records.items()):
@@ -75,7 +76,7 @@ def _draw_speedups(panel: Axes, entries: Sequence[Mapping[str, Any]]) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title(f"Speed over {CONTENDERS[FAIR_BASELINE].label}", loc="left", fontsize=11)
     if not entries:
-        panel.text(0.5, 0.5, "links were not shaped", ha="center", transform=panel.transAxes, color=_QUIET)
+        panel.text(0.5, 0.5, "links were not shaped", ha="center", transform=panel.transAxes, color=QUIET)
         return
     rates = [entry["megabits"] for entry in entries]
     # A rate next to another keeps its points and gives up its label.

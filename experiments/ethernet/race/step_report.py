@@ -15,7 +15,7 @@ from experiments.training.reporting import human_bytes
 __all__ = ["at_rates", "fairness", "most_waiting", "print_table", "sentences", "winning_rates"]
 
 Record = dict[str, Any]
-"""A contender's, at a rate: `StepParts`, speedups over the baselines, bytes counted by thinwire."""
+"""A contender's, at a rate: `StepBreakdown`, speedups over the baselines, bytes counted by thinwire."""
 
 
 def at_rates(turns: Mapping[str, Mapping[str, Sequence[Turn]]]) -> list[dict[str, Any]]:
@@ -110,11 +110,11 @@ def print_table(entries: Sequence[Mapping[str, Any]]) -> None:
         print(f"\n{rate:28} {'ms':>8} {'compute':>8} {'encode':>7} {'wire':>8} {'wait':>7} {'hidden':>7}", end="")
         print(f" {'sent':>9} {'counted':>9} {'x fp32':>7} {'x bf16':>7}")
         for name, one in entry["contenders"].items():
-            parts = [1e3 * one[part] for part in ("seconds", "compute", "encode", "wire", "wait")]
+            times = [1e3 * one[share] for share in ("seconds", "compute", "encode", "wire", "wait")]
             hidden = "" if one["hidden"] is None else f"{100 * one['hidden']:.0f}%"
             print(
-                f"{CONTENDERS[name].label:28} {parts[0]:8.1f} {parts[1]:8.1f} {parts[2]:7.1f} {parts[3]:8.1f} "
-                f"{parts[4]:7.1f} {hidden:>7} {human_bytes(one['interface_bytes']):>9} "
+                f"{CONTENDERS[name].label:28} {times[0]:8.1f} {times[1]:8.1f} {times[2]:7.1f} {times[3]:8.1f} "
+                f"{times[4]:7.1f} {hidden:>7} {human_bytes(one['interface_bytes']):>9} "
                 f"{human_bytes(one['counted_bytes']):>9} "
                 f"{one['speedup_over_fp32']:7.2f} {one['speedup_over_bf16']:7.2f}"
             )

@@ -23,6 +23,7 @@ from experiments.ethernet.race.data_parallel import AloneLearner
 from experiments.ethernet.race.findings import ALONE, rate_of_waiting
 from experiments.ethernet.race.shaping import shape_together
 from experiments.ethernet.race.stopwatch import Interface, Reading, Stopwatch
+from experiments.tasks.batches import random_batch
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES
 from experiments.training.learners import Learner
@@ -41,7 +42,7 @@ _PLAN = Plan(
 _FIRST_STEPS = 13
 """Steps that are not measured: kernels compile, DDP lays its buckets, 1-bit Adam freezes, PowerSGD begins at 10."""
 _STEPS_A_TURN = 2
-_PART_ROUNDS = 9
+_COMPUTING_ROUNDS = 9
 _FEWEST_ROUNDS = 3
 
 Turn = dict[str, float]
@@ -60,9 +61,9 @@ def main(arguments: Sequence[str]) -> None:
         for step in range(_FIRST_STEPS):
             _advance(learner, options.batch_size, comm.rank, step)
     measured: dict[str, Any] = {"ranks": comm.size, "shapes": [list(one.shape) for one in alone.module.parameters()]}
-    measured["parts"] = _time_parts(alone, options, comm)
+    measured["computing"] = _time_computing(alone, options, comm)
     if options.balanced:
-        measured["balanced"] = _balanced(learners, measured["parts"]["backward"], options, comm)
+        measured["balanced"] = _balanced(learners, measured["computing"]["backward"], options, comm)
     else:
         measured |= _at_rates(learners, options, comm)
     if comm.rank == 0:
@@ -112,10 +113,10 @@ def _rank_0s(value: float, comm: Communicator) -> float:
     return float(agreed)
 
 
-def _time_parts(alone: AloneLearner, options: argparse.Namespace, comm: Communicator) -> dict[str, float]:
+def _time_computing(alone: AloneLearner, options: argparse.Namespace, comm: Communicator) -> dict[str, float]:
     """Seconds of a step's forward, backward and update on the slowest rank, with nobody to talk to; medians."""
     rounds = []
-    for step in range(_PART_ROUNDS):
+    for step in range(_COMPUTING_ROUNDS):
         comm.barrier()
         started = time.perf_counter()
         total, count = alone(*_batch(options.batch_size, comm.rank, step))
@@ -124,9 +125,9 @@ def _time_parts(alone: AloneLearner, options: argparse.Namespace, comm: Communic
         loss.backward()
         backward = time.perf_counter()
         alone.update()
-        parts = torch.tensor([forward - started, backward - forward, time.perf_counter() - backward])
-        comm.all_reduce(parts, "max")
-        rounds.append(parts)
+        seconds = torch.tensor([forward - started, backward - forward, time.perf_counter() - backward])
+        comm.all_reduce(seconds, "max")
+        rounds.append(seconds)
     medians = torch.stack(rounds).median(0).values
     return dict(zip(("forward", "backward", "update"), medians.tolist(), strict=True))
 
@@ -185,12 +186,7 @@ def _advance(learner: Learner, sequences: int, rank: int, step: int) -> None:
 
 
 def _batch(sequences: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, of which a sixth is asked for: what they are does not change how long a step takes."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randint(5, _VOCABULARY, (sequences, _LENGTH), generator=generator)
-    labels = torch.full_like(inputs, -100)
-    labels[:, ::6] = inputs[:, ::6]
-    return inputs, labels
+    return random_batch(sequences, _LENGTH, _VOCABULARY, seed=1000 * step + rank)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

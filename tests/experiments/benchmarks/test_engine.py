@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks import engine as bench_engine
+from experiments.benchmarks.engine import main, summarise
 from experiments.benchmarks.engine_step_time import BASELINE, REDUNDANCY
 from tests.experiments.helpers import run_module
 
 
 def test_ratios_pair_rounds() -> None:
-    summary = bench_engine.summarise({BASELINE: [100.0, 400.0, 200.0], "other": [150.0, 600.0, 300.0]})
+    summary = summarise({BASELINE: [100.0, 400.0, 200.0], "other": [150.0, 600.0, 300.0]})
     assert summary[BASELINE].milliseconds[1] == 200
     assert summary["other"].ratio_to_ddp == (1.5, 1.5, 1.5)
     low, middle, high = summary["other"].milliseconds
@@ -25,7 +25,7 @@ def test_a_launcher_is_refused(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert bench_engine.main(["--output", str(tmp_path)]) == 2
+    assert main(["--output", str(tmp_path)]) == 2
     assert "without a launcher" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from experiments.common.errors import InputError, on_every_rank
-from experiments.common.launching import BAD_INPUT, launch
+from experiments.common.errors import BAD_INPUT, InputError, on_every_rank
+from experiments.common.launching import launch
 from tests.experiments.helpers import run_command, run_module
 from thinwire.comm import Communicator, Launch, threads
 

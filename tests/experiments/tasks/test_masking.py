@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from experiments.common.errors import InputError
-from experiments.tasks.batches import MaskedBatches, Purpose, pack, random_at
 from experiments.tasks.masking import IGNORED, mask_tokens
-from experiments.tasks.tokenizer import CLS, MASK, SEP, SPECIAL_TOKENS
+from experiments.tasks.tokenizer import MASK, SPECIAL_TOKENS
 
 VOCABULARY = 500
 FIRST = len(SPECIAL_TOKENS)
@@ -43,61 +39,3 @@ def test_only_chosen_ordinary_tokens_change(rows: int, length: int, seed: int) -
     assert (original[chosen] >= FIRST).all()
     assert (chosen.any(axis=1) == (original >= FIRST).any(axis=1)).all()
     assert ((inputs[chosen] == MASK) | (inputs[chosen] >= FIRST)).all()
-
-
-def test_packing_keeps_the_order_and_frames_each_sequence() -> None:
-    run = np.arange(FIRST, FIRST + 25, dtype=np.int32)
-    sequences = pack(run, 10)
-    assert sequences.shape == (3, 10)
-    assert (sequences[:, 0] == CLS).all()
-    assert (sequences[:, -1] == SEP).all()
-    assert np.array_equal(sequences[:, 1:-1].ravel(), run[:24])
-
-
-def test_too_few_tokens_for_a_sequence_are_refused() -> None:
-    with pytest.raises(InputError, match="--sequence-length"):
-        pack(np.arange(7, dtype=np.int32), 10)
-
-
-def test_a_batch_depends_on_seed_step_and_rank_only() -> None:
-    sequences = pack(tokens(1, 5000).ravel().astype(np.int32), 12)
-    batches, again = MaskedBatches(sequences, VOCABULARY), MaskedBatches(sequences, VOCABULARY)
-    first = batches.training(seed=3, step=7, rank=1, ranks=2, size=5)
-    batches.training(seed=3, step=8, rank=1, ranks=2, size=5)
-    repeated = again.training(seed=3, step=7, rank=1, ranks=2, size=5)
-    assert all(torch.equal(a, b) for a, b in zip(first, repeated, strict=True))
-    for other in (
-        {"seed": 4, "step": 7, "rank": 1},
-        {"seed": 3, "step": 8, "rank": 1},
-        {"seed": 3, "step": 7, "rank": 0},
-    ):
-        assert not bool((batches.training(**other, ranks=2, size=5)[0] == first[0]).all())
-
-
-def test_a_pass_over_the_corpus_meets_every_sequence_once() -> None:
-    count, ranks, size = 24, 3, 2
-    sequences = np.full((count, 6), SEP, dtype=np.int32)
-    sequences[:, 1] = np.arange(count)
-    batches = MaskedBatches(sequences, VOCABULARY)
-    batches_of_a_pass = (
-        batches.training(seed=0, step=step, rank=rank, ranks=ranks, size=size)
-        for step in range(count // (ranks * size))
-        for rank in range(ranks)
-    )
-    seen = sorted(_origin(inputs, labels) for pair in batches_of_a_pass for inputs, labels in zip(*pair, strict=True))
-    assert seen == list(range(count))
-
-
-def _origin(inputs: Tensor, labels: Tensor) -> int:
-    """The number in second place, whether it was masked or not."""
-    return int(inputs[1]) if int(labels[1]) == IGNORED else int(labels[1])
-
-
-def test_validation_masks_never_change() -> None:
-    batches = MaskedBatches(pack(tokens(1, 400).ravel().astype(np.int32), 12), VOCABULARY)
-    whole, part = batches.fixed(range(10)), batches.fixed(range(4, 7))
-    assert all(torch.equal(a[4:7], b) for a, b in zip(whole, part, strict=True))
-
-
-def test_different_purposes_draw_differently() -> None:
-    assert len({random_at(purpose, 1, 2).integers(2**60).item() for purpose in Purpose}) == len(Purpose)

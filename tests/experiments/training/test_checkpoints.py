@@ -10,7 +10,8 @@ import torch
 
 from experiments.common.errors import InputError
 from experiments.training.checkpoints import RunCheckpoints
-from experiments.training.learners import OPTIMIZERS, EngineLearner
+from experiments.training.learners import EngineLearner
+from experiments.training.optimizers import ENGINE
 from experiments.training.trainer import Trainer
 from tests.experiments.helpers import PLAN, LineTask, engine_config
 from thinwire.comm import Communicator, threads
@@ -37,7 +38,7 @@ def train(
     return trainer, [parameter.detach().clone() for parameter in learner.module.parameters()]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ENGINE)
 @pytest.mark.parametrize("stop", [2, 3, 7])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, optimizer: str, stop: int) -> None:
     whole = threads.run(lambda comm: train(comm, optimizer, tmp_path / "whole", PLAN.steps), 2)

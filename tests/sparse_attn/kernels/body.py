@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import ModuleType
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.sparse_attn.layouts.named import Layout
+from thinwire.sparse_attn.pattern import Pattern
 from thinwire.sparse_attn.reference import dense_attention
 
 __all__ = ["attend", "check"]
@@ -44,20 +46,19 @@ def check(
         bias = torch.randn(*bias_heads, queries, keys)
         bias[..., ::5, ::3] = -math.inf
     seed = torch.randint(0, 2**62, (1,))
-    index = layout.index(queries, keys)
-    settings = {"causal": causal or layout.causal, "scale": 0.3, "dropout_p": dropout_p}
+    causal = causal or layout.causal
+    pattern = Pattern(layout.index(queries, keys), key_bias, bias, seed, causal, scale=0.3, dropout_p=dropout_p)
 
     inputs = [one.double().requires_grad_() for one in (q, k, v)]
     inputs += [] if bias is None else [bias.double().requires_grad_()]
-    expected, expected_lse = dense_attention(
-        *inputs[:3], index, None if key_bias is None else key_bias.double(), *(inputs[3:] or [None]), seed, **settings
+    exact = dataclasses.replace(
+        pattern, key_bias=None if key_bias is None else key_bias.double(), bias=None if bias is None else inputs[3]
     )
+    expected, expected_lse = dense_attention(*inputs[:3], exact)
     gradients = torch.autograd.grad(expected, inputs, d_out.double())
 
-    out, lse = kernels.forward(q, k, v, index, key_bias, bias, seed, **settings)
-    *found, d_bias = kernels.backward(
-        d_out, q, k, v, out, lse, index, key_bias, bias, seed, **settings, needs_d_bias=bias is not None
-    )
+    out, lse = kernels.forward(q, k, v, pattern)
+    *found, d_bias = kernels.backward(d_out, q, k, v, out, lse, pattern, needs_d_bias=bias is not None)
     found += [] if d_bias is None else [d_bias]
     assert relative(out, expected.detach()) < tolerance
     finite = lse.isfinite()
@@ -70,11 +71,7 @@ def check(
 def attend(
     kernels: ModuleType, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: Layout, key_bias: Tensor | None = None
 ):
-    index, seed = layout.index(q.shape[2]), torch.zeros(1, dtype=torch.int64)
-    settings = {"causal": layout.causal, "scale": 0.2, "dropout_p": 0.0}
-    out, lse = kernels.forward(q, k, v, index, key_bias, None, seed, **settings)
-    return (
-        out,
-        lse,
-        *kernels.backward(d_out, q, k, v, out, lse, index, key_bias, None, seed, **settings, needs_d_bias=False)[:3],
-    )
+    seed = torch.zeros(1, dtype=torch.int64)
+    pattern = Pattern(layout.index(q.shape[2]), key_bias, None, seed, layout.causal, scale=0.2, dropout_p=0.0)
+    out, lse = kernels.forward(q, k, v, pattern)
+    return out, lse, *kernels.backward(d_out, q, k, v, out, lse, pattern, needs_d_bias=False)[:3]

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from thinwire.sparse_attn.kernels.triton import launch
+from thinwire.sparse_attn.layouts.named import Custom
+from thinwire.sparse_attn.pattern import Pattern
 
 GROUPS = ("joined_and_split_blocks", "masks_and_dropout", "long_rows", "nothing_leaks")
-KINDS = {
-    "fp32": ("scale", "kept", "factor"),
-    "*i32": ("items", "entries", "masks", "merges"),
-    "*i64": ("seed",),
-    "u32": ("threshold",),
-    "*fp32": (
-        *("lse", "delta", "key_bias", "bias", "d_bias"),
-        *("part_out", "part_lse", "parts", "k_parts", "v_parts"),
-    ),
-    "*bf16": ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v", "target"),
-}
 SHARED_MEMORY = 163 << 10  # bytes that a program may have on sm_80
+NO_DEVICE = -1  # Triton keeps what it compiled by device: no real one must get this
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -31,24 +35,73 @@ def test_in_the_interpreter(group) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[str, list[Any]]]:
+    """What launches have compiled so far for an sm_80 that is not here, by the kernel's name; nothing is run."""
+    kernels: dict[str, list[Any]] = {}
+    run = JITFunction.run
+
+    def compile_only(function, *arguments, grid, warmup, **settings):
+        kernel = run(function, *arguments, grid=grid, warmup=True, **settings)
+        kernels.setdefault(function.__name__, []).append(kernel)
+        return kernel
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: NO_DEVICE,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", 80, 32),
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        yield kernels
+    driver.set_active(None)  # whoever comes next finds the machine's own
+
+
+@pytest.fixture(scope="module")
+def attention(compiled: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Forward and backward with every mask there is, over rows and columns long enough to be shared out."""
+    blocks = torch.eye(140, dtype=torch.bool)
+    blocks[-1], blocks[:, 0] = True, True
+    q, k, v, d_out = torch.randn(4, 1, 1, 2240, 64, dtype=torch.bfloat16)
+    index, seed = Custom(blocks, 16).index(2240), torch.zeros(1, dtype=torch.int64)
+    biases = torch.zeros(1, 2240), torch.zeros(1, 1, 2240, 2240)
+    pattern = Pattern(index, *biases, seed, causal=True, scale=0.125, dropout_p=0.1)
+    out, lse = launch.forward(q, k, v, pattern)
+    launch.backward(d_out, q, k, v, out, lse, pattern, needs_d_bias=True)
+    return compiled
+
+
 @pytest.mark.parametrize("kernel", ["forward", "merge", "queries", "keys", "add_parts"])
-def test_compiles_for_sm_80(kernel) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def test_compiles_for_sm_80(attention: dict[str, list[Any]], kernel: str) -> None:
+    for one in attention[f"{kernel}_kernel"]:
+        assert one.asm["cubin"]
+        assert one.metadata.shared <= SHARED_MEMORY
 
-    from thinwire.sparse_attn.kernels.triton import backward_keys as triton_keys
-    from thinwire.sparse_attn.kernels.triton import backward_queries as triton_queries
-    from thinwire.sparse_attn.kernels.triton import forward as triton_forward
-    from thinwire.sparse_attn.kernels.triton import gradients as triton_gradients
 
-    modules = (triton_forward, triton_gradients, triton_keys, triton_queries)
-    function = next(vars(one)[f"{kernel}_kernel"] for one in modules if f"{kernel}_kernel" in one.__all__)
-    constants = {name: True for name in function.arg_names if name.isupper()}
-    constants |= {name: value for name, value in {"T": 64, "WIDTH": 64, "BLOCK": 16}.items() if name in constants}
-    kind_of = {name: kind for kind, names in KINDS.items() for name in names}
-    signature = {name: "constexpr" if name in constants else kind_of.get(name, "i32") for name in function.arg_names}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    options = {"num_warps": 4, "num_stages": 2}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= SHARED_MEMORY
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def turned() -> type[tuple[Any, ...]]:
+    class Pair(NamedTuple):
+        second: Any
+        first: Any
+
+    return Pair
+
+
+@triton.jit
+def subtract_kernel(pair, target):
+    tl.store(target, pair.first - pair.second)
+
+
+def test_code_compiled_earlier_is_not_taken_for_fields_in_another_order(compiled: dict[str, list[Any]]) -> None:
+    target = torch.empty(1, dtype=torch.int32)
+    for pair in (Pair(5, 3), Pair(7, 2), turned()(3, 5)):
+        subtract_kernel.device_caches.clear()  # as a new process would
+        subtract_kernel[(1,)](pair, target)
+    hashes = [one.hash for one in compiled["subtract_kernel"]]
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -1,5 +1,5 @@
-"""1-bit Adam as a drop-in torch optimizer: it synchronises by itself, during backward, and sends one bit an element once
-the variance is frozen."""
+"""1-bit Adam as a drop-in torch optimizer: it synchronises by itself, during backward, and sends one bit an element
+once the variance is frozen."""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
@@ -25,9 +28,16 @@ class Wire:
         self._warmup_codec = warmup_codec
 
     def padded_numel(self, layout: BucketLayout) -> int:
-        """Elements of what an exchange of this bucket takes: a layout by nodes is padded otherwise than one by ranks."""
+        """Elements of what an exchange of this bucket takes: a layout by nodes is padded otherwise than one by
+        ranks."""
         shards = self.ranks if self._links is None else self._links.lanes * self._links.num_nodes
         return shards * shard_numel(layout.numel, shards, layout.block_size)
+
+    def new_state(self, fills: Mapping[str, float], device: torch.device, name: str, layout: BucketLayout) -> Tensor:
+        """A state as an exchange of this bucket pads it."""
+        values = torch.zeros(self.padded_numel(layout), device=device)
+        values[: layout.numel].fill_(fills.get(name, 0.0))
+        return values
 
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""

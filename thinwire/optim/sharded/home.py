@@ -1,10 +1,9 @@
-"""What both sharded homes of algorithms have in common: one freeze group, counters that cross homes, and replicas that are
-compared and taken from the master weights again."""
+"""What both sharded homes of algorithms have in common: one freeze group, counters that cross homes, and replicas that
+are compared and taken from the master weights again."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm import Communicator
 from thinwire.optim.algorithm import Algorithm, Clock
 from thinwire.optim.algorithm_home import AlgorithmHome
 from thinwire.optim.bucket import StepUnderWay
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.group_checkpoint import check_settings
 from thinwire.optim.home_options import HomeOptions
-from thinwire.optim.norm_sketch import NormSketch
 from thinwire.optim.options import check_same_freeze
 from thinwire.optim.recipe import Recipe
-from thinwire.zero.home import TRAFFIC
+from thinwire.optim.residuals import ranks_to_resume
+from thinwire.zero.norm_sketch import NormSketch
+from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.saved_slices import PieceSource
 from thinwire.zero.sharded_home import ShardedHome, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters
@@ -44,7 +44,6 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         self._options = options
         self._recipe = recipe
         self._make_rule = make_rule
-        self._left_out_steps = 0
         self._begin_again()
         self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.max_norm else None
         self._under_way = StepUnderWay()
@@ -76,11 +75,6 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     def in_sync(self) -> bool:
         """See Home."""
         return self._algorithm.in_sync
-
-    @property
-    def left_out_steps(self) -> int:
-        """See AlgorithmHome."""
-        return self._left_out_steps
 
     # One step
 
@@ -158,47 +152,34 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
             "freeze_groups": [group],
         }
 
-    def _load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Take over where a run was; raises ValueError where it cannot go on here."""
-        for setting, value in self._recipe.settings.items():
-            if saved["settings"].get(setting, value) != value:
-                raise ValueError(
-                    f"this state was saved with {setting}={saved['settings'][setting]!r}; this optimizer has "
-                    f"{setting}={value!r}. Build it with the same"
-                )
+    def _check_saved(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The saved freeze group, None where a run had not begun; raises ValueError where it cannot go on here."""
+        check_settings(saved["settings"], self._recipe.settings)
         groups = saved["freeze_groups"]
         if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
             raise ValueError(
-                "this state has parameters that entered later and freeze on their own, which sharded state cannot: load "
-                "it at stage 0"
+                "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
+                "load it at stage 0"
             )
+        return {**groups[0], "scalars": _merged(groups)} if groups else None
+
+    def _load_counters(self, saved: Mapping[str, Any]) -> None:
+        """Take over where a run was."""
+        group = self._check_saved(saved)
         self.reset_state()
-        for group in groups:
+        if group is not None:
             self._clock.steps = group["steps"]
             self._clock.frozen_at = group["frozen_at"]
-            self._algorithm.load_scalars(_merged(groups), self._parameters.names)
+            self._algorithm.load_scalars(group["scalars"], self._parameters.names)
             # Else freeze_step was changed: the new rule starts afresh.
             if self._rule is not None and group["rule"] and group["rule"].keys() == self._rule.state().keys():
                 self._rule.load(group["rule"])
 
     def _ranks_to_resume(self, source: PieceSource) -> list[int] | None:
-        """The ranks whose own tensors this one goes on with: its own, or all; None where they are not there."""
-        ranks = [self.comm.rank] if source.world_size == self.comm.size else list(range(source.world_size))
-        try:
-            for rank in ranks:
-                source.read_rank(TRAFFIC, rank)
-        except KeyError:
-            ranks = []
-        if ranks and source.counters()["nodes"] is None:
-            return ranks
-        if self._clock.frozen or self._algorithm.local_steps:
-            warnings.warn(
-                f"this state comes without the error-feedback residuals of all {source.world_size} ranks, or from nodes of "
-                f"several: they start from zero on rank {self.comm.rank} of {self.comm.size}",
-                RuntimeWarning,
-                stacklevel=6,
-            )
-        return None
+        """The ranks whose own tensors this one goes on with; None where they cannot be had."""
+        saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
+        compresses = self._clock.frozen or self._algorithm.local_steps
+        return ranks_to_resume(source, self.comm, None, saved_by, compresses)
 
     def _load_weights_of(self, source: PieceSource) -> None:
         """Take the weights over where they were saved; else the parameters have them, and the source the masters."""
@@ -223,9 +204,6 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     def _settings_of(self, parameter: int) -> AdamSettings:
         return self._settings(self._parameters.order.group_of[parameter])
 
-    def _agreement(self, absent: frozenset[int] = frozenset()) -> ShardAgreement:
-        return ShardAgreement(self._parameters, self._settings, absent)
-
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._parameters.groups]
 
@@ -242,25 +220,17 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
 class ShardAgreement:
     """An Agreement on sums over shards."""
 
-    def __init__(
-        self, parameters: ShardedParameters, settings: Callable[[int], AdamSettings], absent: frozenset[int]
-    ) -> None:
-        self._comm: Communicator = parameters.exchange_comm
+    def __init__(self, parameters: ShardedParameters, settings: Callable[[], Mapping[int, AdamSettings]]) -> None:
+        """`settings`: of every parameter that takes part, by number."""
+        self._comm = parameters.exchange_comm
         self._device = parameters.device
-        self._order = parameters.order
         self._settings = settings
-        self._absent = absent
         self.numels = [parameter.numel() for parameter in parameters.order.parameters]
 
     @property
     def settings(self) -> Mapping[int, AdamSettings]:
-        """Of every parameter that takes part."""
-        by_group: dict[int, AdamSettings] = {}
-        found = {}
-        for number, group in enumerate(self._order.group_of):
-            if self.numels[number] and number not in self._absent:
-                found[number] = by_group.setdefault(group, self._settings(group))
-        return found
+        """See Agreement."""
+        return self._settings()
 
     def zeros(self, kinds: int) -> Tensor:
         """See Agreement."""

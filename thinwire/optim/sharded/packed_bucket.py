@@ -1,5 +1,5 @@
-"""One bucket of packed state once the variance is frozen: what a rank then keeps of it, what it sends, and how everybody's
-replica follows the owners' master weights."""
+"""One bucket of packed state once the variance is frozen: what a rank then keeps of it, what it sends, and how
+everybody's replica follows the owners' master weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a checkpoint holds of sharded and packed state: each rank's share as slices of named parameters, its own residual
-apart, and how another number of ranks, or another home's state, takes its place."""
+"""What a checkpoint holds of sharded and packed state: each rank's share as slices of named parameters, its own
+residual apart, and how another number of ranks, or another home's state, takes its place."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def rank_tensors(packed: Sequence[PackedBucket], names: Sequence[str]) -> dict[s
 def read_states(
     buckets: Sequence[FlatBucket], names: Sequence[str], source: PieceSource, codec: Codec
 ) -> list[FrozenState]:
-    """Each bucket's frozen state for this number of ranks, without residuals; KeyError where something was not saved."""
+    """Each bucket's frozen state for this number of ranks, without residuals; KeyError where something was not
+    saved."""
     return [_read_state(bucket, names, as_packed(source), codec) for bucket in buckets]
 
 

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from thinwire.compress.codecs import make_codec
 from thinwire.optim.algorithm import Linear
+from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.members import Members, MembersByGroup
 from thinwire.optim.recipe import Recipe
-from thinwire.optim.replicas import compare_replicas
 from thinwire.optim.sharded import packed_checkpoint
-from thinwire.optim.sharded.home import AlgorithmShardedHome
+from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.optim.sharded.packed_bucket import PackedBucket
 from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, variance_norm
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.memory import model_state_formula
+from thinwire.zero.replicas import compare_replicas
 from thinwire.zero.saved_slices import Piece, PieceSource
 from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters
@@ -205,6 +206,14 @@ class PackedHome(AlgorithmShardedHome):
             lambda number: self._settings_of(number).beta2,
             self.steps,
         )
+
+    def _agreement(self, absent: frozenset[int] = frozenset()) -> ShardAgreement:
+        def settings() -> dict[int, AdamSettings]:
+            of_group = [self._settings(group) for group in range(len(self._parameters.groups))]
+            numbers = enumerate(zip(self._group_of, self.parameters, strict=True))
+            return {number: of_group[group] for number, (group, one) in numbers if one.numel() and number not in absent}
+
+        return ShardAgreement(self._parameters, settings)
 
     @property
     def _group_of(self) -> Sequence[int]:

@@ -1,5 +1,5 @@
-"""The freeze of packed state: owners turn their variance into the preconditioner that every worker then holds, and their
-momentum into the first packets."""
+"""The freeze of packed state: owners turn their variance into the preconditioner that every worker then holds, and
+their momentum into the first packets."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class ZeroOne(Algorithm):
     `denominator` is √v̂ + ε at the last update of the variance, infinite where coordinates stay. What is compressed is
     m / (√v̂ + ε), or with `compressed="momentum"` gradients while the variance moves, and m later. Once frozen `exp_avg`
     is what is compressed, this rank's own between syncs, and `mean_momentum` its average, weighted by learning rate,
-    over the local steps since the last sync. A parameter then shows the weight of the last sync less Σγ times that mean:
-    in the paper's words u = -Σγ · mean. Keeping the mean and Σγ apart makes residuals momenta, which a learning rate
-    that has changed since does not rescale.
+    over the local steps since the last sync. A parameter then shows the weight of the last sync less Σγ times that
+    mean: in the paper's words u = -Σγ · mean. Keeping the mean and Σγ apart makes residuals momenta, which a learning
+    rate that has changed since does not rescale.
     """
 
     state: ClassVar[Mapping[str, Keep]] = {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex, BlockPairs
 from thinwire.sparse_attn.layouts.block_pairs import lower
+from thinwire.sparse_attn.layouts.plotting import draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,9 +87,7 @@ class Layout:
 
     def plot(self, seq_len: int) -> Axes:
         """Draw the blocks of `seq_len` tokens, darker where more heads attend; returns matplotlib's axes."""
-        from thinwire.sparse_attn.layouts.plotting import draw
-
-        return draw(self, seq_len)
+        return draw(self.index(seq_len), type(self).__name__, seq_len)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _constant_index(self, content: str, query_length: int, key_length: int, device: torch.device) -> BlockIndex:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.ethernet.race import overlap_report, planned
+from experiments.ethernet.race import planned
 from experiments.ethernet.race.findings import ALONE
 
 SHAPES = [[4096, 64], [64, 64], [64]]
@@ -51,12 +51,3 @@ def test_a_fast_link_leaves_what_is_computed() -> None:
     assert found["ddp-bf16"]["error"] == pytest.approx(1)
     assert found["onebit-adam"]["predicted"] < 0.8
     assert planned.median_error([found, found]) == pytest.approx((1 + abs(found["onebit-adam"]["error"])) / 2)
-
-
-def test_what_hides_is_what_nobody_sleeps_for() -> None:
-    sleeping = {"seconds": 1.1, "waited": 0.1, "cpu": 1.0, "interface_bytes": 1e6}
-    balanced = {"ddp-bf16": {"megabits": 20.0, "turns": {ALONE: [turn(1.0)], "ddp-bf16": [sleeping]}}}
-    (found,) = overlap_report.records(balanced).values()
-    assert (found["link_busy"], found["alone"]) == (0.4, 1.0)
-    assert found["hidden"] == pytest.approx(0.75)
-    assert found["slowed"] == pytest.approx(0.25)

@@ -8,23 +8,25 @@ import numpy as np
 from thinwire.simd import floats
 from thinwire.simd.compiling import helper, kernel
 from thinwire.simd.floats import LANES
-from thinwire.simd.products import ROWS, product, product_where_nonzero
+from thinwire.simd.products import ROWS, Matrix, product, product_where_nonzero
+from thinwire.sparse_attn.kernels.cpu.arguments import Floats, Head, HeadDropout, Heads, Integers, Rows, Scores, Tile
 from thinwire.sparse_attn.kernels.cpu.tiles import (
     CHUNK,
     LARGEST_TILE,
     LOG2_E,
     LOWEST,
-    Floats,
-    Numbers,
     add_masks,
     drop,
     fill_keys,
     gather_rows,
+    head_of,
     load_transposed,
     power_of_two,
+    rows_of,
+    store_transposed,
 )
 
-__all__ = ["forward_rows"]
+__all__ = ["forward_heads"]
 
 _LN_2 = np.float32(0.6931471805599453)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -32,125 +34,114 @@ _INFINITY = np.float32(np.inf)
 
 
 @kernel
-def forward_rows(
-    q: Floats,
-    q_row: int,
-    k: Floats,
-    k_row: int,
-    v: Floats,
-    v_row: int,
-    out: Floats,
-    out_row: int,
-    lse: Floats,
-    row_offsets: Numbers,
-    columns: Numbers,
-    block: int,
-    first_row: int,
-    last_row: int,
-    query_length: int,
-    key_length: int,
-    width: int,
-    key_bias: Floats,
-    bias: Floats,
-    bias_row: int,
-    bias_step: int,
-    causal: bool,
-    scale: np.float32,
-    head_key: np.uint32,
-    threshold: np.uint32,
-    kept: np.float32,
+def forward_heads(
+    q: Heads, k: Heads, v: Heads, out: Heads, lse: Floats, scores: Scores, tasks: Integers, parts: int
 ) -> None:
-    """Write `out` and `lse` of rows of blocks `first_row` to `last_row`, of one head.
+    """Write `out` and `lse`, flat [B, H, Sq], for the tasks with these numbers: `parts` tasks a head, each an equal
+    part of its rows of blocks. Heads are counted sample by sample."""
+    num_rows, queries = scores.blocks.num_rows, scores.sizes.queries
+    for task in tasks:
+        number, part = task // parts, task % parts
+        batch, head = number // scores.sizes.heads, number % scores.sizes.heads
+        _forward_rows(
+            rows_of(q, batch, head),
+            rows_of(k, batch, head),
+            rows_of(v, batch, head),
+            rows_of(out, batch, head),
+            lse[number * queries : (number + 1) * queries],
+            scores,
+            head_of(scores, batch, head),
+            num_rows * part // parts,
+            num_rows * (part + 1) // parts,
+        )
 
-    q, k, v, out: flat, row i at i * its stride, `width` elements long. row_offsets: this head's. key_bias, bias: empty
-    where there are none; bias of query i and key j lies at i * bias_row + j * bias_step. Dropout with `threshold` 0
-    drops nothing.
-    """
-    tile = min(block, LARGEST_TILE)
+
+@helper
+def _forward_rows(
+    q: Rows, k: Rows, v: Rows, out: Rows, lse: Floats, scores: Scores, head: Head, first_row: int, last_row: int
+) -> None:
+    """Rows of blocks `first_row` to `last_row` of one head."""
+    block, columns, row_offsets, causal = scores.blocks.block, scores.blocks.columns, head.row_offsets, scores.causal
+    width, scale = scores.sizes.width, scores.scale
+    lanes = min(block, LARGEST_TILE)
     padded = (width + LANES - 1) // LANES * LANES
     keys = np.empty(CHUNK, np.int32)
     packed = np.empty(CHUNK * padded, np.float32)
-    scores = np.empty(CHUNK * tile, np.float32)
-    queries_t = np.empty(padded * tile, np.float32)
-    out_t = np.empty(padded * tile, np.float32)
-    largest = np.empty(tile, np.float32)
-    total = np.empty(tile, np.float32)
-    factor = np.empty(tile, np.float32)
+    powers = np.empty(CHUNK * lanes, np.float32)
+    queries_t = np.empty(padded * lanes, np.float32)
+    out_t = np.empty(padded * lanes, np.float32)
+    largest = np.empty(lanes, np.float32)
+    total = np.empty(lanes, np.float32)
+    factor = np.empty(lanes, np.float32)
     for row in range(first_row, last_row):
-        row_end = min(row * block + block, query_length)
-        for first in range(row * block, row_end, tile):
-            queries = min(tile, row_end - first)
-            key_end = min(key_length, first + queries) if causal else key_length
-            load_transposed(q, q_row, first, queries, tile, width, padded, scale * LOG2_E, queries_t)
+        row_end = min(row * block + block, scores.sizes.queries)
+        for first in range(row * block, row_end, lanes):
+            tile = Tile(first, min(lanes, row_end - first), lanes)
+            key_end = min(scores.sizes.keys, first + tile.queries) if causal else scores.sizes.keys
+            load_transposed(q, tile, width, scale * LOG2_E, queries_t)
             largest[:] = LOWEST
             total[:] = _ZERO
             out_t[:] = _ZERO
             entry = row_offsets[row]
             while entry < row_offsets[row + 1]:
-                entry, count = fill_keys(keys, columns, entry, row_offsets[row + 1], block, key_end, key_bias)
+                entry, count = fill_keys(keys, columns, entry, row_offsets[row + 1], block, key_end, head.key_bias)
                 if count == 0:
                     continue
                 rows = (count + ROWS - 1) // ROWS * ROWS
-                gather_rows(k, k_row, keys, count, rows, width, padded, packed)
-                product(packed, 0, padded, 1, queries_t, 0, tile, scores, 0, tile, rows, tile, padded, False)
-                add_masks(scores, tile, keys, count, first, queries, key_bias, bias, bias_row, bias_step, causal)
-                _soften(scores, tile, keys, count, first, largest, total, factor, head_key, threshold, kept)
-                _rescale(out_t, tile, padded, factor)
-                finite = gather_rows(v, v_row, keys, count, rows, width, padded, packed)
-                if finite:
-                    product(packed, 0, 1, padded, scores, 0, tile, out_t, 0, tile, padded, tile, count, True)
-                else:
-                    product_where_nonzero(
-                        packed, 0, 1, padded, scores, 0, tile, out_t, 0, tile, padded, tile, count, True, False
-                    )
-            for number in range(queries):
+                gather_rows(k, keys, count, rows, width, padded, packed)
+                softened = Matrix(powers, lanes, 1)
+                product(Matrix(packed, padded, 1), Matrix(queries_t, lanes, 1), softened, rows, lanes, padded, False)
+                add_masks(powers, tile, keys, count, head, causal)
+                _soften(powers, tile, keys, count, largest, total, factor, head.dropout)
+                _rescale(out_t, lanes, padded, factor)
+                finite = gather_rows(v, keys, count, rows, width, padded, packed)
+                values_t, sums = Matrix(packed, 1, padded), Matrix(out_t, lanes, 1)
+                product_where_nonzero(values_t, softened, sums, padded, lanes, count, True, False, finite)
+            for number in range(tile.queries):
                 divisor = total[number]
                 lse[first + number] = _INFINITY
-                inverse = _ZERO
+                factor[number] = _ZERO
                 if divisor != _ZERO:  # a NaN is not
                     lse[first + number] = largest[number] * _LN_2 + np.log(divisor)
-                    inverse = _ONE / divisor
-                for at in range(width):
-                    out[(first + number) * out_row + at] = out_t[at * tile + number] * inverse
+                    factor[number] = _ONE / divisor
+            store_transposed(out_t, factor, tile, width, out)
 
 
 @helper
 def _soften(
     scores: Floats,
-    tile: int,
-    keys: Numbers,
+    tile: Tile,
+    keys: Integers,
     count: int,
-    first: int,
     largest: Floats,
     total: Floats,
     factor: Floats,
-    head_key: np.uint32,
-    threshold: np.uint32,
-    kept: np.float32,
+    dropout: HeadDropout,
 ) -> None:
     """Scores to powers relative to the largest so far; `factor` is what earlier powers have to be multiplied by."""
-    for lane in range(0, tile, LANES):
+    lanes = tile.lanes
+    for lane in range(0, lanes, LANES):
         before = floats.load(largest, lane)
         top = before
         for number in range(count):
-            top = floats.larger(floats.load(scores, number * tile + lane), top)
+            top = floats.larger(floats.load(scores, number * lanes + lane), top)
         shrink = power_of_two(floats.subtract(before, top))
         sums = floats.multiply(floats.load(total, lane), shrink)
         for number in range(count):
-            power = power_of_two(floats.subtract(floats.load(scores, number * tile + lane), top))
+            power = power_of_two(floats.subtract(floats.load(scores, number * lanes + lane), top))
             sums = floats.add(sums, power)
-            if threshold != np.uint32(0):
-                power = drop(power, first + lane, keys[number], head_key, threshold, kept)
-            floats.store(scores, number * tile + lane, power)
+            if dropout.threshold != np.uint32(0):
+                power = drop(power, tile.first + lane, keys[number], dropout)
+            floats.store(scores, number * lanes + lane, power)
         floats.store(largest, lane, top)
         floats.store(total, lane, sums)
         floats.store(factor, lane, shrink)
 
 
 @helper
-def _rescale(out_t: Floats, tile: int, padded: int, factor: Floats) -> None:
-    for lane in range(0, tile, LANES):
+def _rescale(out_t: Floats, lanes: int, padded: int, factor: Floats) -> None:
+    for lane in range(0, lanes, LANES):
         shrink = floats.load(factor, lane)
         for at in range(padded):
-            place = at * tile + lane
+            place = at * lanes + lane
             floats.store(out_t, place, floats.multiply(floats.load(out_t, place), shrink))

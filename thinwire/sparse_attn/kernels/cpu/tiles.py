@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thinwire.simd import floats, integers
 from thinwire.simd.compiling import helper
 from thinwire.simd.floats import LANES
+from thinwire.simd.products import Matrix
+from thinwire.sparse_attn.kernels.cpu.arguments import Floats, Head, HeadDropout, Heads, Integers, Rows, Scores, Tile
 
 __all__ = [
     "CHUNK",
@@ -21,14 +22,14 @@ __all__ = [
     "drop",
     "fill_keys",
     "gather_rows",
+    "head_of",
     "load_rows",
     "load_transposed",
     "mix",
     "power_of_two",
+    "rows_of",
+    "store_transposed",
 ]
-
-Floats = NDArray[np.float32]
-Numbers = NDArray[np.int32]
 
 CHUNK = 256
 """Keys that one pass takes: their rows, scores and gradients stay in the second-level cache."""
@@ -55,14 +56,34 @@ _FACTOR_1, _FACTOR_2, _GOLDEN = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np
 
 
 @helper
+def rows_of(heads: Heads, batch: int, head: int) -> Rows:
+    """The matrix of one head of one sample."""
+    return Rows(heads.values[batch * heads.batch + head * heads.head :], heads.row)
+
+
+@helper
+def head_of(scores: Scores, batch: int, head: int) -> Head:
+    """What `scores` says about one head of one sample."""
+    blocks, biases, dropout = scores.blocks, scores.biases, scores.dropout
+    first_row = (head if blocks.heads > 1 else 0) * blocks.num_rows
+    key_bias, pairs, key = biases.keys, biases.pairs, np.uint32(0)
+    if key_bias.size:
+        key_bias = key_bias[batch * scores.sizes.keys : (batch + 1) * scores.sizes.keys]
+    if pairs.size:
+        pairs = pairs[batch * biases.batch + head * biases.head :]
+    if dropout.head_keys.size:
+        key = dropout.head_keys[batch * scores.sizes.heads + head]
+    return Head(
+        blocks.row_offsets[first_row : first_row + blocks.num_rows + 1],
+        key_bias,
+        Matrix(pairs, biases.row, biases.column),
+        HeadDropout(key, dropout.threshold, dropout.kept),
+    )
+
+
+@helper
 def fill_keys(
-    keys: Numbers,
-    columns: Numbers,
-    entry: int,
-    last_entry: int,
-    block: int,
-    key_end: int,
-    key_bias: Floats,
+    keys: Integers, columns: Integers, entry: int, last_entry: int, block: int, key_end: int, key_bias: Floats
 ) -> tuple[int, int]:
     """The next chunk's keys, from column `entry` on: (the entry after it, how many). Those with a bias of -inf are not
     among them: nothing of a key that nobody attends is ever read."""
@@ -78,22 +99,21 @@ def fill_keys(
 
 
 @helper
-def gather_rows(
-    source: Floats, source_row: int, keys: Numbers, count: int, rows: int, width: int, padded: int, packed: Floats
-) -> bool:
+def gather_rows(source: Rows, keys: Integers, count: int, rows: int, width: int, padded: int, packed: Floats) -> bool:
     """Rows `keys` of `source` as `packed`, [rows, padded] with zeros around; whether all are finite."""
+    values = source.values
     whole = width // LANES * LANES
     check = floats.broadcast(_ZERO)
     rest = _ZERO
     for number in range(count):
-        origin, target = np.int64(keys[number]) * source_row, number * padded
+        origin, target = np.int64(keys[number]) * source.stride, number * padded
         for at in range(0, whole, LANES):
-            values = floats.load(source, origin + at)
-            check = floats.add(check, floats.multiply(values, floats.broadcast(_ZERO)))
-            floats.store(packed, target + at, values)
+            loaded = floats.load(values, origin + at)
+            check = floats.add(check, floats.multiply(loaded, floats.broadcast(_ZERO)))
+            floats.store(packed, target + at, loaded)
         for at in range(whole, width):
-            packed[target + at] = source[origin + at]
-            rest += source[origin + at] * _ZERO
+            packed[target + at] = values[origin + at]
+            rest += values[origin + at] * _ZERO
         for at in range(width, padded):
             packed[target + at] = _ZERO
     for at in range(count * padded, rows * padded, LANES):
@@ -102,38 +122,51 @@ def gather_rows(
 
 
 @helper
-def load_rows(
-    source: Floats, source_row: int, first: int, count: int, tile: int, width: int, padded: int, rows: Floats
-) -> None:
-    """Rows `first` on of `source` as [tile, padded], zeros around."""
-    for number in range(tile):
-        for at in range(padded):
-            inside = number < count and at < width
-            rows[number * padded + at] = source[(first + number) * source_row + at] if inside else _ZERO
+def load_rows(source: Rows, tile: Tile, width: int, padded: int, rows: Floats) -> None:
+    """A tile's rows of `source` as [lanes, padded], zeros around."""
+    values = source.values
+    whole = width // LANES * LANES
+    for number in range(tile.queries):
+        origin, target = (tile.first + number) * source.stride, number * padded
+        for at in range(0, whole, LANES):
+            floats.store(rows, target + at, floats.load(values, origin + at))
+        for at in range(whole, width):
+            rows[target + at] = values[origin + at]
+        for at in range(width, padded):
+            rows[target + at] = _ZERO
+    for at in range(tile.queries * padded, tile.lanes * padded, LANES):
+        floats.store(rows, at, floats.broadcast(_ZERO))
 
 
 @helper
-def load_transposed(
-    source: Floats,
-    source_row: int,
-    first: int,
-    count: int,
-    tile: int,
-    width: int,
-    padded: int,
-    scale: np.float32,
-    transposed: Floats,
-) -> bool:
-    """`scale` times rows `first` on of `source` as [padded, tile], zeros around; whether all are finite."""
-    check = _ZERO
-    for at in range(padded):
-        for number in range(tile):
-            value = _ZERO
-            if number < count and at < width:
-                value = source[(first + number) * source_row + at]
-            check += value * _ZERO
-            transposed[at * tile + number] = scale * value
-    return bool(check == _ZERO)
+def load_transposed(source: Rows, tile: Tile, width: int, scale: np.float32, transposed: Floats) -> bool:
+    """`scale` times a tile's rows of `source` as [padded, lanes], zeros around; whether all are finite."""
+    values = source.values
+    whole = width // LANES * LANES
+    check = floats.broadcast(_ZERO)
+    rest = _ZERO
+    transposed[:] = _ZERO
+    for number in range(tile.queries):
+        origin = (tile.first + number) * source.stride
+        row, column = values[origin : origin + width], transposed[number:]
+        for at in range(0, whole, LANES):
+            check = floats.add(check, floats.multiply(floats.load(row, at), floats.broadcast(_ZERO)))
+        for at in range(whole, width):
+            rest += row[at] * _ZERO
+        for at in range(width):
+            column[at * tile.lanes] = scale * row[at]
+    return bool(floats.reduce_sum(check) + rest == _ZERO)
+
+
+@helper
+def store_transposed(transposed: Floats, factors: Floats, tile: Tile, width: int, target: Rows) -> None:
+    """Each query's column of `transposed`, [padded, lanes], times its factor, to a tile's rows of `target`."""
+    values = target.values
+    for number in range(tile.queries):
+        origin, factor = (tile.first + number) * target.stride, factors[number]
+        row, column = values[origin : origin + width], transposed[number:]
+        for at in range(width):
+            row[at] = column[at * tile.lanes] * factor
 
 
 @helper
@@ -158,32 +191,22 @@ def power_of_two(exponent: Any) -> Any:
 
 
 @helper
-def add_masks(
-    scores: Floats,
-    tile: int,
-    keys: Numbers,
-    count: int,
-    first: int,
-    queries: int,
-    key_bias: Floats,
-    bias: Floats,
-    bias_row: int,
-    bias_step: int,
-    causal: bool,
-) -> None:
-    """Add the biases to scores, [count, tile], that are exponents of two; -inf where a query does not attend a key."""
+def add_masks(scores: Floats, tile: Tile, keys: Integers, count: int, head: Head, causal: bool) -> None:
+    """Add the biases to scores, [count, lanes], that are exponents of two; -inf where a query does not attend a key."""
+    key_bias, bias, bias_row, bias_column = head.key_bias, head.bias.values, head.bias.row, head.bias.column
     for number in range(count):
-        key, at = np.int64(keys[number]), number * tile
+        key, at = np.int64(keys[number]), number * tile.lanes
         if key_bias.size:
             added = floats.broadcast(key_bias[key] * LOG2_E)
-            for lane in range(0, tile, LANES):
+            for lane in range(0, tile.lanes, LANES):
                 floats.store(scores, at + lane, floats.add(floats.load(scores, at + lane), added))
         if bias.size:
-            for lane in range(queries):
-                value = bias[(first + lane) * bias_row + key * bias_step]
+            of_key = bias[tile.first * bias_row + key * bias_column :]
+            for lane in range(tile.queries):
+                value = of_key[lane * bias_row]
                 scores[at + lane] = -_INFINITY if value == -_INFINITY else scores[at + lane] + value * LOG2_E
         if causal:
-            for lane in range(min(np.int64(tile), max(np.int64(0), key - first))):
+            for lane in range(min(np.int64(tile.lanes), max(np.int64(0), key - tile.first))):
                 scores[at + lane] = -_INFINITY
 
 
@@ -198,9 +221,9 @@ def mix(word: Any) -> Any:
 
 
 @helper
-def drop(values: Any, first_query: int, key: int, head_key: np.uint32, threshold: np.uint32, kept: np.float32) -> Any:
+def drop(values: Any, first_query: int, key: int, dropout: HeadDropout) -> Any:
     """Sixteen consecutive queries' values for one key: 0 where dropout drops, `kept` times the value elsewhere."""
-    row_keys = mix(integers.add(integers.broadcast(head_key), integers.lanes(np.uint32(first_query))))
+    row_keys = mix(integers.add(integers.broadcast(dropout.key), integers.lanes(np.uint32(first_query))))
     column = integers.broadcast(np.uint32(np.uint32(key) * _GOLDEN))
-    dropped = integers.below(mix(integers.bit_xor(row_keys, column)), integers.broadcast(threshold))
-    return floats.select(dropped, floats.broadcast(_ZERO), floats.multiply(values, floats.broadcast(kept)))
+    dropped = integers.below(mix(integers.bit_xor(row_keys, column)), integers.broadcast(dropout.threshold))
+    return floats.select(dropped, floats.broadcast(_ZERO), floats.multiply(values, floats.broadcast(dropout.kept)))

@@ -6,104 +6,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.sparse_attn.kernels.triton.tiles import attended_scores, keep_mask, load_rows, store_rows
+from thinwire.sparse_attn.kernels.triton.tiles import (
+    attended_scores,
+    keep_mask,
+    load_rows,
+    part_of,
+    rows_of,
+    store_rows,
+)
 
 __all__ = ["add_parts_kernel", "row_statistics", "score_gradients"]
 
 
 @triton.jit
 def score_gradients(
-    queries,
-    keys,
-    values,
-    d_out,
-    shift,
-    delta,
-    rows,
-    columns,
-    mask,
-    key_bias,
-    bias,
-    bias_row,
-    bias_step,
-    seed,
-    number,
-    query_length,
-    key_length,
-    scale,
-    threshold,
-    kept,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_KEY_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
+    queries, keys, values, d_out, shift, delta, rows, columns, mask, head, config, MASKED: tl.constexpr
 ):
     """A tile's probabilities as the output has them, and the gradients of its scores."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-    scores = attended_scores(
-        scores,
-        rows,
-        columns,
-        query_length,
-        key_length,
-        mask,
-        key_bias,
-        bias,
-        bias_row,
-        bias_step,
-        MASKED,
-        CAUSAL,
-        HAS_KEY_BIAS,
-        HAS_BIAS,
-        T,
-        BLOCK,
-    )
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * head.scale
+    scores = attended_scores(scores, rows, columns, mask, head, config, MASKED)
     attends = scores != float("-inf")
     powers = tl.where(attends, tl.exp2(scores - shift[:, None]), 0.0)
     d_powers = tl.dot(d_out, tl.trans(values), input_precision="ieee")
     seen = powers
-    if DROPOUT:
-        keep = keep_mask(seed, number, rows, columns, threshold)
-        d_powers = tl.where(keep, d_powers * kept, 0.0)
-        seen = tl.where(keep, powers * kept, 0.0)
+    if config.DROPOUT:
+        keep = keep_mask(head, rows, columns)
+        d_powers = tl.where(keep, d_powers * head.dropout.kept, 0.0)
+        seen = tl.where(keep, powers * head.dropout.kept, 0.0)
     # Where a query does not attend a key, NaN in the one is none of the other's business.
     d_scores = tl.where(attends, powers * (d_powers - delta[:, None]), 0.0)
     return seen, d_scores
 
 
 @triton.jit
-def row_statistics(lse, delta, number, rows, query_length):
+def row_statistics(lse, delta, head, rows):
     """Of a tile's queries: log-sum-exp in exponents of two, and the inner product of output and its gradient."""
-    inside = rows < query_length
-    place = number * query_length + rows
+    inside = rows < head.queries
+    place = head.number * head.queries + rows
     shift = tl.load(lse + place, mask=inside, other=float("inf")) * 1.4426950408889634
     return shift, tl.load(delta + place, mask=inside, other=0.0)
 
 
 @triton.jit
-def add_parts_kernel(
-    target,
-    merges,
-    parts,
-    target_batch,
-    target_head,
-    target_row,
-    length,
-    width,
-    slots,
-    T: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Add up the parts of one long row or column of one sample, in their order."""
+def add_parts_kernel(target, merges, slots, parts, length, width, config):
+    """Add up the parts of one long row or column of one sample, in their order. target: Heads."""
     merge = merges + tl.program_id(0) * 4
     batch = tl.program_id(1).to(tl.int64)
     head = tl.load(merge)
-    first = tl.load(merge + 1) * T
+    first = tl.load(merge + 1) * config.T
     slot, count = tl.load(merge + 2), tl.load(merge + 3)
-    result = tl.zeros([T, WIDTH], tl.float32)
+    result = tl.zeros([config.T, config.WIDTH], tl.float32)
     for part in range(count):
-        result += load_rows(parts + (batch * slots + slot + part) * T * WIDTH, 0, T, WIDTH, WIDTH, T, WIDTH)
-    store_rows(target + batch * target_batch + head * target_head, result, first, length, target_row, width, T, WIDTH)
+        result += load_rows(part_of(parts, batch * slots + slot + part, config), 0, config)
+    store_rows(rows_of(target, batch, head, length, width), result, first, config)

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from thinwire.sparse_attn.block_index import BlockIndex
 from thinwire.sparse_attn.dropout import keep_threshold
+from thinwire.sparse_attn.kernels.triton.arguments import Biases, Config, Dropout, Heads, Sizes, Walk
 from thinwire.sparse_attn.kernels.triton.backward_keys import keys_kernel
 from thinwire.sparse_attn.kernels.triton.backward_queries import queries_kernel
 from thinwire.sparse_attn.kernels.triton.forward import forward_kernel, merge_kernel
 from thinwire.sparse_attn.kernels.triton.gradients import add_parts_kernel
 from thinwire.sparse_attn.kernels.triton.plan import Plans, Work
+from thinwire.sparse_attn.pattern import Pattern
 
 __all__ = ["backward", "forward"]
 
@@ -29,228 +31,105 @@ _plans = Plans()
 class _Call:
     """What the kernels of one call have in common."""
 
-    index: BlockIndex
-    heads: int
-    query_length: int
-    key_length: int
-    width: int
-    key_bias: Tensor
-    bias: Tensor
-    has_key_bias: bool
-    has_bias: bool
-    causal: bool
-    scale: float
-    dropout_p: float
+    pattern: Pattern
+    batch: int
+    sizes: Sizes
     tile: int
     padded: int
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        index: BlockIndex,
-        key_bias: Tensor | None,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-        dropout_p: float,
-        *,
-        in_forward: bool,
-    ) -> _Call:
-        """From a kernel's arguments; a mask that is not there is stood for by one number that nobody reads."""
-        nothing = torch.zeros(1, device=q.device)
-        padded = max(_SMALLEST_WIDTH, int(triton.next_power_of_2(q.size(3))))
-        return cls(
-            index,
-            q.size(1),
-            q.size(2),
-            k.size(2),
-            q.size(3),
-            nothing if key_bias is None else key_bias.contiguous(),
-            nothing if bias is None else bias,
-            key_bias is not None,
-            bias is not None,
-            causal,
-            scale,
-            dropout_p,
-            _tile(index.block, padded, q.dtype, in_forward=in_forward),
-            padded,
-        )
+    def of(cls, q: Tensor, k: Tensor, pattern: Pattern, *, in_forward: bool) -> _Call:
+        """From a backend's arguments."""
+        batch, heads, queries, width = q.shape
+        padded = max(_SMALLEST_WIDTH, int(triton.next_power_of_2(width)))
+        tile = _tile(pattern.index.block, padded, q.dtype, in_forward=in_forward)
+        return cls(pattern, batch, Sizes(heads, queries, k.size(2), width), tile, padded)
 
     def plans(self) -> tuple[Work, Work]:
         """Along rows and along columns."""
-        lengths = (self.query_length, self.key_length)
-        return _plans.get(self.index, self.heads, lengths, self.tile, causal=self.causal)
+        lengths = (self.sizes.queries, self.sizes.keys)
+        return _plans.get(self.pattern.index, self.sizes.heads, lengths, self.tile, causal=self.pattern.causal)
 
-    def numbers(self, slots: int) -> tuple[Any, ...]:
-        """Strides of the bias, sizes, scale in exponents of two, dropout."""
-        strides = (0, 0, 0, 0)
-        if self.has_bias:
-            batch, head, row, step = self.bias.stride()
-            strides = (batch if self.bias.size(0) > 1 else 0, head if self.bias.size(1) > 1 else 0, row, step)
-        sizes = (self.heads, self.query_length, self.key_length, self.width, slots)
-        return *strides, *sizes, self.scale * _LOG2_E, keep_threshold(self.dropout_p), 1 / (1 - self.dropout_p)
-
-    def options(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
+    def scores(self) -> dict[str, Any]:
+        """What every kernel that calculates scores is told about them, and what it is compiled for."""
+        kept = 1 / (1 - self.pattern.dropout_p)
         return {
-            "CAUSAL": self.causal,
-            "HAS_KEY_BIAS": self.has_key_bias,
-            "HAS_BIAS": self.has_bias,
-            "DROPOUT": self.dropout_p > 0,
-            "BLOCK": self.index.block,
-            **self.shape(),
+            "sizes": self.sizes,
+            "biases": Biases.of(self.pattern.key_bias, self.pattern.bias, nothing=self.pattern.seed),
+            "dropout": Dropout(self.pattern.seed, keep_threshold(self.pattern.dropout_p), kept),
+            "scale": self.pattern.scale * _LOG2_E,
+            **self.options(),
         }
 
-    def shape(self) -> dict[str, Any]:
-        """A tile's shape, and warps for it."""
+    def options(self) -> dict[str, Any]:
+        """What kernels are compiled for, a tile's shape and warps for it among them."""
+        wanted = (
+            self.pattern.causal,
+            self.pattern.key_bias is not None,
+            self.pattern.bias is not None,
+            self.pattern.dropout_p > 0,
+            self.pattern.index.block,
+            self.tile,
+            self.padded,
+        )
         warps = 8 if self.tile * self.padded > 64 * 64 else 4
-        return {"T": self.tile, "WIDTH": self.padded, "num_warps": warps, "num_stages": 2}
+        return {"config": Config(*map(tl.constexpr, wanted)), "num_warps": warps, "num_stages": 2}
 
-    def parts(self, work: Work, batch: int) -> Tensor:
+    def parts(self, work: Work) -> Tensor:
         """Where the parts of long rows are put down: float32 [B, slots, T, WIDTH]."""
-        return torch.empty(batch, max(work.slots, 1), self.tile, self.padded, device=self.bias.device)
+        shape = (self.batch, max(work.slots, 1), self.tile, self.padded)
+        return torch.empty(shape, device=self.pattern.seed.device)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: BlockIndex,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """Output [B, H, Sq, D] like q, and float32 log-sum-exp [B, H, Sq], +inf where nothing is attended."""
-    call = _Call.of(q, k, index, key_bias, bias, causal, scale, dropout_p, in_forward=True)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
+    call = _Call.of(q, k, pattern, in_forward=True)
     work, _ = call.plans()
-    part_out = call.parts(work, q.size(0))
-    part_lse = torch.empty(part_out.shape[:3], device=q.device)
-    forward_kernel[(len(work.items), q.size(0))](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        call.key_bias,
-        call.bias,
-        seed,
-        work.items,
-        work.entries,
-        work.masks,
-        part_out,
-        part_lse,
-        *_strides(q, k, v, out),
-        *call.numbers(work.slots),
-        **call.options(),
+    parts = call.parts(work)
+    part_lse = torch.empty(parts.shape[:3], device=q.device)
+    forward_kernel[(len(work.items), call.batch)](
+        *map(Heads.of, (q, k, v, out)), lse, _walk(work), parts, part_lse, **call.scores()
     )
     if len(work.merges):
-        merge_kernel[(len(work.merges), q.size(0))](
-            out,
-            lse,
-            work.merges,
-            part_out,
-            part_lse,
-            *_strides(out),
-            call.heads,
-            call.query_length,
-            call.width,
-            work.slots,
-            **call.shape(),
+        merge_kernel[(len(work.merges), call.batch)](
+            Heads.of(out), lse, work.merges, work.slots, parts, part_lse, call.sizes, **call.options()
         )
     return out, lse
 
 
 def backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    index: BlockIndex,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    needs_d_bias: bool,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, *, needs_d_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and, if asked for, of bias, in its shape.
+    """Gradients of q, k, v and, if asked for, of the pattern's bias, in its shape.
 
     A bias that several heads or samples share has its gradient summed from one of [B, H, Sq, Sk].
     """
-    call = _Call.of(q, k, index, key_bias, bias, causal, scale, dropout_p, in_forward=False)
+    bias = pattern.bias if needs_d_bias else None
     d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    batch = q.size(0)
-    wanted = bias if needs_d_bias else None
-    d_bias = None if wanted is None else wanted.new_zeros(batch, call.heads, call.query_length, call.key_length)
     if q.numel() == 0 or k.numel() == 0:
-        return d_q.zero_(), d_k, d_v, None if wanted is None else torch.zeros_like(wanted)
+        return d_q.zero_(), d_k, d_v, None if bias is None else torch.zeros_like(bias)
+    call = _Call.of(q, k, pattern, in_forward=False)
+    d_bias = None if bias is None else bias.new_zeros(*q.shape[:3], k.size(2))
     delta = (d_out.float() * out.float()).sum(-1)
+    inputs = (*map(Heads.of, (d_out, q, k, v)), lse, delta)
     rows, columns = call.plans()
-    parts = call.parts(rows, batch)
-    queries_kernel[(len(rows.items), batch)](
-        d_out,
-        q,
-        k,
-        v,
-        lse,
-        delta,
-        d_q,
-        call.key_bias,
-        call.bias,
-        call.bias if d_bias is None else d_bias,
-        seed,
-        rows.items,
-        rows.entries,
-        rows.masks,
-        parts,
-        *_strides(d_out, q, k, v, d_q),
-        *call.numbers(rows.slots),
-        scale,
-        NEEDS_D_BIAS=d_bias is not None,
-        **call.options(),
+
+    parts = call.parts(rows)
+    queries_kernel[(len(rows.items), call.batch)](
+        *inputs, Heads.of(d_q), d_bias, _walk(rows), parts, factor=pattern.scale, **call.scores()
     )
-    _add_parts(call, d_q, rows, parts, call.query_length)
-    k_parts, v_parts = call.parts(columns, batch), call.parts(columns, batch)
-    keys_kernel[(len(columns.items), batch)](
-        d_out,
-        q,
-        k,
-        v,
-        lse,
-        delta,
-        d_k,
-        d_v,
-        call.key_bias,
-        call.bias,
-        seed,
-        columns.items,
-        columns.entries,
-        columns.masks,
-        k_parts,
-        v_parts,
-        *_strides(d_out, q, k, v, d_k, d_v),
-        *call.numbers(columns.slots),
-        scale,
-        **call.options(),
+    _add_parts(call, d_q, rows, parts)
+
+    k_parts, v_parts = call.parts(columns), call.parts(columns)
+    keys_kernel[(len(columns.items), call.batch)](
+        *inputs, Heads.of(d_k), Heads.of(d_v), _walk(columns), k_parts, v_parts, factor=pattern.scale, **call.scores()
     )
-    _add_parts(call, d_k, columns, k_parts, call.key_length)
-    _add_parts(call, d_v, columns, v_parts, call.key_length)
-    if d_bias is None or wanted is None:
-        return d_q, d_k, d_v, None
-    return d_q, d_k, d_v, d_bias.sum_to_size(wanted.shape)
+    _add_parts(call, d_k, columns, k_parts)
+    _add_parts(call, d_v, columns, v_parts)
+    return d_q, d_k, d_v, None if d_bias is None or bias is None else d_bias.sum_to_size(bias.shape)
 
 
 def _tile(block: int, padded: int, dtype: torch.dtype, *, in_forward: bool) -> int:
@@ -260,13 +139,13 @@ def _tile(block: int, padded: int, dtype: torch.dtype, *, in_forward: bool) -> i
     return 128 if in_forward and block >= 128 and padded <= 128 else 64
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, head and row of each."""
-    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
+def _walk(work: Work) -> Walk:
+    return Walk(work.items, work.entries, work.masks, work.slots)
 
 
-def _add_parts(call: _Call, target: Tensor, work: Work, parts: Tensor, length: int) -> None:
+def _add_parts(call: _Call, target: Tensor, work: Work, parts: Tensor) -> None:
     if len(work.merges):
-        add_parts_kernel[(len(work.merges), target.size(0))](
-            target, work.merges, parts, *_strides(target), length, call.width, work.slots, **call.shape()
+        length, width = target.shape[2:]
+        add_parts_kernel[(len(work.merges), call.batch)](
+            Heads.of(target), work.merges, work.slots, parts, length, width, **call.options()
         )

@@ -1,30 +1,90 @@
-"""What the Triton kernels share: a tile's scores with all masks, dropout, and values made safe to multiply by zero."""
+"""What the Triton kernels share: which tiles a program takes, where they lie in memory, a tile's scores with all masks,
+dropout, and values made safe to multiply by zero."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["attended_scores", "finite_rows", "keep_mask", "load_rows", "store_rows"]
+from thinwire.sparse_attn.kernels.triton.arguments import Head, Item, Rows
+
+__all__ = [
+    "attended_scores",
+    "finite_rows",
+    "keep_mask",
+    "load_item",
+    "load_rows",
+    "part_of",
+    "rows_of",
+    "store_rows",
+    "this_head",
+]
 
 
 @triton.jit
-def load_rows(base, first, length, row_stride, width, T: tl.constexpr, WIDTH: tl.constexpr):
-    """[T, WIDTH] from row `first` on, zeros beyond `length` rows and `width` columns."""
-    rows = first + tl.arange(0, T)
-    columns = tl.arange(0, WIDTH)
-    inside = (rows[:, None] < length) & (columns[None, :] < width)
-    return tl.load(base + rows[:, None].to(tl.int64) * row_stride + columns[None, :], mask=inside, other=0.0)
+def load_item(walk, config):
+    """The item of this program; `first` is its first token."""
+    item = walk.items + tl.program_id(0) * 6
+    batch = tl.program_id(1).to(tl.int64)
+    return Item(
+        batch=batch,
+        head=tl.load(item),
+        first=tl.load(item + 1) * config.T,
+        start=tl.load(item + 2),
+        end=tl.load(item + 3),
+        unmasked=tl.load(item + 4),
+        slot=tl.load(item + 5),
+    )
 
 
 @triton.jit
-def store_rows(base, values, first, length, row_stride, width, T: tl.constexpr, WIDTH: tl.constexpr):
+def rows_of(heads, batch, head, length, width):
+    """The rows of one head of one sample."""
+    first = batch * heads.batch_stride + head * heads.head_stride
+    return Rows(memory=heads.memory + first, stride=heads.row_stride, length=length, width=width)
+
+
+@triton.jit
+def part_of(parts, number, config):
+    """The rows of one of `parts`, [n, T, WIDTH]."""
+    first = number * config.T * config.WIDTH
+    return Rows(memory=parts + first, stride=config.WIDTH, length=config.T, width=config.WIDTH)
+
+
+@triton.jit
+def this_head(item, sizes, biases, dropout, scale):
+    """What the scores of an item's head depend on."""
+    return Head(
+        number=item.batch * sizes.heads + item.head,
+        queries=sizes.queries,
+        keys=sizes.keys,
+        key_bias=biases.keys + item.batch * sizes.keys,
+        bias=biases.pairs + item.batch * biases.batch_stride + item.head * biases.head_stride,
+        bias_row=biases.row_stride,
+        bias_column=biases.column_stride,
+        scale=scale,
+        dropout=dropout,
+    )
+
+
+@triton.jit
+def load_rows(matrix, first, config):
+    """[T, WIDTH] from row `first` on, zeros beyond the matrix."""
+    rows = first + tl.arange(0, config.T)
+    columns = tl.arange(0, config.WIDTH)
+    inside = (rows[:, None] < matrix.length) & (columns[None, :] < matrix.width)
+    place = matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
+    return tl.load(place, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(matrix, values, first, config):
     """The opposite of `load_rows`, in the memory's dtype."""
-    rows = first + tl.arange(0, T)
-    columns = tl.arange(0, WIDTH)
-    inside = (rows[:, None] < length) & (columns[None, :] < width)
-    place = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
-    tl.store(place, values.to(base.dtype.element_ty), mask=inside)
+    rows = first + tl.arange(0, config.T)
+    columns = tl.arange(0, config.WIDTH)
+    inside = (rows[:, None] < matrix.length) & (columns[None, :] < matrix.width)
+    place = matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
+    tl.store(place, values.to(matrix.memory.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -37,53 +97,39 @@ def _mix(word):
 
 
 @triton.jit
-def keep_mask(seed, number, rows, columns, threshold):
-    """What dropout keeps of a tile of head `number`; `thinwire.sparse_attn.dropout` in 32 bits."""
-    value = tl.load(seed)
+def keep_mask(head, rows, columns):
+    """What dropout keeps of a tile of one head; `thinwire.sparse_attn.dropout` in 32 bits."""
+    value = tl.load(head.dropout.seed)
     low = (value & 0xFFFFFFFF).to(tl.uint32)
     high = ((value >> 32) & 0xFFFFFFFF).to(tl.uint32)
     golden = tl.full([], 0x9E3779B9, tl.uint32)
-    head_key = _mix(low ^ _mix(high + number.to(tl.uint32) * golden))
+    head_key = _mix(low ^ _mix(high + head.number.to(tl.uint32) * golden))
     row_keys = _mix(head_key + rows.to(tl.uint32))
     words = _mix(row_keys[:, None] ^ (columns.to(tl.uint32) * golden)[None, :])
-    return words >= threshold
+    return words >= head.dropout.threshold
 
 
 @triton.jit
-def attended_scores(
-    scores,
-    rows,
-    columns,
-    query_length,
-    key_length,
-    mask,
-    key_bias,
-    bias,
-    bias_row,
-    bias_step,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_KEY_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Exponents of two with the biases in; -inf where a query does not attend a key, whatever the score was."""
+def attended_scores(scores, rows, columns, mask, head, config, MASKED: tl.constexpr):
+    """Exponents of two with the biases in; -inf where a query does not attend a key, whatever the score was.
+
+    mask: which of the tile's blocks are attended, a bit each; not looked at without MASKED.
+    """
     log2_e: tl.constexpr = 1.4426950408889634
-    if HAS_KEY_BIAS:
-        added = tl.load(key_bias + columns, mask=columns < key_length, other=0.0)
+    if config.HAS_KEY_BIAS:
+        added = tl.load(head.key_bias + columns, mask=columns < head.keys, other=0.0)
         scores = tl.where((added == float("-inf"))[None, :], float("-inf"), scores + (added * log2_e)[None, :])
-    if HAS_BIAS:
-        inside = (rows[:, None] < query_length) & (columns[None, :] < key_length)
-        place = bias + rows[:, None].to(tl.int64) * bias_row + columns[None, :].to(tl.int64) * bias_step
-        added = tl.load(place, mask=inside, other=0.0)
+    if config.HAS_BIAS:
+        inside = (rows[:, None] < head.queries) & (columns[None, :] < head.keys)
+        place = head.bias + rows[:, None].to(tl.int64) * head.bias_row
+        added = tl.load(place + columns[None, :].to(tl.int64) * head.bias_column, mask=inside, other=0.0)
         scores = tl.where(added == float("-inf"), float("-inf"), scores + added * log2_e)
     if MASKED:
-        joined: tl.constexpr = T // BLOCK
-        inner = tl.arange(0, T) // BLOCK
+        joined: tl.constexpr = config.T // config.BLOCK
+        inner = tl.arange(0, config.T) // config.BLOCK
         bits = inner[:, None] * joined + inner[None, :]
-        attends = (((mask >> bits) & 1) != 0) & (columns[None, :] < key_length)
-        if CAUSAL:
+        attends = (((mask >> bits) & 1) != 0) & (columns[None, :] < head.keys)
+        if config.CAUSAL:
             attends = attends & (columns[None, :] <= rows[:, None])
         scores = tl.where(attends, scores, float("-inf"))
     return scores

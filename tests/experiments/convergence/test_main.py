@@ -1,0 +1,45 @@
+"""The convergence study in small: digits and two seeds, on ranks in threads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.common.errors import InputError
+from experiments.convergence.__main__ import parse, study
+from thinwire.comm import threads
+
+
+def run(folder: Path, *arguments: str) -> None:
+    options = parse(["--task", "digits", "--output", str(folder), *arguments])
+    threads.run(lambda comm: study(comm, options), 2)
+
+
+def test_it_writes_every_curve_and_the_picture(tmp_path: Path) -> None:
+    run(tmp_path, "--seeds", "2", "--steps", "240")
+    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
+    digits = json.loads((tmp_path / "convergence.json").read_text())["tasks"]["digits"]
+    for runs in digits["runs"].values():
+        assert [run["seed"] for run in runs] == [0, 1]
+        assert all(run["curve"]["losses"][-1] < 0.5 * run["curve"]["losses"][0] for run in runs)
+    losses = [run["final_loss"] for run in digits["runs"]["adamw"]]
+    assert digits["findings"]["onebit-adam"]["exact_loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_tuning_compares_learning_rates(tmp_path: Path) -> None:
+    run(tmp_path, "--tune", "--steps", "10")
+    tuned = json.loads((tmp_path / "convergence_tuning.json").read_text())
+    assert all(len(tuned["final_loss_by_learning_rate"][optimizer]["digits"]) > 2 for optimizer in ("adamw", "lamb"))
+    assert not (tmp_path / "convergence.png").exists()
+
+
+def test_the_command_line_takes_tasks_and_seeds(tmp_path: Path) -> None:
+    options = parse(["--task", "digits", "--seeds", "5", "--output", str(tmp_path)])
+    assert options.task == ["digits"]
+    assert options.seeds == 5
+    with pytest.raises(InputError, match="--seeds"):
+        parse(["--seeds", "0", "--output", str(tmp_path)])
+    with pytest.raises(InputError, match="absent"):
+        parse(["--output", str(tmp_path), "--corpus", str(tmp_path / "absent")])

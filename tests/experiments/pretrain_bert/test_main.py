@@ -1,0 +1,135 @@
+"""The main job end to end, on real ranks and with the smallest BERT: results, resume, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experiments.helpers import run_module, write_text
+
+MODULE = "experiments.pretrain_bert"
+STEPS, STOP = 6, 4
+OPTIONS = {
+    "--ranks": 2,
+    "--steps": STEPS,
+    "--checkpoint-every": STOP,
+    "--freeze-step": 2,
+    "--evaluate-every": 1,
+    "--print-every": 2,
+    "--vocab-size": 120,
+    "--sequence-length": 16,
+    "--batch-size": 2,
+    "--validation-sequences": 8,
+    "--dropout": 0.1,
+}
+
+
+def pretrain(folder: Path, corpus: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    places = {"--output": folder / "results", "--checkpoints": folder / "runs", "--corpus": corpus}
+    options = [part for pair in (OPTIONS | places).items() for part in pair]
+    return run_module(MODULE, *options, *arguments)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "results" / "pretrain_bert.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("corpus") / "shopping.txt", 2000)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A whole run of both optimizers."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, pretrain(folder, corpus)
+
+
+@pytest.mark.launch
+def test_a_run_writes_numbers_and_a_picture(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, ended = finished
+    assert ended.returncode == 0, ended.stderr
+    assert (folder / "results" / "pretrain_bert.png").read_bytes().startswith(b"\x89PNG")
+    found = results(folder)
+    assert found["ranks"] == 2
+    assert found["settings"]["corpus"] == "shopping.txt"
+    assert str(folder) not in json.dumps(found)
+    for run in found["runs"].values():
+        assert run["curve"]["steps"] == list(range(1, STEPS + 1))
+        assert run["curve"]["bytes_sent"][-1] == run["bytes_sent"]
+    assert found["runs"]["onebit-adam"]["frozen_at"] == 2
+    assert found["findings"]["onebit-adam"]["fewer_bytes_frozen"] > 20
+    assert "1-bit Adam  6/6" in ended.stderr
+    assert "1-bit Adam: validation loss" in ended.stdout
+
+
+@pytest.mark.launch
+def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(tmp_path: Path, corpus: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.5}}))
+    ended = pretrain(tmp_path, corpus, "--pre-ln", "--optimizer", "adamw", "--config", str(config))
+    assert ended.returncode == 0, ended.stderr
+    found = results(tmp_path)
+    assert found["settings"]["pre_ln"] is True
+    losses = found["runs"]["adamw"]["curve"]["losses"]
+    assert losses[-1] < losses[0]
+    refused = pretrain(tmp_path, corpus, "--optimizer", "adamw", "--config", str(config))
+    assert refused.returncode == 2
+    assert "give --pre-ln" in refused.stderr
+
+
+@pytest.mark.launch
+def test_a_resumed_run_repeats_the_uninterrupted_one(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], corpus: Path, tmp_path: Path
+) -> None:
+    folder, _ = finished
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    for run in (tmp_path / "runs" / "pretrain_bert").glob("*/"):
+        shutil.rmtree(run / f"step-{STEPS:08}")
+    ended = pretrain(tmp_path, corpus, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert f"continuing after step {STOP}" in ended.stderr
+    for optimizer, run in results(folder)["runs"].items():
+        repeated = results(tmp_path)["runs"][optimizer]
+        assert repeated["curve"] == run["curve"]
+        assert repeated["frozen_at"] == run["frozen_at"]
+
+
+@pytest.mark.launch
+def test_stage_3_and_a_configuration_file(tmp_path: Path, corpus: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
+    ended = pretrain(tmp_path, corpus, "--config", str(config))
+    assert ended.returncode == 0, ended.stderr
+    found = results(tmp_path)
+    assert list(found["runs"]) == ["adamw"]
+    assert found["settings"]["zero"] == 3
+    assert found["settings"]["config"]["gradient_clipping"] == 1.0
+    assert found["runs"]["adamw"]["bytes_sent"] > 0
+
+
+@pytest.mark.launch
+def test_a_corpus_that_is_too_short_is_refused_once(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("abc abd abe")
+    ended = pretrain(tmp_path, short)
+    assert ended.returncode == 2
+    assert ended.stderr.count("error: the corpus is too short") == 1
+    assert "Traceback" not in ended.stderr
+    assert not list((tmp_path / "results").iterdir())
+
+
+def test_unreadable_input_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(256)))
+    ended = pretrain(tmp_path, binary)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"{MODULE}: error: corpus file")
+    assert ended.stderr.count("\n") == 1

@@ -1,0 +1,20 @@
+"""The formula of packed state, against what the pages promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.optim.sharded.memory import frozen_state_formula
+
+
+@given(parameters=st.integers(0, 10**12), ranks=st.integers(1, 10**4))
+def test_formulas(parameters: int, ranks: int) -> None:
+    for expected, formula in [
+        (5.125 + 8 / ranks, frozen_state_formula(parameters, ranks)),
+        (9.125 + 4 / ranks, frozen_state_formula(parameters, ranks, dtype=torch.float32)),
+        (9.125 + 8 / ranks, frozen_state_formula(parameters, ranks, dtype=torch.float32, fresh_variance=True)),
+    ]:
+        assert sum(formula.values()) == pytest.approx(parameters * expected)

@@ -1,0 +1,280 @@
+"""The parameters that entered the optimizer together: they warm up together, freeze together, and turn what the ranks
+exchanged into steps of an algorithm, wherever their state lives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Send
+from thinwire.optim.bucket import AlgorithmBucket, Parameters, place_of
+from thinwire.optim.formulas import AdamSettings, variance_norm
+from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.group_weights import GroupWeights, slots_with_elements
+from thinwire.optim.members import Members
+from thinwire.optim.options import check_same_freeze
+
+__all__ = ["FreezeGroup"]
+
+
+class FreezeGroup:
+    """Buckets with one step count and one freeze; a parameter group added later begins its own.
+
+    `left_out_steps`: local steps to which this rank added nothing, as its gradient was not finite.
+
+    Args:
+        agreement: makes an Agreement between parameters with these settings.
+        rates: the learning rates of all parameter groups.
+        changed: called when the state has other names than before.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Parameters,
+        algorithm: Algorithm,
+        rule: FreezeRule | None,
+        clock: Clock,
+        buckets: Sequence[AlgorithmBucket],
+        weights: GroupWeights,
+        *,
+        agreement: Callable[[dict[int, AdamSettings]], Agreement],
+        rates: Callable[[], list[float]],
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.rule = rule
+        self.clock = clock
+        self.buckets = list(buckets)
+        self.weights = weights
+        self.left_out_steps = 0
+        self._comm = comm
+        self._parameters = parameters
+        self._agreement = agreement
+        self._rates = rates
+        self._changed = changed
+        changed()
+        self.prepare()
+
+    @property
+    def send(self) -> Send:
+        """What the step under way, or that comes next, sends."""
+        return self.algorithm.next_send(self.clock)
+
+    @property
+    def shows_own_weights(self) -> bool:
+        """Whether parameters may show other weights than those that all ranks have in common."""
+        return self.algorithm.local_steps and self.clock.frozen
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there are residuals, or will be at the next step."""
+        return self.clock.frozen or self.algorithm.local_steps
+
+    # One step
+
+    def receive_averages(self) -> None:
+        """Write averaged gradients into the payloads, if this is an EXACT step."""
+        for bucket in self.buckets if self.send is Send.EXACT else ():
+            bucket.receive()
+
+    def update(self, absent: frozenset[int], loss_scale: float, clip: float) -> None:
+        """Apply what the exchanges of this step brought; `absent` parameters had no gradient on any rank. Collective.
+
+        Averages of an EXACT step are there already: see `receive_averages`.
+        """
+        send, decision = self.send, self.algorithm.decision()
+        if self.shows_own_weights:
+            self._take_over_written()
+        self.clock.steps += 1
+        if send is Send.EXACT:
+            self._exact_step(absent, loss_scale, clip)
+        elif send is Send.LOCAL:
+            self._local_step()
+        else:
+            self._compressed_step(send)
+        self.weights.end_step(send is not Send.LOCAL, send is Send.EXACT, self.clock.steps)
+        self._decide_on_freeze(decision)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Have every bucket ready for the kind of step that comes next, before its first gradient arrives."""
+        for bucket in self.buckets:
+            bucket.prepare(self.send)
+
+    def _exact_step(self, absent: frozenset[int], loss_scale: float, clip: float) -> None:
+        groups = self.weights.members(absent)
+        for members in groups:
+            if loss_scale != 1.0:
+                torch._foreach_div_(members.averages, loss_scale)
+            if clip < 1.0:
+                torch._foreach_mul_(members.averages, clip)
+        self.weights.absorb_owned(self.algorithm, self.clock, groups, absent)
+        self.algorithm.absorb_exact(groups, self.clock, self._agreement(_settings(groups)))
+        self.weights.settle(self.algorithm, self.clock, groups, absent)
+        self._move(groups, absent)
+        if self.algorithm.published:
+            for bucket in self.buckets:
+                bucket.find_zero_variance()
+
+    def _compressed_step(self, send: Send) -> None:
+        if send is Send.SYNC:
+            self._count_local()
+        for bucket in self.buckets:
+            bucket.receive()
+        everyone = self.weights.members()
+        trained = everyone if self._all_train() else self.weights.members(trained=True)
+        self.algorithm.absorb_compressed(everyone, self.clock, self._agreement(_settings(trained)))
+        self._move(trained)
+        if send is Send.SYNC:
+            self._end_sync()
+
+    def _local_step(self) -> None:
+        finite = self._own_is_finite()
+        self._count_local()
+        trained = self.weights.members(trained=True)
+        if any(members.settings.weight_decay for members in trained):
+            self._change(self.algorithm.decay_common, trained)
+        self.algorithm.absorb_local(self.weights.members(), self.clock, finite)
+        self.show_own_weights(True)
+
+    def _move(self, groups: Sequence[Members], absent: Collection[int] = ()) -> None:
+        self._change(self.algorithm.move, groups, absent)
+        self.weights.show_common()
+
+    def _change(
+        self,
+        change: Callable[[Sequence[Members], Clock], None],
+        groups: Sequence[Members],
+        absent: Collection[int] = (),
+    ) -> None:
+        self.weights.change(lambda members: change(members, self.clock), groups, absent, self.clock.steps)
+
+    def _all_train(self) -> bool:
+        slots = (slot for bucket in self.buckets for slot in bucket.layout.slots)
+        return all(self._parameters.parameters[slot.parameter].requires_grad for slot in slots)
+
+    def _count_local(self) -> None:
+        numbers = {self._parameters.group_number(slot.parameter) for one in self.buckets for slot in one.layout.slots}
+        self.algorithm.count_local({one: self._parameters.settings(one) for one in sorted(numbers)}, self.clock)
+
+    def _own_is_finite(self) -> bool:
+        """Whether this rank can take its local step; warns where it cannot."""
+        if all(bucket.own_is_finite() for bucket in self.buckets):
+            return True
+        self.left_out_steps += 1
+        warnings.warn(
+            f"local step {self.clock.steps} adds nothing on rank {self._comm.rank}: a gradient was NaN or infinite "
+            "there. The other ranks go on",
+            RuntimeWarning,
+            stacklevel=8,
+        )
+        return False
+
+    # Between steps
+
+    @torch.no_grad()
+    def meet(self, step: int) -> None:
+        """Meet the other ranks now, as a sync would, without a gradient of its own; `step` is for the packets' headers.
+        Collective unless the ranks are in sync."""
+        if self.algorithm.in_sync:
+            return
+        self._take_over_written()
+        for bucket in self.buckets:
+            exchange = bucket.compressed
+            for slot in bucket.layout.slots:
+                self.algorithm.begin_meeting(bucket.contribution(slot), exchange.payload[place_of(slot)])
+            exchange.start(step)
+            exchange.advance()
+            exchange.wait()
+            exchange.outcome()
+        for bucket in self.buckets:
+            bucket.prepare(Send.SYNC)
+            bucket.receive()
+        self.algorithm.absorb_compressed(self.weights.members(), self.clock, self._agreement({}))
+        self._change(self.algorithm.meet, self.weights.members(trained=True))
+        self._end_sync()
+        self.prepare()
+
+    @torch.no_grad()
+    def show_own_weights(self, own: bool) -> None:
+        """Show this rank's own weights, or those of the last sync."""
+        if not self.shows_own_weights:
+            return
+        if not own:
+            self.weights.show_common()
+        for bucket in self.buckets if own else ():
+            for slot in slots_with_elements(bucket):
+                if self._parameters.parameters[slot.parameter].requires_grad:
+                    common = self.weights.common(bucket, slot)
+                    own_weight = self.algorithm.own_weight(common, bucket.contribution(slot))
+                    self.weights.show(bucket, slot, own_weight)
+
+    def begin_frozen_state(self) -> None:
+        """Have the frozen stage's state, to be filled."""
+        for bucket in self.buckets:
+            bucket.rename_state()
+        self._changed()
+
+    def restore(self) -> None:
+        """Go on with what a checkpoint put into the state and the clock."""
+        for bucket in self.buckets:
+            bucket.find_zero_variance()
+        if self.shows_own_weights:
+            self.weights.stand_apart()
+            self.show_own_weights(True)
+        self.prepare()
+
+    def _end_sync(self) -> None:
+        self.weights.show_common()
+        self.algorithm.end_sync()
+
+    def _take_over_written(self) -> None:
+        """Take over weights that somebody wrote into the parameters.
+
+        Raises RuntimeError where those were this rank's own: what was written need not be the same on other ranks.
+        """
+        for bucket, slot in self.weights.take_over_written(self.algorithm.in_sync):
+            own = self.algorithm.own_weight(self.weights.common(bucket, slot), bucket.contribution(slot))
+            if not self.weights.holds(bucket, slot, own):
+                raise RuntimeError(
+                    f"{self._parameters.describe(slot.parameter)} was changed between local steps, in which ranks hold "
+                    "weights of their own: call optimizer.synchronize_weights() on every rank before you change "
+                    "weights, or load the model before the optimizer"
+                )
+
+    # The freeze
+
+    def _decide_on_freeze(self, decision: object) -> None:
+        froze = False
+        if self.rule is not None and not self.clock.frozen:
+            froze = self.rule.reached(self.clock.steps, self._rates(), self._variance_norm)
+            if self.rule.looks_at(self.clock.steps):
+                check_same_freeze(self._comm, froze, self._rates())
+            if froze:
+                self._freeze()
+        if decision is not None and (froze or decision != self.algorithm.decision()):
+            check_same_freeze(self._comm, self.clock.frozen, self._rates())
+
+    def _freeze(self) -> None:
+        self.begin_frozen_state()
+        groups = self.weights.members()
+        self.algorithm.freeze(groups, self.clock, self._agreement(_settings(groups)))
+        self.clock.frozen_at = self.clock.steps
+        for bucket in self.buckets:
+            bucket.begin_compression()
+        if self.algorithm.local_steps:
+            self.weights.stand_apart()
+
+    def _variance_norm(self) -> float:
+        return sum(
+            float(variance_norm(members["exp_avg_sq"], members.settings, self.clock.steps))
+            for members in self.weights.members()
+        )
+
+
+def _settings(groups: Sequence[Members]) -> dict[int, AdamSettings]:
+    return {parameter: members.settings for members in groups for parameter in members.parameters}

@@ -1,0 +1,134 @@
+"""What a checkpoint holds of a freeze group whose state lies in buckets, by parameter name, and how it comes back: on
+the same ranks, on others, or in the other home."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.optim.algorithm import Keep
+from thinwire.optim.bucket import AlgorithmBucket, place_of
+from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.residuals import (
+    load_owner_residual,
+    load_worker_residual,
+    mean_over_ranks,
+    owner_residual_slices,
+    runs_in,
+    worker_residual_tensors,
+)
+from thinwire.zero.saved_slices import Piece, PieceSource
+
+__all__ = ["check_settings", "counters", "load", "rank_tensors", "slices"]
+
+
+def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[Piece]:
+    """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns."""
+    found: list[Piece] = []
+    for bucket in group.buckets:
+        first = rank * bucket.layout.shard
+        own = slice(first, first + bucket.layout.shard)
+        whole = bucket.whole_state
+        common = {name: whole[name][own] if name in whole else bucket.state[name] for name in _common(group, bucket)}
+        for run in runs_in(bucket.layout, own):
+            values = {name: one[run.place] for name, one in common.items()}
+            values |= group.weights.saved(bucket, run, group.shows_own_weights)
+            found += [Piece(kind, names[run.parameter], run.start, one) for kind, one in values.items()]
+        if group.compresses:
+            exchange = bucket.compressed
+            assert exchange.owner_residual is not None
+            found += owner_residual_slices(bucket.layout, exchange.owner_place, exchange.owner_residual, names)
+    return found
+
+
+def rank_tensors(group: FreezeGroup, names: Sequence[str]) -> dict[str, Tensor]:
+    """The rank's own residuals and, where local steps make state its own, that state."""
+    found: dict[str, Tensor] = {}
+    for bucket in group.buckets:
+        if group.compresses:
+            exchange = bucket.compressed
+            assert exchange.worker_residual is not None
+            found |= worker_residual_tensors(bucket.layout, exchange.worker_place, exchange.worker_residual, names)
+        for kind in set(bucket.state) - set(_common(group, bucket)):
+            for slot in bucket.layout.slots:
+                found[f"{kind}.{names[slot.parameter]}"] = bucket.state[kind][place_of(slot)]
+    return found
+
+
+def counters(group: FreezeGroup, names: Sequence[str]) -> dict[str, Any]:
+    """Where a freeze group is, and the parameters of its buckets, as plain values."""
+    return {
+        "steps": group.clock.steps,
+        "frozen_at": group.clock.frozen_at,
+        "rule": None if group.rule is None else group.rule.state(),
+        "scalars": group.algorithm.scalars(names),
+        "buckets": [[names[slot.parameter] for slot in bucket.layout.slots] for bucket in group.buckets],
+    }
+
+
+def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raise ValueError where `saved` settings would give momenta and residuals another meaning."""
+    for setting, value in mine.items():
+        if setting in saved and saved[setting] != value:
+            raise ValueError(
+                f"this state was saved with {setting}={saved[setting]!r}; this optimizer has {setting}={value!r}. "
+                "Build it with the same"
+            )
+
+
+def load(
+    group: FreezeGroup,
+    names: Sequence[str],
+    saved: Mapping[str, Any],
+    source: PieceSource,
+    ranks: Sequence[int] | None,
+) -> None:
+    """Take over a freeze group whose buckets are laid out already; KeyError where state was not saved.
+
+    `ranks`: whose residuals and own state to take the mean of, the averages that the next exchange makes of which are
+    what they would have been; None where they cannot be had.
+    """
+    group.clock.steps = saved["steps"]
+    if group.rule is not None and saved["rule"] and saved["rule"].keys() == group.rule.state().keys():
+        group.rule.load(saved["rule"])  # else freeze_step was changed: the new rule starts afresh
+    group.algorithm.load_scalars(saved["scalars"], names)
+    if saved["frozen_at"] is not None and group.algorithm.freezes:
+        group.begin_frozen_state()
+    group.clock.frozen_at = saved["frozen_at"]
+    for bucket in group.buckets:
+        common = _common(group, bucket)
+        for kind, values in bucket.whole_state.items():
+            for slot in (one for one in bucket.layout.slots if one.numel):
+                name = names[slot.parameter]
+                own = kind not in common and ranks is not None
+                read = mean_over_ranks(source, f"{kind}.{name}", ranks or ()) if own else None
+                values[place_of(slot)].copy_(source.read(kind, name, 0, slot.numel) if read is None else read)
+        _load_owned(group, bucket, names, source)
+    group.restore()
+    for bucket in group.buckets if ranks is not None and group.compresses else ():
+        _load_residuals(bucket, names, source, ranks or ())
+
+
+def _load_owned(group: FreezeGroup, bucket: AlgorithmBucket, names: Sequence[str], source: PieceSource) -> None:
+    for kind in set(bucket.state) - set(bucket.whole_state):
+        assert group.algorithm.state[kind] is Keep.OWNER
+        for run in runs_in(bucket.layout, bucket.compressed.owner_place):
+            bucket.state[kind][run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
+
+
+def _load_residuals(bucket: AlgorithmBucket, names: Sequence[str], source: PieceSource, ranks: Sequence[int]) -> None:
+    exchange = bucket.compressed
+    assert exchange.worker_residual is not None
+    assert exchange.owner_residual is not None
+    load_worker_residual(bucket.layout, exchange.worker_place, exchange.worker_residual, names, source, ranks)
+    load_owner_residual(bucket.layout, exchange.owner_place, exchange.owner_residual, names, source)
+    if bucket.zero_variance is not None:
+        exchange.hold_zero(bucket.zero_variance)
+
+
+def _common(group: FreezeGroup, bucket: AlgorithmBucket) -> list[str]:
+    """The state that every rank has alike, or its owner alone."""
+    own = group.algorithm.own_state if group.clock.frozen else frozenset()
+    return [kind for kind in bucket.state if kind not in own]

@@ -1,0 +1,126 @@
+"""Which parameters lie in which bucket of which freeze group, where every rank holds all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.optim.algorithm import Algorithm, Clock
+from thinwire.optim.bucket import AlgorithmBucket, StepUnderWay
+from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.home_options import HomeOptions
+from thinwire.optim.replicated.parameters import ParameterTable
+from thinwire.optim.replicated.weights import RankZeros, ReplicatedWeights
+from thinwire.optim.replicated.wire import Wire
+from thinwire.zero import BucketLayout, bucket_numel, partition
+
+__all__ = ["FreezeGroups"]
+
+_FP32_BYTES = 4
+
+
+class FreezeGroups:
+    """`groups`, in the order in which they entered, and `unplaced`: the parameters that lie in no bucket yet.
+
+    `under_way`: what the buckets of a step share.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        table: ParameterTable,
+        wire: Wire,
+        options: HomeOptions,
+        make_algorithm: Callable[[], Algorithm],
+        make_rule: Callable[[], FreezeRule | None],
+    ) -> None:
+        self.groups: list[FreezeGroup] = []
+        self.unplaced: list[int] = []
+        self.under_way = StepUnderWay(lambda: bool(self.trainable_unplaced))
+        self.comm = comm
+        self._table = table
+        self._wire = wire
+        self._options = options
+        self._make_algorithm = make_algorithm
+        self._make_rule = make_rule
+
+    @property
+    def buckets(self) -> list[AlgorithmBucket]:
+        """Of all freeze groups, in the order in which they leave."""
+        return [bucket for group in self.groups for bucket in group.buckets]
+
+    @property
+    def trainable_unplaced(self) -> list[int]:
+        """The parameters that lie in no bucket yet and require a gradient."""
+        return [index for index in self.unplaced if self._parameters[index].requires_grad]
+
+    def place(self, order: Sequence[int]) -> FreezeGroup:
+        """Add a freeze group of the parameters `order`, in buckets of `bucket_bytes`."""
+        self.unplaced = [index for index in self.unplaced if index not in set(order)]
+        return self._add(self._cut(order))
+
+    def restore(self, freeze_groups: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Lay parameters out anew: for each freeze group, each bucket's parameters; others wait for a gradient."""
+        placed = {index for group in freeze_groups for order in group for index in order}
+        self.unplaced = [index for index in range(len(self._table)) if index not in placed]
+        self.groups.clear()
+        for buckets in freeze_groups:
+            self._add([self._cut(order, whole=True)[0] for order in buckets])
+
+    def all_trainable(self) -> list[list[int]]:
+        """Buckets of all trainable parameters, last ones first, as backward is likely to bring them."""
+        order = [index for index in reversed(range(len(self._table))) if self._parameters[index].requires_grad]
+        return [[slot.parameter for slot in layout.slots] for layout in self._cut(order)]
+
+    @property
+    def _parameters(self) -> Sequence[Tensor]:
+        return self._table.parameters
+
+    def _cut(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
+        """Buckets of the parameters `order`; one of all of them where they stay `whole`."""
+        numels = [parameter.numel() for parameter in self._parameters]
+        numel = sum(numels[parameter] for parameter in order)
+        return partition(
+            numels,
+            order,
+            world_size=self.comm.size,
+            block_size=self._options.block_size,
+            bucket_numel=numel + 1 if whole else bucket_numel(self._options.bucket_bytes, numel, _FP32_BYTES),
+        )
+
+    def _add(self, layouts: Sequence[BucketLayout]) -> FreezeGroup:
+        algorithm = self._make_algorithm()
+        clock = Clock(frozen_at=None if algorithm.freezes else 0)
+        made = [
+            AlgorithmBucket(
+                index,
+                layout,
+                self._table,
+                self._wire,
+                algorithm,
+                clock,
+                self.under_way,
+                new_state=partial(self._wire.new_state, algorithm.fills, self._parameters[0].device),
+                shards_state=False,
+            )
+            for index, layout in enumerate(layouts, len(self.buckets))
+        ]
+        weights = ReplicatedWeights(self._table, made)
+        group = FreezeGroup(
+            self.comm,
+            self._table,
+            algorithm,
+            self._make_rule(),
+            clock,
+            made,
+            weights,
+            agreement=partial(RankZeros, self.comm, [parameter.numel() for parameter in self._parameters]),
+            rates=lambda: [float(one["lr"]) for one in self._table.groups()],
+            changed=lambda: weights.show_state(algorithm),
+        )
+        self.groups.append(group)
+        return group
