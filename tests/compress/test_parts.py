@@ -13,14 +13,13 @@ from torch import Tensor
 import thinwire
 from tests.compress.bodies import exchange_equals_the_algorithm
 from tests.optim.training import make_model, train, weights
-from tests.optim.zero_one.training import SCHEDULE, make_zero_one
+from tests.optim.zero_one.training import SCHEDULE
 from thinwire.comm import Communicator, threads
 from thinwire.comm.nodes import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
-from thinwire.compress.low_memory_exchange import LeanExchange
+from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.parts import cut_shard, least_part
-from thinwire.optim import ShardedOneBitAdam, ShardedZeroOneAdam
 
 BLOCK = 64
 WHOLE = 1 << 40
@@ -117,7 +116,7 @@ def test_parts_change_no_bit_over_nodes(node_of: list[int], numel: int, part: in
 def test_packets_of_parts_are_joined_to_those_of_the_whole(
     numel: int, size: int, part: int, codec: str, dtype: torch.dtype, reversible: bool, seed: int
 ) -> None:
-    def steps(exchange: LeanExchange, vectors: list[Tensor]) -> list[Tensor | None]:
+    def steps(exchange: LowMemoryExchange, vectors: list[Tensor]) -> list[Tensor | None]:
         seen: list[Tensor | None] = []
         for step, vector in enumerate(vectors):
             exchange.payload[:numel].copy_(vector)
@@ -136,7 +135,7 @@ def test_packets_of_parts_are_joined_to_those_of_the_whole(
     def body(comm: Communicator) -> bool:
         in_parts, whole = (
             steps(
-                LeanExchange(
+                LowMemoryExchange(
                     comm,
                     numel,
                     make_codec(codec, BLOCK),
@@ -228,32 +227,17 @@ def test_the_smallest_part_is_a_message_of_some_size(codec: str, kib: int) -> No
     assert kib << 10 <= one.packet_bytes(least_part(one)) < 1.03 * (kib << 10)
 
 
-KINDS = ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "ShardedOneBitAdam", "ShardedZeroOneAdam"]
+OWN_OPTIONS: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {"freeze_step": 10},
+    "OneBitLamb": {"freeze_step": 10},
+    "ZeroOneAdam": SCHEDULE,
+    "OneBitLion": {},
+}
 
 
 def make(kind: str, model: torch.nn.Module, comm: Communicator, **options: Any) -> Any:
-    if kind == "ZeroOneAdam":
-        return make_zero_one(model, comm, **options)
-    if kind == "ShardedZeroOneAdam":
-        return ShardedZeroOneAdam(
-            model.parameters(),
-            lr=3e-3,
-            block_size=BLOCK,
-            comm=comm,
-            named_parameters=model.named_parameters(),
-            **SCHEDULE,
-        )
-    if kind == "ShardedOneBitAdam":
-        return ShardedOneBitAdam(
-            model.parameters(),
-            lr=3e-3,
-            freeze_step=10,
-            block_size=BLOCK,
-            comm=comm,
-            max_norm=0.5,
-            named_parameters=model.named_parameters(),
-        )
-    return getattr(thinwire, kind)(model.parameters(), lr=3e-3, freeze_step=10, block_size=BLOCK, comm=comm, **options)
+    options = {"lr": 3e-3, "block_size": BLOCK} | OWN_OPTIONS[kind] | options
+    return getattr(thinwire, kind)(model.named_parameters(), comm=comm, **options)
 
 
 def cut_finely(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
@@ -271,18 +255,26 @@ def trained(kind: str, size: int, **options: Any) -> tuple[Tensor, int]:
     return results[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {"stage": stage}) for kind in OWN_OPTIONS for stage in (0, 1)),
+        ("OneBitAdam", {"stage": 1, "max_norm": 0.5}),
+    ],
+)
 @pytest.mark.parametrize("size", [2, 3])
-def test_training_in_parts_changes_no_bit(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, whole_bytes = trained(kind, size)
+def test_training_in_parts_changes_no_bit(
+    kind: str, options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, whole_bytes = trained(kind, size, **options)
     cut_finely(monkeypatch, BLOCK)
-    in_parts, bytes_in_parts = trained(kind, size)
+    in_parts, bytes_in_parts = trained(kind, size, **options)
     assert torch.equal(whole, in_parts)
     assert bytes_in_parts > whole_bytes  # by the headers of the parts
 
 
 @pytest.mark.parametrize("nodes", ["flat", [0, 0, 1]])
-@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+@pytest.mark.parametrize("kind", list(OWN_OPTIONS))
 def test_a_checkpoint_goes_on_with_parts_of_another_size(
     kind: str, nodes: str | list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

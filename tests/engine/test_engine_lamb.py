@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.test_engine_checkpoints import train_same_data
 from tests.engine.tiny import make_engine, settings, train
-from thinwire import ShardedOneBitLamb
+from thinwire import OneBitLamb
 from thinwire.comm import threads
 from thinwire.engine import NonFiniteError
 from thinwire.zero.live_tensors import live_tensor_bytes
@@ -28,7 +28,7 @@ def lamb(stage: int, **changes):
 def test_it_trains(stage, precision) -> None:
     def body(comm):
         engine = make_engine(comm, lamb(stage, gradient_clipping=1.0, gradient_accumulation_steps=2, **precision))
-        assert isinstance(engine.optimizer, ShardedOneBitLamb)
+        assert isinstance(engine.optimizer, OneBitLamb)
         warmup = train(engine, range(8))
         assert max(engine.optimizer.get_lamb_coeffs()[2:]) <= 0.5  # the first two have no gradients
         frozen = train(engine, range(8, 40))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.plan.strategies import ethernet
-from thinwire import OneBitAdam, ShardedOneBitAdam, ShardedOptimizer
+from thinwire import OneBitAdam, ShardedOptimizer
 from thinwire.comm import Communicator, threads
 from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, predict
 from thinwire.zero.live_tensors import live_tensor_bytes
@@ -67,7 +67,7 @@ def test_bytes_of_onebit_adam(ranks: int, wire) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bytes_of_onebit_adam_on_shards(ranks: int, stage: int) -> None:
     sent = sent_a_step(
-        lambda model, comm: ShardedOneBitAdam(
+        lambda model, comm: OneBitAdam(
             model.parameters(), freeze_step=3, comm=comm, stage=stage, bucket_bytes=BUCKET_BYTES
         ),
         ranks,

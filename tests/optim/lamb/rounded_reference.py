@@ -3,45 +3,58 @@ last bits: the preconditioner in 8 bits, and the momentum as packets whose losse
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import thinwire
-from thinwire.optim.lamb.algorithm import LambCohort
+from thinwire.compress import make_codec
+from thinwire.optim.adam.algorithm import Adam
+from thinwire.optim.lamb.algorithm import Lamb
 from thinwire.optim.sharded.preconditioner import quantize, table
 
 
-class _RoundedCohort(LambCohort):
-    def _turn_into_denominators(self, variances, members, settings, step) -> None:
-        super()._turn_into_denominators(variances, members, settings, step)
-        for denominator in variances:
-            moving = denominator[torch.isfinite(denominator)]
-            if moving.numel():
-                low, high = (1 / moving.max()).view(1), (1 / moving.min()).view(1)
-                codes = quantize(1 / denominator, float(low), float(high))
-                denominator.copy_(1 / table(low, high)[0][codes.int()])
+class _RoundedLamb(Lamb):
+    def freeze(self, groups, clock, agree) -> None:
+        momenta = [[momentum.clone() for momentum in members["exp_avg"]] for members in groups]
+        Adam.freeze(self, groups, clock, agree)
+        for members, before in zip(groups, momenta, strict=True):
+            for momentum, exact, denominator in zip(members["exp_avg"], before, members["denominator"], strict=True):
+                inverse = _in_8_bits(1 / denominator)
+                denominator.copy_(1 / inverse)
+                torch.mul(exact, inverse, out=momentum)
+        self.begin_frozen(groups, clock)
+        self.scale_momenta(groups, agree)
 
-    def _freeze(self) -> None:
-        super()._freeze()
-        for bucket in self.buckets:
-            shards, numel = bucket.layout.world_size, bucket.layout.numel
-            packets = torch.zeros(shards, self._codec.packet_bytes(bucket.layout.shard), dtype=torch.uint8)
-            lost = bucket.momentum.clone()
-            self._codec.encode(lost, None, packets, numel)
-            self._codec.decode(packets, bucket.momentum, numel)
-            bucket.exchange.owner_residual.copy_(lost.view(shards, -1)[self._comm.rank])
-            bucket.hold_still(bucket.momentum)
+
+def _in_8_bits(inverse: torch.Tensor) -> torch.Tensor:
+    moving = inverse[inverse > 0]
+    if not moving.numel():
+        return inverse
+    low, high = moving.min().view(1), moving.max().view(1)
+    return table(low, high)[0][quantize(inverse, float(low), float(high)).int()]
 
 
 class RoundedOneBitLamb(thinwire.OneBitLamb):
-    def _new_cohort(self, rule, layouts, first_index) -> LambCohort:
-        return _RoundedCohort(
-            self._table,
-            self._exchange_comm,
-            rule,
-            self._warmup_codec,
-            self._codec,
-            self._compressed,
-            layouts,
-            first_index,
-            self._links,
-        )
+    def __init__(self, params, *, comm, block_size, **options) -> None:
+        super().__init__(params, comm=comm, block_size=block_size, **options)
+        self._home._recipe = replace(self._home._recipe, algorithm=lambda: _RoundedLamb("update"))
+        self._codec = make_codec("sign1", block_size)
+
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        if self.last_step.applied and self.frozen_at == self.steps:
+            self._pack_momenta()
+
+    @torch.no_grad()
+    def _pack_momenta(self) -> None:
+        for bucket in self._home.buckets:
+            shards, numel, momentum = bucket.layout.world_size, bucket.layout.numel, bucket.state["exp_avg"]
+            packets = torch.zeros(shards, self._codec.packet_bytes(bucket.layout.shard), dtype=torch.uint8)
+            lost = momentum.clone()
+            self._codec.encode(lost, None, packets, numel)
+            self._codec.decode(packets, momentum, numel)
+            bucket.compressed.owner_residual.copy_(lost.view(shards, -1)[self.comm.rank])
+            if bucket.zero_variance is not None:
+                momentum.masked_fill_(bucket.zero_variance, 0.0)
+                bucket.compressed.hold_zero(bucket.zero_variance)

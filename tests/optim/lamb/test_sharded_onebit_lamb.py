@@ -1,5 +1,5 @@
-"""1-bit LAMB on sharded state is OneBitLamb but for the freeze's two roundings: the same weights and coefficients, on
-any number of ranks, through any checkpoint, in fewer bytes."""
+"""1-bit LAMB on sharded state is that of stage 0 but for the freeze's two roundings: the same weights and coefficients,
+on any number of ranks, through any checkpoint, in fewer bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import thinwire
 from tests.optim.lamb.reference import ReferenceOneBitLamb
 from tests.optim.lamb.rounded_reference import RoundedOneBitLamb
 from tests.optim.lamb.test_onebit_lamb import layers_and_gradients
-from tests.optim.training import loss_of, make_model, train, weights
+from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, train, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.zero.live_tensors import live_tensor_bytes
@@ -26,7 +26,7 @@ FREEZE = 12
 DECAYED = {"weight_decay": 0.3, "betas": (0.8, 0.9), "factor_threshold": 0.03, "bias_correction": False}
 
 
-def build(comm: Communicator, model: nn.Module, **options) -> thinwire.ShardedOneBitLamb:
+def build(comm: Communicator, model: nn.Module, **options) -> thinwire.OneBitLamb:
     options = {
         "lr": 1e-2,
         "freeze_step": FREEZE,
@@ -35,8 +35,9 @@ def build(comm: Communicator, model: nn.Module, **options) -> thinwire.ShardedOn
         "on_drift": "raise",
         "resync_interval": 7,
         "named_parameters": model.named_parameters(),
+        "stage": 1,
     } | options
-    return thinwire.ShardedOneBitLamb(model.parameters(), comm=comm, **options)
+    return thinwire.OneBitLamb(model.parameters(), comm=comm, **options)
 
 
 def follow(optimizer, parameters: list[nn.Parameter], gradients, left_out=()) -> tuple[Tensor, list[list[float]]]:
@@ -57,25 +58,25 @@ def follow(optimizer, parameters: list[nn.Parameter], gradients, left_out=()) ->
 
 @pytest.mark.parametrize(("bucket_bytes", "options"), [(700, {}), (1 << 20, DECAYED)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_is_the_unsharded_algorithm_where_that_rounds_alike_at_the_freeze(world_size, bucket_bytes, options) -> None:
+def test_is_stage_0_where_that_rounds_alike_at_the_freeze(world_size, bucket_bytes, options) -> None:
     """Layers of magnitudes 1 to 1e-4, smaller than a block or cut by shards; two of them are left out of some steps."""
     start, gradients = layers_and_gradients(world_size, 50, seed=world_size)
     common = {"lr": 1e-2, "freeze_step": 20, "block_size": 64, "bucket_bytes": bucket_bytes} | options
 
-    def unsharded(comm):
+    def whole(comm):
         parameters = [nn.Parameter(torch.from_numpy(layer.copy())) for layer in start]
         return follow(RoundedOneBitLamb(parameters, comm=comm, **common), parameters, gradients, (0, 1))
 
-    def sharded(comm, stage):
+    def sharded(comm):
         parameters = [nn.Parameter(torch.from_numpy(layer.copy())) for layer in start]
-        optimizer = thinwire.ShardedOneBitLamb(parameters, comm=comm, stage=stage, **common)
+        optimizer = thinwire.OneBitLamb(parameters, comm=comm, stage=1, **common)
         return follow(optimizer, parameters, gradients, (0, 1))
 
-    expected, expected_coefficients = threads.run(unsharded, world_size)[0]
+    expected, expected_coefficients = threads.run(whole, world_size)[0]
     begin = torch.cat([torch.from_numpy(layer) for layer in start])
-    of_stages = [threads.run(lambda comm, stage=stage: sharded(comm, stage), world_size) for stage in (0, 1)]
-    for mine, coefficients in (rank for of_ranks in of_stages for rank in of_ranks):
-        assert torch.equal(mine, of_stages[0][0][0])
+    of_ranks = threads.run(sharded, world_size)
+    for mine, coefficients in of_ranks:
+        assert torch.equal(mine, of_ranks[0][0])
         # Norms of cut layers are sums in another order: a few units of fp32's last place, on each of 50 steps.
         np.testing.assert_allclose(coefficients, expected_coefficients, rtol=3e-6)
         assert (mine - expected).norm() <= 3e-6 * (expected - begin).norm()
@@ -97,7 +98,7 @@ def test_the_warmup_is_lamb_however_layers_are_cut(sizes, world_size, seed) -> N
 
     def rank(comm):
         parameters = [nn.Parameter(torch.from_numpy(layer.copy())) for layer in start]
-        optimizer = thinwire.ShardedOneBitLamb(parameters, comm=comm, bucket_bytes=1200, **common)
+        optimizer = thinwire.OneBitLamb(parameters, comm=comm, stage=1, bucket_bytes=1200, **common)
         return follow(optimizer, parameters, gradients)
 
     for mine, coefficients in threads.run(rank, world_size):
@@ -106,10 +107,10 @@ def test_the_warmup_is_lamb_however_layers_are_cut(sizes, world_size, seed) -> N
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), [(torch.float32, 3), (torch.bfloat16, 2)])
-def test_trains_as_well_as_the_unsharded_optimizer(dtype, world_size) -> None:
+def test_trains_as_well_as_stage_0(dtype, world_size) -> None:
     """Without rounding alike: 8 bits of preconditioner, and in bf16 other rounding of replicas and residuals."""
 
-    def unsharded(comm):
+    def whole(comm):
         model = make_model(dtype=dtype)
         optimizer = thinwire.OneBitLamb(
             model.parameters(), comm=comm, lr=1e-2, freeze_step=FREEZE, block_size=64, weight_decay=0.01
@@ -124,14 +125,14 @@ def test_trains_as_well_as_the_unsharded_optimizer(dtype, world_size) -> None:
 
     outcomes = threads.run(sharded, world_size)
     assert all(torch.equal(mine, outcomes[0][0]) for mine, _, _ in outcomes)
-    expected = np.mean([losses[-30:] for losses in threads.run(unsharded, world_size)])
+    expected = np.mean([losses[-30:] for losses in threads.run(whole, world_size)])
     mean = np.mean([losses[-30:] for _, losses, _ in outcomes])
     assert mean == pytest.approx(expected, rel=0.1)
     assert mean < 0.5 * np.mean([losses[:10] for _, losses, _ in outcomes])
     if dtype != torch.float32:
         saved = join([one for _, _, one in outcomes])
         masters = [saved.read("master", name, 0, p.numel()) for name, p in make_model().named_parameters()]
-        # Four steps since replicas were last taken from the masters, each rounded by up to 2^-7 of the value.
+        # Four steps since replicas were last taken from the master weights, each rounded by up to 2^-7 of the value.
         torch.testing.assert_close(outcomes[0][0], torch.cat(masters), rtol=5 * 2.0**-7, atol=1e-5)
 
 
@@ -150,21 +151,17 @@ def test_a_resume_is_bit_identical(at, dtype) -> None:
     outcomes = threads.run(first, 3)
     saved = join([one[0] for one in outcomes])
 
-    def second(comm, stage):
+    def second(comm):
         model = make_model(seed=9)
-        optimizer = build(comm, model, stage=stage, **options)
+        optimizer = build(comm, model, **options)
         train(model, optimizer, range(3))
         optimizer.load(saved)
         return train(model, optimizer, range(at, at + 15)), weights(model), optimizer.get_lamb_coeffs()
 
-    # 16-bit replicas of stage 0 are rounded from masters that every rank has, those of stage 1 at random.
-    for stage in (0, 1) if dtype is None else (1,):
-        for resumed, (_, *expected) in zip(
-            threads.run(lambda comm, s=stage: second(comm, s), 3), outcomes, strict=True
-        ):
-            assert resumed[0] == expected[0]
-            assert torch.equal(resumed[1], expected[1])
-            assert resumed[2] == expected[2]
+    for resumed, (_, *expected) in zip(threads.run(second, 3), outcomes, strict=True):
+        assert resumed[0] == expected[0]
+        assert torch.equal(resumed[1], expected[1])
+        assert resumed[2] == expected[2]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -188,7 +185,7 @@ def test_another_number_of_ranks_takes_up_everything(at, world_size) -> None:
 
     outcomes = threads.run(second, world_size)
     again = join([one[0] for one in outcomes])
-    assert again.counters()["lamb"] == saved.counters()["lamb"]
+    assert again.counters()["freeze_groups"] == saved.counters()["freeze_groups"]
     kinds = saved.kinds() - {"momentum", "owner_residual"}  # cut into other blocks, of which only the sum is the same
     assert ("exp_avg_sq_fresh" in kinds) == (at > FREEZE)
     for name, parameter in make_model().named_parameters():
@@ -206,17 +203,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(dtype, at) -> N
         model = make_model()
         optimizer = build(comm, model, param_dtype=dtype, reversible=True)
         train(model, optimizer, range(at))
-        before, coefficients = save(comm, optimizer), optimizer.get_lamb_coeffs()
+        before, coefficients = snapshot(model, optimizer), optimizer.get_lamb_coeffs()
         optimizer.zero_grad()
         (loss_of(model, comm.rank, 500) * (math.inf if comm.rank == 1 else 1.0)).backward()
         optimizer.step()
         assert not optimizer.last_step.applied
-        after = save(comm, optimizer)
-        assert after[2] == before[2]
         assert optimizer.get_lamb_coeffs() == coefficients
-        for mine, earlier in zip(after[0], before[0], strict=True):
-            assert torch.equal(mine.tensor, earlier.tensor), (mine.kind, mine.name)
-        assert all(torch.equal(residual, before[1][key]) for key, residual in after[1].items())
+        assert same(before, snapshot(model, optimizer))
         losses = train(model, optimizer, range(501, 505))
         assert optimizer.last_step.applied
         assert all(math.isfinite(loss) for loss in losses)
@@ -246,23 +239,21 @@ def test_bytes_are_those_of_the_formula(dtype, frozen) -> None:
     def measure(make) -> float:
         return max(threads.run(lambda comm: bytes_an_element(comm, make, dtype, frozen=frozen), ranks))
 
-    stage_0, stage_1 = (measure(partial(thinwire.ShardedOneBitLamb, stage=stage)) for stage in (0, 1))
+    sharded = measure(partial(thinwire.OneBitLamb, stage=1))
     size, master = dtype.itemsize, 0 if dtype == torch.float32 else 4
     if frozen:
         every_rank = size + size + 1 + 1 / 8  # weights, worker residual, preconditioner, u
         owner = 4 + 4  # owner residual, fresh variance
-        assert stage_0 == pytest.approx(every_rank + owner / ranks + master, rel=0.03)
     else:
         every_rank, owner = size + size, 8  # weights, the gradients' buffer; moments
-        assert stage_0 == pytest.approx(every_rank + owner + master, rel=0.03)
-    assert stage_1 == pytest.approx(every_rank + (owner + master) / ranks, rel=0.03)
-    assert stage_1 < 0.6 * measure(thinwire.OneBitLamb)
+    assert sharded == pytest.approx(every_rank + (owner + master) / ranks, rel=0.03)
+    assert sharded < 0.6 * measure(thinwire.OneBitLamb)
 
 
 def test_a_frozen_step_sends_one_bit_each_way_and_24_bytes_a_layer() -> None:
     def body(comm):
         model = nn.Linear(1000, 500)
-        optimizer = thinwire.ShardedOneBitLamb(model.parameters(), freeze_step=2, comm=comm)
+        optimizer = thinwire.OneBitLamb(model.parameters(), freeze_step=2, comm=comm, stage=1)
         sent, calls = [], []
         for _ in range(3):
             optimizer.zero_grad()
@@ -334,12 +325,13 @@ def test_layers_without_gradients_groups_and_masks() -> None:
         first, *rest = model.parameters()
         mask = torch.ones(37, 6)
         mask[5:] = 0.0
-        optimizer = thinwire.ShardedOneBitLamb(
+        optimizer = thinwire.OneBitLamb(
             [{"params": [first], "exp_avg_mask": mask}, {"params": [*rest, unused, empty], "max_coeff": 0.2}],
             lr=1e-2,
             freeze_step=FREEZE,
             comm=comm,
             block_size=64,
+            stage=1,
         )
         train(model, optimizer, range(FREEZE))
         held = first.detach()[5:].clone()
@@ -371,8 +363,8 @@ def test_auto_freezes_both_stages_at_one_step() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 2}, "stages 0 and 1, not 2"),
-        ({"stage": 3}, "stage must be 0, 1 or 2"),
+        ({"stage": 2}, "stage must be 0 or 1 for OneBitLamb, got 2: once compressed"),
+        ({"stage": 3}, "stage must be 0 or 1 for OneBitLamb, got 3: stage 3 shards the model itself"),
         ({"freeze_step": 0}, "freeze_step must be"),
         ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff must be above 0 and at most max_coeff"),
         ({"factor_threshold": 1.0}, "factor_threshold must be"),
@@ -393,10 +385,10 @@ def test_a_group_with_bad_options_and_another_optimizers_state_are_refused() -> 
     def body(comm):
         model = make_model()
         with pytest.raises(ValueError, match="factor_max at least 1"):
-            thinwire.ShardedOneBitLamb([{"params": list(model.parameters()), "factor_max": 0.5}], comm=comm)
-        adam = thinwire.ShardedOneBitAdam(model.parameters(), comm=comm, freeze_step=3)
+            thinwire.OneBitLamb([{"params": list(model.parameters()), "factor_max": 0.5}], comm=comm, stage=1)
+        adam = thinwire.OneBitAdam(model.parameters(), comm=comm, freeze_step=3, stage=1)
         train(model, adam, range(5))
-        with pytest.raises(ValueError, match="saved by ShardedOneBitAdam"):
+        with pytest.raises(ValueError, match="saved by OneBitAdam"):
             build(comm, model, named_parameters=None).load(join([save(comm, adam)]))
 
     threads.run(body, 1)

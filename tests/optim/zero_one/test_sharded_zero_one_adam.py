@@ -1,5 +1,5 @@
-"""0/1 Adam on sharded state against 0/1 Adam on whole state: the same bits in fp32, the same weights on every rank
-after a sync, less memory, and nothing that one rank decides alone but its local steps."""
+"""0/1 Adam on sharded state against that of stage 0: the same bits in fp32, the same weights on every rank after a
+sync, less memory, and nothing that one rank decides alone but its local steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import thinwire
 from tests.optim.training import loss_of, make_model, weights
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import Communicator, threads
-from thinwire.optim import ShardedZeroOneAdam
-from thinwire.optim.zero_one.schedule import StepKind, ZeroOneSchedule
+from thinwire.optim.algorithm import Send
+from thinwire.optim.zero_one.schedule import ZeroOneSchedule
 from thinwire.zero.live_tensors import live_tensor_bytes
 
 A_BUCKET_EACH = {"bucket_bytes": 4}
-"""A bucket for every parameter: both optimizers then have the same buckets, in whatever order."""
+"""A bucket for every parameter: both stages then have the same buckets, in whatever order."""
 
 STEPS = 75  # every kind of step, local intervals of 1, 2, 4 and 5 among them
 
 
-def build(comm: Communicator, model: nn.Module, stage: int = 1, **options) -> ShardedZeroOneAdam:
+def build(comm: Communicator, model: nn.Module, stage: int = 1, **options) -> thinwire.ZeroOneAdam:
     options = {"lr": 3e-3, "block_size": 64, "bucket_bytes": 1200} | SCHEDULE | options
-    return ShardedZeroOneAdam(
+    return thinwire.ZeroOneAdam(
         model.parameters(), stage=stage, comm=comm, named_parameters=model.named_parameters(), **options
     )
 
@@ -67,30 +67,23 @@ def assert_same(found: list[tuple[bool, Tensor]], expected: list[tuple[bool, Ten
 DECAYED = {"weight_decay": 0.5, "betas": (0.8, 0.99), "eps": 1e-6}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "options", "accumulation"), [(1, 1, DECAYED, 2), (2, 0, {}, 1), (3, 1, DECAYED, 1)]
-)
-def test_every_step_has_the_bits_of_the_unsharded_optimizer(
-    ranks: int, stage: int, options: dict, accumulation: int
-) -> None:
-    def body(comm: Communicator, sharded: bool) -> list[tuple[bool, Tensor]]:
+@pytest.mark.parametrize(("ranks", "options", "accumulation"), [(1, DECAYED, 2), (2, {}, 1), (3, DECAYED, 1)])
+def test_every_step_has_the_bits_of_stage_0(ranks: int, options: dict, accumulation: int) -> None:
+    def body(comm: Communicator, stage: int) -> list[tuple[bool, Tensor]]:
         model = make_model()
-        if sharded:
-            optimizer = build(comm, model, stage, **A_BUCKET_EACH, **options)
-        else:
-            optimizer = make_zero_one(model, comm, **A_BUCKET_EACH, **options)
+        optimizer = build(comm, model, stage, **A_BUCKET_EACH, **options)
         return path(optimizer, model, accumulation=accumulation)
 
-    expected = threads.run(lambda comm: body(comm, False), ranks)
-    for mine, theirs in zip(threads.run(lambda comm: body(comm, True), ranks), expected, strict=True):
+    expected = threads.run(lambda comm: body(comm, 0), ranks)
+    for mine, theirs in zip(threads.run(lambda comm: body(comm, 1), ranks), expected, strict=True):
         assert_same(mine, theirs)
     assert sum(not in_sync for in_sync, _ in expected[0]) > 20
 
 
 @pytest.mark.parametrize("numel", [1, 63, 300, 1000])
-def test_odd_sizes_in_one_bucket_give_the_bits_of_the_unsharded_optimizer(numel: int) -> None:
+def test_odd_sizes_in_one_bucket_give_the_bits_of_stage_0(numel: int) -> None:
     """One flat parameter, gradients that are fixed beforehand and grow until updates meet their bound, coordinates
-    without any, and others held by a mask."""
+    without any, and others masked."""
     generator = torch.Generator().manual_seed(numel)
     start = torch.randn(numel, generator=generator)
     gradients = torch.randn(STEPS, 3, numel, generator=generator) * torch.logspace(-3, 1, numel)
@@ -99,11 +92,11 @@ def test_odd_sizes_in_one_bucket_give_the_bits_of_the_unsharded_optimizer(numel:
     mask = torch.ones(numel)
     mask[7::11] = 0.0
 
-    def body(comm: Communicator, sharded: bool) -> list[Tensor]:
+    def body(comm: Communicator, stage: int) -> list[Tensor]:
         weight = nn.Parameter(start.clone())
-        build_it = ShardedZeroOneAdam if sharded else thinwire.ZeroOneAdam
+        options = {"lr": 1e-2, "block_size": 64, "weight_decay": 0.1} | SCHEDULE
         group = {"params": [weight], "exp_avg_mask": mask}
-        optimizer = build_it([group], lr=1e-2, comm=comm, block_size=64, weight_decay=0.1, **SCHEDULE)
+        optimizer = thinwire.ZeroOneAdam([group], comm=comm, stage=stage, **options)
         seen = []
         for of_rank in gradients:
             weight.grad = of_rank[comm.rank].clone()
@@ -112,31 +105,30 @@ def test_odd_sizes_in_one_bucket_give_the_bits_of_the_unsharded_optimizer(numel:
         return seen
 
     for mine, theirs in zip(
-        threads.run(lambda comm: body(comm, True), 3), threads.run(lambda comm: body(comm, False), 3), strict=True
+        threads.run(lambda comm: body(comm, 1), 3), threads.run(lambda comm: body(comm, 0), 3), strict=True
     ):
         assert all(torch.equal(found, expected) for found, expected in zip(mine, theirs, strict=True))
 
 
 def test_buckets_of_several_parameters_and_accumulation_reach_the_same_loss() -> None:
-    def body(comm: Communicator, sharded: bool) -> list[float]:
+    def body(comm: Communicator, stage: int) -> list[float]:
         model = make_model()
-        optimizer = build(comm, model, bucket_bytes=900) if sharded else make_zero_one(model, comm, bucket_bytes=900)
-        return train(optimizer, model, range(90), accumulation=2)
+        return train(build(comm, model, stage, bucket_bytes=900), model, range(90), accumulation=2)
 
-    mine, theirs = (threads.run(lambda comm, s=s: body(comm, s), 2)[0] for s in (True, False))
+    mine, theirs = (threads.run(lambda comm, s=s: body(comm, s), 2)[0] for s in (1, 0))
     # Blocks of signs share scales with other neighbours; the noise differs, the loss by a few percent.
     assert sum(mine[-30:]) == pytest.approx(sum(theirs[-30:]), rel=0.1)
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [(torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float16, 1)])
-def test_16_bit_weights_are_the_same_bits_after_a_sync_and_follow_the_masters(dtype: torch.dtype, stage: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_are_the_same_bits_after_a_sync_and_follow_the_master_weights(dtype: torch.dtype) -> None:
     def whole(comm: Communicator) -> list[float]:
         model = make_model()
         return train(make_zero_one(model, comm), model, range(100))
 
     def body(comm: Communicator) -> tuple[list[tuple[bool, Tensor]], list[float]]:
         model = make_model()
-        optimizer = build(comm, model, stage, param_dtype=dtype, resync_interval=20, weight_decay=0.01)
+        optimizer = build(comm, model, param_dtype=dtype, resync_interval=20, weight_decay=0.01)
         seen = path(optimizer, model)
         losses = train(optimizer, model, range(STEPS, 100))
         optimizer.synchronize_weights()
@@ -144,7 +136,7 @@ def test_16_bit_weights_are_the_same_bits_after_a_sync_and_follow_the_masters(dt
         for piece in optimizer.pieces():
             if piece.kind == "weight":
                 master = masters[piece.name].tensor
-                # Rounded at random since the last copy of the masters, 20 to 25 steps ago: a walk of 5 units.
+                # Rounded at random since the last copy of the master weights, 20 to 25 steps ago: a walk of 5 units.
                 torch.testing.assert_close(piece.tensor.float(), master, rtol=16 * torch.finfo(dtype).eps, atol=1e-3)
         return seen, losses
 
@@ -160,13 +152,13 @@ def test_16_bit_weights_are_the_same_bits_after_a_sync_and_follow_the_masters(dt
     assert mean == pytest.approx(expected_mean, rel=0.15)
 
 
-def live_bytes(ranks: int, stage: int, steps: int, dtype: torch.dtype | None) -> float:
+def live_bytes(ranks: int, steps: int, dtype: torch.dtype | None) -> float:
     """Bytes an element that rank 0 holds after `steps`: weights and state, no gradients."""
     numel = 64 * 60  # shards without padding at 1 to 4 ranks
 
     def body(comm: Communicator) -> float:
         model = nn.Linear(numel, 1, bias=False)
-        optimizer = build(comm, model, stage, param_dtype=dtype, var_freeze_step=6, local_step_scaler=2)
+        optimizer = build(comm, model, param_dtype=dtype, var_update_scaler=1, var_freeze_step=6, local_step_scaler=2)
         for _ in range(steps):
             model(torch.ones(1, numel, dtype=model.weight.dtype)).sum().backward()
             optimizer.step()
@@ -178,46 +170,44 @@ def live_bytes(ranks: int, stage: int, steps: int, dtype: torch.dtype | None) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("dtype", "stage", "before", "after"),
+    ("dtype", "before", "after"),
     [
-        (None, 0, lambda n: 20 + 4 / n, lambda n: 24 + 4 / n),
-        (None, 1, lambda n: 16 + 8 / n, lambda n: 24 + 4 / n),
-        (torch.bfloat16, 0, lambda n: 18 + 4 / n, lambda n: 18 + 4 / n),
-        (torch.bfloat16, 1, lambda n: 10 + 12 / n, lambda n: 16 + 8 / n),
+        (None, lambda n: 16 + 8 / n, lambda n: 24 + 4 / n),
+        (torch.bfloat16, lambda n: 10 + 12 / n, lambda n: 16 + 8 / n),
     ],
 )
-def test_memory_is_what_docs_zero_one_adam_says(ranks, dtype, stage, before, after) -> None:
-    assert live_bytes(ranks, stage, 4, dtype) == pytest.approx(before(ranks), rel=0.01)
-    assert live_bytes(ranks, stage, 11, dtype) == pytest.approx(after(ranks), rel=0.01)
+def test_memory_is_what_its_docstring_says(ranks, dtype, before, after) -> None:
+    assert live_bytes(ranks, 4, dtype) == pytest.approx(before(ranks), rel=0.01)
+    assert live_bytes(ranks, 11, dtype) == pytest.approx(after(ranks), rel=0.01)
 
 
 def test_a_local_step_sends_nothing_and_the_others_what_they_should() -> None:
     numel = 64 * 100
 
-    def body(comm: Communicator) -> dict[StepKind, set[int]]:
+    def body(comm: Communicator) -> dict[Send, set[int]]:
         model = nn.Linear(numel, 1, bias=False)
         optimizer = build(comm, model)
         schedule = ZeroOneSchedule(**{name: SCHEDULE[name] for name in SCHEDULE if name != "var_freeze_step"})
-        sent: dict[StepKind, set[int]] = {kind: set() for kind in StepKind}
+        sent: dict[Send, set[int]] = {kind: set() for kind in Send}
         updates = 0
         for step in range(1, STEPS + 1):
             frozen_at = SCHEDULE["var_freeze_step"] if step > SCHEDULE["var_freeze_step"] else None
-            kind = schedule.kind(step, updates, frozen_at)
-            updates += kind is StepKind.EXACT
+            kind = schedule.send(step, updates, frozen_at)
+            updates += kind is Send.EXACT
             before = optimizer.bytes_sent
             train_on_ones(optimizer, model)
             sent[kind].add(optimizer.bytes_sent - before)
         return sent
 
     sent = threads.run(body, 2)[0]
-    assert sent[StepKind.LOCAL] == {0}
-    for kind in (StepKind.COMPRESSED, StepKind.SYNC):
+    assert sent[Send.LOCAL] == {0}
+    for kind in (Send.COMPRESSED, Send.SYNC):
         # Both legs send half a vector, 64 signs and a scale of 32 bits at a time; a freeze or a longer interval is
         # agreed on in a few bytes.
         assert min(sent[kind]) == pytest.approx(numel / 8 * 1.5, rel=0.05)
         assert max(sent[kind]) == pytest.approx(numel / 8 * 1.5, rel=0.2)
     # Gradients both ways and denominators one way, half a vector of fp32 each.
-    assert max(sent[StepKind.EXACT]) == pytest.approx(3 * 4 * numel / 2, rel=0.05)
+    assert max(sent[Send.EXACT]) == pytest.approx(3 * 4 * numel / 2, rel=0.05)
 
 
 def train_on_ones(optimizer, model: nn.Module) -> None:
@@ -267,9 +257,9 @@ def test_a_step_that_is_not_taken_leaves_nothing_behind(dtype: torch.dtype | Non
 
 
 def test_a_local_step_that_is_not_finite_adds_nothing_on_that_rank_alone() -> None:
-    def body(comm: Communicator, sharded: bool) -> tuple[Tensor, int]:
+    def body(comm: Communicator, stage: int) -> tuple[Tensor, int]:
         model = make_model()
-        optimizer = build(comm, model, **A_BUCKET_EACH) if sharded else make_zero_one(model, comm, **A_BUCKET_EACH)
+        optimizer = build(comm, model, stage, **A_BUCKET_EACH)
         train(optimizer, model, range(72))
         optimizer.zero_grad()
         (loss_of(model, comm.rank, 500) * (math.nan if comm.rank == 1 else 1.0)).backward()
@@ -280,17 +270,17 @@ def test_a_local_step_that_is_not_finite_adds_nothing_on_that_rank_alone() -> No
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = threads.run(lambda comm: body(comm, False), 2)
+        expected = threads.run(lambda comm: body(comm, 0), 2)
     with pytest.warns(RuntimeWarning, match="local step 73 adds nothing on rank 1"):
-        found = threads.run(lambda comm: body(comm, True), 2)
+        found = threads.run(lambda comm: body(comm, 1), 2)
     assert [left_out for _, left_out in found] == [0, 1]
     assert all(torch.equal(mine, theirs) for (mine, _), (theirs, _) in zip(found, expected, strict=True))
 
 
-def test_synchronize_weights_is_that_of_the_unsharded_optimizer() -> None:
-    def body(comm: Communicator, sharded: bool) -> tuple[Tensor, Tensor]:
+def test_synchronize_weights_is_that_of_stage_0() -> None:
+    def body(comm: Communicator, stage: int) -> tuple[Tensor, Tensor]:
         model = make_model()
-        optimizer = build(comm, model, **A_BUCKET_EACH) if sharded else make_zero_one(model, comm, **A_BUCKET_EACH)
+        optimizer = build(comm, model, stage, **A_BUCKET_EACH)
         train(optimizer, model, range(73))
         assert not optimizer.in_sync
         optimizer.synchronize_weights()
@@ -302,8 +292,8 @@ def test_synchronize_weights_is_that_of_the_unsharded_optimizer() -> None:
         train(optimizer, model, range(73, 90))
         return met, weights(model)
 
-    expected = threads.run(lambda comm: body(comm, False), 3)
-    found = threads.run(lambda comm: body(comm, True), 3)
+    expected = threads.run(lambda comm: body(comm, 0), 3)
+    found = threads.run(lambda comm: body(comm, 1), 3)
     assert all(torch.equal(met, found[0][0]) for met, _ in found)
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine[0], theirs[0])
@@ -323,7 +313,8 @@ def test_parameters_without_gradients() -> None:
 
     def body(comm: Communicator) -> tuple[list[float], list[float]]:
         used, sometimes, never = (nn.Parameter(torch.ones(5)) for _ in range(3))
-        optimizer = ShardedZeroOneAdam([used, sometimes, never], lr=1e-2, comm=comm, block_size=64, **SCHEDULE)
+        options = {"lr": 1e-2, "block_size": 64, "stage": 1} | SCHEDULE
+        optimizer = thinwire.ZeroOneAdam([used, sometimes, never], comm=comm, **options)
         for _ in range(40):
             loss = used.sum() + (sometimes.sum() if comm.rank == 0 else 0.0)
             loss.backward()
@@ -341,8 +332,8 @@ def test_parameters_without_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 2}, "stage must be 0 or 1, got 2"),
-        ({"stage": 3}, "stage must be 0 or 1, got 3"),
+        ({"stage": 2}, "stage must be 0 or 1 for ZeroOneAdam, got 2"),
+        ({"stage": 3}, "stage must be 0 or 1 for ZeroOneAdam, got 3"),
         ({"stage": -1}, "stage must be"),
         ({"var_freeze_step": 0}, "var_freeze_step must be"),
         ({"var_update_scaler": 1.5}, "var_update_scaler must be"),
@@ -364,5 +355,5 @@ def test_bad_options(options: dict, message: str) -> None:
 def test_nothing_is_left_out() -> None:
     model = make_model()
     optimizer = build(threads.run(lambda comm: comm, 1)[0], model)
-    with pytest.raises(RuntimeError, match="leaves no parameters out"):
+    with pytest.raises(RuntimeError, match="an optimizer with local steps leaves no parameters out"):
         optimizer.leave_out(list(model.parameters())[:1])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import thinwire
 from tests.optim.training import make_model, weights
-from tests.optim.zero_one.test_sharded_zero_one_adam import assert_same, build, path, train
+from tests.optim.zero_one.test_sharded_zero_one_adam import A_BUCKET_EACH, assert_same, build, path, train
 from tests.zero.saved import Saved, join, save
-from thinwire import ShardedOneBitAdam
 from thinwire.comm import Communicator, threads
 
 MOMENTS = (12, 30, 73)  # compressed gradients; frozen and in sync; between two syncs
@@ -28,6 +28,8 @@ MOMENTS = (12, 30, 73)  # compressed gradients; frozen and in sync; between two 
 )
 def test_resume_on_the_same_ranks_is_bit_identical(dtype, saved_stage: int, stage: int, at: int) -> None:
     options = {"param_dtype": dtype, "resync_interval": 9, "weight_decay": 0.1}
+    if saved_stage != stage:
+        options |= A_BUCKET_EACH  # else the stages' buckets differ
 
     def first(comm: Communicator):
         model = make_model()
@@ -78,7 +80,7 @@ def test_resume_on_other_ranks_keeps_what_the_average_depends_on(ranks: int, at:
     for kind in saved.kinds():
         for name, numel in sizes.items():
             assert torch.equal(resumed.read(kind, name, 0, numel), saved.read(kind, name, 0, numel)), kind
-    for key in parts[0][1].keys() - {"left_out_steps"}:
+    for key in (key for key, one in parts[0][1].items() if one.is_floating_point()):
         mean = torch.stack([own[key] for _, own, _ in parts]).mean(dim=0)
         for rank in range(ranks):
             torch.testing.assert_close(resumed.read_rank(key, rank), mean, rtol=1e-5, atol=1e-9)
@@ -168,10 +170,10 @@ def test_weights_that_somebody_writes_between_syncs_are_an_error() -> None:
 def test_states_of_other_optimizers_are_refused() -> None:
     def body(comm: Communicator) -> None:
         model = make_model()
-        optimizer, other = build(comm, model), ShardedOneBitAdam(model.parameters(), comm=comm)
-        with pytest.raises(ValueError, match="saved by ShardedOneBitAdam"):
+        optimizer, other = build(comm, model), thinwire.OneBitAdam(model.parameters(), comm=comm, stage=1)
+        with pytest.raises(ValueError, match="saved by OneBitAdam"):
             optimizer.load(join([save(comm, other)]))
-        with pytest.raises(ValueError, match="saved by ShardedZeroOneAdam"):
+        with pytest.raises(ValueError, match="saved by ZeroOneAdam"):
             other.load(join([save(comm, optimizer)]))
 
     threads.run(body, 1)
