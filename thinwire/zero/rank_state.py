@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import raise_together
 from thinwire.zero.home import Home
 from thinwire.zero.saved_slices import OwnPieces, Piece, PieceSource
 
@@ -39,6 +40,21 @@ def rank_state_source(home: Home, state_dict: Mapping[str, Any], optimizer: str)
 
     Raises ValueError where it is not from one of our optimizers, or not all of the state can be had from it.
     """
+    error: ValueError | None = None
+    try:
+        _check(home, state_dict, optimizer)
+    except ValueError as raised:
+        error = raised
+    raise_together(home.comm, error, "load its optimizer's state")
+    saved = state_dict["thinwire"]
+    whole = saved["home"] == "replicated" or saved["size"] == 1
+    if whole and (home.kind == "replicated" or saved["size"] != home.comm.size or saved["size"] == 1):
+        return OneRankState(state_dict)
+    return _Gathered(home.comm, state_dict)
+
+
+def _check(home: Home, state_dict: Mapping[str, Any], optimizer: str) -> None:
+    """Raise ValueError where this state cannot be loaded."""
     saved = state_dict.get("thinwire")
     if saved is None:
         raise ValueError(
@@ -46,10 +62,7 @@ def rank_state_source(home: Home, state_dict: Mapping[str, Any], optimizer: str)
             f"optimizer to that optimizer, and start {optimizer} fresh from the model's weights"
         )
     if saved.get("format") != _FORMAT:
-        raise ValueError(
-            f"this state_dict has format {saved.get('format')}, this thinwire reads format {_FORMAT}: save it again "
-            "with the thinwire that wrote it as the engine's checkpoint"
-        )
+        raise ValueError(f"this state_dict has format {saved.get('format')}, this thinwire reads format {_FORMAT}")
     for index, entry in state_dict["state"].items():
         given = tuple(entry["exp_avg"].shape) if "exp_avg" in entry else "no state"
         wanted = tuple(home.parameters[index].shape) if index < len(home.parameters) else "no such parameter"
@@ -57,17 +70,11 @@ def rank_state_source(home: Home, state_dict: Mapping[str, Any], optimizer: str)
             raise ValueError(
                 f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}. Build the same model"
             )
-    same_place = (saved["rank"], saved["size"]) == (home.comm.rank, home.comm.size)
-    if saved["home"] == home.kind and (same_place or home.kind == "replicated"):
-        return OneRankState(state_dict)
-    if saved["size"] == home.comm.size:
-        return _Gathered(home.comm, state_dict)
-    if saved["home"] == "replicated":
-        return OneRankState(state_dict)
-    raise ValueError(
-        f"this state_dict holds the slices of rank {saved['rank']} of {saved['size']}, and this job has "
-        f"{home.comm.size} ranks: save with the engine's save_checkpoint(), which any number of ranks can load"
-    )
+    if saved["home"] != "replicated" and saved["size"] not in (1, home.comm.size):
+        raise ValueError(
+            f"this state_dict holds the slices of rank {saved['rank']} of {saved['size']}, and this job has "
+            f"{home.comm.size} ranks: save with the engine's save_checkpoint(), which any number of ranks can load"
+        )
 
 
 class OneRankState:

@@ -299,7 +299,9 @@ def test_buckets_leave_during_backward_in_the_order_gradients_arrive() -> None:
         optimizer = thinwire.OneBitAdam(by_kind, freeze_step=2, block_size=64, bucket_bytes=256, comm=comm)
         train(model, optimizer, range(3))
         launched = []
-        model[0].weight.register_hook(lambda _: launched.append(optimizer._home._watcher._pipeline.started))
+        model[0].weight.register_hook(
+            lambda _: launched.append(optimizer._home._synchronizer.watcher._pipeline.started)
+        )
         train(model, optimizer, [3])
         return launched[0], len(optimizer._home.buckets)
 
