@@ -87,11 +87,15 @@ def sixteen_bits(comm: Communicator) -> None:
     for precision in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}):
         engine = make_engine(comm, settings(3, **precision))
         assert abs(sum(train(engine, range(40))[-10:]) / expected - 1) < 0.03
-        assert {piece.tensor.dtype for piece in engine.optimizer.pieces() if piece.kind == "master"} == {torch.float32}
+        assert {
+            saved_slice.tensor.dtype for saved_slice in engine.optimizer.saved_slices() if saved_slice.kind == "master"
+        } == {torch.float32}
 
 
 def everything(engine: Engine) -> torch.Tensor:
-    return torch.cat([piece.tensor.clone() for piece in engine.optimizer.pieces() if piece.kind == "weight"])
+    return torch.cat(
+        [saved_slice.tensor.clone() for saved_slice in engine.optimizer.saved_slices() if saved_slice.kind == "weight"]
+    )
 
 
 def what_is_not_finite(comm: Communicator) -> None:

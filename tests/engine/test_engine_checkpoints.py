@@ -130,7 +130,7 @@ def test_parts_of_a_checkpoint(tmp_path) -> None:
         fresh = make_engine(comm, settings(scheduler=SCHEDULE), seed=1)
         fresh.load_checkpoint(tmp_path, load_optimizer_states=False)
         assert (fresh.global_steps, fresh.get_lr()) == (7, engine.get_lr())
-        assert {piece.kind for piece in fresh.optimizer.pieces()} == {"weight"}
+        assert {saved_slice.kind for saved_slice in fresh.optimizer.saved_slices()} == {"weight"}
         other = make_engine(comm, settings(scheduler={"type": "WarmupLR", "params": {}}), seed=1)
         with pytest.raises(ValueError, match="saved with the schedule WarmupCosineLR, this job has WarmupLR"):
             other.load_checkpoint(tmp_path)

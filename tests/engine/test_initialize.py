@@ -118,7 +118,7 @@ def test_an_optimizer_class_of_ones_own() -> None:
         engine, *_ = initialize(model=model, comm=comm, optimizer=optimizer, config=without_optimizer(stage=2))
         losses = train(engine, range(30))
         assert losses[-1] < losses[0]
-        assert any(piece.kind == "average" for piece in engine.optimizer.pieces()) or comm.rank
+        assert any(saved_slice.kind == "average" for saved_slice in engine.optimizer.saved_slices()) or comm.rank
 
     threads.run(body, 2)
 

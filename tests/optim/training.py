@@ -71,8 +71,8 @@ def exchange_comm(optimizer: Any) -> Communicator:
 def snapshot(model: nn.Module, optimizer: Any) -> tuple[dict[Any, Tensor], dict[str, Any]]:
     """All that a skipped step must leave as it was: weights, state, residuals and counters; not the bytes it sent."""
     tensors: dict[Any, Tensor] = {("shown",): weights(model).clone()}
-    for piece in optimizer.pieces():
-        tensors[piece.kind, piece.name, piece.start] = piece.tensor.detach().clone()
+    for saved_slice in optimizer.saved_slices():
+        tensors[saved_slice.kind, saved_slice.name, saved_slice.start] = saved_slice.tensor.detach().clone()
     for key, tensor in optimizer.rank_tensors().items():
         if key != TRAFFIC:
             tensors["rank", key] = tensor.detach().clone()

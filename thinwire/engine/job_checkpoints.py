@@ -27,7 +27,7 @@ from thinwire.engine.checkpoint.weights_file import write_weights
 from thinwire.engine.job import Job
 from thinwire.engine.model.precision import Precision
 from thinwire.engine.schedules import load_schedule_state, schedule_state
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 from thinwire.zero.fsdp import fill, local_run, whole
 
 __all__ = ["JobCheckpoints", "ModelNames", "Restored"]
@@ -160,7 +160,7 @@ class JobCheckpoints:
             "tied": dict(self._names.tied),
         }
         return Snapshot(
-            slices=[*job.optimizer.pieces(), *self._other_slices()],
+            slices=[*job.optimizer.saved_slices(), *self._other_slices()],
             model=self._names.description,
             rank_tensors=job.optimizer.rank_tensors() | random_tensors(job.device),
             shared=shared,
@@ -168,14 +168,14 @@ class JobCheckpoints:
             buffers=self._buffers(),
         )
 
-    def _other_slices(self) -> list[Piece]:
+    def _other_slices(self) -> list[SavedSlice]:
         """Weights that no optimizer holds: this rank's shard where they are sharded, else rank 0's."""
         slices = []
         for name, parameter in self._others.items():
             start, values = local_run(parameter)
             sharded = values.numel() < parameter.numel()
             if values.numel() and (sharded or self._job.comm.rank == 0):
-                slices.append(Piece("weight", name, start, values))
+                slices.append(SavedSlice("weight", name, start, values))
         return slices
 
     def _buffers(self) -> dict[str, Tensor]:

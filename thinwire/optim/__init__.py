@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
 
-__all__ = ["OneBitAdam", "OneBitLamb", "OneBitLion", "ReplicaDriftError", "ZeroOneAdam"]
+__all__ = ["OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
 
 # The registry is read where there is no torch yet.
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from thinwire.optim.lamb.optimizer import OneBitLamb
     from thinwire.optim.lion import OneBitLion
     from thinwire.optim.zero_one.optimizer import ZeroOneAdam
-    from thinwire.zero.replicas import ReplicaDriftError
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -22,7 +21,6 @@ else:
             "adam.optimizer": ("OneBitAdam",),
             "lamb.optimizer": ("OneBitLamb",),
             "lion": ("OneBitLion",),
-            "replicas": ("ReplicaDriftError",),
             "zero_one.optimizer": ("ZeroOneAdam",),
         },
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.sharded.preconditioner import quantize, table
-from thinwire.zero.saved_slices import PieceSource
+from thinwire.zero.saved_slices import SliceSource
 
 __all__ = [
     "PACKED_MOMENTUM",
@@ -24,12 +24,12 @@ PACKED_MOMENTUM, PACKED_PRECONDITIONER = "momentum", "preconditioner"
 PRECONDITIONER_LOW, PRECONDITIONER_HIGH = "scalar.preconditioner_low", "scalar.preconditioner_high"
 
 
-def as_plain(source: PieceSource) -> PieceSource:
+def as_plain(source: SliceSource) -> SliceSource:
     """`source` with `exp_avg` and `denominator` where it has packed ones."""
     return _Plain(source) if PACKED_PRECONDITIONER in source.kinds() else source
 
 
-def as_packed(source: PieceSource) -> PieceSource:
+def as_packed(source: SliceSource) -> SliceSource:
     """`source` with packed momentum and preconditioner where it has plain ones."""
     return source if PACKED_PRECONDITIONER in source.kinds() else _Packed(source)
 
@@ -37,30 +37,30 @@ def as_packed(source: PieceSource) -> PieceSource:
 class _Converted:
     """A source that answers for some kinds from others."""
 
-    def __init__(self, source: PieceSource) -> None:
+    def __init__(self, source: SliceSource) -> None:
         self._source = source
 
     @property
     def world_size(self) -> int:
-        """See PieceSource."""
+        """See SliceSource."""
         return self._source.world_size
 
     def counters(self) -> dict[str, Any]:
-        """See PieceSource."""
+        """See SliceSource."""
         return self._source.counters()
 
     def kinds(self) -> set[str]:
-        """See PieceSource."""
+        """See SliceSource."""
         return self._source.kinds()
 
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See PieceSource."""
+        """See SliceSource."""
         return self._source.read_rank(key, rank)
 
 
 class _Plain(_Converted):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See PieceSource."""
+        """See SliceSource."""
         if kind == "exp_avg":
             return self._source.read(PACKED_MOMENTUM, name, start, numel)
         if kind == "denominator":
@@ -71,12 +71,12 @@ class _Plain(_Converted):
 
 
 class _Packed(_Converted):
-    def __init__(self, source: PieceSource) -> None:
+    def __init__(self, source: SliceSource) -> None:
         super().__init__(source)
         self._ranges: dict[str, tuple[float, float]] = {}
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See PieceSource; a preconditioner is asked for whole, before its range."""
+        """See SliceSource; a preconditioner is asked for whole, before its range."""
         if kind == PACKED_MOMENTUM:
             return self._source.read("exp_avg", name, start, numel)
         if kind == PACKED_PRECONDITIONER:

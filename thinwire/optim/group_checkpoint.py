@@ -19,14 +19,14 @@ from thinwire.optim.residuals import (
     runs_in,
     worker_residual_tensors,
 )
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = ["check_settings", "counters", "load", "rank_tensors", "slices"]
 
 
-def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[Piece]:
+def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:
     """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns."""
-    found: list[Piece] = []
+    found: list[SavedSlice] = []
     for bucket in group.buckets:
         first = rank * bucket.layout.shard
         own = slice(first, first + bucket.layout.shard)
@@ -35,7 +35,7 @@ def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[Piece]:
         for run in runs_in(bucket.layout, own):
             values = {name: one[run.place] for name, one in common.items()}
             values |= group.weights.saved(bucket, run, group.shows_own_weights)
-            found += [Piece(kind, names[run.parameter], run.start, one) for kind, one in values.items()]
+            found += [SavedSlice(kind, names[run.parameter], run.start, one) for kind, one in values.items()]
         if group.compresses:
             exchange = bucket.compressed
             assert exchange.owner_residual is not None
@@ -82,7 +82,7 @@ def load(
     group: FreezeGroup,
     names: Sequence[str],
     saved: Mapping[str, Any],
-    source: PieceSource,
+    source: SliceSource,
     ranks: Sequence[int] | None,
 ) -> None:
     """Take over a freeze group whose buckets are laid out already; KeyError where state was not saved.
@@ -111,14 +111,14 @@ def load(
         _load_residuals(bucket, names, source, ranks or ())
 
 
-def _load_owned(group: FreezeGroup, bucket: AlgorithmBucket, names: Sequence[str], source: PieceSource) -> None:
+def _load_owned(group: FreezeGroup, bucket: AlgorithmBucket, names: Sequence[str], source: SliceSource) -> None:
     for kind in set(bucket.state) - set(bucket.whole_state):
         assert group.algorithm.state[kind] is Keep.OWNER
         for run in runs_in(bucket.layout, bucket.compressed.owner_place):
             bucket.state[kind][run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
 
 
-def _load_residuals(bucket: AlgorithmBucket, names: Sequence[str], source: PieceSource, ranks: Sequence[int]) -> None:
+def _load_residuals(bucket: AlgorithmBucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int]) -> None:
     exchange = bucket.compressed
     assert exchange.worker_residual is not None
     assert exchange.owner_residual is not None

@@ -11,7 +11,7 @@ from thinwire.comm import Communicator
 from thinwire.zero import BucketLayout
 from thinwire.zero.flat_bucket import Run
 from thinwire.zero.home import TRAFFIC
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = [
     "OWNER_RESIDUAL",
@@ -38,10 +38,10 @@ def runs_in(layout: BucketLayout, place: slice) -> Iterator[Run]:
 
 def owner_residual_slices(
     layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str]
-) -> Iterator[Piece]:
+) -> Iterator[SavedSlice]:
     """What an owner's residual of elements `place` of a bucket is saved as."""
     for run in runs_in(layout, place):
-        yield Piece(OWNER_RESIDUAL, names[run.parameter], run.start, residual[run.place])
+        yield SavedSlice(OWNER_RESIDUAL, names[run.parameter], run.start, residual[run.place])
 
 
 def worker_residual_tensors(
@@ -52,7 +52,7 @@ def worker_residual_tensors(
 
 
 def load_owner_residual(
-    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str], source: PieceSource
+    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str], source: SliceSource
 ) -> None:
     """Take an owner's residual over; raises KeyError where one was not saved."""
     for run in runs_in(layout, place):
@@ -64,7 +64,7 @@ def load_worker_residual(
     place: slice,
     residual: Tensor,
     names: Sequence[str],
-    source: PieceSource,
+    source: SliceSource,
     ranks: Sequence[int],
 ) -> None:
     """Take over the mean of what `ranks` saved as their residuals; raises KeyError where one did not.
@@ -76,7 +76,7 @@ def load_worker_residual(
         residual[run.place].copy_(mean[run.start : run.start + run.numel] if len(mean) != run.numel else mean)
 
 
-def mean_over_ranks(source: PieceSource, key: str, ranks: Sequence[int]) -> Tensor:
+def mean_over_ranks(source: SliceSource, key: str, ranks: Sequence[int]) -> Tensor:
     """The mean of these ranks' tensors, fp32."""
     total = source.read_rank(key, ranks[0]).float().clone()
     for rank in ranks[1:]:
@@ -85,7 +85,7 @@ def mean_over_ranks(source: PieceSource, key: str, ranks: Sequence[int]) -> Tens
 
 
 def ranks_to_resume(
-    source: PieceSource, comm: Communicator, nodes: Sequence[int] | None, saved_by: str, compresses: bool
+    source: SliceSource, comm: Communicator, nodes: Sequence[int] | None, saved_by: str, compresses: bool
 ) -> list[int] | None:
     """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None for none.
 

@@ -14,15 +14,17 @@ from thinwire.zero.bucket_layout import (
 )
 from thinwire.zero.home import StepResult
 from thinwire.zero.optimizer import ShardedOptimizer
-from thinwire.zero.saved_slices import OwnPieces, Piece, PieceSource
+from thinwire.zero.replicas import ReplicaDriftError
+from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
 
 __all__ = [
     "LARGEST_BUCKET_BYTES",
     "BucketLayout",
-    "OwnPieces",
-    "Piece",
-    "PieceSource",
+    "OwnSlices",
+    "ReplicaDriftError",
+    "SavedSlice",
     "ShardedOptimizer",
+    "SliceSource",
     "Slot",
     "StepResult",
     "bucket_numel",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.zero.master_weights import MasterWeights
-from thinwire.zero.saved_slices import Piece, PieceSource
-from thinwire.zero.saved_state import group_settings, read_state, state_pieces
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.saved_state import group_settings, read_state, state_slices
 
 __all__ = ["BucketOptimizer", "OptimizerClass"]
 
@@ -63,16 +63,16 @@ class BucketOptimizer:
         for view in masters.views:
             view.grad = None
 
-    def pieces(self, names: Sequence[str]) -> list[Piece]:
+    def saved_slices(self, names: Sequence[str]) -> list[SavedSlice]:
         """The optimizer's state of this rank's shard."""
-        pieces: list[Piece] = []
+        slices: list[SavedSlice] = []
         for number, cut in self._masters.own_cuts():
             run = self._masters.runs[number]
             state = {} if self.optimizer is None else self.optimizer.state[self._masters.views[number]]
-            pieces += state_pieces(state, names[run.parameter], run.start + cut.start, cut)
-        return pieces
+            slices += state_slices(state, names[run.parameter], run.start + cut.start, cut)
+        return slices
 
-    def load(self, source: PieceSource, names: Sequence[str]) -> None:
+    def load(self, source: SliceSource, names: Sequence[str]) -> None:
         """Take over the optimizer's state."""
         if self.optimizer is not None:
             runs, views = self._masters.runs, self._masters.views

@@ -17,7 +17,7 @@ from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.home import StepResult
 from thinwire.zero.memory import model_state_formula
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import (
     STATE_IS_ON_ALL_RANKS,
     check_same_optimizer,
@@ -25,7 +25,7 @@ from thinwire.zero.saved_state import (
     group_settings,
     read_state,
     read_weight,
-    state_pieces,
+    state_slices,
     take_over_settings,
 )
 
@@ -104,7 +104,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
 
     def model_state_bytes(self) -> dict[str, float]:
         """Bytes that this rank should hold of the model's state, by category: ZeRO's formula for stage 3."""
-        kinds = {one.kind for one in self.pieces()} - {"weight", "master"}
+        kinds = {one.kind for one in self.saved_slices()} - {"weight", "master"}
         elements = sum(shard.parameter.numel() for shard in self._shards)
         vectors = sum(not kind.startswith("scalar.") for kind in kinds)
         return model_state_formula(3, elements, self.comm.size, dtype=self._dtype, state_bytes=4 * vectors)
@@ -151,17 +151,17 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """Not from one rank: raises RuntimeError, which says what to use."""
         raise RuntimeError(STATE_IS_ON_ALL_RANKS)
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """Weights, master weights (where layers are gathered in 16 bits) and optimizer state of this rank."""
-        pieces = []
+        slices = []
         for shard in self._shards:
             if shard.values.numel() == 0:
                 continue
-            pieces.append(Piece("weight", shard.name, shard.start, shard.values.to(self._dtype)))
+            slices.append(SavedSlice("weight", shard.name, shard.start, shard.values.to(self._dtype)))
             if self._dtype != torch.float32:
-                pieces.append(Piece("master", shard.name, shard.start, shard.values))
-            pieces += state_pieces(self._state_of(shard), shard.name, shard.start, slice(None))
-        return pieces
+                slices.append(SavedSlice("master", shard.name, shard.start, shard.values))
+            slices += state_slices(self._state_of(shard), shard.name, shard.start, slice(None))
+        return slices
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """What belongs to this rank alone."""
@@ -172,7 +172,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         return counters_of(self._name, self.param_groups)
 
     @torch.no_grad()
-    def load(self, source: PieceSource) -> None:
+    def load(self, source: SliceSource) -> None:
         """Take over what another run saved, of any stage and number of ranks.
 
         Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
@@ -194,7 +194,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             self._optimizer = self._build([self._inner_group(number) for number in self._used_groups])
 
     @torch.no_grad()
-    def load_weights(self, source: PieceSource) -> None:
+    def load_weights(self, source: SliceSource) -> None:
         """Take over the weights alone, whatever optimizer they were trained with."""
         self.zero_grad()
         self._reshard()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = ["NOT_STEPPED", "NO_GRADIENTS", "TRAFFIC", "Home", "StepResult", "ring_bytes"]
 
@@ -133,7 +133,7 @@ class Home(ABC):
     # Checkpoints
 
     @abstractmethod
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """What this rank contributes of weights and state; the ranks' union holds everything once."""
 
     def rank_tensors(self) -> dict[str, Tensor]:
@@ -145,11 +145,11 @@ class Home(ABC):
         return {}
 
     @abstractmethod
-    def load(self, source: PieceSource) -> None:
+    def load(self, source: SliceSource) -> None:
         """Take over what another run saved. Collective."""
 
     @abstractmethod
-    def load_weights(self, source: PieceSource) -> None:
+    def load_weights(self, source: SliceSource) -> None:
         """Take over the weights alone."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.zero.flat_bucket import FlatBucket
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import read_weight
 
 __all__ = ["MasterWeights"]
@@ -65,17 +65,17 @@ class MasterWeights:
                 cuts.append((number, slice(begin - run.place.start, end - run.place.start)))
         return cuts
 
-    def pieces(self, names: Sequence[str]) -> list[Piece]:
+    def saved_slices(self, names: Sequence[str]) -> list[SavedSlice]:
         """Weights and master weights of this rank's shard."""
         own = self.bucket.own_shard
-        pieces = [Piece("weight", names[run.parameter], run.start, own[run.place]) for run in self.bucket.own_runs]
+        slices = [SavedSlice("weight", names[run.parameter], run.start, own[run.place]) for run in self.bucket.own_runs]
         for number, cut in self.own_cuts() if self.separate else ():
             run = self.runs[number]
-            pieces.append(Piece("master", names[run.parameter], run.start + cut.start, self.views[number][cut]))
-        return pieces
+            slices.append(SavedSlice("master", names[run.parameter], run.start + cut.start, self.views[number][cut]))
+        return slices
 
     @torch.no_grad()
-    def load(self, source: PieceSource, names: Sequence[str]) -> None:
+    def load(self, source: SliceSource, names: Sequence[str]) -> None:
         """Take them over; the parameters hold their weights already."""
         for run, view in zip(self.runs, self.views, strict=True):
             view.copy_(read_weight(source, torch.float32, names[run.parameter], run.start, run.numel))

@@ -16,7 +16,7 @@ from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.bucket_optimizer import BucketOptimizer, OptimizerClass
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.memory import model_state_formula
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters, Sharding
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
@@ -129,11 +129,13 @@ class _ElementwiseHome(ShardedHome):
     def _find_vote(self) -> Vote:
         return self._vote_on_averages(self._gradients)
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """See Home."""
-        return super().pieces() + [piece for one in self._optimizers for piece in one.pieces(self._parameters.names)]
+        return super().saved_slices() + [
+            saved_slice for one in self._optimizers for saved_slice in one.saved_slices(self._parameters.names)
+        ]
 
-    def load(self, source: PieceSource) -> None:
+    def load(self, source: SliceSource) -> None:
         """See Home."""
         self._parameters.load_weights(source)
         for one in self._optimizers:
@@ -146,7 +148,9 @@ class _ElementwiseHome(ShardedHome):
 
     def model_state_bytes(self) -> dict[str, float]:
         """See Home."""
-        kinds = {piece.kind for one in self._optimizers for piece in one.pieces(self._parameters.names)}
+        kinds = {
+            saved_slice.kind for one in self._optimizers for saved_slice in one.saved_slices(self._parameters.names)
+        }
         return model_state_formula(
             self._parameters.sharding.stage,
             self._numel,

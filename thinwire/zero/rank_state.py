@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.home import Home
-from thinwire.zero.saved_slices import OwnPieces, Piece, PieceSource
+from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
 
 __all__ = ["OneRankState", "pack_rank_state", "rank_state_source"]
 
@@ -30,12 +30,14 @@ def pack_rank_state(home: Home, counters: dict[str, Any], rank_tensors: dict[str
         "rank": home.comm.rank,
         "size": home.comm.size,
         "counters": counters,
-        "slices": [(one.kind, one.name, one.start, one.tensor) for one in home.pieces() if one.kind not in beside],
+        "slices": [
+            (one.kind, one.name, one.start, one.tensor) for one in home.saved_slices() if one.kind not in beside
+        ],
         "rank_tensors": {key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
     }
 
 
-def rank_state_source(home: Home, state_dict: Mapping[str, Any], optimizer: str) -> PieceSource:
+def rank_state_source(home: Home, state_dict: Mapping[str, Any], optimizer: str) -> SliceSource:
     """What `state_dict` gave on every rank, for `home` to load. Collective where state has to change its place.
 
     Raises ValueError where it is not from one of our optimizers, or not all of the state can be had from it.
@@ -84,12 +86,12 @@ class OneRankState:
         self._saved = state_dict["thinwire"]
         self._state: Mapping[int, Mapping[str, Tensor]] = state_dict["state"]
         self._number_of = {name: number for number, name in enumerate(self.counters().get("names", ()))}
-        slices = [Piece(*one) for one in self._saved["slices"]]
-        self._beside = OwnPieces(self.world_size, self.counters(), slices, self._saved["rank_tensors"])
+        slices = [SavedSlice(*one) for one in self._saved["slices"]]
+        self._beside = OwnSlices(self.world_size, self.counters(), slices, self._saved["rank_tensors"])
 
     @property
     def world_size(self) -> int:
-        """See PieceSource."""
+        """See SliceSource."""
         return int(self._saved["size"])
 
     @property
@@ -98,23 +100,23 @@ class OneRankState:
         return int(self._saved["rank"])
 
     def counters(self) -> dict[str, Any]:
-        """See PieceSource."""
+        """See SliceSource."""
         counters: dict[str, Any] = self._saved["counters"]
         return counters
 
     def kinds(self) -> set[str]:
-        """See PieceSource."""
+        """See SliceSource."""
         return self._beside.kinds() | {kind for entry in self._state.values() for kind in entry}
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See PieceSource."""
+        """See SliceSource."""
         entry = self._state.get(self._number_of.get(name, -1), {})
         if kind in entry:
             return entry[kind].reshape(-1)[start : start + numel].cpu()
         return self._beside.read(kind, name, start, numel)
 
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See PieceSource."""
+        """See SliceSource."""
         if rank != self.rank:
             raise KeyError(f"{key} of rank {rank} is not in the state of rank {self.rank}")
         kind, _, name = key.partition(".")
@@ -136,28 +138,28 @@ class _Gathered(OneRankState):
                 "it saved itself, as each holds other slices"
             )
         self._rank_tensors = {one["rank"]: one["rank_tensors"] for one in everyone}
-        self._slices: dict[tuple[str, str], list[Piece]] = {}
+        self._slices: dict[tuple[str, str], list[SavedSlice]] = {}
         for one in everyone:
-            for piece in (Piece(*entry) for entry in one["slices"]):
-                self._slices.setdefault((piece.kind, piece.name), []).append(piece)
+            for saved_slice in (SavedSlice(*entry) for entry in one["slices"]):
+                self._slices.setdefault((saved_slice.kind, saved_slice.name), []).append(saved_slice)
 
     def kinds(self) -> set[str]:
-        """See PieceSource."""
+        """See SliceSource."""
         return super().kinds() | {kind for kind, _ in self._slices}
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See PieceSource."""
-        slices = sorted(self._slices.get((kind, name), []), key=lambda piece: piece.start)
+        """See SliceSource."""
+        slices = sorted(self._slices.get((kind, name), []), key=lambda saved_slice: saved_slice.start)
         if not slices:
             return super().read(kind, name, start, numel)
-        whole = torch.cat([piece.tensor.cpu() for piece in slices])
+        whole = torch.cat([saved_slice.tensor.cpu() for saved_slice in slices])
         first = start - slices[0].start
         if first < 0 or first + numel > len(whole):
             raise KeyError(f"elements {start} to {start + numel} of {kind} of {name} were not saved")
         return whole[first : first + numel]
 
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See PieceSource."""
+        """See SliceSource."""
         tensors = self._rank_tensors[rank]
         return tensors[key].cpu() if key in tensors else super().read_rank(key, rank)
 

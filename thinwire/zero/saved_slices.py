@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["OwnPieces", "Piece", "PieceSource"]
+__all__ = ["OwnSlices", "SavedSlice", "SliceSource"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedSlice:
     """Elements `start` to `start + tensor.numel()` of the flattened parameter `name`, in one of its roles.
 
     `kind` is the role: "weight", "master", "exp_avg", ... Kinds that begin with "scalar." hold one value a parameter.
@@ -27,7 +27,7 @@ class Piece:
     tensor: Tensor
 
 
-class PieceSource(Protocol):
+class SliceSource(Protocol):
     """What somebody saved, to be read in whatever runs the reader needs."""
 
     @property
@@ -47,37 +47,37 @@ class PieceSource(Protocol):
         """`rank_tensors()[key]` of that rank of the saving job; KeyError where there is none."""
 
 
-class OwnPieces:
-    """The pieces of one rank as a source for the same rank of a job of the same size."""
+class OwnSlices:
+    """The slices of one rank as a source for the same rank of a job of the same size."""
 
     def __init__(
-        self, world_size: int, counters: dict[str, Any], pieces: Iterable[Piece], rank_tensors: dict[str, Tensor]
+        self, world_size: int, counters: dict[str, Any], slices: Iterable[SavedSlice], rank_tensors: dict[str, Tensor]
     ) -> None:
         self.world_size = world_size
         self._counters = counters
         self._rank_tensors = rank_tensors
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
-        for piece in pieces:
-            self._pieces.setdefault((piece.kind, piece.name), []).append(piece)
+        self._slices: dict[tuple[str, str], list[SavedSlice]] = {}
+        for saved in slices:
+            self._slices.setdefault((saved.kind, saved.name), []).append(saved)
 
     def counters(self) -> dict[str, Any]:
-        """See PieceSource."""
+        """See SliceSource."""
         return self._counters
 
     def kinds(self) -> set[str]:
-        """See PieceSource."""
-        return {kind for kind, _ in self._pieces}
+        """See SliceSource."""
+        return {kind for kind, _ in self._slices}
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See PieceSource."""
+        """See SliceSource."""
         if not numel:  # of an empty parameter nobody saves a slice
             return torch.empty(0)
-        for piece in self._pieces.get((kind, name), []):
-            if piece.start <= start and start + numel <= piece.start + piece.tensor.numel():
-                return piece.tensor[start - piece.start : start - piece.start + numel].cpu()
+        for saved in self._slices.get((kind, name), []):
+            if saved.start <= start and start + numel <= saved.start + saved.tensor.numel():
+                return saved.tensor[start - saved.start : start - saved.start + numel].cpu()
         raise KeyError(f"elements {start} to {start + numel} of {kind} of {name} are not in this rank's state")
 
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See PieceSource."""
+        """See SliceSource."""
         del rank  # there is only this one's
         return self._rank_tensors[key].cpu()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = [
     "STATE_IS_ON_ALL_RANKS",
@@ -18,13 +18,13 @@ __all__ = [
     "group_settings",
     "read_state",
     "read_weight",
-    "state_pieces",
+    "state_slices",
     "take_over_settings",
 ]
 
 STATE_IS_ON_ALL_RANKS = (
     "its state lies on all ranks, and one rank's would not be enough to go on from. Save with the engine's "
-    "save_checkpoint(), or take pieces() and counters() of every rank, and load() them"
+    "save_checkpoint(), or take saved_slices() and counters() of every rank, and load() them"
 )
 
 _WEIGHTS = frozenset({"weight", "master"})
@@ -56,19 +56,19 @@ def take_over_settings(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]
         group.update({key: _like(group.get(key), value) for key, value in settings.items()})
 
 
-def state_pieces(state: Mapping[str, Any], name: str, start: int, cut: slice) -> Iterator[Piece]:
+def state_slices(state: Mapping[str, Any], name: str, start: int, cut: slice) -> Iterator[SavedSlice]:
     """The elements `cut` of a part's state, which are those of parameter `name` from `start` on.
 
     What is no vector, such as a step count, goes with the parameter's first element.
     """
     for kind, value in state.items():
         if isinstance(value, Tensor) and value.dim() == 1:
-            yield Piece(kind, name, start, value[cut])
+            yield SavedSlice(kind, name, start, value[cut])
         elif start == 0 and value is not None:
-            yield Piece(_SCALAR + kind, name, 0, torch.as_tensor(value).reshape(1).detach())
+            yield SavedSlice(_SCALAR + kind, name, 0, torch.as_tensor(value).reshape(1).detach())
 
 
-def read_state(source: PieceSource, name: str, start: int, numel: int) -> dict[str, Tensor]:
+def read_state(source: SliceSource, name: str, start: int, numel: int) -> dict[str, Tensor]:
     """The state of elements `start` to `start + numel` of a parameter; empty where it never had a gradient."""
     state = {}
     for kind in source.kinds() - _WEIGHTS:
@@ -82,7 +82,7 @@ def read_state(source: PieceSource, name: str, start: int, numel: int) -> dict[s
     return state
 
 
-def read_weight(source: PieceSource, dtype: torch.dtype, name: str, start: int, numel: int) -> Tensor:
+def read_weight(source: SliceSource, dtype: torch.dtype, name: str, start: int, numel: int) -> Tensor:
     """A parameter's saved values for use in `dtype`: the masters' where fp32 is wanted and there are masters."""
     if dtype == torch.float32:
         try:

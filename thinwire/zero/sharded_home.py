@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Home, ring_bytes
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = ["NOT_FINITE", "ShardedHome", "Vote", "clip_coefficient"]
@@ -168,11 +168,11 @@ class ShardedHome(Home):
 
     # Checkpoints
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """See Home; weights and master weights."""
-        return self._parameters.pieces()
+        return self._parameters.saved_slices()
 
-    def load_weights(self, source: PieceSource) -> None:
+    def load_weights(self, source: SliceSource) -> None:
         """See Home."""
         self._parameters.load_weights(source)
 

@@ -19,7 +19,7 @@ from thinwire.zero.master_weights import MasterWeights
 from thinwire.zero.parameter_order import Placement
 from thinwire.zero.prefetch import WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import read_weight
 
 __all__ = ["ShardedParameters", "Sharding"]
@@ -159,13 +159,13 @@ class ShardedParameters:
 
     # Checkpoints
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """Weights and master weights of this rank's shards."""
         self.wait_for_weights()
-        return [piece for masters in self.masters for piece in masters.pieces(self.names)]
+        return [saved_slice for masters in self.masters for saved_slice in masters.saved_slices(self.names)]
 
     @torch.no_grad()
-    def load_weights(self, source: PieceSource) -> None:
+    def load_weights(self, source: SliceSource) -> None:
         """Take over the weights, whatever optimizer they were trained with. Raises KeyError for one not saved."""
         self.wait_for_weights()
         for bucket in self.buckets:

@@ -16,7 +16,7 @@ from thinwire.comm import Communicator
 from thinwire.zero.ddp import leave_gradients_alone
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import check_same_optimizer, counters_of, take_over_settings
 
 __all__ = ["SynchronizedOptimizer"]
@@ -221,9 +221,9 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     # Checkpoints
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """What this rank contributes of weights, master weights and state; the ranks' union holds everything once."""
-        return self._home.pieces()
+        return self._home.saved_slices()
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """What belongs to this rank alone: error-feedback residuals above all."""
@@ -239,11 +239,11 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def load(self, source: PieceSource) -> None:
-        """Take over what `pieces`, `rank_tensors` and `counters` gave, of any stage and number of ranks. Collective.
+    def load(self, source: SliceSource) -> None:
+        """Take over what `saved_slices`, `rank_tensors` and `counters` gave, of any stage and number of ranks.
 
         Where the number of ranks differs, every rank's residual becomes the mean of the saved ones, which is all that
-        the average over ranks depends on.
+        the average over ranks depends on. Collective.
 
         Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
         """
@@ -257,7 +257,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             self._take_over_traffic(source)
 
     @torch.no_grad()
-    def load_weights(self, source: PieceSource) -> None:
+    def load_weights(self, source: SliceSource) -> None:
         """Take over the weights alone, whatever optimizer they were trained with; its own state stays as it is.
 
         Raises KeyError where a parameter was not saved.
@@ -326,7 +326,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
                 stacklevel=5,
             )
 
-    def _take_over_traffic(self, source: PieceSource) -> None:
+    def _take_over_traffic(self, source: SliceSource) -> None:
         try:
             sent, uncompressed = source.read_rank(TRAFFIC, self.comm.rank).tolist()
         except KeyError:  # another rank's file

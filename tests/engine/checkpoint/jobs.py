@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 SHAPES = {"embedding": (17, 5), "layer/0.weight": (3, 1, 7), "bias": (1,), "scale": (), "empty": (0, 4)}
 
@@ -74,12 +74,12 @@ class Values:
         assert checkpoint.buffers().keys() == self.buffers.keys()
         assert all(same(buffer, self.buffers[name]) for name, buffer in checkpoint.buffers().items())
 
-    def _cut(self) -> list[list[Piece]]:
+    def _cut(self) -> list[list[SavedSlice]]:
         """Every parameter in runs, each the slice of some rank."""
-        slices: list[list[Piece]] = [[] for _ in range(self.world_size)]
+        slices: list[list[SavedSlice]] = [[] for _ in range(self.world_size)]
         for (kind, name), values in self.flat.items():
             for start, stop in runs(values.numel(), self.source):
-                self.source.choice(slices).append(Piece(kind, name, start, values[start:stop]))
+                self.source.choice(slices).append(SavedSlice(kind, name, start, values[start:stop]))
         return slices
 
 

@@ -23,7 +23,7 @@ import torch
 from thinwire import comm
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 MODEL = ModelDescription({"embedding": ((7, 11), torch.float32), "bias": ((3,), torch.float32)})
 KINDS = ("weight", "master", "exp_avg")
@@ -64,7 +64,7 @@ def snapshot_of(number: int, rank: int, size: int) -> Snapshot:
             numel = MODEL.numel(name)
             cuts = [numel * part // size for part in range(size + 1)]
             values = torch.full((cuts[rank + 1] - cuts[rank],), float(number))
-            slices.append(Piece(kind, name, cuts[rank], values))
+            slices.append(SavedSlice(kind, name, cuts[rank], values))
     return Snapshot(
         slices,
         MODEL,

@@ -19,7 +19,7 @@ from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot
 from thinwire.engine.checkpoint.manifest import _sealed
 from thinwire.engine.checkpoint.verification import examine
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
 Damage = Callable[[Path], None]
@@ -230,7 +230,7 @@ def test_slices_with_gaps_or_overlaps_are_not_published(
     flat = torch.arange(6.0)
 
     def work(comm: Communicator) -> None:
-        own = [Piece("weight", "w", start, flat[start:stop]) for start, stop in starts[comm.rank :: 2]]
+        own = [SavedSlice("weight", "w", start, flat[start:stop]) for start, stop in starts[comm.rank :: 2]]
         with pytest.raises(ValueError, match=complaint):
             CheckpointStore(tmp_path, comm).save("x", Snapshot(own, model))
         assert CheckpointStore(tmp_path, comm).load() is None

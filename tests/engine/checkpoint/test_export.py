@@ -13,7 +13,7 @@ from torch import nn
 from tests.engine.checkpoint.jobs import Values, missing, same, save
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot, export_weights
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 
 class TiedModel(nn.Module):
@@ -41,7 +41,7 @@ def save_model(folder: Path, model: nn.Module, size: int, tied: dict[str, str], 
         for name, parameter in parameters.items():
             low, high = (parameter.numel() * part // size for part in (comm.rank, comm.rank + 1))
             run = parameter.flatten()[low:high]
-            slices += [Piece(kind, name, low, run.to(dtype)) for kind, dtype in kinds.items()]
+            slices += [SavedSlice(kind, name, low, run.to(dtype)) for kind, dtype in kinds.items()]
         snapshot = Snapshot(slices, description, shared={"tied": tied}, buffers=dict(model.named_buffers()))
         assert CheckpointStore(folder, comm).save("step-1", snapshot)
 

@@ -17,7 +17,7 @@ from tests.comm.launching import environment
 from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 DISK_BYTES = 1 << 20
 
@@ -40,7 +40,7 @@ def snapshot_of_bytes(nbytes: int, rank: int, size: int) -> Snapshot:
     """One that needs `nbytes` on the last rank, and next to nothing on the others."""
     model = ModelDescription({"w": ((nbytes,), torch.uint8)})
     whole = torch.zeros(nbytes, dtype=torch.uint8)
-    return Snapshot([Piece("weight", "w", 0, whole)] if rank == size - 1 else [], model)
+    return Snapshot([SavedSlice("weight", "w", 0, whole)] if rank == size - 1 else [], model)
 
 
 def fill_all_but(free: int, ballast: Path) -> None:

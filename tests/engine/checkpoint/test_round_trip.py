@@ -17,7 +17,7 @@ from tests.engine.checkpoint.jobs import Values, load, missing, same, save
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
 from thinwire.engine.checkpoint.tensor_file import CODES, TensorToWrite, write_tensors
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,8 +135,8 @@ def test_an_empty_slice_is_harmless(tmp_path: Path) -> None:
     model = ModelDescription({"w": ((6,), torch.float32)})
     cut = random.Random(0).randrange(1, 6)
     flat = torch.arange(6.0)
-    first = [Piece("weight", "w", 0, flat[:cut]), Piece("weight", "w", cut, flat[:0])]
-    slices = [first, [Piece("weight", "w", cut, flat[cut:])]]
+    first = [SavedSlice("weight", "w", 0, flat[:cut]), SavedSlice("weight", "w", cut, flat[:0])]
+    slices = [first, [SavedSlice("weight", "w", cut, flat[cut:])]]
 
     def work(comm: Communicator) -> None:
         store = CheckpointStore(tmp_path, comm)

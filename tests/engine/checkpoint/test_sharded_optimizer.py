@@ -52,7 +52,7 @@ class Job:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            self.optimizer.pieces(),
+            self.optimizer.saved_slices(),
             ModelDescription.of(self.model.named_parameters()),
             rank_tensors=self.optimizer.rank_tensors(),
             shared={"optimizer": self.optimizer.counters()},

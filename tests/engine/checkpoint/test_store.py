@@ -13,7 +13,7 @@ import torch
 from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, store
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 
 def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
@@ -231,15 +231,15 @@ MODEL = ModelDescription({"w": ((2, 3), torch.float32)})
 @pytest.mark.parametrize(
     ("snapshot", "complaint"),
     [
-        (Snapshot([Piece("weight", "v", 0, FLAT)], MODEL), "no parameter of that name"),
-        (Snapshot([Piece("weight", "w", 0, FLAT.view(2, 3))], MODEL), "one-dimensional"),
-        (Snapshot([Piece("weight", "w", 0, FLAT[::2])], MODEL), "contiguous"),
-        (Snapshot([Piece("weight", "w", 1, FLAT)], MODEL), "ends at 7, but there are 6"),
-        (Snapshot([Piece("weight", "w", -1, FLAT)], MODEL), "there are 6"),
-        (Snapshot([Piece("scalar.step", "w", 0, FLAT)], MODEL), "there are 1"),
-        (Snapshot([Piece("a/b", "w", 0, FLAT)], MODEL), "without '/'"),
-        (Snapshot([Piece("", "w", 0, FLAT)], MODEL), "a kind is a word"),
-        (Snapshot([Piece("weight", "w", 0, FLAT)] * 2, MODEL), "2 slices begin at 1 places"),
+        (Snapshot([SavedSlice("weight", "v", 0, FLAT)], MODEL), "no parameter of that name"),
+        (Snapshot([SavedSlice("weight", "w", 0, FLAT.view(2, 3))], MODEL), "one-dimensional"),
+        (Snapshot([SavedSlice("weight", "w", 0, FLAT[::2])], MODEL), "contiguous"),
+        (Snapshot([SavedSlice("weight", "w", 1, FLAT)], MODEL), "ends at 7, but there are 6"),
+        (Snapshot([SavedSlice("weight", "w", -1, FLAT)], MODEL), "there are 6"),
+        (Snapshot([SavedSlice("scalar.step", "w", 0, FLAT)], MODEL), "there are 1"),
+        (Snapshot([SavedSlice("a/b", "w", 0, FLAT)], MODEL), "without '/'"),
+        (Snapshot([SavedSlice("", "w", 0, FLAT)], MODEL), "a kind is a word"),
+        (Snapshot([SavedSlice("weight", "w", 0, FLAT)] * 2, MODEL), "2 slices begin at 1 places"),
         (Snapshot([], MODEL, rank_tensors={"r": torch.zeros(2, dtype=torch.complex128)}), "'?r'? is complex128"),
         (Snapshot([], MODEL, shared={"a": FLAT}), "shared must hold what JSON can write"),
         (Snapshot([], MODEL, rank_values={"a": {1}}), "rank_values must hold what JSON can write"),

@@ -303,7 +303,7 @@ def test_buckets_leave_during_backward_in_the_order_gradients_arrive() -> None:
             lambda _: launched.append(optimizer._home._synchronizer.watcher._pipeline.started)
         )
         train(model, optimizer, [3])
-        return launched[0], len(optimizer._home.buckets)
+        return launched[0], len(optimizer._home._layout.buckets)
 
     for launched, buckets in threads.run(rank, 2):
         assert buckets >= 4

@@ -13,7 +13,7 @@ import thinwire
 from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, weights
 from tests.zero.saved import Saved, join, save
 from thinwire.comm import Communicator, threads
-from thinwire.optim import ReplicaDriftError
+from thinwire.zero import ReplicaDriftError
 
 FREEZE = 15
 

@@ -132,12 +132,16 @@ def test_16_bit_weights_are_the_same_bits_after_a_sync_and_follow_the_master_wei
         seen = path(optimizer, model)
         losses = train(optimizer, model, range(STEPS, 100))
         optimizer.synchronize_weights()
-        masters = {piece.name: piece for piece in optimizer.pieces() if piece.kind == "master"}
-        for piece in optimizer.pieces():
-            if piece.kind == "weight":
-                master = masters[piece.name].tensor
+        masters = {
+            saved_slice.name: saved_slice for saved_slice in optimizer.saved_slices() if saved_slice.kind == "master"
+        }
+        for saved_slice in optimizer.saved_slices():
+            if saved_slice.kind == "weight":
+                master = masters[saved_slice.name].tensor
                 # Rounded at random since the last copy of the master weights, 20 to 25 steps ago: a walk of 5 units.
-                torch.testing.assert_close(piece.tensor.float(), master, rtol=16 * torch.finfo(dtype).eps, atol=1e-3)
+                torch.testing.assert_close(
+                    saved_slice.tensor.float(), master, rtol=16 * torch.finfo(dtype).eps, atol=1e-3
+                )
         return seen, losses
 
     outcomes = threads.run(body, 3)

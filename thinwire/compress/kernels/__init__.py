@@ -116,7 +116,7 @@ def momentum_payload(
         payload_i = beta1 · u_e + ((1 - beta1) · (gradient_i / loss_scale)) · table[codes_i],  e = first + i
 
     with u_e what `packets` decodes to for element e of the bucket: place e mod shard of row e // shard. Where the
-    code is 0 the coordinate stays still, and the payload is 0, or NaN if gradient_i / loss_scale is not finite.
+    code is 0 the coordinate does not move, and the payload is 0, or NaN if gradient_i / loss_scale is not finite.
 
     packets: uint8 [rows, packet_bytes("sign1", shard, block_size)]. gradient: fp32, bf16 or fp16 [n]; None counts
     as zeros. codes: uint8 [n]. table: fp32 [256]; entry 0 is not looked at. payload: fp32 [n], overwritten. All is

@@ -23,7 +23,7 @@ _OPEN_FILES = 16
 
 
 class LoadedCheckpoint:
-    """A PieceSource over the files of one checkpoint.
+    """A SliceSource over the files of one checkpoint.
 
     Files are opened when they are first read from, a few at a time; `close`, or leaving a `with`, closes them.
     `shared` holds the JSON values of the whole job.

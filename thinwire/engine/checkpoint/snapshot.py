@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.checkpoint.tensor_file import CODES, dtype_from_name, dtype_name
-from thinwire.zero import Piece
+from thinwire.zero import SavedSlice
 
 __all__ = ["ModelDescription", "Snapshot", "values_of_kind"]
 
@@ -69,14 +69,14 @@ class Snapshot:
         slices: this rank's share; the ranks' slices of a kind hold each of its parameters once, and every parameter has
             a "weight" or a "master". Parameters that no optimizer holds are slices of one rank as well.
         rank_tensors: what belongs to this rank alone, any shape.
-        shared: JSON values that are the same everywhere; rank 0's are written. "optimizer" holds what PieceSource's
+        shared: JSON values that are the same everywhere; rank 0's are written. "optimizer" holds what SliceSource's
             `counters` gives back, "tied" maps other names of a parameter to the one in `model`.
         rank_values: JSON values of this rank.
         buffers: the model's; rank 0's are written.
         model: the same on every rank.
     """
 
-    slices: list[Piece]
+    slices: list[SavedSlice]
     model: ModelDescription
     rank_tensors: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Snapshot:
         """All of them."""
         return [*(one.tensor for one in self.slices), *self.rank_tensors.values(), *self.buffers.values()]
 
-    def _check_slice(self, one: Piece) -> None:
+    def _check_slice(self, one: SavedSlice) -> None:
         what = f"slice {one.kind!r} of {one.name!r} at {one.start}"
         _check_dtype(what, one.tensor)
         if not one.kind or "/" in one.kind:

@@ -32,7 +32,7 @@ from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
 from thinwire.zero.memory import model_state_formula
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import read_weight
 
 __all__ = ["ReplicatedHome"]
@@ -251,7 +251,7 @@ class ReplicatedHome(AlgorithmHome):
 
     # Checkpoints
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """See Home."""
         names = self._table.names
         found = [one for group in self.groups for one in group_checkpoint.slices(group, names, self.comm.rank)]
@@ -260,7 +260,7 @@ class ReplicatedHome(AlgorithmHome):
         for index in waiting if self.comm.rank == 0 else ():
             for kind, values in zip(("weight", "master"), weight_and_master(self._table, index, False), strict=True):
                 if values is not None and values.numel():
-                    found.append(Piece(kind, names[index], 0, values.reshape(-1)))
+                    found.append(SavedSlice(kind, names[index], 0, values.reshape(-1)))
         return found
 
     def rank_tensors(self) -> dict[str, Tensor]:
@@ -281,7 +281,7 @@ class ReplicatedHome(AlgorithmHome):
             "freeze_groups": [group_checkpoint.counters(group, self._table.names) for group in self.groups],
         }
 
-    def load(self, source: PieceSource) -> None:
+    def load(self, source: SliceSource) -> None:
         """See Home. Residuals that cannot be had start from zero, with a warning."""
         saved = source.counters()
         group_checkpoint.check_settings(saved["settings"], self._settings)
@@ -313,7 +313,7 @@ class ReplicatedHome(AlgorithmHome):
                 group.left_out_steps = steps
         self._synchronizer.prepare()
 
-    def load_weights(self, source: PieceSource) -> None:
+    def load_weights(self, source: SliceSource) -> None:
         """See Home."""
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad:
@@ -381,7 +381,7 @@ class ReplicatedHome(AlgorithmHome):
                 "max_norm= to the optimizer; remove other edits of .grad"
             )
 
-    def _load_masters(self, source: PieceSource) -> None:
+    def _load_masters(self, source: SliceSource) -> None:
         """Take master weights over where there are any; parameters that have none become their own again."""
         for index, name in enumerate(self._table.names):
             self._table.make_master(index)
@@ -392,7 +392,7 @@ class ReplicatedHome(AlgorithmHome):
                 continue
 
 
-def _left_out_steps(source: PieceSource, rank: int, count: int) -> list[int]:
+def _left_out_steps(source: SliceSource, rank: int, count: int) -> list[int]:
     try:
         steps: list[int] = source.read_rank(_LEFT_OUT_STEPS, rank).tolist()
     except KeyError:  # from a home without local steps

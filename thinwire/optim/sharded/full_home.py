@@ -27,7 +27,7 @@ from thinwire.optim.sharded.low_memory_wire import LowMemoryWire
 from thinwire.zero import BucketLayout
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.home import NO_GRADIENTS, StepResult
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, Vote
 from thinwire.zero.sharded_parameters import ShardedParameters
 
@@ -202,7 +202,7 @@ class FullHome(AlgorithmShardedHome):
 
     # Checkpoints
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """See Home; between two syncs the weights are those of the last."""
         return group_checkpoint.slices(self._group, self._parameters.names, self.comm.rank)
 
@@ -215,7 +215,7 @@ class FullHome(AlgorithmShardedHome):
         """See Home."""
         return super().counters() | {"resynchronized_at": self._weights.resynchronized_at}
 
-    def load(self, source: PieceSource) -> None:
+    def load(self, source: SliceSource) -> None:
         """See Home."""
         saved = source.counters()
         group = self._check_saved(saved)
@@ -230,7 +230,7 @@ class FullHome(AlgorithmShardedHome):
             self._group.left_out_steps = _left_out_steps(source, self.comm.rank)
         self._prepare()
 
-    def load_weights(self, source: PieceSource) -> None:
+    def load_weights(self, source: SliceSource) -> None:
         """See Home; local progress is dropped: all ranks hold what was saved."""
         super().load_weights(source)
         self._algorithm.end_sync()
@@ -264,7 +264,7 @@ class FullHome(AlgorithmShardedHome):
         }
 
 
-def _left_out_steps(source: PieceSource, rank: int) -> int:
+def _left_out_steps(source: SliceSource, rank: int) -> int:
     try:
         return int(source.read_rank(_LEFT_OUT_STEPS, rank).sum())
     except KeyError:  # from a home without local steps

@@ -23,7 +23,7 @@ from thinwire.optim.recipe import Recipe
 from thinwire.optim.residuals import ranks_to_resume
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.saved_slices import PieceSource
+from thinwire.zero.saved_slices import SliceSource
 from thinwire.zero.sharded_home import ShardedHome, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters
 
@@ -175,13 +175,13 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
             if self._rule is not None and group["rule"] and group["rule"].keys() == self._rule.state().keys():
                 self._rule.load(group["rule"])
 
-    def _ranks_to_resume(self, source: PieceSource) -> list[int] | None:
+    def _ranks_to_resume(self, source: SliceSource) -> list[int] | None:
         """The ranks whose own tensors this one goes on with; None where they cannot be had."""
         saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
         compresses = self._clock.frozen or self._algorithm.local_steps
         return ranks_to_resume(source, self.comm, None, saved_by, compresses)
 
-    def _load_weights_of(self, source: PieceSource) -> None:
+    def _load_weights_of(self, source: SliceSource) -> None:
         """Take the weights over where they were saved; else the parameters have them, and the source the masters."""
         if "weight" in source.kinds():
             self._parameters.load_weights(source)

@@ -27,17 +27,17 @@ from thinwire.optim.sharded.packed_bucket import PackedBucket
 from thinwire.optim.sharded.packing import FrozenState
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.master_weights import MasterWeights
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = ["load", "load_warmup", "rank_tensors", "read_states", "slices", "warmup_slices"]
 
 
 def warmup_slices(
     masters: Sequence[MasterWeights], state: Sequence[Mapping[str, Tensor]], names: Sequence[str]
-) -> list[Piece]:
+) -> list[SavedSlice]:
     """The moments of this rank's shards."""
     return [
-        Piece(kind, names[run.parameter], run.start, values[run.place])
+        SavedSlice(kind, names[run.parameter], run.start, values[run.place])
         for one, of_bucket in zip(masters, state, strict=True)
         for kind, values in of_bucket.items()
         for run in one.runs
@@ -45,7 +45,7 @@ def warmup_slices(
 
 
 def load_warmup(
-    masters: Sequence[MasterWeights], state: Sequence[Mapping[str, Tensor]], names: Sequence[str], source: PieceSource
+    masters: Sequence[MasterWeights], state: Sequence[Mapping[str, Tensor]], names: Sequence[str], source: SliceSource
 ) -> None:
     """Take the moments of this rank's shards over; those of a parameter that was not saved are zero."""
     for one, of_bucket in zip(masters, state, strict=True):
@@ -54,9 +54,9 @@ def load_warmup(
                 values[run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
 
 
-def slices(packed: Sequence[PackedBucket], names: Sequence[str]) -> list[Piece]:
+def slices(packed: Sequence[PackedBucket], names: Sequence[str]) -> list[SavedSlice]:
     """What this rank owns of u, of the preconditioner and its ranges, of the owners' residual and of further state."""
-    found: list[Piece] = []
+    found: list[SavedSlice] = []
     for one in packed:
         bucket, residual = one.bucket, one.exchange.owner_residual
         assert residual is not None
@@ -64,10 +64,10 @@ def slices(packed: Sequence[PackedBucket], names: Sequence[str]) -> list[Piece]:
         number_of = {slot.parameter: number for number, slot in enumerate(bucket.layout.slots)}
         for run in bucket.own_runs:
             name = names[run.parameter]
-            found += [Piece(kind, name, run.start, shard[run.place]) for kind, shard in own.items()]
+            found += [SavedSlice(kind, name, run.start, shard[run.place]) for kind, shard in own.items()]
             if run.start == 0:
                 low, high = one.ranges[number_of[run.parameter]].view(2, 1)
-                found += [Piece(PRECONDITIONER_LOW, name, 0, low), Piece(PRECONDITIONER_HIGH, name, 0, high)]
+                found += [SavedSlice(PRECONDITIONER_LOW, name, 0, low), SavedSlice(PRECONDITIONER_HIGH, name, 0, high)]
         found += owner_residual_slices(bucket.layout, one.exchange.owner_place, residual, names)
     return found
 
@@ -83,7 +83,7 @@ def rank_tensors(packed: Sequence[PackedBucket], names: Sequence[str]) -> dict[s
 
 
 def read_states(
-    buckets: Sequence[FlatBucket], names: Sequence[str], source: PieceSource, codec: Codec
+    buckets: Sequence[FlatBucket], names: Sequence[str], source: SliceSource, codec: Codec
 ) -> list[FrozenState]:
     """Each bucket's frozen state for this number of ranks, without residuals; KeyError where something was not
     saved."""
@@ -91,7 +91,7 @@ def read_states(
 
 
 def load(
-    packed: Sequence[PackedBucket], names: Sequence[str], source: PieceSource, ranks: Sequence[int] | None
+    packed: Sequence[PackedBucket], names: Sequence[str], source: SliceSource, ranks: Sequence[int] | None
 ) -> None:
     """Take over further state, and the residuals: the mean of those of `ranks`, none where that is None."""
     for one in packed:
@@ -108,7 +108,7 @@ def load(
             owner.add_(saved)
 
 
-def _read_state(bucket: FlatBucket, names: Sequence[str], source: PieceSource, codec: Codec) -> FrozenState:
+def _read_state(bucket: FlatBucket, names: Sequence[str], source: SliceSource, codec: Codec) -> FrozenState:
     layout, device = bucket.layout, bucket.flat.device
     codes = torch.zeros(layout.padded_numel, dtype=torch.uint8, device=device)
     u = torch.zeros(layout.padded_numel, device=device)

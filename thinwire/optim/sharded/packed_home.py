@@ -24,7 +24,7 @@ from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, 
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.memory import model_state_formula
 from thinwire.zero.replicas import compare_replicas
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters
 
@@ -221,18 +221,18 @@ class PackedHome(AlgorithmShardedHome):
 
     # Checkpoints
 
-    def pieces(self) -> list[Piece]:
+    def saved_slices(self) -> list[SavedSlice]:
         """See Home; once frozen, u, the preconditioner and the owners' residuals take the moments' place."""
         names = self._parameters.names
         if self.frozen:
-            return super().pieces() + packed_checkpoint.slices(self._packed, names)
-        return super().pieces() + packed_checkpoint.warmup_slices(self._parameters.masters, self._state, names)
+            return super().saved_slices() + packed_checkpoint.slices(self._packed, names)
+        return super().saved_slices() + packed_checkpoint.warmup_slices(self._parameters.masters, self._state, names)
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """See Home; residuals by parameter."""
         return packed_checkpoint.rank_tensors(self._packed, self._parameters.names)
 
-    def load(self, source: PieceSource) -> None:
+    def load(self, source: SliceSource) -> None:
         """See Home."""
         self._load_counters(source.counters())
         self._load_weights_of(source)

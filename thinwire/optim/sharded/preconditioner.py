@@ -9,7 +9,7 @@ from torch import Tensor
 __all__ = ["LEVELS", "quantize", "table"]
 
 LEVELS = 256
-"""Code 0 stands for 0, a coordinate that stays still; codes 1 to 255 are evenly spaced logarithms."""
+"""Code 0 stands for 0, a coordinate that does not move; codes 1 to 255 are evenly spaced logarithms."""
 
 
 def table(low: Tensor, high: Tensor) -> Tensor:
