@@ -136,6 +136,16 @@ class Home(ABC):
     def pieces(self) -> list[Piece]:
         """What this rank contributes of weights and state; the ranks' union holds everything once."""
 
+    @property
+    def layout(self) -> list[list[Any]]:
+        """How slices are cut, as plain values."""
+        return []
+
+    @property
+    def read_whole(self) -> frozenset[str] | None:
+        """The kinds of slices of which `load` reads more than this rank would save, beside scalars; None for all."""
+        return None
+
     def rank_tensors(self) -> dict[str, Tensor]:
         """What belongs to this rank alone."""
         return {}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.zero.home import Home
-from thinwire.zero.saved_slices import OwnPieces, Piece, PieceSource
+from thinwire.zero.saved_slices import SCALAR, OwnPieces, Piece, PieceSource
 
 __all__ = ["OneRankState", "pack_rank_state", "rank_state_source"]
 
@@ -28,6 +28,7 @@ def pack_rank_state(home: Home, counters: dict[str, Any], rank_tensors: dict[str
         "home": home.kind,
         "rank": home.comm.rank,
         "size": home.comm.size,
+        "layout": home.layout,
         "counters": counters,
         "slices": [(one.kind, one.name, one.start, one.tensor) for one in home.pieces() if one.kind not in beside],
         "rank_tensors": {key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
@@ -57,11 +58,11 @@ def rank_state_source(home: Home, state_dict: Mapping[str, Any], optimizer: str)
             raise ValueError(
                 f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}. Build the same model"
             )
-    same_place = (saved["rank"], saved["size"]) == (home.comm.rank, home.comm.size)
-    if saved["home"] == home.kind and (same_place or home.kind == "replicated"):
+    same_home = saved["home"] == home.kind
+    if same_home and home.kind == "replicated":
         return OneRankState(state_dict)
     if saved["size"] == home.comm.size:
-        return _Gathered(home.comm, state_dict)
+        return _Gathered(home, state_dict, same_home and saved["layout"] == home.layout)
     if saved["home"] == "replicated":
         return OneRankState(state_dict)
     raise ValueError(
@@ -116,19 +117,28 @@ class OneRankState:
 
 
 class _Gathered(OneRankState):
-    """What every rank of this job gave, each its own file: whole, wherever state lay."""
+    """What every rank of this job gave, each its own file: whole, wherever state lay.
 
-    def __init__(self, comm: Communicator, state_dict: Mapping[str, Any]) -> None:
+    Where it was cut as `home` cuts it, only what `home` reads whole is gathered. Ranks' own tensors stay with them.
+    """
+
+    def __init__(self, home: Home, state_dict: Mapping[str, Any], cut_alike: bool) -> None:
         super().__init__(state_dict)
-        saved = self._saved
-        everyone = _exchange(comm, {key: saved[key] for key in ("rank", "size", "slices", "rank_tensors")})
+        wanted = home.read_whole if cut_alike else None
+        # A scalar is saved by the rank that has its parameter's first element.
+        slices = self._saved["slices"]
+        mine = [one for one in slices if wanted is None or one[0] in wanted or one[0].startswith(SCALAR)]
+        step = self.counters().get("step")
+        everyone = _exchange(home.comm, {"rank": self.rank, "step": step, "slices": mine})
         ranks = [one["rank"] for one in everyone]
-        if sorted(ranks) != list(range(comm.size)):
+        if ranks != list(range(home.comm.size)):
             raise ValueError(
                 f"the ranks of this job were given the states of ranks {ranks}: every rank has to load the file that "
                 "it saved itself, as each holds other slices"
             )
-        self._rank_tensors = {one["rank"]: one["rank_tensors"] for one in everyone}
+        steps = [one["step"] for one in everyone]
+        if len(set(steps)) > 1:
+            raise ValueError(f"the ranks were given states after steps {steps}: load what all of them saved at once")
         self._slices: dict[tuple[str, str], list[Piece]] = {}
         for one in everyone:
             for piece in (Piece(*entry) for entry in one["slices"]):
@@ -143,22 +153,17 @@ class _Gathered(OneRankState):
         slices = sorted(self._slices.get((kind, name), []), key=lambda piece: piece.start)
         if not slices:
             return super().read(kind, name, start, numel)
-        whole = torch.cat([piece.tensor.cpu() for piece in slices])
+        whole = slices[0].tensor if len(slices) == 1 else torch.cat([piece.tensor for piece in slices])
         first = start - slices[0].start
         if first < 0 or first + numel > len(whole):
             raise KeyError(f"elements {start} to {start + numel} of {kind} of {name} were not saved")
         return whole[first : first + numel]
 
-    def read_rank(self, key: str, rank: int) -> Tensor:
-        """See PieceSource."""
-        tensors = self._rank_tensors[rank]
-        return tensors[key].cpu() if key in tensors else super().read_rank(key, rank)
-
 
 def _exchange(comm: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank gave, in rank order; plain values and tensors. Collective."""
     file = io.BytesIO()
-    torch.save(mine, file)
+    torch.save({**mine, "slices": [(*place, tensor.cpu()) for *place, tensor in mine["slices"]]}, file)
     raw = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     lengths = [int(length) for length in comm.all_gather_bytes(str(len(raw)).encode())]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)

@@ -10,7 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["OwnPieces", "Piece", "PieceSource"]
+__all__ = ["SCALAR", "OwnPieces", "Piece", "PieceSource"]
+
+SCALAR = "scalar."
+"""What the kinds begin with that hold one value a parameter."""
 
 
 @dataclass(frozen=True)

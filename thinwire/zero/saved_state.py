@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.zero.saved_slices import Piece, PieceSource
+from thinwire.zero.saved_slices import SCALAR, Piece, PieceSource
 
 __all__ = [
     "STATE_IS_ON_ALL_RANKS",
@@ -28,7 +28,6 @@ STATE_IS_ON_ALL_RANKS = (
 )
 
 _WEIGHTS = frozenset({"weight", "master"})
-_SCALAR = "scalar."
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def state_pieces(state: Mapping[str, Any], name: str, start: int, cut: slice) ->
         if isinstance(value, Tensor) and value.dim() == 1:
             yield Piece(kind, name, start, value[cut])
         elif start == 0 and value is not None:
-            yield Piece(_SCALAR + kind, name, 0, torch.as_tensor(value).reshape(1).detach())
+            yield Piece(SCALAR + kind, name, 0, torch.as_tensor(value).reshape(1).detach())
 
 
 def read_state(source: PieceSource, name: str, start: int, numel: int) -> dict[str, Tensor]:
@@ -73,8 +72,8 @@ def read_state(source: PieceSource, name: str, start: int, numel: int) -> dict[s
     state = {}
     for kind in source.kinds() - _WEIGHTS:
         try:
-            if kind.startswith(_SCALAR):
-                state[kind.removeprefix(_SCALAR)] = source.read(kind, name, 0, 1)[0]
+            if kind.startswith(SCALAR):
+                state[kind.removeprefix(SCALAR)] = source.read(kind, name, 0, 1)[0]
             else:
                 state[kind] = source.read(kind, name, start, numel)
         except KeyError:

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,18 @@ class ShardedHome(Home):
         self._parameters.wait_for_weights()
 
     # Checkpoints
+
+    @property
+    def layout(self) -> list[list[Any]]:
+        """See Home; for each bucket its shard and its parameters."""
+        layouts = [bucket.layout for bucket in self._parameters.buckets]
+        names = self._parameters.names
+        return [[layout.shard, *(names[slot.parameter] for slot in layout.slots)] for layout in layouts]
+
+    @property
+    def read_whole(self) -> frozenset[str] | None:
+        """See Home; every rank keeps all of the weights, and at stage 0 of everything."""
+        return None if self._parameters.sharding.stage == 0 else frozenset({"weight"})
 
     def pieces(self) -> list[Piece]:
         """See Home; weights and master weights."""

@@ -9,7 +9,7 @@ from torch import nn
 
 import thinwire
 from tests.optim.adam.reference import ReferenceOneBitAdam
-from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
+from tests.optim.training import buckets_of, exchange_comm, loss_of, make_model, make_optimizer, train, watcher, weights
 from thinwire.comm import threads
 
 
@@ -299,9 +299,9 @@ def test_buckets_leave_during_backward_in_the_order_gradients_arrive() -> None:
         optimizer = thinwire.OneBitAdam(by_kind, freeze_step=2, block_size=64, bucket_bytes=256, comm=comm)
         train(model, optimizer, range(3))
         launched = []
-        model[0].weight.register_hook(lambda _: launched.append(optimizer._home._watcher._pipeline.started))
+        model[0].weight.register_hook(lambda _: launched.append(watcher(optimizer)._pipeline.started))
         train(model, optimizer, [3])
-        return launched[0], len(optimizer._home.buckets)
+        return launched[0], len(buckets_of(optimizer))
 
     for launched, buckets in threads.run(rank, 2):
         assert buckets >= 4

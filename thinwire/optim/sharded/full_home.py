@@ -202,6 +202,12 @@ class FullHome(AlgorithmShardedHome):
 
     # Checkpoints
 
+    @property
+    def read_whole(self) -> frozenset[str] | None:
+        """See Home."""
+        held = {name for name, keep in self._algorithm.state.items() if keep is Keep.EVERY_RANK}
+        return frozenset({"weight", *held, *self._algorithm.frozen_state})
+
     def pieces(self) -> list[Piece]:
         """See Home; between two syncs the weights are those of the last."""
         return group_checkpoint.slices(self._group, self._parameters.names, self.comm.rank)

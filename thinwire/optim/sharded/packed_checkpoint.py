@@ -29,7 +29,11 @@ from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.master_weights import MasterWeights
 from thinwire.zero.saved_slices import Piece, PieceSource
 
-__all__ = ["load", "load_warmup", "rank_tensors", "read_states", "slices", "warmup_slices"]
+__all__ = ["READ_WHOLE", "load", "load_warmup", "rank_tensors", "read_states", "slices", "warmup_slices"]
+
+
+READ_WHOLE = frozenset({PACKED_MOMENTUM, PACKED_PRECONDITIONER})
+"""What every rank keeps of whole parameters, although its slices hold a share."""
 
 
 def warmup_slices(

@@ -221,6 +221,11 @@ class PackedHome(AlgorithmShardedHome):
 
     # Checkpoints
 
+    @property
+    def read_whole(self) -> frozenset[str] | None:
+        """See Home."""
+        return packed_checkpoint.READ_WHOLE | {"weight"}
+
     def pieces(self) -> list[Piece]:
         """See Home; once frozen, u, the preconditioner and the owners' residuals take the moments' place."""
         names = self._parameters.names
