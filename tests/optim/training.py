@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire.comm import Communicator
+from thinwire.optim.bucket import AlgorithmBucket
+from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.home import TRAFFIC
 
 
@@ -66,6 +68,17 @@ def exchange_comm(optimizer: Any) -> Communicator:
     """The communicator that steps are sent over."""
     home = optimizer._home
     return home._parameters.exchange_comm if home.kind == "sharded" else home._exchange_comm
+
+
+def watcher(optimizer: Any) -> BackwardWatcher:
+    """What watches its backwards."""
+    home = optimizer._home
+    return home._watcher if home.kind == "sharded" else home._synchronizer.watcher
+
+
+def buckets_of(optimizer: Any) -> list[AlgorithmBucket]:
+    """The buckets of an optimizer at stage 0, once they are laid out."""
+    return [bucket for group in optimizer._home.groups for bucket in group.buckets]
 
 
 def snapshot(model: nn.Module, optimizer: Any) -> tuple[dict[Any, Tensor], dict[str, Any]]:

@@ -80,7 +80,9 @@ class BucketOptimizer:
             state = [read_state(source, names[run.parameter], run.start, run.numel) for run in runs]
             order = [number_of[id(view)] for group in self.optimizer.param_groups for view in group["params"]]
             packed = self.optimizer.state_dict()
-            packed["state"] = {place: state[number] for place, number in enumerate(order) if state[number]}
+            # Copies, as what was read may be the memory of a state_dict, which torch would share.
+            copies = [{kind: value.clone() for kind, value in of_run.items()} for of_run in state]
+            packed["state"] = {place: copies[number] for place, number in enumerate(order) if copies[number]}
             self.optimizer.load_state_dict(packed)
 
     def _inner_group(self, number: int) -> dict[str, Any]:

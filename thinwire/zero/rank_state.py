@@ -125,19 +125,20 @@ class OneRankState:
 
 
 class _Gathered(OneRankState):
-    """What every rank of this job gave, each its own file: whole, wherever state lay."""
+    """What every rank of this job gave, each its own file: whole, wherever state lay. Ranks' own tensors stay theirs."""
 
     def __init__(self, comm: Communicator, state_dict: Mapping[str, Any]) -> None:
         super().__init__(state_dict)
-        saved = self._saved
-        everyone = _exchange(comm, {key: saved[key] for key in ("rank", "size", "slices", "rank_tensors")})
-        ranks = [one["rank"] for one in everyone]
-        if sorted(ranks) != list(range(comm.size)):
+        step = self.counters().get("step")
+        everyone = _exchange(comm, {"rank": self.rank, "step": step, "slices": self._saved["slices"]})
+        ranks, steps = [one["rank"] for one in everyone], [one["step"] for one in everyone]
+        if ranks != list(range(comm.size)):
             raise ValueError(
                 f"the ranks of this job were given the states of ranks {ranks}: every rank has to load the file that "
                 "it saved itself, as each holds other slices"
             )
-        self._rank_tensors = {one["rank"]: one["rank_tensors"] for one in everyone}
+        if len(set(steps)) > 1:
+            raise ValueError(f"the ranks were given states after steps {steps}: load what all of them saved at once")
         self._slices: dict[tuple[str, str], list[SavedSlice]] = {}
         for one in everyone:
             for saved_slice in (SavedSlice(*entry) for entry in one["slices"]):
@@ -157,11 +158,6 @@ class _Gathered(OneRankState):
         if first < 0 or first + numel > len(whole):
             raise KeyError(f"elements {start} to {start + numel} of {kind} of {name} were not saved")
         return whole[first : first + numel]
-
-    def read_rank(self, key: str, rank: int) -> Tensor:
-        """See SliceSource."""
-        tensors = self._rank_tensors[rank]
-        return tensors[key].cpu() if key in tensors else super().read_rank(key, rank)
 
 
 def _exchange(comm: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:

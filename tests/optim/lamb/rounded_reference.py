@@ -3,11 +3,10 @@ last bits: the preconditioner in 8 bits, and the momentum as packets whose losse
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 import thinwire
+from tests.optim.training import buckets_of
 from thinwire.compress import make_codec
 from thinwire.optim.adam.algorithm import Adam
 from thinwire.optim.lamb.algorithm import Lamb
@@ -38,7 +37,7 @@ def _in_8_bits(inverse: torch.Tensor) -> torch.Tensor:
 class RoundedOneBitLamb(thinwire.OneBitLamb):
     def __init__(self, params, *, comm, block_size, **options) -> None:
         super().__init__(params, comm=comm, block_size=block_size, **options)
-        self._home._recipe = replace(self._home._recipe, algorithm=lambda: _RoundedLamb("update"))
+        self._home._layout._make_algorithm = lambda: _RoundedLamb("update")
         self._codec = make_codec("sign1", block_size)
 
     def step(self, closure=None) -> None:
@@ -48,7 +47,7 @@ class RoundedOneBitLamb(thinwire.OneBitLamb):
 
     @torch.no_grad()
     def _pack_momenta(self) -> None:
-        for bucket in self._home.buckets:
+        for bucket in buckets_of(self):
             shards, numel, momentum = bucket.layout.world_size, bucket.layout.numel, bucket.state["exp_avg"]
             packets = torch.zeros(shards, self._codec.packet_bytes(bucket.layout.shard), dtype=torch.uint8)
             lost = momentum.clone()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, train, weights
+from tests.optim.training import buckets_of, exchange_comm, loss_of, make_model, same, snapshot, train, weights
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import threads
 
@@ -40,7 +40,7 @@ def test_local_steps_send_nothing_at_all() -> None:
         for step in range(40):
             counts += sent_by_step(optimizer, model, [step])
             in_sync.append(optimizer.in_sync)
-        buckets = len(optimizer._home.buckets)
+        buckets = len(buckets_of(optimizer))
         assert buckets > 1
         assert counts[4:] == [0 if not one else 2 * buckets for one in in_sync[4:]]
         return in_sync
