@@ -125,7 +125,8 @@ class OneRankState:
 
 
 class _Gathered(OneRankState):
-    """What every rank of this job gave, each its own file: whole, wherever state lay. Ranks' own tensors stay theirs."""
+    """What every rank of this job gave, each its own file: whole, wherever state lay. Ranks' own tensors stay
+    theirs."""
 
     def __init__(self, comm: Communicator, state_dict: Mapping[str, Any]) -> None:
         super().__init__(state_dict)
