@@ -34,7 +34,6 @@ from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, c
 from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.replicas import compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
-from thinwire.zero.saved_state import read_weight
 
 __all__ = ["ReplicatedHome"]
 
@@ -299,7 +298,7 @@ class ReplicatedHome(AlgorithmHome):
         source = as_plain(source)
         if "weight" in source.kinds():
             self.load_weights(source)
-        self._load_masters(source)
+        self._table.read_masters(source)
         number_of = {name: index for index, name in enumerate(self._table.names)}
         self._layout.restore(
             [
@@ -325,15 +324,7 @@ class ReplicatedHome(AlgorithmHome):
 
     def load_weights(self, source: SliceSource) -> None:
         """See Home."""
-        for index, parameter in enumerate(self.parameters):
-            if not parameter.requires_grad:
-                continue
-            values = read_weight(source, parameter.dtype, self._table.names[index], 0, parameter.numel())
-            parameter.detach().copy_(values.view(parameter.shape))
-            self._table.make_master(index)
-            if "master" in self._table.state(index):
-                exact = read_weight(source, torch.float32, self._table.names[index], 0, parameter.numel())
-                self._table.state(index)["master"].copy_(exact.view(parameter.shape))
+        self._table.read_weights(source)
         for group in self.groups:
             group.algorithm.end_sync()
 
@@ -390,13 +381,3 @@ class ReplicatedHome(AlgorithmHome):
                 "step(), after it had left for the other ranks, so the change would be ignored. To clip, pass "
                 "max_norm= to the optimizer; remove other edits of .grad"
             )
-
-    def _load_masters(self, source: SliceSource) -> None:
-        """Take master weights over where there are any; parameters that have none become their own again."""
-        for index, name in enumerate(self._table.names):
-            self._table.make_master(index)
-            weight = self._table.weight(index)
-            try:
-                weight.detach().copy_(source.read("master", name, 0, weight.numel()).view(weight.shape))
-            except KeyError:
-                continue

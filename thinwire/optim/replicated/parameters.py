@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.formulas import AdamSettings
+from thinwire.zero.saved_slices import SliceSource
+from thinwire.zero.saved_state import read_weight
 
 __all__ = ["ParameterTable"]
 
@@ -145,6 +147,30 @@ class ParameterTable:
     def accept(self, index: int) -> None:
         """Take the parameter as it is for what was published: its master weight stays."""
         self._published[index] = self.parameters[index]._version
+
+    @torch.no_grad()
+    def read_weights(self, source: SliceSource) -> None:
+        """Copy the weights of a checkpoint into the parameters that train, and in fp32 into their master weights."""
+        for index, parameter in enumerate(self.parameters):
+            if not parameter.requires_grad:
+                continue
+            name, numel = self.names[index], parameter.numel()
+            parameter.copy_(read_weight(source, parameter.dtype, name, 0, numel).view(parameter.shape))
+            self.make_master(index)
+            if "master" in self.state(index):
+                exact = read_weight(source, torch.float32, name, 0, numel)
+                self.state(index)["master"].copy_(exact.view(parameter.shape))
+
+    @torch.no_grad()
+    def read_masters(self, source: SliceSource) -> None:
+        """Take master weights over where there are any; parameters that have none become their own again."""
+        for index, name in enumerate(self.names):
+            self.make_master(index)
+            weight = self.weight(index)
+            try:
+                weight.copy_(source.read("master", name, 0, weight.numel()).view(weight.shape))
+            except KeyError:
+                continue
 
     def _copy_to_master(self, index: int) -> None:
         self.state(index)["master"] = self.parameters[index].detach().float().clone()
