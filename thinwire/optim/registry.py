@@ -82,8 +82,13 @@ def _declines(name: str) -> dict[str, Decline]:
     """What no optimizer takes."""
     return {
         "amsgrad": Decline("a frozen variance has no maximum to keep", (False,)),
-        "codec": Decline(f"on sharded state it is sign1; thinwire.{name} has others", ("sign1",)),
-        "compress": Decline(f"on sharded state it is the update; thinwire.{name} has the momentum too", ("update",)),
+        "codec": Decline(
+            f"in the engine it is sign1, which every stage has; thinwire.{name} takes others at stage 0", ("sign1",)
+        ),
+        "compress": Decline(
+            f"in the engine it is the update, which every stage has; thinwire.{name} takes the momentum too at stage 0",
+            ("update",),
+        ),
         "cuda_aware": Decline(
             "thinwire finds out itself whether MPI can send from GPU memory; to overrule it, set "
             "THINWIRE_MPI_CUDA_AWARE"
@@ -149,7 +154,9 @@ _ENTRIES = (
         },
         declines={
             **_declines("ZeroOneAdam"),
-            "bias_correction": Decline("on sharded state it always corrects; thinwire.ZeroOneAdam need not", (True,)),
+            "bias_correction": Decline(
+                "in the engine it always corrects; thinwire.ZeroOneAdam need not at stage 0", (True,)
+            ),
             "freeze_step": Decline('give "var_freeze_step"'),
         },
         freeze_option="var_freeze_step",
