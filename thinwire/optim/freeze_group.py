@@ -87,8 +87,7 @@ class FreezeGroup:
         Averages of an EXACT step are there already: see `receive_averages`.
         """
         send, decision = self.send, self.algorithm.decision()
-        if self.shows_own_weights:
-            self._take_over_written()
+        self._take_over_written()
         self.clock.steps += 1
         if send is Send.EXACT:
             self._exact_step(absent, loss_scale, clip)
