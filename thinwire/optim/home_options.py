@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
@@ -65,8 +65,8 @@ class HomeOptions:
             the node's number for each rank. At stage 0; sharded state goes between ranks.
         offload, pin_memory: at stages 1 and 2, keep master weights and the warmup's state in CPU memory, for parameters
             on a GPU.
-        resync_interval: at stages 1 and 2, compressed steps between two comparisons of all replicas, and new copies of
-            the master weights.
+        resync_interval: steps between two comparisons of all replicas and, at stages 1 and 2 once steps are compressed,
+            new copies of the master weights.
         on_drift: what a comparison that fails does: "repair" with a warning, or "raise" a ReplicaDriftError.
         reversible: at stages 1 and 2, keep the residuals of before a step until it is applied, so that a skipped step
             leaves them untouched; by default for fp16 parameters and with `max_norm`.
@@ -89,8 +89,11 @@ class HomeOptions:
     on_drift: Literal["repair", "raise"] = "repair"
     reversible: bool | None = None
 
-    def check(self, optimizer: str, stages: Sequence[int]) -> None:
-        """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work."""
+    def check(self, optimizer: str, stages: Sequence[int], packs: bool) -> None:
+        """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work.
+
+        `packs`: whether the optimizer's sharded state is packed once it is frozen.
+        """
         if self.stage not in stages:
             raise ValueError(
                 f"stage must be {_listed(stages)} for {optimizer}, got {self.stage!r}{_why_not(self.stage)}"
@@ -107,7 +110,7 @@ class HomeOptions:
             raise ValueError("reversible=False does not go with max_norm: clipping changes residuals after the fact")
         make_codec(self.codec, self.block_size)
         self.sharding.check()
-        self._check_home()
+        self._check_home(packs)
 
     @property
     def sharding(self) -> Sharding:
@@ -129,19 +132,24 @@ class HomeOptions:
         nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
         return {**values, "param_dtype": str(self.param_dtype), "nodes": nodes}
 
-    def _check_home(self) -> None:
+    def _check_home(self, packs: bool) -> None:
         """Refuse what only the other home has, rather than ignore it."""
-        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED
+        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | ({} if packs else _ONLY_PACKED)
         default = HomeOptions()
         for name, instead in foreign.items():
             if getattr(self, name) != getattr(default, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
 
 
-_ONLY_SHARDED: Mapping[str, str] = {
-    "offload": "every rank keeps all state at stage 0; use stage 1 or 2",
+_ONLY_PACKED: dict[str, str] = {
+    "offload": "every rank uses all of its state at every step; leave it out",
+    "reversible": "residuals always survive a skipped step here; leave it out",
 }
-_ONLY_REPLICATED: Mapping[str, str] = {
+_ONLY_SHARDED: dict[str, str] = {
+    "offload": "every rank keeps all state at stage 0; use stage 1 or 2",
+    "reversible": "residuals always survive a skipped step at stage 0; leave it out",
+}
+_ONLY_REPLICATED: dict[str, str] = {
     "codec": "sharded state is kept as signs; use stage 0, or codec='sign1'",
     "warmup_wire": "sharded state is averaged in the gradients' own dtype; use bf16 parameters",
     "nodes": "shards go between ranks, not nodes; use stage 0, or leave it out",

@@ -47,7 +47,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
         chosen = HomeOptions(**options)
         try:
             recipe.check()
-            chosen.check(name, recipe.stages)
+            chosen.check(name, recipe.stages, isinstance(recipe.algorithm(), Linear))
             recipe.check_group({"params": [], **defaults})
             recipe.rule(defaults["betas"][1])
             super().__init__(params, defaults)

@@ -14,12 +14,14 @@ from thinwire.zero.home import TRAFFIC
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = [
+    "LEFT_OUT_STEPS",
     "OWNER_RESIDUAL",
     "load_owner_residual",
     "load_worker_residual",
     "mean_over_ranks",
     "owner_residual_slices",
     "ranks_to_resume",
+    "read_left_out_steps",
     "runs_in",
     "worker_residual_tensors",
 ]
@@ -112,3 +114,16 @@ def ranks_to_resume(
             stacklevel=6,
         )
     return None
+
+
+LEFT_OUT_STEPS = "left_out_steps"
+"""The key of local steps to which a rank added nothing, for each freeze group."""
+
+
+def read_left_out_steps(source: SliceSource, rank: int, count: int) -> list[int]:
+    """Those of `rank` for `count` freeze groups; none where it was saved by a home without local steps."""
+    try:
+        steps: list[int] = source.read_rank(LEFT_OUT_STEPS, rank).tolist()
+    except KeyError:
+        return [0] * count
+    return steps

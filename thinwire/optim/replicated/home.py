@@ -27,17 +27,16 @@ from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
 from thinwire.optim.replicated.weights import weight_and_master
 from thinwire.optim.replicated.wire import Wire
-from thinwire.optim.residuals import ranks_to_resume
+from thinwire.optim.residuals import LEFT_OUT_STEPS, ranks_to_resume, read_left_out_steps
 from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
 from thinwire.zero.memory import model_state_formula
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.rank_state import OneRankState
+from thinwire.zero.replicas import compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import read_weight
 
 __all__ = ["ReplicatedHome"]
-
-_LEFT_OUT_STEPS = "left_out_steps"
 
 
 class ReplicatedHome(AlgorithmHome):
@@ -187,7 +186,18 @@ class ReplicatedHome(AlgorithmHome):
         for group in self.groups:
             group.update(backward.absent, self.loss_scale, self._layout.under_way.clip)
         self._layout.under_way.number += 1
+        self._compare_replicas()
         return StepResult(True, synchronizer.norm)
+
+    def _compare_replicas(self) -> None:
+        """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
+        if self.steps % self._options.resync_interval or not self.in_sync:
+            return
+        if not compare_replicas(self.comm, self.parameters, self.steps, self._options.on_drift, "rank 0's"):
+            indices = range(len(self._table))
+            broadcast_from_rank_0(self.comm, [self._table.weight(index) for index in indices])
+            for index in indices:
+                self._table.publish(index)
 
     def drop(self) -> None:
         """See Home."""
@@ -265,7 +275,7 @@ class ReplicatedHome(AlgorithmHome):
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """See Home."""
-        found = {_LEFT_OUT_STEPS: torch.tensor([group.left_out_steps for group in self.groups], dtype=torch.int64)}
+        found = {LEFT_OUT_STEPS: torch.tensor([group.left_out_steps for group in self.groups], dtype=torch.int64)}
         for group in self.groups:
             found |= group_checkpoint.rank_tensors(group, self._table.names)
         return found
@@ -308,7 +318,7 @@ class ReplicatedHome(AlgorithmHome):
         self._layout.under_way.number = saved["step"]
         self.loss_scale = saved["loss_scale"]
         if ranks == [self.comm.rank]:
-            left_out = _left_out_steps(source, self.comm.rank, len(self.groups))
+            left_out = read_left_out_steps(source, self.comm.rank, len(self.groups))
             for group, steps in zip(self.groups, left_out, strict=True):
                 group.left_out_steps = steps
         self._synchronizer.prepare()
@@ -390,11 +400,3 @@ class ReplicatedHome(AlgorithmHome):
                 weight.detach().copy_(source.read("master", name, 0, weight.numel()).view(weight.shape))
             except KeyError:
                 continue
-
-
-def _left_out_steps(source: SliceSource, rank: int, count: int) -> list[int]:
-    try:
-        steps: list[int] = source.read_rank(_LEFT_OUT_STEPS, rank).tolist()
-    except KeyError:  # from a home without local steps
-        return [0] * count
-    return steps

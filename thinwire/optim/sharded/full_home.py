@@ -20,6 +20,7 @@ from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.recipe import Recipe
+from thinwire.optim.residuals import LEFT_OUT_STEPS, read_left_out_steps
 from thinwire.optim.sharded.common_weights import CommonWeights
 from thinwire.optim.sharded.full_weights import FullWeights
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
@@ -27,13 +28,12 @@ from thinwire.optim.sharded.low_memory_wire import LowMemoryWire
 from thinwire.zero import BucketLayout
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.zero.replicas import compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, Vote
 from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = ["FullHome"]
-
-_LEFT_OUT_STEPS = "left_out_steps"
 
 
 class FullHome(AlgorithmShardedHome):
@@ -90,10 +90,21 @@ class FullHome(AlgorithmShardedHome):
             self._group.receive_averages()
             self._find_clip()
             self._group.update(vote.absent, self.loss_scale, self._under_way.clip)
+            self._compare_replicas()
         norm = self._norm / self.loss_scale if vote.finite else math.inf
         self._end_step()
         self._prepare()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
+
+    def _compare_replicas(self) -> None:
+        """Now and then, see whether all ranks hold the same weights, and give them their owners' where not."""
+        if self.steps % self._options.resync_interval or not self.in_sync:
+            return
+        comm, replicas = self.comm, [one.bucket.flat for one in self._common_weights]
+        if not compare_replicas(comm, replicas, self.steps, self._options.on_drift, "their owners'"):
+            for weights in self._common_weights:
+                weights.masters.publish()()
+                weights.adopt()
 
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """See Home."""
@@ -208,7 +219,7 @@ class FullHome(AlgorithmShardedHome):
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """See Home."""
-        left_out = {_LEFT_OUT_STEPS: torch.tensor([self.left_out_steps])}
+        left_out = {LEFT_OUT_STEPS: torch.tensor([self.left_out_steps])}
         return group_checkpoint.rank_tensors(self._group, self._parameters.names) | left_out
 
     def counters(self) -> dict[str, Any]:
@@ -227,7 +238,7 @@ class FullHome(AlgorithmShardedHome):
             group_checkpoint.load(self._group, self._parameters.names, group, source, ranks)
         self._weights.resynchronized_at = saved.get("resynchronized_at", 0)
         if ranks == [self.comm.rank]:
-            self._group.left_out_steps = _left_out_steps(source, self.comm.rank)
+            (self._group.left_out_steps,) = read_left_out_steps(source, self.comm.rank, 1)
         self._prepare()
 
     def load_weights(self, source: SliceSource) -> None:
@@ -262,10 +273,3 @@ class FullHome(AlgorithmShardedHome):
                 sum(values.nbytes for bucket in self._group.buckets for values in bucket.state.values())
             ),
         }
-
-
-def _left_out_steps(source: SliceSource, rank: int) -> int:
-    try:
-        return int(source.read_rank(_LEFT_OUT_STEPS, rank).sum())
-    except KeyError:  # from a home without local steps
-        return 0

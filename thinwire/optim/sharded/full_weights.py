@@ -142,6 +142,10 @@ class FullWeights(GroupWeights):
         if not sent or not (exact or steps - self.resynchronized_at >= self._resync_interval):
             return
         self.resynchronized_at = steps
+        self.take_from_masters()
+
+    def take_from_masters(self) -> None:
+        """Take 16-bit weights of every rank from the owners' master weights. Collective."""
         rounded = [weights for weights in self.of_bucket.values() if weights.masters.separate]
         for wait in [weights.masters.publish() for weights in rounded]:
             wait()
