@@ -3,6 +3,8 @@ gradients in one pass over the tiles (Dao et al., 2022, arXiv:2205.14135, algori
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from thinwire.simd import floats
@@ -70,6 +72,43 @@ def backward_heads(
         )
 
 
+class _Scratch(NamedTuple):
+    """What a tile's gradients are worked out in; `_t`: transposed, the tile's queries side by side."""
+
+    keys: Integers
+    k_rows: Matrix
+    v_rows: Matrix
+    powers: Matrix
+    d_scores: Matrix
+    d_rows: Matrix
+    q_t: Matrix
+    q_rows: Matrix
+    d_out_t: Matrix
+    d_out_rows: Matrix
+    d_q_t: Matrix
+    shift: Floats
+    delta: Floats
+
+
+@helper
+def _make_scratch(lanes: int, padded: int) -> _Scratch:
+    return _Scratch(
+        np.empty(CHUNK, np.int32),
+        Matrix(np.empty(CHUNK * padded, np.float32), padded, 1),
+        Matrix(np.empty(CHUNK * padded, np.float32), padded, 1),
+        Matrix(np.empty(CHUNK * lanes, np.float32), lanes, 1),
+        Matrix(np.empty(CHUNK * lanes, np.float32), lanes, 1),
+        Matrix(np.empty(CHUNK * padded, np.float32), padded, 1),
+        Matrix(np.empty(padded * lanes, np.float32), lanes, 1),
+        Matrix(np.empty(padded * lanes, np.float32), padded, 1),
+        Matrix(np.empty(padded * lanes, np.float32), lanes, 1),
+        Matrix(np.empty(padded * lanes, np.float32), padded, 1),
+        Matrix(np.empty(padded * lanes, np.float32), lanes, 1),
+        np.empty(lanes, np.float32),
+        np.empty(lanes, np.float32),
+    )
+
+
 @helper
 def _backward_head(
     d_out: Rows,
@@ -85,73 +124,83 @@ def _backward_head(
     scores: Scores,
     head: Head,
 ) -> None:
-    block, columns, row_offsets, causal = scores.blocks.block, scores.blocks.columns, head.row_offsets, scores.causal
-    width, scale = scores.sizes.width, scores.scale
-    out_values, out_row = out.values, out.stride
+    blocks, width = scores.blocks, scores.sizes.width
+    row_offsets, columns, block = head.row_offsets, blocks.columns, blocks.block
     lanes = min(block, LARGEST_TILE)
-    padded = (width + LANES - 1) // LANES * LANES
-    keys = np.empty(CHUNK, np.int32)
-    k_rows = np.empty(CHUNK * padded, np.float32)
-    v_rows = np.empty(CHUNK * padded, np.float32)
-    powers = np.empty(CHUNK * lanes, np.float32)
-    d_powers = np.empty(CHUNK * lanes, np.float32)
-    d_rows = np.empty(CHUNK * padded, np.float32)
-    q_t = np.empty(padded * lanes, np.float32)
-    q_rows = np.empty(padded * lanes, np.float32)
-    d_out_t = np.empty(padded * lanes, np.float32)
-    d_out_rows = np.empty(padded * lanes, np.float32)
-    d_q_t = np.empty(padded * lanes, np.float32)
-    shift = np.empty(lanes, np.float32)
-    delta = np.empty(lanes, np.float32)
-    scales = np.full(lanes, scale)
+    scratch = _make_scratch(lanes, (width + LANES - 1) // LANES * LANES)
+    keys, scales = scratch.keys, np.full(lanes, scores.scale)
     _clear(d_k, scores.sizes.keys, width)
     _clear(d_v, scores.sizes.keys, width)
-    for row in range(scores.blocks.num_rows):
+    for row in range(blocks.num_rows):
         row_end = min(row * block + block, scores.sizes.queries)
         for first in range(row * block, row_end, lanes):
             tile = Tile(first, min(lanes, row_end - first), lanes)
-            key_end = min(scores.sizes.keys, first + tile.queries) if causal else scores.sizes.keys
-            finite_q = load_transposed(q, tile, width, scale * LOG2_E, q_t)
-            finite_d = load_transposed(d_out, tile, width, _ONE, d_out_t)
-            load_rows(q, tile, width, padded, q_rows)
-            load_rows(d_out, tile, width, padded, d_out_rows)
-            shift[:] = _INFINITY
-            delta[:] = _ZERO
-            finite_queries = finite_q and finite_d
-            for number in range(tile.queries):
-                shift[number] = lse[first + number] * LOG2_E
-                total = _ZERO
-                for at in range(width):
-                    total += d_out_rows[number * padded + at] * out_values[(first + number) * out_row + at]
-                delta[number] = total
-                finite_queries = finite_queries and total * _ZERO == _ZERO and shift[number] == shift[number]
-            d_q_t[:] = _ZERO
+            key_end = min(scores.sizes.keys, first + tile.queries) if scores.causal else scores.sizes.keys
+            finite = _load_queries(d_out, q, out, lse, tile, width, scores.scale, scratch)
             entry = row_offsets[row]
             while entry < row_offsets[row + 1]:
                 entry, count = fill_keys(keys, columns, entry, row_offsets[row + 1], block, key_end, head.key_bias)
-                if count == 0:
-                    continue
-                rows = (count + ROWS - 1) // ROWS * ROWS
-                finite_k = gather_rows(k, keys, count, rows, width, padded, k_rows)
-                finite_v = gather_rows(v, keys, count, rows, width, padded, v_rows)
-                seen, d_scores = Matrix(powers, lanes, 1), Matrix(d_powers, lanes, 1)
-                product(Matrix(k_rows, padded, 1), Matrix(q_t, lanes, 1), seen, rows, lanes, padded, False)
-                add_masks(powers, tile, keys, count, head, causal)
-                product(Matrix(v_rows, padded, 1), Matrix(d_out_t, lanes, 1), d_scores, rows, lanes, padded, False)
-                _differentiate(powers, d_powers, tile, keys, count, shift, delta, head.dropout)
-                _add_to_bias(d_bias, d_powers, tile, keys, count)
-                added, of_out, of_q = (
-                    Matrix(d_rows, padded, 1),
-                    Matrix(d_out_rows, padded, 1),
-                    Matrix(q_rows, padded, 1),
-                )
-                product_where_nonzero(seen, of_out, added, rows, padded, lanes, False, True, finite_queries)
-                _scatter_rows(d_v, keys, count, width, _ONE, added)
-                product_where_nonzero(d_scores, of_q, added, rows, padded, lanes, False, True, finite_queries)
-                _scatter_rows(d_k, keys, count, width, scale, added)
-                k_t, finite = Matrix(k_rows, 1, padded), finite_k and finite_v
-                product_where_nonzero(k_t, d_scores, Matrix(d_q_t, lanes, 1), padded, lanes, count, True, False, finite)
-            store_transposed(d_q_t, scales, tile, width, d_q)
+                if count:
+                    _take_keys(k, v, d_k, d_v, d_bias, tile, count, finite, scores, head, scratch)
+            store_transposed(scratch.d_q_t.values, scales, tile, width, d_q)
+
+
+@helper
+def _load_queries(
+    d_out: Rows, q: Rows, out: Rows, lse: Floats, tile: Tile, width: int, scale: np.float32, scratch: _Scratch
+) -> bool:
+    """Make ready for a tile of queries; whether nothing about them is infinite or NaN but a log-sum-exp of +inf."""
+    padded, d_out_rows, shift, delta = scratch.q_rows.row, scratch.d_out_rows.values, scratch.shift, scratch.delta
+    finite_q = load_transposed(q, tile, width, scale * LOG2_E, scratch.q_t.values)
+    finite = load_transposed(d_out, tile, width, _ONE, scratch.d_out_t.values) and finite_q
+    load_rows(q, tile, width, padded, scratch.q_rows.values)
+    load_rows(d_out, tile, width, padded, d_out_rows)
+    shift[:] = _INFINITY
+    delta[:] = _ZERO
+    for number in range(tile.queries):
+        query = tile.first + number
+        shift[number] = lse[query] * LOG2_E
+        gradient, value = d_out_rows[number * padded :], out.values[query * out.stride : query * out.stride + width]
+        total = _ZERO
+        for at in range(width):
+            total += gradient[at] * value[at]
+        delta[number] = total
+        finite = finite and total * _ZERO == _ZERO and shift[number] == shift[number]
+    scratch.d_q_t.values[:] = _ZERO
+    return finite
+
+
+@helper
+def _take_keys(
+    k: Rows,
+    v: Rows,
+    d_k: Rows,
+    d_v: Rows,
+    d_bias: Matrix,
+    tile: Tile,
+    count: int,
+    finite: bool,
+    scores: Scores,
+    head: Head,
+    scratch: _Scratch,
+) -> None:
+    """Add to all gradients what the tile's queries and the next `count` keys do to them."""
+    width, lanes, padded, keys = scores.sizes.width, tile.lanes, scratch.k_rows.row, scratch.keys
+    powers, d_scores, d_rows = scratch.powers, scratch.d_scores, scratch.d_rows
+    rows = (count + ROWS - 1) // ROWS * ROWS
+    finite_k = gather_rows(k, keys, count, rows, width, padded, scratch.k_rows.values)
+    finite_v = gather_rows(v, keys, count, rows, width, padded, scratch.v_rows.values)
+    product(scratch.k_rows, scratch.q_t, powers, rows, lanes, padded, False)
+    add_masks(powers.values, tile, keys, count, head, scores.causal)
+    product(scratch.v_rows, scratch.d_out_t, d_scores, rows, lanes, padded, False)
+    _differentiate(powers.values, d_scores.values, tile, keys, count, scratch.shift, scratch.delta, head.dropout)
+    _add_to_bias(d_bias, d_scores.values, tile, keys, count)
+    product_where_nonzero(powers, scratch.d_out_rows, d_rows, rows, padded, lanes, False, True, finite)
+    _scatter_rows(d_v, keys, count, width, _ONE, d_rows)
+    product_where_nonzero(d_scores, scratch.q_rows, d_rows, rows, padded, lanes, False, True, finite)
+    _scatter_rows(d_k, keys, count, width, scores.scale, d_rows)
+    k_t, finite_keys = Matrix(scratch.k_rows.values, 1, padded), finite_k and finite_v
+    product_where_nonzero(k_t, d_scores, scratch.d_q_t, padded, lanes, count, True, False, finite_keys)
 
 
 @helper

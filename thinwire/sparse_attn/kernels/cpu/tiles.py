@@ -201,9 +201,8 @@ def add_masks(scores: Floats, tile: Tile, keys: Integers, count: int, head: Head
             for lane in range(0, tile.lanes, LANES):
                 floats.store(scores, at + lane, floats.add(floats.load(scores, at + lane), added))
         if bias.size:
-            of_key = bias[tile.first * bias_row + key * bias_column :]
             for lane in range(tile.queries):
-                value = of_key[lane * bias_row]
+                value = bias[(tile.first + lane) * bias_row + key * bias_column]
                 scores[at + lane] = -_INFINITY if value == -_INFINITY else scores[at + lane] + value * LOG2_E
         if causal:
             for lane in range(min(np.int64(tile.lanes), max(np.int64(0), key - tile.first))):
