@@ -89,7 +89,12 @@ def test_an_exception_removes_the_cluster() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_remove_the_cluster(number: signal.Signals) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", MAKE_AND_WAIT], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", MAKE_AND_WAIT],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        # What a shell runs in the background ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as maker:
         assert maker.stdout is not None
         name = maker.stdout.readline().strip()
