@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "thinwire"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# The floors of docs/design.md. Rooms that stand apart use the ground floor only; the engine may use them.
+# The floors of docs/internals/map.md. Rooms that stand apart use the ground floor only; the engine may use them.
 # The modules of thinwire/ itself are doors: they import from every room, and no room imports from them.
 FLOORS = {"simd": 0, "comm": 1, "zero": 2, "compress": 3, "optim": 4, "plan": 5, "engine": 6}
 APART = {"sparse_attn", "pld"}
