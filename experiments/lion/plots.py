@@ -41,7 +41,9 @@ def _draw_rates(panel: Axes, swept: Mapping[str, Mapping[float, float]], found: 
         one, best = OPTIMIZERS[name], found[name].learning_rate
         panel.plot(list(losses), list(losses.values()), "o-", color=one.colour, markersize=5, label=one.label)
         panel.plot([best], [losses[best]], "o", color=one.colour, markersize=11, fillstyle="none")
-        place = {"xytext": (0, -17), "textcoords": "offset points"}
+        others = [other for other, rates in swept.items() if other != name and best in rates]
+        above = any(swept[other][best] < losses[best] for other in others)
+        place = {"xytext": (0, 10 if above else -17), "textcoords": "offset points"}
         panel.annotate(f"{best:g}", (best, losses[best]), **place, ha="center", color=one.colour)
     panel.set_xscale("log")
     panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

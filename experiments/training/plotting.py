@@ -108,7 +108,7 @@ def draw_comparison(
     over_steps.set_xlim(left=0)
     if all(one.bytes_sent[0] > 0 for one in series):
         over_bytes.set_xscale("log")
-        over_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        over_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         over_bytes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
         over_bytes.xaxis.set_minor_formatter(NullFormatter())
         # On the right, room for the last label.
