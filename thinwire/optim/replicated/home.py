@@ -100,12 +100,14 @@ class ReplicatedHome(AlgorithmHome):
     @property
     def frozen(self) -> bool:
         """See AlgorithmHome."""
-        return bool(self.groups) and all(group.clock.frozen for group in self.groups)
+        return all(group.clock.frozen for group in self.groups) if self.groups else self.frozen_at is not None
 
     @property
     def frozen_at(self) -> int | None:
         """See Home."""
-        return self.groups[0].clock.frozen_at if self.groups else None
+        if self.groups:
+            return self.groups[0].clock.frozen_at
+        return None if self._recipe.algorithm().freezes else 0
 
     @property
     def in_sync(self) -> bool:
