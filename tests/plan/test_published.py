@@ -1,4 +1,4 @@
-"""The model beside published step times of 1-bit Adam. The errors that it has are told in docs/plan.md."""
+"""The model beside published step times of 1-bit Adam. The errors that it has are told in docs/measurements/plan.md."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class HomeOptions:
             the warmup too (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054).
         max_norm: 2-norm that the averaged gradient is clipped to, 0 for none. Once compression has begun it is
             estimated from random projections to 0.5%, and the second leg waits for it; in a local step it is this
-        rank's own. named_parameters: names, for checkpoints and errors; by default those that `params` come with.
+            rank's own.
+        named_parameters: names, for checkpoints and errors; by default those that `params` come with.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         codec: what compressed steps go through: "sign1" (1 bit), "int8", "bf16" or "none"; at stage 0.
         block_size: elements that share one scale, a multiple of 64.

@@ -44,6 +44,9 @@ class CompressedOptimizer(SynchronizedOptimizer):
     ) -> None:
         name = type(self).__name__
         error: Exception | None = None
+        if unknown := sorted(options.keys() - {one.name for one in fields(HomeOptions)}):
+            known = ", ".join(inspect.signature(type(self)).parameters)
+            raise TypeError(f"{name} takes no {', '.join(unknown)}; what it takes: {known}")
         chosen = HomeOptions(**options)
         try:
             recipe.check()

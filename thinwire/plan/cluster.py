@@ -15,7 +15,7 @@ __all__ = ["COLLECTIVES", "Cluster", "Collective", "Link", "Processor", "Speed",
 Collective = Literal["all_to_all", "all_gather", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
-# Bytes of memory traffic an element, as docs/design.md counts them for the fused kernels.
+# Bytes of memory traffic an element, as docs/measurements/engine.md counts them for the fused kernels.
 _ENCODE_BYTES = 12 + 1 / 8
 _DECODE_BYTES = 4 + 1 / 8
 _AVERAGE_BYTES = 1 / 8 + 4 / 4  # a code read, and a sum written for every four

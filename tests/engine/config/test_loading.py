@@ -249,6 +249,13 @@ def test_every_problem_is_told_at_once() -> None:
             '"zero_optimization.allgather_bucket_size" must be reduce_bucket_size, 1000, got 2000',
         ),
         (
+            {
+                "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+                "optimizer": {"type": "OneBitAdam"},
+            },
+            '"zero_optimization.offload_optimizer" does not go with OneBitAdam at stage 0',
+        ),
+        (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             '"zero_optimization.offload_param" needs stage 3, got stage 2',
         ),

@@ -153,7 +153,7 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
         ("ZeroOneAdam", {"var_freeze_step": 0}, "var_freeze_step must be a whole number of at least 1, got 0"),
         ("ZeroOneAdam", {"local_step_clipper": 0}, "local_step_clipper must be a whole number of at least 1, got 0"),
         ("ZeroOneAdam", {"local_step_clippers": 4}, 'Did you mean "local_step_clipper"?'),
-        ("ZeroOneAdam", {"codec": "int8"}, "thinwire.ZeroOneAdam has others"),
+        ("ZeroOneAdam", {"codec": "int8"}, "thinwire.ZeroOneAdam takes others"),
         ("ZeroOneAdam", {"block_size": 100}, "block_size must be a multiple of 64"),
         ("OneBitAdam", {"cuda_aware": True}, "thinwire finds out itself whether MPI can send from GPU memory"),
         ("OneBitAdam", {"cuda_aware": False}, "THINWIRE_MPI_CUDA_AWARE"),

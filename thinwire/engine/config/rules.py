@@ -129,6 +129,11 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.offload_optimizer" does not go with {name}, whose workers use all of their state at '
             "every step: delete it"
         )
+    elif zero.offload_optimizer.device == "cpu" and zero.stage == 0:
+        yield (
+            f'"zero_optimization.offload_optimizer" does not go with {name} at stage 0, where every rank keeps all '
+            "state beside its weights: use stage 1 or 2, or delete it"
+        )
     if zero.overlap_comm and entry.local_steps:
         yield (f'"zero_optimization.overlap_comm" has no effect with {name}, whose steps gather no weights: delete it')
     if config.progressive_layer_drop.enabled and entry.local_steps:

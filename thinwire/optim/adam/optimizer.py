@@ -45,7 +45,7 @@ class OneBitAdam(CompressedOptimizer):
         eps_inside_sqrt: divide by √(v + ε) instead of √v + ε.
         amsgrad: must be False; a frozen variance has no maximum to keep.
         compress: what the frozen stage compresses: "update" m / (√v + ε), or as in the paper, at stage 0, "momentum" m,
-            whose bits a coordinate with a small variance amplifies (docs/internals has the measurements).
+            whose bits a coordinate with a small variance amplifies (docs/measurements has them).
         options: stage 0, 1 or 2, and the others of `HomeOptions`.
 
     A coordinate whose variance is 0 at the freeze stays where it is (decay aside). A parameter without a gradient on
