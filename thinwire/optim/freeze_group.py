@@ -4,7 +4,7 @@ exchanged into steps of an algorithm, wherever their state lives."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -114,7 +114,7 @@ class FreezeGroup:
         self.weights.absorb_owned(self.algorithm, self.clock, groups, absent)
         self.algorithm.absorb_exact(groups, self.clock, self._agreement(_settings(groups)))
         self.weights.settle(self.algorithm, self.clock, groups, absent)
-        self._move(groups, absent)
+        self._move(groups)
         if self.algorithm.published:
             for bucket in self.buckets:
                 bucket.find_zero_variance()
@@ -140,17 +140,12 @@ class FreezeGroup:
         self.algorithm.absorb_local(self.weights.members(), self.clock, finite)
         self.show_own_weights(True)
 
-    def _move(self, groups: Sequence[Members], absent: Collection[int] = ()) -> None:
-        self._change(self.algorithm.move, groups, absent)
+    def _move(self, groups: Sequence[Members]) -> None:
+        self._change(self.algorithm.move, groups)
         self.weights.show_common()
 
-    def _change(
-        self,
-        change: Callable[[Sequence[Members], Clock], None],
-        groups: Sequence[Members],
-        absent: Collection[int] = (),
-    ) -> None:
-        self.weights.change(lambda members: change(members, self.clock), groups, absent, self.clock.steps)
+    def _change(self, change: Callable[[Sequence[Members], Clock], None], groups: Sequence[Members]) -> None:
+        self.weights.change(lambda members: change(members, self.clock), groups, self.clock.steps)
 
     def _all_train(self) -> bool:
         slots = (slot for bucket in self.buckets for slot in bucket.layout.slots)

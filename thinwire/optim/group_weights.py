@@ -62,7 +62,7 @@ class GroupWeights(ABC):
         algorithm.settle(groups, clock)
 
     @abstractmethod
-    def change(self, change: Change, groups: Sequence[Members], absent: Collection[int], steps: int) -> None:
+    def change(self, change: Change, groups: Sequence[Members], steps: int) -> None:
         """Have the common weights of `groups` changed, the same bits on every rank, after so many steps."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ through it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from thinwire.optim.formulas import decay
 from thinwire.optim.home_options import HomeKeywords
 from thinwire.optim.members import Contribution, Members
 from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.optim.options import check_group
 from thinwire.optim.recipe import Recipe
 
 __all__ = ["Lion", "OneBitLion"]
@@ -87,5 +88,12 @@ class OneBitLion(CompressedOptimizer):
             schedule={},
             stages=(0, 1),
             check=lambda: None,
+            check_group=_check_group,
         )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, recipe, options)
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    check_group(group)
+    if "exp_avg_mask" in group:
+        raise ValueError("OneBitLion has no exp_avg_mask: set requires_grad, or multiply the parameter by the mask")

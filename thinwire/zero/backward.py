@@ -155,10 +155,15 @@ class BackwardWatcher:
         """Parameters that all of the step's backwards, as sent so far, left out on every rank."""
         return self._left_out_of_all or frozenset()
 
-    @property
-    def changed_gradients(self) -> list[int]:
-        """Parameters whose `.grad` somebody changed, or dropped, after it had been taken."""
-        return [number for number, seal in self._arrived.items() if not seal.holds(self.parameters[number])]
+    def check_gradients_untouched(self) -> None:
+        """Raise RuntimeError where somebody has changed, or dropped, a `.grad` after it had been taken."""
+        for number, seal in self._arrived.items():
+            if not seal.holds(self.parameters[number]):
+                raise RuntimeError(
+                    f"the gradient of {self._describe(number)} was changed or dropped between backward() and step(), "
+                    "after it had left for the other ranks, so the change would be ignored. To clip, pass max_norm= "
+                    "to the optimizer; remove other edits of .grad"
+                )
 
     # What a training loop calls
 

@@ -61,6 +61,7 @@ class FlatBucket:
             view = self.view(self.flat, slot)
             view.copy_(parameter.detach())
             parameter.data = view
+        self._versions = self._present_versions()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,6 +105,16 @@ class FlatBucket:
         """The shape of the parameter with this number."""
         return next(shape for slot, shape in self._shapes.items() if slot.parameter == parameter)
 
+    def members(self) -> list[tuple[Slot, Tensor]]:
+        """The parameters with their slots."""
+        return list(zip(self.layout.slots, self.parameters, strict=True))
+
+    def take_written(self) -> list[Slot]:
+        """The parameters that somebody has written since the last call; what goes through `flat` does not count."""
+        before, self._versions = self._versions, self._present_versions()
+        slots = zip(self.layout.slots, before, self._versions, strict=True)
+        return [slot for slot, earlier, now in slots if earlier != now]
+
     def take_initial(self) -> Tensor:
         """The values that the parameters had before they were rounded, fp32, for the masters; forgotten here."""
         assert self._initial is not None
@@ -114,6 +125,9 @@ class FlatBucket:
         """Start giving every rank all owners' `shard`, [shard] in this bucket's dtype; returns what waits for it."""
         work = self.comm.all_gather(self.flat, shard, async_op=True)
         return work.wait
+
+    def _present_versions(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
 
     def _initial_values(self, keep: Literal["shard", "whole"]) -> Tensor:
         numel = self.layout.padded_numel if keep == "whole" else self.layout.shard

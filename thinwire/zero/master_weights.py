@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -79,6 +79,14 @@ class MasterWeights:
         """Take them over; the parameters hold their weights already."""
         for run, view in zip(self.runs, self.views, strict=True):
             view.copy_(read_weight(source, torch.float32, names[run.parameter], run.start, run.numel))
+
+    def take_over(self, parameters: Collection[int]) -> None:
+        """Have the values that these parameters show, by number."""
+        if self.separate:
+            shown = self.bucket.flat[self.held]
+            for run, view in zip(self.runs, self.views, strict=True):
+                if run.parameter in parameters:
+                    view.copy_(shown[run.place])
 
     def _initial_weights(self) -> Tensor:
         replica = self.bucket.flat if self.whole else self.bucket.own_shard

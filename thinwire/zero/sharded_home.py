@@ -108,6 +108,8 @@ class ShardedHome(Home):
                 "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "
                 "engine's fp16 with its own loss scale, or bf16"
             )
+        if not self.scaled:  # GradScaler's check for infinities writes gradients back without changing them
+            self._watcher.check_gradients_untouched()
         self._parameters.wait_for_weights()
         return self._finish()
 
@@ -132,8 +134,8 @@ class ShardedHome(Home):
             gradient = held[0].grad
             assert gradient is not None
             gradient[(0,) * gradient.dim()] = math.inf
-        elif not held:
-            self._stand_in = min((one for one in self.parameters if one.numel()), key=Tensor.numel)
+        elif not held and (candidates := [parameter for parameter in self.parameters if parameter.numel()]):
+            self._stand_in = min(candidates, key=Tensor.numel)
             self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if finite else math.inf)
 
     def _vote_on_averages(self, gradients: Sequence[BucketGradients]) -> Vote:

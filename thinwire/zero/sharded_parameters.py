@@ -157,6 +157,17 @@ class ShardedParameters:
             else:
                 self._gate.close(number, wait)
 
+    @torch.no_grad()
+    def take_over_written(self) -> None:
+        """Take over into master weights what somebody else has written into parameters, alike on every rank."""
+        for masters in self.masters:
+            masters.take_over({slot.parameter for slot in masters.bucket.take_written()})
+
+    def accept_written(self) -> None:
+        """Leave master weights as they are, whatever somebody has written into parameters so far."""
+        for bucket in self.buckets:
+            bucket.take_written()
+
     # Checkpoints
 
     def saved_slices(self) -> list[SavedSlice]:
@@ -175,6 +186,7 @@ class ShardedParameters:
                 view.copy_(values.view(view.shape))
         for masters in self.masters:
             masters.load(source, self.names)
+        self.accept_written()
 
     def _lay_out(self) -> None:
         sharding, whole = self.sharding, self.sharding.stage == 0

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Algorithm, Clock
+from thinwire.optim.algorithm import Algorithm, Clock, Send
 from thinwire.optim.bucket import AlgorithmBucket, StepUnderWay
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
@@ -58,6 +58,11 @@ class FreezeGroups:
         """The parameters that lie in no bucket yet and require a gradient."""
         return [index for index in self.unplaced if self._parameters[index].requires_grad]
 
+    def sends_of_unplaced(self) -> set[Send]:
+        """What the first step sends of the parameters that lie in no bucket yet."""
+        algorithm = self._make_algorithm()
+        return {algorithm.next_send(_new_clock(algorithm))} if self.trainable_unplaced else set()
+
     def place(self, order: Sequence[int]) -> FreezeGroup:
         """Add a freeze group of the parameters `order`, in buckets of `bucket_bytes`."""
         self.unplaced = [index for index in self.unplaced if index not in set(order)]
@@ -94,7 +99,7 @@ class FreezeGroups:
 
     def _add(self, layouts: Sequence[BucketLayout]) -> FreezeGroup:
         algorithm = self._make_algorithm()
-        clock = Clock(frozen_at=None if algorithm.freezes else 0)
+        clock = _new_clock(algorithm)
         made = [
             AlgorithmBucket(
                 index,
@@ -124,3 +129,7 @@ class FreezeGroups:
         )
         self.groups.append(group)
         return group
+
+
+def _new_clock(algorithm: Algorithm) -> Clock:
+    return Clock(frozen_at=None if algorithm.freezes else 0)

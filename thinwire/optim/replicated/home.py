@@ -100,12 +100,14 @@ class ReplicatedHome(AlgorithmHome):
     @property
     def frozen(self) -> bool:
         """See AlgorithmHome."""
-        return bool(self.groups) and all(group.clock.frozen for group in self.groups)
+        return all(group.clock.frozen for group in self.groups) if self.groups else self.frozen_at is not None
 
     @property
     def frozen_at(self) -> int | None:
         """See Home."""
-        return self.groups[0].clock.frozen_at if self.groups else None
+        if self.groups:
+            return self.groups[0].clock.frozen_at
+        return None if self._recipe.algorithm().freezes else 0
 
     @property
     def in_sync(self) -> bool:
@@ -157,7 +159,8 @@ class ReplicatedHome(AlgorithmHome):
     def step(self) -> StepResult:
         """See Home."""
         synchronizer = self._synchronizer
-        self._check_gradients_untouched()
+        if not self.scaled:  # GradScaler's check for infinities writes gradients back without changing them
+            synchronizer.watcher.check_gradients_untouched()
         scaler_has_seen = synchronizer.outcome is not None or not self.scaled or synchronizer.scales_apart
         overflowing = synchronizer.finish().overflowing
         if not scaler_has_seen and 0 < len(overflowing) < self.comm.size:
@@ -243,6 +246,8 @@ class ReplicatedHome(AlgorithmHome):
             self._layout.unplaced.append(len(self._table))
             self._table.add(parameter, group_number)
         self._synchronizer.watcher.watch(tensors)
+        if not self._synchronizer.watcher.in_step:
+            self._synchronizer.prepare()
 
     # Weights
 
@@ -372,12 +377,3 @@ class ReplicatedHome(AlgorithmHome):
 
     def _placed(self) -> list[int]:
         return [slot.parameter for bucket in self._layout.buckets for slot in bucket.layout.slots]
-
-    def _check_gradients_untouched(self) -> None:
-        # GradScaler's check for infinities writes gradients back without changing them.
-        if not self.scaled and (changed := self._synchronizer.watcher.changed_gradients):
-            raise RuntimeError(
-                f"the gradient of {self._table.describe(changed[0])} was changed or dropped between backward() and "
-                "step(), after it had left for the other ranks, so the change would be ignored. To clip, pass "
-                "max_norm= to the optimizer; remove other edits of .grad"
-            )

@@ -146,7 +146,7 @@ class Synchronizer:
         self._under_way.clip = 1.0
         self._under_way.settings_sent = {}
         self.norm = math.nan
-        sends = {group.send for group in self._layout.groups}
+        sends = {group.send for group in self._layout.groups} | self._layout.sends_of_unplaced()
         sketched = bool(self._max_norm) and bool(sends - {Send.EXACT})
         if sketched and self._sketch is None:
             self._sketch = NormSketch(self._layout.comm, self._table.parameters[0].device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class ReplicatedWeights(GroupWeights):
         """See GroupWeights."""
         return self._table.weight(slot.parameter)
 
-    def change(self, change: Change, groups: Sequence[Members], absent: Collection[int], steps: int) -> None:
+    def change(self, change: Change, groups: Sequence[Members], steps: int) -> None:
         """See GroupWeights."""
         change(groups)
 

@@ -31,7 +31,6 @@ class CommonWeights:
         self.bucket: FlatBucket = masters.bucket
         self.masters = masters
         self._apart: Tensor | None = None
-        self._versions = self._present_versions()
 
     @property
     def values(self) -> Tensor:
@@ -59,32 +58,25 @@ class CommonWeights:
             self._apart.copy_(self.bucket.flat)
 
     @torch.no_grad()
-    def move(self, change: Change, absent: Collection[int], seed: int) -> None:
-        """Change them all but the parameters in `absent`, the same bits on every rank; `seed` of the rounding to 16
-        bits."""
+    def move(self, change: Change, parameters: Collection[int], seed: int) -> None:
+        """Change those of `parameters`, the same bits on every rank; `seed` of the rounding to 16 bits."""
         if self.masters.separate:
             first = self.masters.held.start
             for run, view in zip(self.masters.runs, self.masters.views, strict=True):
-                if run.parameter not in absent:
+                if run.parameter in parameters:
                     change(run.parameter, slice(first + run.place.start, first + run.place.stop), view)
         for number, slot in enumerate(self.bucket.layout.slots):
-            if slot.parameter not in absent:
+            if slot.parameter in parameters:
                 self._move_copy(change, slot, (seed << 24) + number)
 
     @torch.no_grad()
     def take_over_written(self, in_sync: bool) -> list[Slot]:
         """Take over what somebody else has written into parameters; without `in_sync` the slots of those instead."""
-        versions = self._present_versions()
-        slots = self.bucket.layout.slots
-        written = [slot for slot, new, old in zip(slots, versions, self._versions, strict=True) if new != old]
-        self._versions = versions
+        written = self.bucket.take_written()
         if not written or not in_sync:
             return written
         self.adopt()
-        numbers = {slot.parameter for slot in written}
-        for run, view in zip(self.masters.runs, self.masters.views, strict=True):
-            if self.masters.separate and run.parameter in numbers:
-                view.copy_(self.bucket.flat[self.masters.held][run.place])
+        self.masters.take_over({slot.parameter for slot in written})
         return []
 
     def _move_copy(self, change: Change, slot: Slot, seed: int) -> None:
@@ -94,7 +86,3 @@ class CommonWeights:
         change(slot.parameter, place, weights)
         if weights is not copy:
             store_rounded(copy, weights, seed)
-
-    def _present_versions(self) -> list[int]:
-        # What is written through the flat bucket, as here, does not count.
-        return [parameter._version for parameter in self.bucket.parameters]

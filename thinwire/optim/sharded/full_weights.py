@@ -80,8 +80,9 @@ class FullWeights(GroupWeights):
                 for name, view in views.items():
                     view.copy_(whole[name])
 
-    def change(self, change: Change, groups: Sequence[Members], absent: Collection[int], steps: int) -> None:
+    def change(self, change: Change, groups: Sequence[Members], steps: int) -> None:
         """See GroupWeights; cut by cut: master weights and every rank's copy of them."""
+        moving = {parameter for members in groups for parameter in members.parameters}
         for bucket in self._buckets:
             payload, state = bucket.exchange.payload, bucket.whole_state
 
@@ -98,7 +99,7 @@ class FullWeights(GroupWeights):
                 members.add(group, parameter, values, payload[place], of_cut)
                 change(members.in_order())
 
-            self.of_bucket[bucket.index].move(move, absent, (steps << 20) + bucket.index)
+            self.of_bucket[bucket.index].move(move, moving, (steps << 20) + bucket.index)
 
     def show_common(self) -> None:
         """See GroupWeights."""

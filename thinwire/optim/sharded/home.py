@@ -189,6 +189,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         for masters in self._parameters.masters:
             for run, view in zip(masters.runs, masters.views, strict=True) if masters.separate else ():
                 view.copy_(source.read("master", self._parameters.names[run.parameter], run.start, run.numel))
+        self._parameters.accept_written()
 
     # Parts
 

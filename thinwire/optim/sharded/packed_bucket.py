@@ -226,7 +226,8 @@ class PackedBucket:
     def _apply_signs(self, weights: Tensor, runs: Sequence[Run], first: int, seed: int) -> None:
         """Move `weights`, which begin at element `first` of the bucket, by this step's u."""
         momentum = self.momentum.to(weights.device)
-        for run in runs:
+        trained = {slot.parameter for slot, parameter in self.bucket.members() if parameter.requires_grad}
+        for run in (one for one in runs if one.parameter in trained):
             lr, decay = self._algorithm.rates(run.parameter, self._settings(run.parameter), self._clock)
             kernels.apply_signs(
                 weights[run.place],

@@ -54,6 +54,7 @@ class PackedHome(AlgorithmShardedHome):
     def step(self) -> StepResult:
         """See Home."""
         vote = self._begin_step()
+        self._parameters.take_over_written()
         norm = vote.norm / self.loss_scale
         applied = vote.finite and len(vote.absent) < len(self.parameters)
         if applied:

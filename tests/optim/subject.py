@@ -1,0 +1,88 @@
+"""Every optimizer of the registry at every stage of its, built alike, with so short a schedule that a few steps are of
+every kind: what the behaviours are tried on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm import Communicator
+from thinwire.optim import registry
+from thinwire.optim.algorithm import Clock, Send
+from thinwire.optim.registry import OptimizerEntry
+
+FREEZE = 8
+"""The last warmup step of what has a warmup."""
+
+LOCAL = 14
+"""A number of steps before a local one, where there are any."""
+
+_SHORT = {"var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One optimizer at one stage."""
+
+    name: str
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.stage}"
+
+    @property
+    def entry(self) -> OptimizerEntry:
+        return registry.entry(self.name)
+
+    @property
+    def moments(self) -> tuple[int, ...]:
+        """Numbers of steps before an exact one, a compressed one, and one that is compressed once frozen."""
+        warm = () if self.entry.freeze_option is None else (3, 4) if self.entry.local_steps else (3,)
+        return (*warm, FREEZE + 3)
+
+    @property
+    def packs(self) -> bool:
+        """Whether its state is packed once it is frozen."""
+        return self.stage > 0 and self.entry.offloads
+
+    def build(self, model: nn.Module, comm: Communicator, **options: Any) -> Any:
+        """The optimizer on all of `model`."""
+        return self.build_on(model.named_parameters(), comm, **options)
+
+    def build_on(self, params: Any, comm: Communicator, **options: Any) -> Any:
+        """The optimizer on parameters or groups of them."""
+        known = self.entry.options
+        defaults = {name: value for name, value in _SHORT.items() if name in known}
+        if self.entry.freeze_option is not None:
+            defaults[self.entry.freeze_option] = FREEZE
+        if self.packs:
+            defaults["reversible"] = True
+        defaults |= {"lr": 5 * known["lr"].default, "block_size": 64, "bucket_bytes": 1000}
+        return self.entry.load()(params, comm=comm, **(defaults | {"stage": self.stage} | options))
+
+
+SUBJECTS = [Subject(name, stage) for name in registry.NAMES for stage in registry.entry(name).stages]
+
+
+def next_send(optimizer: Any) -> Send:
+    """What its next step sends."""
+    home = optimizer._home
+    algorithm = home.algorithms[0] if home.algorithms else home._recipe.algorithm()
+    return algorithm.next_send(Clock(optimizer.steps, optimizer.frozen_at))
+
+
+def dyadic(model: nn.Module, rank: int, step: int) -> list[Tensor]:
+    """A gradient for each parameter, of few bits: sums of some of them, in whatever order, are exact."""
+    generator = torch.Generator().manual_seed(7919 * rank + step)
+    return [torch.randint(-16, 17, one.shape, generator=generator) / 8 for one in model.parameters()]
+
+
+def with_gradients(model: nn.Module, gradients: list[Tensor]) -> Tensor:
+    """A loss with these gradients."""
+    products = [
+        (one * gradient.to(one.dtype)).sum() for one, gradient in zip(model.parameters(), gradients, strict=True)
+    ]
+    return torch.stack(products).sum()
