@@ -28,7 +28,7 @@ def sweep(train: Callable[[float], float], rates: Sequence[float]) -> dict[float
         if best not in (lowest, highest):
             break
         beyond = lowest / factor if best == lowest else highest * factor
-        # 0.0004 * 2 as it is written, not as it is rounded.
+        # Rates are names in the results: without digits that only rounding makes.
         beyond = float(f"{beyond:.6g}")
         losses[beyond] = train(beyond)
     return dict(sorted(losses.items()))

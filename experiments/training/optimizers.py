@@ -100,7 +100,6 @@ ENGINE = (*(name for name, one in EXACT.items() if hasattr(torch.optim, one.clas
 PARENTS = {name: one.parent for name, one in COMPRESSED.items()}
 """What sends a bit an element or less, and the exact optimizer each is compared with."""
 
-
 FREEZE_OPTIONS = tuple(dict.fromkeys(one.freeze_option for one in COMPRESSED.values() if one.freeze_option))
 """What they call the step of the freeze."""
 

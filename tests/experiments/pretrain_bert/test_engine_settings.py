@@ -11,6 +11,7 @@ import pytest
 from experiments.common.errors import InputError
 from experiments.pretrain_bert.engine_settings import load
 from experiments.pretrain_bert.settings import PretrainSettings, parse
+from experiments.training.optimizers import COMPRESSED, ENGINE
 
 EXAMPLE = Path(__file__).parents[3] / "experiments" / "configs" / "bert_onebit_zero1.json"
 
@@ -73,6 +74,14 @@ def test_stage_3_trains_with_adamw_alone(tmp_path: Path) -> None:
     assert settings(tmp_path, {"zero_optimization": {"stage": 3}}).engine.optimizers == ("adamw",)
 
 
+@pytest.mark.parametrize("optimizer", ENGINE)
+def test_whatever_the_engine_knows_can_be_asked_for(tmp_path: Path, optimizer: str) -> None:
+    found = settings(tmp_path, given=f"--optimizer {optimizer} --freeze-step 7 --lr 0.5")
+    assert found.engine.optimizers == (optimizer,)
+    freezes = optimizer in COMPRESSED and COMPRESSED[optimizer].freeze_option is not None
+    assert (found.plan.learning_rate, found.plan.freeze_step) == (0.5, 7 if freezes else "auto")
+
+
 def test_the_example_can_be_used(tmp_path: Path) -> None:
     found = settings(tmp_path, EXAMPLE.read_text())
     assert found.engine.optimizers == ("onebit-adam",)
@@ -86,6 +95,11 @@ def test_the_example_can_be_used(tmp_path: Path) -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, "--lr 2", "--lr 2"),
         ({"optimizer": {"type": "AdamW"}}, "--optimizer onebit-adam", "--optimizer onebit-adam .*disagree"),
         ({"optimizer": {"type": "SGD"}}, "", '"SGD"'),
+        (
+            {"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 9}}},
+            "--freeze-step 7",
+            '--freeze-step 7 .*"optimizer.params.var_freeze_step" 9',
+        ),
         ({"train_batch_size": 8}, "--batch-size 4", '--batch-size 4 .*"train_batch_size" 8'),
         ({"seed": 1}, "--seed 2", "--seed 2"),
         ({"scheduler": {"type": "WarmupLR"}}, "--warmup-steps 3", "--warmup-steps 3 .*scheduler"),
