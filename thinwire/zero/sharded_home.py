@@ -108,8 +108,6 @@ class ShardedHome(Home):
                 "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "
                 "engine's fp16 with its own loss scale, or bf16"
             )
-        if not self.scaled:  # GradScaler's check for infinities writes gradients back without changing them
-            self._watcher.check_gradients_untouched()
         self._parameters.wait_for_weights()
         return self._finish()
 
