@@ -25,19 +25,17 @@ __device__ int valid_elements(long long numel) {
 // First element, within the block, of this thread's k-th group.
 __device__ int group_at(int k) { return 4 * (static_cast<int>(threadIdx.x) + k * THREADS); }
 
-// Rows of row_blocks blocks: the row this block lies in, and the bytes at which its scale and codes begin there.
-__device__ long long row_index(long long row_blocks) { return blockIdx.x / static_cast<unsigned>(row_blocks); }
+// The row this block lies in, and the bytes at which its scale and codes begin there.
+__device__ long long row_index(Layout layout) { return blockIdx.x / static_cast<unsigned>(layout.row_blocks); }
 
-__device__ long long column_index(long long row_blocks) { return blockIdx.x % static_cast<unsigned>(row_blocks); }
+__device__ long long column_index(Layout layout) { return blockIdx.x % static_cast<unsigned>(layout.row_blocks); }
 
-__device__ long long scale_offset(long long row_blocks) {
-    return HEADER_BYTES + SCALE_BYTES * column_index(row_blocks);
-}
+__device__ long long scale_offset(Layout layout) { return HEADER_BYTES + SCALE_BYTES * column_index(layout); }
 
 template <int CODE_BITS>
-__device__ long long codes_offset(long long row_blocks) {
+__device__ long long codes_offset(Layout layout) {
     constexpr int BLOCK_BYTES = BLOCK_SIZE / 8 * CODE_BITS;
-    return HEADER_BYTES + SCALE_BYTES * row_blocks + column_index(row_blocks) * BLOCK_BYTES;
+    return HEADER_BYTES + SCALE_BYTES * layout.row_blocks + column_index(layout) * BLOCK_BYTES;
 }
 
 __device__ float4 load_four(const float* values) { return *reinterpret_cast<const float4*>(values); }
@@ -87,12 +85,12 @@ __device__ void store_valid(Output* output, int at, int valid, float4 value) {
 
 // Each run of row_blocks output blocks is the mean of the next `rows` packets, as Codec reads them: rows = 1 decodes.
 template <typename Codec>
-__device__ void decode_rows(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel,
-                            long long row_blocks, long long row_bytes, long long rows) {
-    const int valid = valid_elements(numel);
-    const unsigned char* first = packets + row_index(row_blocks) * rows * row_bytes;
-    const unsigned char* scales = first + scale_offset(row_blocks);
-    const unsigned char* codes = first + codes_offset<Codec::BITS>(row_blocks);
+__device__ void decode_rows(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
+                            long long rows) {
+    const int valid = valid_elements(layout.numel);
+    const unsigned char* first = packets + row_index(layout) * rows * layout.row_bytes;
+    const unsigned char* scales = first + scale_offset(layout);
+    const unsigned char* codes = first + codes_offset<Codec::BITS>(layout);
     output += block_start();
 #pragma unroll
     for (int k = 0; k < GROUPS; ++k) {
@@ -101,8 +99,8 @@ __device__ void decode_rows(const unsigned char* __restrict__ packets, float* __
         float4 total = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
 #pragma unroll 4
         for (long long row = 0; row < rows; ++row) {
-            const float scale = *reinterpret_cast<const float*>(scales + row * row_bytes);
-            const float4 decoded = Codec::decode(codes + row * row_bytes, at, scale);
+            const float scale = *reinterpret_cast<const float*>(scales + row * layout.row_bytes);
+            const float4 decoded = Codec::decode(codes + row * layout.row_bytes, at, scale);
             total = make_float4(total.x + decoded.x, total.y + decoded.y, total.z + decoded.z, total.w + decoded.w);
         }
         const float count = static_cast<float>(rows);

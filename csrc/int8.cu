@@ -35,13 +35,13 @@ struct Int8 {
 // payload or the residual.
 template <typename Residual, typename Lost>
 __device__ void encode(const float* payload, const Residual* residual, Lost* lost, unsigned char* __restrict__ packets,
-                       long long numel, long long row_blocks, long long row_bytes) {
-    const int valid = valid_elements(numel);
+                       Layout layout) {
+    const int valid = valid_elements(layout.numel);
     payload += block_start();
     if (residual != nullptr) residual += block_start();
     lost += block_start();
-    unsigned char* row = packets + row_index(row_blocks) * row_bytes;
-    unsigned char* codes = row + codes_offset<8>(row_blocks);
+    unsigned char* row = packets + row_index(layout) * layout.row_bytes;
+    unsigned char* codes = row + codes_offset<8>(layout);
 
     float4 corrected[GROUPS];
     unsigned largest = 0u;
@@ -54,7 +54,7 @@ __device__ void encode(const float* payload, const Residual* residual, Lost* los
         largest = Largest::combine(largest, magnitude_bits(corrected[k].w));
     }
     const float scale = __uint_as_float(reduce_block<Largest>(largest)) / LARGEST_LEVEL;
-    if (threadIdx.x == 0) *reinterpret_cast<float*>(row + scale_offset(row_blocks)) = scale;
+    if (threadIdx.x == 0) *reinterpret_cast<float*>(row + scale_offset(layout)) = scale;
 
     const bool usable = scale > 0.0f && scale <= LARGEST_FLOAT;
 #pragma unroll
@@ -76,19 +76,18 @@ __device__ void encode(const float* payload, const Residual* residual, Lost* los
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     encode_int8(float* payload, const float* __restrict__ residual, unsigned char* __restrict__ packets,
-                 long long numel, long long row_blocks, long long row_bytes) {
-    encode(payload, residual, payload, packets, numel, row_blocks, row_bytes);
+                 Layout layout) {
+    encode(payload, residual, payload, packets, layout);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     encode_rounded_int8(const float* __restrict__ payload, const BFloat16* residual, BFloat16* new_residual,
-                         unsigned char* __restrict__ packets, long long numel, long long row_blocks,
-                         long long row_bytes) {
-    encode(payload, residual, new_residual, packets, numel, row_blocks, row_bytes);
+                         unsigned char* __restrict__ packets, Layout layout) {
+    encode(payload, residual, new_residual, packets, layout);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_int8(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel,
-                 long long row_blocks, long long row_bytes, long long rows) {
-    decode_rows<Int8>(packets, output, numel, row_blocks, row_bytes, rows);
+    decode_int8(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
+                 long long rows) {
+    decode_rows<Int8>(packets, output, layout, rows);
 }

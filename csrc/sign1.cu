@@ -25,13 +25,13 @@ struct Sign1 {
 // payload or the residual.
 template <typename Residual, typename Lost>
 __device__ void encode(const float* payload, const Residual* residual, Lost* lost, unsigned char* __restrict__ packets,
-                       long long numel, long long row_blocks, long long row_bytes) {
-    const int valid = valid_elements(numel);
+                       Layout layout) {
+    const int valid = valid_elements(layout.numel);
     payload += block_start();
     if (residual != nullptr) residual += block_start();
     lost += block_start();
-    unsigned char* row = packets + row_index(row_blocks) * row_bytes;
-    unsigned char* codes = row + codes_offset<1>(row_blocks);
+    unsigned char* row = packets + row_index(layout) * layout.row_bytes;
+    unsigned char* codes = row + codes_offset<1>(layout);
 
     float4 corrected[GROUPS];
     float magnitude = 0.0f;
@@ -42,7 +42,7 @@ __device__ void encode(const float* payload, const Residual* residual, Lost* los
                      (fabsf(corrected[k].z) + fabsf(corrected[k].w));
     }
     const float scale = reduce_block<Sum>(magnitude) / static_cast<float>(valid > 0 ? valid : 1);
-    if (threadIdx.x == 0) *reinterpret_cast<float*>(row + scale_offset(row_blocks)) = scale;
+    if (threadIdx.x == 0) *reinterpret_cast<float*>(row + scale_offset(layout)) = scale;
 
 #pragma unroll
     for (int k = 0; k < GROUPS; ++k) {
@@ -64,19 +64,18 @@ __device__ void encode(const float* payload, const Residual* residual, Lost* los
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     encode_sign1(float* payload, const float* __restrict__ residual, unsigned char* __restrict__ packets,
-                 long long numel, long long row_blocks, long long row_bytes) {
-    encode(payload, residual, payload, packets, numel, row_blocks, row_bytes);
+                 Layout layout) {
+    encode(payload, residual, payload, packets, layout);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     encode_rounded_sign1(const float* __restrict__ payload, const BFloat16* residual, BFloat16* new_residual,
-                         unsigned char* __restrict__ packets, long long numel, long long row_blocks,
-                         long long row_bytes) {
-    encode(payload, residual, new_residual, packets, numel, row_blocks, row_bytes);
+                         unsigned char* __restrict__ packets, Layout layout) {
+    encode(payload, residual, new_residual, packets, layout);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_sign1(const unsigned char* __restrict__ packets, float* __restrict__ output, long long numel,
-                 long long row_blocks, long long row_bytes, long long rows) {
-    decode_rows<Sign1>(packets, output, numel, row_blocks, row_bytes, rows);
+    decode_sign1(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
+                 long long rows) {
+    decode_rows<Sign1>(packets, output, layout, rows);
 }

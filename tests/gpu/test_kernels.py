@@ -8,7 +8,14 @@ import importlib.util
 import pytest
 import torch
 
-from tests.compress.kernels.body import CODECS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
+from tests.compress.kernels.body import (
+    BACKENDS,
+    CODECS,
+    KernelsBody,
+    Subject,
+    check_rows_apart,
+    uninitialised_packets,
+)
 from tests.compress.kernels.momentum_body import MomentumBody, make_momentum, same_bits
 from thinwire.compress import kernels
 
@@ -23,14 +30,14 @@ pytestmark = [
 class TestCuda(KernelsBody):
     @pytest.fixture
     def subject(self) -> Subject:
-        backend = kernels.backends()["cuda"]
+        backend = BACKENDS["cuda"]
         return Subject("cuda", backend, device="cuda", block_sizes=(64, 128, 192, 320, 1024, 2048, 65536))
 
 
 class TestMomentumOnCuda(MomentumBody):
     @pytest.fixture
     def subject(self) -> Subject:
-        backend = kernels.backends()["cuda"]
+        backend = BACKENDS["cuda"]
         return Subject("cuda", backend, device="cuda", block_sizes=(64, 192, 1024, 2048, 65536))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -51,7 +58,7 @@ class TestMomentumOnCuda(MomentumBody):
 @pytest.mark.parametrize("codec", CODECS)
 def test_rows_apart(codec: str) -> None:
     for numel in (0, 129, 717, 1820, 1920):
-        check_rows_apart(kernels.backends()["cuda"], codec, "cuda", 640, slice(128, 512), numel)
+        check_rows_apart(BACKENDS["cuda"], codec, "cuda", 640, slice(128, 512), numel)
 
 
 @pytest.mark.parametrize("codec", CODECS)

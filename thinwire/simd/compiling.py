@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
-import inspect
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
+import llvmlite
 import numba
 from llvmlite import binding
 
-__all__ = ["helper", "kernel"]
+__all__ = ["helper", "kernel", "source_files"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
+def source_files(module: str) -> dict[str, Path]:
+    """The file of a module and of all modules of its own package and of this one that it imports, by name.
+
+    Imports inside functions are left out: compiled code takes nothing from them.
+    """
+    packages = {module.partition(".")[0], __name__.partition(".")[0]}
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name not in found and name.partition(".")[0] in packages and file:
+            found[name] = Path(file)
+            waiting += _imported(found[name], sys.modules[name].__package__)
+    return found
+
+
 @functools.cache
-def _cache_key(folder: Path) -> str:
-    """Digest of the processor and of the sources that the machine code of kernels in `folder` depends on.
+def _imported(file: Path, package: str | None) -> frozenset[str]:
+    """Names of all that a file imports: of modules, and of what it takes from them, which may be modules, too."""
+    names = set()
+    waiting: list[ast.AST] = [ast.parse(file.read_bytes())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, ast.FunctionDef | ast.expr):
+            waiting += ast.iter_child_nodes(node)
+    return frozenset(names)
+
+
+@functools.cache
+def _cache_key(module: str) -> str:
+    """Digest of all that the machine code of kernels in `module` depends on: sources, compilers and the processor.
 
     numba names its cache files after the function and checks only the file that defines it. With this key in the
     name, a home folder shared by unlike machines, or an upgrade while other processes start, cannot hand out
     foreign or outdated machine code.
     """
-    folders = (Path(__file__).parent, folder)
-    sources = [path.read_bytes() for one in folders for path in sorted(one.glob("*.py"))]
-    processor = binding.get_host_cpu_name() + binding.get_host_cpu_features().flatten()
-    return hashlib.sha256(b"".join(sources) + processor.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"numba {numba.__version__} llvmlite {llvmlite.__version__}".encode())
+    digest.update((binding.get_host_cpu_name() + binding.get_host_cpu_features().flatten()).encode())
+    for name, path in sorted(source_files(module).items()):
+        digest.update(name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def helper(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -39,7 +77,7 @@ def helper(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
 
 def kernel(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
     """Compile a kernel at its first call; keep the machine code on disk, where there is a folder to write to."""
-    function.__qualname__ = f"{function.__name__}_{_cache_key(Path(inspect.getfile(function)).parent)}"
+    function.__qualname__ = f"{function.__name__}_{_cache_key(function.__module__)}"
     try:
         compiled = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no such folder

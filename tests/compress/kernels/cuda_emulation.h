@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -52,12 +53,10 @@ struct Fiber {
     bool finished = false;
 };
 
-constexpr int MAX_ARGUMENTS = 12;
-using Kernel = void (*)(long long, long long, long long, long long, long long, long long, long long, long long,
-                        long long, long long, long long, long long);
+using Kernel = void (*)(void**);  // takes where each of its arguments lies, as a GPU's driver does
 
 static Kernel kernel;
-static const long long* arguments;
+static void** arguments;
 static std::vector<Fiber> fibers;
 static std::vector<Barrier> warp_barriers;
 static std::vector<unsigned> exchanged;  // what each thread offers in a shuffle
@@ -78,8 +77,7 @@ inline void wait(Barrier& barrier) {
 
 inline void run_fiber() {
     const unsigned self = threadIdx.x;
-    const long long* a = arguments;
-    kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+    kernel(arguments);
     fibers[self].finished = true;
     progress = true;
 }
@@ -126,9 +124,33 @@ Value __shfl_xor_sync(unsigned, Value value, int lane_mask) {
     return received;
 }
 
-// Launch of a kernel of up to MAX_ARGUMENTS 64-bit arguments, padded with zeros; 0 on success, 1 if its threads wait for each other for ever.
-extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, const long long* arguments, 
-                       unsigned seed) {
+namespace emulation {
+
+// For each kernel NAME a function emulated_NAME that takes pointers to its arguments, and one that tells their sizes.
+template <typename... Parameters, std::size_t... Places>
+void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<Places...>) {
+    kernel(*static_cast<Parameters*>(arguments[Places])...);
+}
+
+template <typename... Parameters>
+void call(void (*kernel)(Parameters...), void** arguments) {
+    call(kernel, arguments, std::index_sequence_for<Parameters...>{});
+}
+
+template <typename... Parameters>
+int sizes(void (*)(Parameters...), int* bytes) {
+    ((*bytes++ = sizeof(Parameters)), ...);
+    return sizeof...(Parameters);
+}
+
+#define EMULATE(NAME)                                                                          \
+    extern "C" void emulated_##NAME(void** arguments) { emulation::call(NAME, arguments); }    \
+    extern "C" int sizes_of_##NAME(int* bytes) { return emulation::sizes(NAME, bytes); }
+
+}  // namespace emulation
+
+// Launch of a kernel; 0 on success, 1 if its threads wait for each other for ever.
+extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, void** arguments, unsigned seed) {
     using namespace emulation;
     emulation::kernel = kernel;
     emulation::arguments = arguments;

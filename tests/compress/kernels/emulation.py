@@ -10,68 +10,70 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
 from thinwire.compress.kernels.cuda.launch import (
+    Argument,
     Launch,
     apply_signs_launch,
     compile_options,
     decode_launch,
     encode_launch,
-    encode_rounded_launch,
     momentum_payload_launch,
     source_folder,
 )
 
 COMPILER = shutil.which("g++")
-MAX_ARGUMENTS = 12
+FUNCTIONS = {codec: [f"encode_{codec}", f"encode_rounded_{codec}", f"decode_{codec}"] for codec in ("sign1", "int8")}
+FUNCTIONS["momentum"] = [
+    f"{kernel}_{dtype}"
+    for kernel in ("momentum_payload", "apply_signs")
+    for dtype in ("float32", "bfloat16", "float16")
+]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
 
 
-def encode(*arguments: Any) -> None:
-    _run(encode_launch(*arguments))
+def encode(call: Encode) -> None:
+    for run in call.runs():
+        _run(encode_launch(run))
 
 
-def encode_rounded(*arguments: Any) -> None:
-    _run(encode_rounded_launch(*arguments))
+def decode(call: Decode) -> None:
+    for run in call.runs():
+        _run(decode_launch(run))
 
 
-def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-    _run(decode_launch(codec, packets, output, numel, block_size, groups=packets.size(0)))
+def momentum_payload(call: MomentumPayload) -> None:
+    _run(momentum_payload_launch(call))
 
 
-def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-    _run(decode_launch(codec, packets, output, numel, block_size, groups=1))
+def apply_signs(call: ApplySigns) -> None:
+    _run(apply_signs_launch(call))
 
 
-def momentum_payload(*arguments: Any) -> None:
-    _run(momentum_payload_launch(*arguments))
-
-
-def apply_signs(*arguments: Any) -> None:
-    _run(apply_signs_launch(*arguments))
-
-
-def compile_source(source: Path, definitions: Sequence[str]) -> ctypes.CDLL:
+def compile_source(source: Path, functions: Sequence[str], definitions: Sequence[str]) -> ctypes.CDLL:
     """Library of the kernels in `source`, without optimisation: compiling is what takes the time."""
     assert COMPILER
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernels.so"
+        path, program = Path(folder) / "kernels.so", Path(folder) / "kernels.cpp"
+        program.write_text(f'#include "{source}"\n' + "".join(f"EMULATE({function})\n" for function in functions))
         command = [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
         command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # as a GPU does
-        command += ["-include", str(_HEADER), "-x", "c++", str(source), "-o", str(path)]
+        command += ["-include", str(_HEADER), str(program), "-o", str(path)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return ctypes.CDLL(str(path))
 
 
-def launch(library: ctypes.CDLL, function: str, grid: int, threads: int, arguments: Sequence[int]) -> int:
+def launch(library: ctypes.CDLL, function: str, grid: int, threads: int, arguments: Sequence[Argument]) -> int:
     """Run a kernel, its threads in a random order; 0 on success, 1 if they wait for each other for ever."""
-    kernel = ctypes.cast(getattr(library, function), ctypes.c_void_p)
-    values = (ctypes.c_longlong * MAX_ARGUMENTS)(*arguments)
-    return int(library.emulate(kernel, ctypes.c_longlong(grid), threads, values, secrets.randbits(32)))
+    sizes = (ctypes.c_int * 16)()
+    count = library[f"sizes_of_{function}"](sizes)
+    assert sizes[:count] == [argument.nbytes for argument in arguments], "arguments of the types that the kernel takes"
+    memory = [ctypes.create_string_buffer(argument.tobytes(), argument.nbytes) for argument in arguments]
+    places = (ctypes.c_void_p * count)(*map(ctypes.addressof, memory))
+    kernel = ctypes.cast(library[f"emulated_{function}"], ctypes.c_void_p)
+    return int(library.emulate(kernel, ctypes.c_longlong(grid), threads, places, secrets.randbits(32)))
 
 
 def _run(planned: Launch) -> None:
@@ -83,4 +85,4 @@ def _run(planned: Launch) -> None:
 @functools.cache
 def _library(source: str, block_size: int, threads: int) -> ctypes.CDLL:
     definitions = [option for option in compile_options(block_size, threads) if option.startswith("-D")]
-    return compile_source(source_folder() / f"{source}.cu", definitions)
+    return compile_source(source_folder() / f"{source}.cu", FUNCTIONS[source], definitions)

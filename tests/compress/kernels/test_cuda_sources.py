@@ -9,11 +9,22 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.compress.kernels import emulation
 from tests.compress.kernels.body import CODECS
-from thinwire.compress.kernels.cuda.launch import block_threads, compile_options, source_folder, source_text
+from thinwire.compress.kernels import packet_bytes
+from thinwire.compress.kernels.calls import Encode
+from thinwire.compress.kernels.cuda.launch import (
+    STRUCTURES,
+    block_threads,
+    compile_options,
+    encode_launch,
+    source_folder,
+    source_text,
+)
 
 ARCHITECTURES = (70, 80, 90)
 BLOCK_SIZES = (192, 2048, 65536)
@@ -100,6 +111,27 @@ def test_nvcc_compiles(source: str, architecture: int, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_have_the_members_that_are_packed(name: str) -> None:
+    """In this order, of these types; that nothing lies between them the sources assert by their size."""
+    source = source_text("sign1") + source_text("momentum")
+    declared = re.search(rf"struct {name} {{(.*?)}};", source, re.DOTALL)
+    assert declared
+    types = {"long long": np.int64, "float": np.float32, "unsigned": np.uint32}
+    members = [member.strip().rpartition(" ") for member in declared[1].split(";") if member.strip()]
+    assert np.dtype([(member, types[kind]) for kind, _, member in members]) == STRUCTURES[name]
+    assert re.search(rf"sizeof\({name}\) == {STRUCTURES[name].itemsize}\b", source)
+
+
+def test_unaligned_tensors_are_refused() -> None:
+    packets = torch.zeros(1, packet_bytes("sign1", 64, 64), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="payload starts at an address that is not a multiple of 16 bytes"):
+        encode_launch(Encode("sign1", torch.zeros(65)[1:], None, packets, 64, 64))
+    rounded = Encode("sign1", torch.zeros(64), None, packets, 64, 64, torch.zeros(65, dtype=torch.bfloat16)[1:])
+    with pytest.raises(ValueError, match="new_residual starts at an address that is not a multiple of 8 bytes"):
+        encode_launch(rounded)
+
+
 def test_the_source_handed_to_nvrtc_is_self_contained() -> None:
     for source in SOURCES:
         assert not re.search(r"^\s*#\s*include", source_text(source), re.MULTILINE)
@@ -110,5 +142,5 @@ def test_the_emulation_notices_threads_that_wait_for_ever(tmp_path: Path) -> Non
     """The check of the checker: half the threads skip a barrier."""
     source = tmp_path / "stuck.cu"
     source.write_text('extern "C" __global__ void stuck() { if (threadIdx.x % 2) __syncthreads(); }')
-    library = emulation.compile_source(source, ("-DBLOCK_SIZE=64", "-DTHREADS=32"))
-    assert emulation.launch(library, "stuck", grid=1, threads=32, arguments=(0,) * 6) != 0
+    library = emulation.compile_source(source, ["stuck"], ("-DBLOCK_SIZE=64", "-DTHREADS=32"))
+    assert emulation.launch(library, "stuck", grid=1, threads=32, arguments=()) != 0

@@ -15,16 +15,25 @@ import torch
 from torch import Tensor
 
 from tests.compress.kernels import emulation
-from tests.compress.kernels.body import CODECS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
+from tests.compress.kernels.body import (
+    BACKENDS,
+    CODECS,
+    REFERENCE,
+    KernelsBody,
+    Subject,
+    Unchecked,
+    check_rows_apart,
+    uninitialised_packets,
+)
 from thinwire.compress import kernels
 from thinwire.compress.kernels import ops
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
 
-SUBJECTS = [Subject(name, backend) for name, backend in kernels.backends().items() if name != "cuda"]
+SUBJECTS = [Subject(name, backend) for name, backend in BACKENDS.items() if name != "cuda"]
 if emulation.COMPILER:
-    SUBJECTS.append(Subject("emulated cuda", emulation, block_sizes=(64, 192, 2048)))
+    SUBJECTS.append(Subject("emulated cuda", Unchecked(emulation), block_sizes=(64, 192, 2048)))
 
 
 class TestBackends(KernelsBody):
@@ -133,7 +142,7 @@ class TestCpuThreads:
         output = torch.empty(numel + offset)[offset:]
         wanted = torch.empty(numel)
         kernels.decode(codec, packets, output, numel - 3, 2048)
-        kernels.backends()["reference"].decode(codec, packets, wanted, numel - 3, 2048)
+        REFERENCE.decode(codec, packets, wanted, numel - 3, 2048)
         assert torch.equal(output, wanted)
 
 
@@ -144,13 +153,13 @@ def test_rows_apart(codec: str, name: str, threads: int, thread_count: None) -> 
     torch.set_num_threads(threads)
     for shard, first, stop in ((640, 128, 512), (640, 0, 64), (1 << 18, 64, (1 << 18) - 64)):
         for numel in (0, first + 1, shard + 77, 3 * shard - 100, 3 * shard):
-            check_rows_apart(kernels.backends()[name], codec, "cpu", shard, slice(first, stop), numel)
+            check_rows_apart(BACKENDS[name], codec, "cpu", shard, slice(first, stop), numel)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_numba)])
 def test_any_alignment_will_do_on_a_cpu(codec: str, name: str) -> None:
-    backend = kernels.backends()[name]
+    backend = BACKENDS[name]
     payload, residual = torch.randn(2, 3 * 128)
     aligned = uninitialised_packets(codec, 3, 128, 64, "cpu")
     shifted = torch.empty(aligned.numel() + 1, dtype=torch.uint8)[1:].view(3, -1).copy_(aligned)

@@ -10,85 +10,38 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
 
-from thinwire.compress.kernels.packet_layout import (
-    CODE_BITS,
-    check_apply_signs,
-    check_decode,
-    check_decode_mean,
-    check_encode,
-    check_encode_rounded,
-    check_momentum_payload,
+from thinwire.compress.kernels.calls import (
+    CODEC_OPERATIONS,
+    OPERATIONS,
+    ApplySigns,
+    Decode,
+    Encode,
+    MomentumPayload,
+    Operation,
 )
+from thinwire.compress.kernels.packet_layout import CODE_BITS
 
 __all__ = ["Backend", "backends"]
 
 
 class Backend(Protocol):
-    """One implementation of the kernels; its arguments are already checked."""
+    """One implementation of the kernels that `thinwire.compress.kernels` describes; calls are already checked."""
 
-    def encode(
-        self,
-        codec: str,
-        payload: Tensor,
-        residual: Tensor | None,
-        packets: Tensor,
-        numel: int,
-        block_size: int,
-    ) -> None:
-        """Encode payload + residual; see `thinwire.compress.kernels.encode`."""
+    def encode(self, call: Encode) -> None:
+        """`encode` and `encode_rounded`."""
 
-    def encode_rounded(
-        self,
-        codec: str,
-        payload: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor,
-        packets: Tensor,
-        numel: int,
-        block_size: int,
-    ) -> None:
-        """Encode with bf16 residuals; see `thinwire.compress.kernels.encode_rounded`."""
+    def decode(self, call: Decode) -> None:
+        """`decode` and `decode_mean`."""
 
-    def decode(self, codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-        """Decode every row; see `thinwire.compress.kernels.decode`."""
+    def momentum_payload(self, call: MomentumPayload) -> None:
+        """The payload of leg 1."""
 
-    def decode_mean(self, codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-        """Average the rows; see `thinwire.compress.kernels.decode_mean`."""
-
-    def momentum_payload(
-        self,
-        packets: Tensor,
-        gradient: Tensor | None,
-        codes: Tensor,
-        table: Tensor,
-        payload: Tensor,
-        first: int,
-        shard: int,
-        block_size: int,
-        beta1: float,
-        loss_scale: float,
-    ) -> None:
-        """The payload of leg 1; see `thinwire.compress.kernels.momentum_payload`."""
-
-    def apply_signs(
-        self,
-        weights: Tensor,
-        packets: Tensor,
-        codes: Tensor,
-        first: int,
-        shard: int,
-        block_size: int,
-        lr: float,
-        decay: float,
-        seed: int,
-    ) -> None:
-        """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
+    def apply_signs(self, call: ApplySigns) -> None:
+        """The update of the weights."""
 
 
 def backends() -> dict[str, Backend]:
@@ -129,51 +82,20 @@ def _cuda_backend() -> Backend:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """Arguments, after the codec where there is one, and what refuses bad ones."""
-
-    schema: str
-    check: Callable[..., None]
-
-
-_CODEC_OPERATIONS = {
-    "encode": _Operation(
-        "(Tensor(a!) payload, Tensor? residual, Tensor(b!) packets, int numel, int block_size) -> ()", check_encode
-    ),
-    "encode_rounded": _Operation(
-        "(Tensor payload, Tensor? residual, Tensor(a!) new_residual, Tensor(b!) packets, int numel, int block_size) "
-        "-> ()",
-        check_encode_rounded,
-    ),
-    "decode": _Operation("(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", check_decode),
-    "decode_mean": _Operation(
-        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", check_decode_mean
-    ),
-}
-_MOMENTUM_OPERATIONS = {
-    "momentum_payload": _Operation(
-        "(Tensor packets, Tensor? gradient, Tensor codes, Tensor table, Tensor(a!) payload, int first, int shard, "
-        "int block_size, float beta1, float loss_scale) -> ()",
-        check_momentum_payload,
-    ),
-    "apply_signs": _Operation(
-        "(Tensor(a!) weights, Tensor packets, Tensor codes, int first, int shard, int block_size, float lr, "
-        "float decay, int seed) -> ()",
-        check_apply_signs,
-    ),
-}
 _DEVICES = {"cpu": _cpu_backend, "cuda": _cuda_backend}
 
 
-def _register(name: str, function: str, operation: _Operation, *codec: str) -> None:
-    """Define thinwire::`name`: `function` of the device's backend, given the codec, if any, before the arguments."""
-    check = functools.partial(operation.check, *codec)
+def _register(name: str, operation: Operation, *codec: str) -> None:
+    """Define thinwire::`name`, whose calls are given the codec, if any, before the arguments."""
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        operation.call(*codec, *args, **kwargs).check()
 
     def implementation(backend: Callable[[], Backend]) -> Callable[..., None]:
         def run(*args: Any, **kwargs: Any) -> None:
-            check(*args, **kwargs)
-            getattr(backend(), function)(*codec, *args, **kwargs)
+            call = operation.call(*codec, *args, **kwargs)
+            call.check()
+            getattr(backend(), call.kernel)(call)
 
         return run
 
@@ -184,7 +106,7 @@ def _register(name: str, function: str, operation: _Operation, *codec: str) -> N
 
 
 for _codec in CODE_BITS:
-    for _name, _operation in _CODEC_OPERATIONS.items():
-        _register(f"{_codec}_{_name}", _name, _operation, _codec)
-for _name, _operation in _MOMENTUM_OPERATIONS.items():
-    _register(_name, _name, _operation)
+    for _name, _operation in CODEC_OPERATIONS.items():
+        _register(f"{_codec}_{_name}", _operation, _codec)
+for _name, _operation in OPERATIONS.items():
+    _register(_name, _operation)

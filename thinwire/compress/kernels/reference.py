@@ -9,26 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
 from thinwire.compress.kernels.noise import random_bits
-from thinwire.compress.kernels.packet_layout import HEADER_BYTES, codes_offset, runs
+from thinwire.compress.kernels.packet_layout import HEADER_BYTES, codes_offset
 
-__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
-
-
-def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
-    """Encode u = payload + residual into `packets`, and leave u - decoded(u) in `payload`."""
-    for of_run, valid, values, before in runs(packets, numel, payload, residual):
-        _encode_run(codec, values, before, of_run, valid, block_size)
+__all__ = ["apply_signs", "decode", "encode", "momentum_payload", "store_rounded"]
 
 
-def _encode_run(
-    codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int
-) -> None:
-    corrected = payload if residual is None else payload + residual
-    blocks = corrected.view(-1, block_size)
-    valid = _valid(blocks, numel)
+def encode(call: Encode) -> None:
+    """Encode u = payload + residual into `packets`, and leave u - decoded(u) in `payload`, or rounded to nearest in
+    `new_residual`."""
+    for run in call.runs():
+        lost = _encode_run(run)
+        (run.payload if run.new_residual is None else run.new_residual).copy_(lost)
+
+
+def _encode_run(run: Encode) -> Tensor:
+    corrected = run.payload if run.residual is None else run.payload + run.residual.to(run.payload.dtype)
+    blocks = corrected.view(-1, run.block_size)
+    valid = _valid(blocks, run.numel)
     blocks = torch.where(valid, blocks, 0.0)
-    if codec == "sign1":
+    if run.codec == "sign1":
         counts = valid.sum(dim=1).clamp(min=1)
         scales = (blocks.abs().sum(dim=1) / counts).to(torch.float32)
         signs = (blocks >= 0) & valid
@@ -39,84 +40,43 @@ def _encode_run(
         levels = _levels(blocks, scales.to(blocks.dtype))
         codes = levels.view(torch.uint8)
         decoded = _level_values(levels, scales.to(blocks.dtype))
-    payload.copy_(torch.where(valid, blocks - decoded, 0.0).view(-1))
-    rows = packets.size(0)
-    shard = payload.numel() // rows
-    split = codes_offset(shard, block_size)
-    packets[:, HEADER_BYTES:split] = scales.view(torch.uint8).view(rows, -1)
-    packets[:, split:] = codes.view(rows, -1)
+    rows = run.packets.size(0)
+    split = codes_offset(run.shard, run.block_size)
+    run.packets[:, HEADER_BYTES:split] = scales.view(torch.uint8).view(rows, -1)
+    run.packets[:, split:] = codes.view(rows, -1)
+    return torch.where(valid, blocks - decoded, 0.0).view(-1)
 
 
-def encode_rounded(
-    codec: str,
-    payload: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor,
-    packets: Tensor,
-    numel: int,
-    block_size: int,
-) -> None:
-    """Encode payload + residual into `packets`, and leave u - decoded(u), rounded to nearest, in `new_residual`."""
-    for of_run, valid, values, before, after in runs(packets, numel, payload, residual, new_residual):
-        lost = values.clone()
-        _encode_run(codec, lost, None if before is None else before.to(lost.dtype), of_run, valid, block_size)
-        after.copy_(lost)
+def decode(call: Decode) -> None:
+    """Write what `packets` carry to `output`, row after row, or its mean over the rows; and 0 on the padding."""
+    for run in call.runs():
+        values = _values(run)
+        if run.mean:
+            total = values[0]
+            for row in values[1:]:
+                total = total + row
+            values = total / run.packets.size(0)
+        blocks = values.view(-1, run.block_size)
+        run.output.copy_(torch.where(_valid(blocks, run.numel), blocks, 0.0).view(-1))
 
 
-def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-    """Write the values that `packets` carries to `output`, row after row, and 0 on the padding."""
-    for of_run, valid, values in runs(packets, numel, output):
-        blocks = _values(codec, of_run, values, values.numel() // of_run.size(0), block_size)
-        blocks = blocks.view(-1, block_size)
-        values.copy_(torch.where(_valid(blocks, valid), blocks, 0.0).view(-1))
-
-
-def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-    """Write the mean over the rows of `packets` to `output`, and 0 on the padding."""
-    rows = _values(codec, packets, output, output.numel(), block_size)
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    blocks = (total / packets.size(0)).view(-1, block_size)
-    output.copy_(torch.where(_valid(blocks, numel), blocks, 0.0).view(-1))
-
-
-def momentum_payload(
-    packets: Tensor,
-    gradient: Tensor | None,
-    codes: Tensor,
-    table: Tensor,
-    payload: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    beta1: float,
-    loss_scale: float,
-) -> None:
+def momentum_payload(call: MomentumPayload) -> None:
     """Write beta1 · u + ((1 - beta1) · (gradient / loss_scale)) · table[codes] to `payload`, in float32."""
-    moving = codes != 0
-    kept = _signed_scales(packets, _numbers(payload, first), shard, block_size) * _single(beta1, payload)
-    preconditioner = torch.where(moving, table[codes.long()], 0.0)
-    change = torch.zeros_like(payload) if gradient is None else gradient.float() / _single(loss_scale, payload)
-    payload.copy_(torch.where(moving, kept, 0.0) + (change * _single(1.0 - beta1, payload)) * preconditioner)
+    moving, payload = call.codes != 0, call.payload
+    kept = _signed_scales(call, _numbers(payload, call.first)) * _single(call.beta1, payload)
+    preconditioner = torch.where(moving, call.table[call.codes.long()], 0.0)
+    change = torch.zeros_like(payload)
+    if call.gradient is not None:
+        change = call.gradient.float() / _single(call.loss_scale, payload)
+    payload.copy_(torch.where(moving, kept, 0.0) + (change * _single(1.0 - call.beta1, payload)) * preconditioner)
 
 
-def apply_signs(
-    weights: Tensor,
-    packets: Tensor,
-    codes: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    lr: float,
-    decay: float,
-    seed: int,
-) -> None:
+def apply_signs(call: ApplySigns) -> None:
     """Leave decay · w - lr · u in `weights`, calculated in float32, with u = 0 where the code is 0."""
-    numbers = _numbers(weights, first)
-    step = _signed_scales(packets, numbers, shard, block_size) * _single(lr, weights)
-    values = weights.float() * _single(decay, weights) - torch.where(codes != 0, step, 0.0)
-    store_rounded(weights, values, seed, first)
+    weights = call.weights
+    step = _signed_scales(call, _numbers(weights, call.first)) * _single(call.lr, weights)
+    values = weights.float() * _single(call.decay, weights) - torch.where(call.codes != 0, step, 0.0)
+    store_rounded(weights, values, call.seed, call.first)
 
 
 def store_rounded(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
@@ -138,10 +98,11 @@ def _numbers(vector: Tensor, first: int) -> Tensor:
     return torch.arange(first, first + vector.numel(), device=vector.device)
 
 
-def _signed_scales(packets: Tensor, numbers: Tensor, shard: int, block_size: int) -> Tensor:
-    """What sign1 packets carry for the elements with these numbers, counted over all rows laid end to end."""
-    row_bytes, split = packets.size(1), codes_offset(shard, block_size)
-    scales = packets[:, HEADER_BYTES:split].clone().view(-1).view(torch.float32)[numbers // block_size]
+def _signed_scales(call: MomentumPayload | ApplySigns, numbers: Tensor) -> Tensor:
+    """What the packets carry for the elements with these numbers, counted over all rows laid end to end."""
+    packets, shard = call.packets, call.shard
+    row_bytes, split = packets.size(1), codes_offset(shard, call.block_size)
+    scales = packets[:, HEADER_BYTES:split].clone().view(-1).view(torch.float32)[numbers // call.block_size]
     rows, places = numbers // max(shard, 1), numbers % max(shard, 1)
     codes = packets.view(-1)[rows * row_bytes + split + places // 8]
     return torch.where((codes >> (places % 8)) & 1 == 1, scales, -scales)
@@ -206,14 +167,14 @@ def _level_values(levels: Tensor, scales: Tensor) -> Tensor:
     return levels.to(scales.dtype) * scales.unsqueeze(1)
 
 
-def _values(codec: str, packets: Tensor, output: Tensor, shard: int, block_size: int) -> Tensor:
+def _values(run: Decode) -> Tensor:
     """What the packet rows decode to, padding not yet cleared: [rows, shard] in the dtype of `output`."""
-    split = codes_offset(shard, block_size)
-    scale_bytes = packets[:, HEADER_BYTES:split].clone()  # a copy is aligned, whatever the offset of the row
-    scales = scale_bytes.view(-1).view(torch.float32).to(output.dtype)
-    codes = packets[:, split:].clone()
-    if codec == "sign1":
-        values = _sign_values(_unpack(codes).view(-1, block_size), scales)
+    split = codes_offset(run.shard, run.block_size)
+    scale_bytes = run.packets[:, HEADER_BYTES:split].clone()  # a copy is aligned, whatever the offset of the row
+    scales = scale_bytes.view(-1).view(torch.float32).to(run.output.dtype)
+    codes = run.packets[:, split:].clone()
+    if run.codec == "sign1":
+        values = _sign_values(_unpack(codes).view(-1, run.block_size), scales)
     else:
-        values = _level_values(codes.view(-1, block_size).view(torch.int8), scales)
-    return values.view(packets.size(0), shard)
+        values = _level_values(codes.view(-1, run.block_size).view(torch.int8), scales)
+    return values.view(run.packets.size(0), run.shard)

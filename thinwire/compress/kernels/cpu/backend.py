@@ -10,20 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.cpu import momentum as cpu_momentum
-from thinwire.compress.kernels.cpu import rounding as cpu_rounding
-from thinwire.compress.kernels.cpu.decode import DECODE
-from thinwire.compress.kernels.cpu.encode import ENCODE, ENCODE_ROUNDED
-from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES
+from thinwire.compress.kernels.calls import ApplySigns, Call, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.cpu import decode as decoding
+from thinwire.compress.kernels.cpu import encode as encoding
+from thinwire.compress.kernels.cpu import momentum, rounding
+from thinwire.compress.kernels.cpu.blocks import Layout, Range
+from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.noise import keys
-from thinwire.compress.kernels.packet_layout import runs
+from thinwire.compress.kernels.packet_layout import CODE_BITS
 from thinwire.simd.workers import Workers
 
-__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
+__all__ = ["apply_signs", "decode", "encode", "momentum_payload", "store_rounded"]
 
 _ROUNDED_BLOCK = 4096
 
-_NO_RESIDUAL = np.empty(0, dtype=np.float32)
+_NO_FLOATS = np.empty(0, dtype=np.float32)
 _NO_BYTES = np.empty(0, dtype=np.uint8)
 
 # Below this many elements a thread, handing work over takes longer than doing it.
@@ -34,192 +35,77 @@ _STREAM_ELEMENTS = 1 << 22
 _STREAM_ALIGNMENT = 64
 
 
-def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
-    """Encode payload + residual; see `thinwire.compress.kernels.encode`."""
-    kernel = ENCODE[codec]
-    rows, row_bytes = packets.shape
-    row_blocks = payload.numel() // rows // block_size
-    arrays = [
-        (_array(values), _NO_RESIDUAL if before is None else _array(before), _array(of_run).reshape(-1), valid)
-        for of_run, valid, values, before in runs(packets, numel, payload, residual)
-    ]
-
-    def work(run: int, first: int, last: int) -> None:
-        payload_array, residual_array, flat, valid = arrays[run]
-        kernel(payload_array, residual_array, flat, first, last, valid, block_size, row_blocks, row_bytes)
-
-    _share_runs(work, len(arrays), row_blocks * rows, block_size)
+def encode(call: Encode) -> None:
+    """Encode payload + residual; see `thinwire.compress.kernels.encode` and `encode_rounded`."""
+    kernel = encoding.encode if call.new_residual is None else encoding.encode_rounded
+    arguments = [(_array(run.payload), *_residuals(run), *_packets(run, run.numel)) for run in call.runs()]
+    _over_runs(kernel, arguments, call.payload.numel(), call.block_size)
 
 
-def encode_rounded(
-    codec: str,
-    payload: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor,
-    packets: Tensor,
-    numel: int,
-    block_size: int,
-) -> None:
-    """Encode with bf16 residuals; see `thinwire.compress.kernels.encode_rounded`."""
-    kernel = ENCODE_ROUNDED[codec]
-    rows, row_bytes = packets.shape
-    row_blocks = payload.numel() // rows // block_size
-    arrays = [
-        (
-            _array(values),
-            _NO_BYTES if before is None else _byte_array(before),
-            _byte_array(after),
-            _array(of_run).reshape(-1),
-            valid,
-        )
-        for of_run, valid, values, before, after in runs(packets, numel, payload, residual, new_residual)
-    ]
-
-    def work(run: int, first: int, last: int) -> None:
-        payload_array, residual_bytes, new_bytes, flat, valid = arrays[run]
-        kernel(payload_array, residual_bytes, new_bytes, flat, first, last, valid, block_size, row_blocks, row_bytes)
-
-    _share_runs(work, len(arrays), row_blocks * rows, block_size)
+def _residuals(run: Encode) -> tuple[NDArray[Any], ...]:
+    if run.new_residual is None:
+        return (_NO_FLOATS if run.residual is None else _array(run.residual),)
+    return _NO_BYTES if run.residual is None else _byte_array(run.residual), _byte_array(run.new_residual)
 
 
-def decode(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-    """Decode every row; see `thinwire.compress.kernels.decode`."""
-    _decode(codec, list(runs(packets, numel, output)), block_size, packets_a_group=1)
+def decode(call: Decode) -> None:
+    """Decode every row, or average the rows; see `thinwire.compress.kernels.decode` and `decode_mean`."""
+    runs, numel = list(call.runs()), call.output.numel()
+    streaming = numel >= _STREAM_ELEMENTS and all(run.output.data_ptr() % _STREAM_ALIGNMENT == 0 for run in runs)
+    arguments = [(*_packets(run, run.numel), _array(run.output), run.averaged, streaming) for run in runs]
+    _over_runs(decoding.decode, arguments, numel, call.block_size)
 
 
-def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int) -> None:
-    """Average the rows; see `thinwire.compress.kernels.decode_mean`."""
-    _decode(codec, [(packets, numel, output)], block_size, packets_a_group=packets.size(0))
-
-
-def _decode(codec: str, decoded: Sequence[tuple[Any, ...]], block_size: int, packets_a_group: int) -> None:
-    """Fill the outputs of `decoded`, equal runs of packets, with the mean of every so many consecutive packets."""
-    kernel = DECODE[codec]
-    arrays = [(_array(packets).reshape(-1), _array(output), valid) for packets, valid, output in decoded]
-    packets, _, output = decoded[0]
-    row_bytes = packets.size(1)
-    row_blocks = output.numel() // block_size // (packets.size(0) // packets_a_group)
-    large = len(decoded) * output.numel() >= _STREAM_ELEMENTS
-    streaming = large and all(output.data_ptr() % _STREAM_ALIGNMENT == 0 for _, _, output in decoded)
-
-    def work(run: int, first: int, last: int) -> None:
-        flat, output_array, valid = arrays[run]
-        kernel(flat, output_array, first, last, valid, block_size, row_blocks, row_bytes, packets_a_group, streaming)
-
-    _share_runs(work, len(arrays), len(arrays) * (output.numel() // block_size), block_size)
-
-
-def momentum_payload(
-    packets: Tensor,
-    gradient: Tensor | None,
-    codes: Tensor,
-    table: Tensor,
-    payload: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    beta1: float,
-    loss_scale: float,
-) -> None:
+def momentum_payload(call: MomentumPayload) -> None:
     """The payload of leg 1; see `thinwire.compress.kernels.momentum_payload`."""
-    gradient_bytes = _NO_BYTES if gradient is None else _byte_array(gradient)
-    kind = NO_VALUES if gradient is None else FORMATS[gradient.dtype]
-    flat, row_bytes = _array(packets).reshape(-1), packets.size(1)
-    codes_array, table_array, payload_array = _array(codes), _array(table), _array(payload)
+    payload, first = call.payload, call.first
     # Groups of sixteen are counted from the start of the bucket: that is where the payload has to be aligned.
     aligned = (payload.data_ptr() - payload.element_size() * first) % _STREAM_ALIGNMENT == 0
-    streaming = aligned and payload.numel() >= _STREAM_ELEMENTS
-    factors = np.float32(beta1), np.float32(1.0 - beta1), np.float32(loss_scale)
-
-    def work(first_block: int, last_block: int) -> None:
-        cpu_momentum.momentum_payload(
-            flat,
-            gradient_bytes,
-            kind,
-            codes_array,
-            table_array,
-            payload_array,
-            first_block,
-            last_block,
-            first,
-            block_size,
-            shard // block_size,
-            row_bytes,
-            *factors,
-            streaming,
-        )
-
-    _share_elements(work, first, codes.numel(), block_size)
+    arguments = (
+        *_packets(call, call.payload.numel()),
+        Values(_NO_BYTES, NO_VALUES) if call.gradient is None else _values(call.gradient),
+        momentum.Preconditioner(_array(call.codes), _array(call.table)),
+        _array(payload),
+        momentum.Factors(np.float32(call.beta1), np.float32(1.0 - call.beta1), np.float32(call.loss_scale)),
+        first,
+        aligned and payload.numel() >= _STREAM_ELEMENTS,
+    )
+    _over_elements(momentum.momentum_payload, arguments, first, payload.numel(), call.block_size)
 
 
-def apply_signs(
-    weights: Tensor,
-    packets: Tensor,
-    codes: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    lr: float,
-    decay: float,
-    seed: int,
-) -> None:
+def apply_signs(call: ApplySigns) -> None:
     """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
-    weight_bytes, kind, codes_array = _byte_array(weights), FORMATS[weights.dtype], _array(codes)
-    flat, row_bytes = _array(packets).reshape(-1), packets.size(1)
-    first_key, second_key = map(np.uint32, keys(seed))
-    step, factor = np.float32(lr), np.float32(decay)
-
-    def work(first_block: int, last_block: int) -> None:
-        cpu_momentum.apply_signs(
-            weight_bytes,
-            kind,
-            flat,
-            codes_array,
-            first_block,
-            last_block,
-            first,
-            block_size,
-            shard // block_size,
-            row_bytes,
-            step,
-            factor,
-            first_key,
-            second_key,
-        )
-
-    _share_elements(work, first, codes.numel(), block_size)
+    step = momentum.Step(np.float32(call.lr), np.float32(call.decay), *_keys(call.seed))
+    packets = _packets(call, call.weights.numel())
+    arguments = *packets, _values(call.weights), _array(call.codes), step, call.first
+    _over_elements(momentum.apply_signs, arguments, call.first, call.weights.numel(), call.block_size)
 
 
 def store_rounded(weights: Tensor, values: Tensor, seed: int) -> None:
     """Rounding at random; see `thinwire.compress.kernels.rounding.store_rounded`."""
-    weight_bytes, kind, values_array = _byte_array(weights), FORMATS[weights.dtype], _array(values)
-    first_key, second_key = map(np.uint32, keys(seed))
+    arguments = _values(weights), _array(values), *_keys(seed)
+    numel = values.numel()
 
-    def work(first_block: int, last_block: int) -> None:
-        first, last = first_block * _ROUNDED_BLOCK, min(last_block * _ROUNDED_BLOCK, values.numel())
-        cpu_rounding.store_rounded(weight_bytes, kind, values_array, first, last, first_key, second_key)
+    def work(first: int, last: int) -> None:
+        elements = Range(first * _ROUNDED_BLOCK, min(last * _ROUNDED_BLOCK, numel))
+        rounding.store_rounded(*arguments, elements)
 
-    _share_elements(work, 0, values.numel(), _ROUNDED_BLOCK)
-
-
-def _share_runs(work: Callable[[int, int, int], None], runs: int, blocks: int, block_size: int) -> None:
-    """Run work(run, first, last) over ranges of the blocks of each of so many equal runs, `blocks` in all."""
-    run_blocks = max(1, blocks // runs)
-
-    def over_runs(first: int, last: int) -> None:
-        for run in range(first // run_blocks, -(-last // run_blocks)):
-            begin = run * run_blocks
-            work(run, max(first - begin, 0), min(last - begin, run_blocks))
-
-    _share(over_runs, blocks, block_size)
+    _share(work, -(-numel // _ROUNDED_BLOCK), _ROUNDED_BLOCK)
 
 
-def _share_elements(work: Callable[[int, int], None], first: int, numel: int, block_size: int) -> None:
-    """Run work(first_block, last_block) over ranges of the blocks in which elements first to first + numel lie."""
-    if not numel:
-        return
-    begin, end = first // block_size, -(-(first + numel) // block_size)
-    _share(lambda low, high: work(begin + low, begin + high), end - begin, block_size)
+def _packets(call: Call, numel: int) -> tuple[NDArray[Any], Layout]:
+    row_blocks = call.shard // call.block_size
+    layout = Layout(CODE_BITS[call.codec], call.block_size, row_blocks, call.packets.size(1), numel)
+    return _array(call.packets).reshape(-1), layout
+
+
+def _values(tensor: Tensor) -> Values:
+    return Values(_byte_array(tensor), FORMATS[tensor.dtype])
+
+
+def _keys(seed: int) -> tuple[np.uint32, np.uint32]:
+    first, second = keys(seed)
+    return np.uint32(first), np.uint32(second)
 
 
 def _byte_array(tensor: Tensor) -> NDArray[Any]:
@@ -228,6 +114,29 @@ def _byte_array(tensor: Tensor) -> NDArray[Any]:
 
 def _array(tensor: Tensor) -> NDArray[Any]:
     return tensor.detach().numpy()
+
+
+def _over_runs(kernel: Callable[..., None], arguments: Sequence[tuple[Any, ...]], numel: int, block_size: int) -> None:
+    """Run the kernel over all blocks of the vectors of `arguments`, which are equally long and have `numel` elements
+    together."""
+    run_blocks = max(1, numel // block_size // len(arguments))
+
+    def work(first: int, last: int) -> None:
+        for run in range(first // run_blocks, -(-last // run_blocks)):
+            begin = run * run_blocks
+            kernel(*arguments[run], Range(max(first - begin, 0), min(last - begin, run_blocks)))
+
+    _share(work, numel // block_size, block_size)
+
+
+def _over_elements(
+    kernel: Callable[..., None], arguments: tuple[Any, ...], first: int, numel: int, block_size: int
+) -> None:
+    """Run the kernel over all blocks in which elements first to first + numel of a bucket lie."""
+    if not numel:
+        return
+    begin, end = first // block_size, -(-(first + numel) // block_size)
+    _share(lambda low, high: kernel(*arguments, Range(begin + low, begin + high)), end - begin, block_size)
 
 
 def _share(work: Callable[[int, int], None], blocks: int, block_size: int) -> None:

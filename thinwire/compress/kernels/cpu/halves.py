@@ -5,20 +5,39 @@ On bits, because numba has no such types and not every processor converts them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from thinwire.compress.kernels.cpu.blocks import Bytes
 from thinwire.simd import floats, integers
 from thinwire.simd.compiling import helper
+from thinwire.simd.floats import LANES
 
-__all__ = ["BFLOAT16", "ELEMENT_BYTES", "FORMATS", "NO_VALUES", "round_and_store", "round_to_nearest", "widen"]
-
-_Bytes = NDArray[np.uint8]
+__all__ = [
+    "BFLOAT16",
+    "ELEMENT_BYTES",
+    "FORMATS",
+    "NO_VALUES",
+    "Values",
+    "round_and_store",
+    "round_to_nearest",
+    "some_of",
+    "widen",
+]
 
 NO_VALUES, _FLOAT32, BFLOAT16, _FLOAT16 = range(4)
 FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: _FLOAT16}
 ELEMENT_BYTES = (0, 4, 2, 2)
+
+
+class Values(NamedTuple):
+    """Floats of any width, in memory as one of the formats above."""
+
+    memory: Bytes
+    kind: int
+
 
 _HALF_SIGN = np.uint32(0x8000)
 _HALF_NORMAL = np.uint32(0x0400)  # the smallest normal float16, 2^-14
@@ -34,7 +53,15 @@ _16 = np.uint32(16)
 
 
 @helper
-def widen(values: _Bytes, at: int, kind: int) -> floats.Vector:
+def some_of(memory: Bytes, first: int, low: int, high: int, size: int) -> Bytes:
+    """Room for sixteen elements of `size` bytes: numbers low to high of those from `first` on, zeros elsewhere."""
+    some = np.zeros(4 * LANES, dtype=np.uint8)
+    some[low * size : high * size] = memory[(first + low) * size : (first + high) * size]
+    return some
+
+
+@helper
+def widen(values: Bytes, at: int, kind: int) -> floats.Vector:
     """Sixteen values from number `at` on, as float32; zeros for NO_VALUES."""
     if kind == _FLOAT32:
         return floats.load(values, 4 * at)
@@ -61,7 +88,7 @@ def _widen_float16(half: integers.Integers) -> floats.Vector:
 
 
 @helper
-def round_and_store(values: _Bytes, at: int, kind: int, value: floats.Vector, random: integers.Integers) -> None:
+def round_and_store(values: Bytes, at: int, kind: int, value: floats.Vector, random: integers.Integers) -> None:
     """Write sixteen float32 from number `at` on, rounded at random to what the format holds."""
     if kind == _FLOAT32:
         floats.store(values, 4 * at, value)
@@ -78,7 +105,7 @@ def _round_bfloat16(value: floats.Vector, random: integers.Integers) -> integers
 
 
 @helper
-def round_to_nearest(values: _Bytes, at: int, value: floats.Vector) -> None:
+def round_to_nearest(values: Bytes, at: int, value: floats.Vector) -> None:
     """Write sixteen float32 from number `at` on, as the nearest bfloat16, ties to even."""
     bits = integers.bits_of(value)
     last_kept = integers.bit_and(integers.shift_right(bits, _16), integers.broadcast(np.uint32(1)))

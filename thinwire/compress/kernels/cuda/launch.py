@@ -8,20 +8,25 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.compress.kernels.calls import ApplySigns, Call, Decode, Encode, MomentumPayload
 from thinwire.compress.kernels.noise import keys
 
 __all__ = [
+    "STRUCTURES",
+    "Argument",
     "Launch",
     "apply_signs_launch",
     "block_threads",
     "compile_options",
     "decode_launch",
     "encode_launch",
-    "encode_rounded_launch",
     "momentum_payload_launch",
     "source_folder",
     "source_text",
@@ -33,91 +38,62 @@ _MOMENTUM_THREADS = 256
 _ELEMENTS_PER_THREAD = 8
 _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
+# The structures of csrc/, member by member, as kernels take them by value.
+STRUCTURES = {
+    "Layout": np.dtype([("numel", np.int64), ("row_blocks", np.int64), ("row_bytes", np.int64)]),
+    "Factors": np.dtype([("beta1", np.float32), ("gain", np.float32), ("loss_scale", np.float32)]),
+    "Step": np.dtype([("lr", np.float32), ("decay", np.float32), ("first_key", np.uint32), ("second_key", np.uint32)]),
+}
+
+Argument = np.int64 | NDArray[Any]
+"""An address or a number, or one structure: cupy passes arrays of one element by value, but no structured scalars."""
+
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: `arguments` are addresses, counts and the bits of floats, all 64-bit integers."""
+    """One kernel launch."""
 
     source: str
     function: str
     block_size: int
     grid: int
     threads: int
-    arguments: tuple[int, ...]
+    arguments: tuple[Argument, ...]
 
 
-def encode_launch(
-    codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int
-) -> Launch:
-    """Launch that encodes; the arguments are those of `thinwire.compress.kernels.encode`."""
-    row_blocks, row_bytes = _row_sizes(payload, packets, block_size)
-    arguments = (payload.data_ptr(), _address(residual), packets.data_ptr(), numel, row_blocks, row_bytes)
-    return _block_launch(codec, f"encode_{codec}", payload, block_size, arguments)
+def encode_launch(run: Encode) -> Launch:
+    """Launch that encodes one of a call's runs."""
+    addresses = [_aligned("payload", run.payload), _aligned("residual", run.residual)]
+    function = f"encode_{run.codec}"
+    if run.new_residual is not None:
+        addresses.append(_aligned("new_residual", run.new_residual))
+        function = f"encode_rounded_{run.codec}"
+    arguments = (*addresses, _aligned("packets", run.packets), _layout(run, run.numel))
+    return _block_launch(run, function, run.payload, arguments)
 
 
-def encode_rounded_launch(
-    codec: str,
-    payload: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor,
-    packets: Tensor,
-    numel: int,
-    block_size: int,
-) -> Launch:
-    """Launch that encodes; the arguments are those of `thinwire.compress.kernels.encode_rounded`."""
-    row_blocks, row_bytes = _row_sizes(payload, packets, block_size)
-    addresses = (payload.data_ptr(), _address(residual), new_residual.data_ptr(), packets.data_ptr())
-    arguments = (*addresses, numel, row_blocks, row_bytes)
-    return _block_launch(codec, f"encode_rounded_{codec}", payload, block_size, arguments)
+def decode_launch(run: Decode) -> Launch:
+    """Launch that decodes one of a call's runs, or averages its rows."""
+    addresses = _aligned("packets", run.packets), _aligned("output", run.output)
+    arguments = (*addresses, _layout(run, run.numel), np.int64(run.averaged))
+    return _block_launch(run, f"decode_{run.codec}", run.output, arguments)
 
 
-def decode_launch(codec: str, packets: Tensor, output: Tensor, numel: int, block_size: int, groups: int) -> Launch:
-    """Launch that fills `groups` equal parts of `output`, each with the mean of as many rows of `packets`."""
-    rows, row_bytes = packets.shape
-    row_blocks = output.numel() // block_size // groups
-    arguments = (packets.data_ptr(), output.data_ptr(), numel, row_blocks, row_bytes, rows // groups)
-    return _block_launch(codec, f"decode_{codec}", output, block_size, arguments)
+def momentum_payload_launch(call: MomentumPayload) -> Launch:
+    """Launch that writes the payload of leg 1."""
+    name = _TYPE_NAMES[torch.float32 if call.gradient is None else call.gradient.dtype]
+    vectors = map(_address, (call.gradient, call.codes, call.table, call.payload))
+    addresses = (_aligned("packets", call.packets), *vectors)
+    factors = _structure("Factors", call.beta1, 1.0 - call.beta1, call.loss_scale)
+    return _momentum_launch(call, f"momentum_payload_{name}", call.payload, addresses, factors)
 
 
-def momentum_payload_launch(
-    packets: Tensor,
-    gradient: Tensor | None,
-    codes: Tensor,
-    table: Tensor,
-    payload: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    beta1: float,
-    loss_scale: float,
-) -> Launch:
-    """Launch with the arguments of `thinwire.compress.kernels.momentum_payload`."""
-    name = _TYPE_NAMES[torch.float32 if gradient is None else gradient.dtype]
-    addresses = (packets.data_ptr(), _address(gradient), codes.data_ptr(), table.data_ptr(), payload.data_ptr())
-    counts = (payload.numel(), first, shard // block_size, packets.size(1))
-    factors = (_float_bits(beta1), _float_bits(1.0 - beta1), _float_bits(loss_scale))
-    return _momentum_launch(
-        f"momentum_payload_{name}", first, payload.numel(), block_size, (*addresses, *counts, *factors)
-    )
-
-
-def apply_signs_launch(
-    weights: Tensor,
-    packets: Tensor,
-    codes: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    lr: float,
-    decay: float,
-    seed: int,
-) -> Launch:
-    """Launch with the arguments of `thinwire.compress.kernels.apply_signs`."""
-    addresses = (weights.data_ptr(), packets.data_ptr(), codes.data_ptr())
-    counts = (weights.numel(), first, shard // block_size, packets.size(1))
-    factors = (_float_bits(lr), _float_bits(decay), *keys(seed))
-    name = f"apply_signs_{_TYPE_NAMES[weights.dtype]}"
-    return _momentum_launch(name, first, weights.numel(), block_size, (*addresses, *counts, *factors))
+def apply_signs_launch(call: ApplySigns) -> Launch:
+    """Launch that updates the weights."""
+    name = _TYPE_NAMES[call.weights.dtype]
+    addresses = (_address(call.weights), _aligned("packets", call.packets), _address(call.codes))
+    step = _structure("Step", call.lr, call.decay, *keys(call.seed))
+    return _momentum_launch(call, f"apply_signs_{name}", call.weights, addresses, step)
 
 
 def source_folder() -> Path:
@@ -154,29 +130,45 @@ def block_threads(block_size: int) -> int:
     return min(warps * _WARP, _MAX_THREADS)
 
 
-def _block_launch(codec: str, function: str, vector: Tensor, block_size: int, arguments: tuple[int, ...]) -> Launch:
+def _block_launch(run: Encode | Decode, function: str, vector: Tensor, arguments: tuple[Argument, ...]) -> Launch:
     """Launch of one thread block for each block of `vector`."""
-    grid = vector.numel() // block_size
-    return Launch(codec, function, block_size, grid, block_threads(block_size), arguments)
+    grid = vector.numel() // run.block_size
+    return Launch(run.codec, function, run.block_size, grid, block_threads(run.block_size), arguments)
 
 
-def _momentum_launch(function: str, first: int, numel: int, block_size: int, arguments: tuple[int, ...]) -> Launch:
-    """Launch over the groups of four, counted from element 0, in which elements first to first + numel lie."""
+def _momentum_launch(
+    call: MomentumPayload | ApplySigns,
+    function: str,
+    vector: Tensor,
+    addresses: tuple[Argument, ...],
+    factors: Argument,
+) -> Launch:
+    """Launch over the groups of four, counted from element 0 of the bucket, in which elements of `vector` lie."""
+    first, numel = call.first, vector.numel()
     groups = -(-(first + numel) // 4) - first // 4 if numel else 0
     grid = -(-groups // (_MOMENTUM_THREADS * _ELEMENTS_PER_THREAD // 4))
-    return Launch("momentum", function, block_size, grid, _MOMENTUM_THREADS, arguments)
+    arguments = (*addresses, _layout(call, numel), np.int64(first), factors)
+    return Launch("momentum", function, call.block_size, grid, _MOMENTUM_THREADS, arguments)
 
 
-def _row_sizes(vector: Tensor, packets: Tensor, block_size: int) -> tuple[int, int]:
-    """Blocks and bytes of a row of `packets` that carries a part of `vector`."""
-    rows, row_bytes = packets.shape
-    return vector.numel() // block_size // rows, row_bytes
+def _layout(call: Call, numel: int) -> Argument:
+    return _structure("Layout", numel, call.shard // call.block_size, call.packets.size(1))
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _structure(name: str, *members: float) -> Argument:
+    return np.array([members], dtype=STRUCTURES[name])
 
 
-def _float_bits(value: float) -> int:
-    """The bits of the float32 nearest to `value`."""
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32)) & 0xFFFFFFFF
+def _aligned(name: str, tensor: Tensor | None) -> np.int64:
+    """Address of what a kernel reads or writes four elements at a time."""
+    address = _address(tensor)
+    if tensor is not None and address % (4 * tensor.element_size()):
+        raise ValueError(
+            f"{name} starts at an address that is not a multiple of {4 * tensor.element_size()} bytes: "
+            "take slices at multiples of 4 elements, or clone it"
+        )
+    return address
+
+
+def _address(tensor: Tensor | None) -> np.int64:
+    return np.int64(0 if tensor is None else tensor.data_ptr())

@@ -1,0 +1,78 @@
+"""Machine code on disk is used again by a process whose sources are those it was made of, and by no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+from thinwire.simd import compiling
+
+REPOSITORY = Path(__file__).parents[2]
+LOOP = """
+from thinwire.simd.compiling import kernel
+from tiny.constants import {imported}
+
+@kernel
+def fill(values):
+    values[0] = {value}
+"""
+PROGRAM = """
+import numpy
+from tiny.loops.filling import fill
+values = numpy.zeros(1)
+fill(values)
+print(values[0], sum(fill.stats.cache_hits.values()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "value"), [("numbers", "numbers.VALUE"), ("VALUE", "VALUE"), ("numbers as named", "named.VALUE")]
+)
+def test_a_constant_of_another_folder_is_what_it_is_now(imported: str, value: str, tmp_path: Path) -> None:
+    package = tmp_path / "tiny"
+    constants = package / "constants" / "numbers.py"
+    for folder in (package, package / "loops", package / "constants"):
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (package / "constants" / "__init__.py").write_text("from .numbers import VALUE\n")
+    (package / "loops" / "filling.py").write_text(LOOP.format(imported=imported, value=value))
+
+    def run() -> list[float]:
+        paths = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY))), "NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-B", "-c", PROGRAM]  # -B: what is written twice in a second is read twice
+        done = subprocess.run(command, env=os.environ | paths, check=True, capture_output=True, text=True)
+        return [float(word) for word in done.stdout.split()]
+
+    constants.write_text("VALUE = 1.0\n")
+    assert run() == [1.0, 0.0]
+    assert run() == [1.0, 1.0]
+    constants.write_text("VALUE = 2.0\n")
+    assert run() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("module", "elsewhere"),
+    [
+        ("thinwire.compress.kernels.cpu.encode", {"thinwire.compress.kernels.packet_layout"}),
+        (
+            "thinwire.compress.kernels.cpu.momentum",
+            {"thinwire.compress.kernels.packet_layout", "thinwire.compress.kernels.noise"},
+        ),
+        ("thinwire.compress.kernels.cpu.rounding", {"thinwire.compress.kernels.noise"}),
+        ("thinwire.sparse_attn.kernels.cpu.forward", {"thinwire.simd.products"}),
+    ],
+)
+def test_kernels_depend_on_what_they_import(module: str, elsewhere: set[str]) -> None:
+    __import__(module)
+    files = compiling.source_files(module)
+    assert {module, "thinwire.simd.compiling", "thinwire.simd.floats", "thinwire.simd.building"} <= files.keys()
+    assert elsewhere <= files.keys()
+    for name, file in files.items():
+        assert file.relative_to(REPOSITORY).with_suffix("").parts[: name.count(".") + 1] == tuple(name.split("."))
+    assert "thinwire.compress" not in files, "only what is imported, so that other changes compile nothing again"

@@ -1,0 +1,317 @@
+"""What the kernels are called with: a record for each, which refuses what does not fit together, so that no backend
+has to; and the ops that call them, each with its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.kernels.packet_layout import check_codec, packet_bytes, span
+
+__all__ = ["CODEC_OPERATIONS", "OPERATIONS", "ApplySigns", "Call", "Decode", "Encode", "MomentumPayload", "Operation"]
+
+_FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TABLE_ENTRIES = 256
+_SINGLE = torch.finfo(torch.float32)
+
+
+@dataclass(eq=False)
+class Encode:
+    """Arguments of `encode`, or with a `new_residual` those of `encode_rounded`."""
+
+    kernel: ClassVar = "encode"
+
+    codec: str
+    payload: Tensor
+    residual: Tensor | None
+    packets: Tensor
+    numel: int
+    block_size: int
+    new_residual: Tensor | None = None
+
+    @property
+    def shard(self) -> int:
+        """Elements that a row of `packets` carries."""
+        return self.payload.numel() // self.packets.size(0)
+
+    def runs(self) -> Iterator[Encode]:
+        """The same, flat: all at once, or row after row where the rows of floats lie apart."""
+        return _runs(self, payload=self.payload, residual=self.residual, new_residual=self.new_residual)
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the arguments fit together."""
+        kept = torch.float32 if self.new_residual is None else torch.bfloat16
+        _check_packets(self.codec, self.packets)
+        _check_run("payload", self.payload, self.packets, torch.float32)
+        for name, vector in (("residual", self.residual), ("new_residual", self.new_residual)):
+            if vector is not None:
+                _check_laid_out_like(name, vector, kept, self.payload, self.packets)
+        _check_rows(self.codec, "payload", self.payload.numel(), self.packets.size(0), self.packets, self.block_size)
+        _check_numel(self.numel, "payload", span(self.payload))
+
+
+@dataclass(eq=False)
+class Decode:
+    """Arguments of `decode`, or those of `decode_mean`."""
+
+    kernel: ClassVar = "decode"
+
+    codec: str
+    packets: Tensor
+    output: Tensor
+    numel: int
+    block_size: int
+    mean: bool
+
+    @property
+    def averaged(self) -> int:
+        """How many rows of `packets` are about the same elements of `output`."""
+        return self.packets.size(0) if self.mean else 1
+
+    @property
+    def shard(self) -> int:
+        """Elements that a row of `packets` carries."""
+        return self.output.numel() * self.averaged // self.packets.size(0)
+
+    def runs(self) -> Iterator[Decode]:
+        """The same, flat: all at once, or row after row where the rows of floats lie apart."""
+        return _runs(self, output=self.output)
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the arguments fit together."""
+        _check_packets(self.codec, self.packets)
+        if self.mean:
+            _check_vector("output", self.output, self.packets)
+        else:
+            _check_run("output", self.output, self.packets, torch.float32)
+        rows = self.packets.size(0) // self.averaged
+        _check_rows(self.codec, "output", self.output.numel(), rows, self.packets, self.block_size)
+        _check_numel(self.numel, "output", span(self.output))
+
+
+@dataclass(eq=False)
+class MomentumPayload:
+    """Arguments of `momentum_payload`."""
+
+    kernel: ClassVar = "momentum_payload"
+    codec: ClassVar = "sign1"
+
+    packets: Tensor
+    gradient: Tensor | None
+    codes: Tensor
+    table: Tensor
+    payload: Tensor
+    first: int
+    shard: int
+    block_size: int
+    beta1: float
+    loss_scale: float
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the arguments fit together."""
+        _check_packets(self.codec, self.packets)
+        _check_vector("payload", self.payload, self.packets)
+        _check_like("codes", self.codes, (torch.uint8,), "payload", self.payload, self.packets)
+        if self.gradient is not None:
+            _check_like("gradient", self.gradient, _FLOAT_TYPES, "payload", self.payload, self.packets)
+        _check_vector("table", self.table, self.packets)
+        if self.table.numel() != _TABLE_ENTRIES:
+            raise ValueError(f"table has {self.table.numel()} entries: give one for each of the {_TABLE_ENTRIES} codes")
+        _check_range(self.first, self.payload.numel(), self.shard, self.packets, self.block_size)
+        if not 0.0 <= self.beta1 <= 1.0:
+            raise ValueError(f"beta1 is {self.beta1}: it must lie between 0 and 1")
+        if not _SINGLE.tiny <= self.loss_scale <= _SINGLE.max:
+            raise ValueError(f"loss_scale is {self.loss_scale}: it must be positive and finite, in float32")
+
+
+@dataclass(eq=False)
+class ApplySigns:
+    """Arguments of `apply_signs`."""
+
+    kernel: ClassVar = "apply_signs"
+    codec: ClassVar = "sign1"
+
+    weights: Tensor
+    packets: Tensor
+    codes: Tensor
+    first: int
+    shard: int
+    block_size: int
+    lr: float
+    decay: float
+    seed: int
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the arguments fit together."""
+        _check_packets(self.codec, self.packets)
+        _check_vector("weights", self.weights, self.packets, _FLOAT_TYPES)
+        _check_like("codes", self.codes, (torch.uint8,), "weights", self.weights, self.packets)
+        _check_range(self.first, self.weights.numel(), self.shard, self.packets, self.block_size)
+        for name, factor in (("lr", self.lr), ("decay", self.decay)):
+            if not -_SINGLE.max <= factor <= _SINGLE.max:
+                raise ValueError(f"{name} is {factor}: it must be finite, in float32")
+
+
+Call = Encode | Decode | MomentumPayload | ApplySigns
+
+
+class Operation(NamedTuple):
+    """What an op takes, after the codec where there is one for each, and the call that it makes of it."""
+
+    schema: str
+    call: Callable[..., Call]
+
+
+def _encode_rounded(
+    codec: str,
+    payload: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor,
+    packets: Tensor,
+    numel: int,
+    block_size: int,
+) -> Encode:
+    return Encode(codec, payload, residual, packets, numel, block_size, new_residual)
+
+
+CODEC_OPERATIONS = {
+    "encode": Operation(
+        "(Tensor(a!) payload, Tensor? residual, Tensor(b!) packets, int numel, int block_size) -> ()", Encode
+    ),
+    "encode_rounded": Operation(
+        "(Tensor payload, Tensor? residual, Tensor(a!) new_residual, Tensor(b!) packets, int numel, int block_size) "
+        "-> ()",
+        _encode_rounded,
+    ),
+    "decode": Operation(
+        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", partial(Decode, mean=False)
+    ),
+    "decode_mean": Operation(
+        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", partial(Decode, mean=True)
+    ),
+}
+OPERATIONS = {
+    "momentum_payload": Operation(
+        "(Tensor packets, Tensor? gradient, Tensor codes, Tensor table, Tensor(a!) payload, int first, int shard, "
+        "int block_size, float beta1, float loss_scale) -> ()",
+        MomentumPayload,
+    ),
+    "apply_signs": Operation(
+        "(Tensor(a!) weights, Tensor packets, Tensor codes, int first, int shard, int block_size, float lr, "
+        "float decay, int seed) -> ()",
+        ApplySigns,
+    ),
+}
+
+
+_OfRows = TypeVar("_OfRows", Encode, Decode)
+
+
+def _runs(call: _OfRows, **vectors: Any) -> Iterator[_OfRows]:
+    """`call` in pieces in which the `vectors`, None or all laid out alike, are flat."""
+    first = next(iter(vectors.values()))
+    if first.dim() == 1:
+        yield call
+        return
+    if first.is_contiguous():
+        pieces = {name: one if one is None else one.view(-1) for name, one in vectors.items()}
+        yield type(call)(**(vars(call) | pieces))
+        return
+    rows, shard = first.shape
+    for row in range(rows):
+        pieces = {name: one if one is None else one[row] for name, one in vectors.items()}
+        pieces |= {"packets": call.packets[row : row + 1]}
+        valid = min(max(call.numel - row * first.stride(0), 0), shard)
+        yield type(call)(**(vars(call) | pieces | {"numel": valid}))
+
+
+def _check_packets(codec: str, packets: Tensor) -> None:
+    check_codec(codec)
+    if packets.dtype != torch.uint8:
+        raise TypeError(f"packets must be torch.uint8, got {packets.dtype}")
+    if packets.dim() != 2 or packets.size(0) < 1:
+        raise ValueError(
+            f"packets must have the shape [rows, packet_bytes] with at least one row, got {tuple(packets.shape)}"
+        )
+    if not packets.is_contiguous():
+        raise ValueError("packets must be contiguous: call .contiguous() first")
+
+
+def _check_vector(
+    name: str, vector: Tensor, packets: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> None:
+    if vector.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {vector.dtype}: convert it first")
+    if vector.dim() != 1 or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous vector, got shape {tuple(vector.shape)} "
+            f"with strides {vector.stride()}: flatten it first"
+        )
+    if vector.device != packets.device:
+        raise ValueError(f"{name} is on {vector.device} and packets on {packets.device}: use one device")
+
+
+def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -> None:
+    """A vector, or rows of floats that may lie apart, one for each packet."""
+    if vector.dim() != 2:
+        _check_vector(name, vector, packets, (dtype,))
+        return
+    rows, shard = vector.shape
+    if rows != packets.size(0) or vector.stride(1) != 1 or (rows > 1 and vector.stride(0) < shard):
+        raise ValueError(
+            f"{name} must be a contiguous vector, or have a row without gaps for each of the {packets.size(0)} rows of "
+            f"packets, got shape {tuple(vector.shape)} with strides {vector.stride()}"
+        )
+    _check_vector(name, vector[0], packets, (dtype,))
+
+
+def _check_laid_out_like(name: str, vector: Tensor, dtype: torch.dtype, payload: Tensor, packets: Tensor) -> None:
+    """A second vector or rows of floats, laid out in memory as the payload is."""
+    _check_run(name, vector, packets, dtype)
+    if vector.numel() != payload.numel():
+        raise ValueError(f"{name} has {vector.numel()} elements and payload {payload.numel()}: give both the same")
+    if vector.dim() != payload.dim() or (vector.dim() == 2 and vector.stride() != payload.stride()):
+        raise ValueError(f"{name} has strides {vector.stride()} and payload {payload.stride()}: lay both out alike")
+
+
+def _check_like(
+    name: str, vector: Tensor, dtypes: tuple[torch.dtype, ...], other_name: str, other: Tensor, packets: Tensor
+) -> None:
+    _check_vector(name, vector, packets, dtypes)
+    if vector.numel() != other.numel():
+        raise ValueError(f"{name} has {vector.numel()} elements and {other_name} {other.numel()}: give both the same")
+
+
+def _check_range(first: int, numel: int, shard: int, packets: Tensor, block_size: int) -> None:
+    rows = packets.size(0)
+    _check_row_bytes("sign1", shard, packets, block_size)
+    if first < 0 or first + numel > rows * shard:
+        raise ValueError(
+            f"{numel} elements from number {first} on do not lie in the {rows} rows of {shard} elements that "
+            f"packets has: count from the start of the bucket"
+        )
+
+
+def _check_rows(codec: str, name: str, numel: int, rows: int, packets: Tensor, block_size: int) -> None:
+    if numel % rows:
+        raise ValueError(f"{name} has {numel} elements, not a multiple of the {rows} rows of packets")
+    _check_row_bytes(codec, numel // rows, packets, block_size)
+
+
+def _check_row_bytes(codec: str, shard: int, packets: Tensor, block_size: int) -> None:
+    expected = packet_bytes(codec, shard, block_size)
+    if packets.size(1) != expected:
+        raise ValueError(
+            f"packets has rows of {packets.size(1)} bytes, but a {codec} row of {shard} elements in "
+            f"blocks of {block_size} takes {expected}: size it with packet_bytes()"
+        )
+
+
+def _check_numel(numel: int, name: str, capacity: int) -> None:
+    if numel < 0 or numel > capacity:
+        raise ValueError(f"numel is {numel}: it must lie between 0 and the {capacity} elements of {name}")
