@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from tests.engine.tiny import Tiny, loss_of, make_engine, make_model, settings, train
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError, initialize
+from thinwire.engine.checkpoint.manifest import _sealed
 
 SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 30, "warmup_num_steps": 5}}
 
@@ -200,12 +202,125 @@ def test_bad_client_states(tmp_path, state, message) -> None:
     threads.run(body, 2)
 
 
-def test_in_the_middle_of_a_step(tmp_path) -> None:
-    engine = make_engine(None, settings(gradient_accumulation_steps=2))
-    engine.backward(loss_of(engine, 0, 0))
-    engine.step()
-    with pytest.raises(RuntimeError, match="in the middle of a step"):
-        engine.save_checkpoint(tmp_path)
+@pytest.mark.parametrize("optimizer", ["AdamW", "OneBitAdam"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_in_the_middle_of_a_step(tmp_path, stage, optimizer) -> None:
+    """The checkpoint is that of the last step; the job that saved goes on with its gradients."""
+    params = {"lr": 1e-2, "freeze_step": 2} if optimizer == "OneBitAdam" else {"lr": 1e-2}
+    chosen = settings(stage, gradient_accumulation_steps=2, optimizer={"type": optimizer, "params": params})
+
+    def body(comm):
+        whole = make_engine(comm, chosen)
+        expected = train(whole, range(6))
+        engine = make_engine(comm, chosen)
+        assert train(engine, range(3)) == expected[:3]
+        loss = loss_of(engine, comm.rank, 6)
+        engine.backward(loss)
+        engine.step()
+        assert engine.save_checkpoint(tmp_path)
+        engine.backward(loss_of(engine, comm.rank, 7))
+        engine.step()
+        assert train(engine, range(4, 6)) == expected[4:]
+        resumed = make_engine(comm, chosen, seed=1)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.global_steps == 3
+        assert train(resumed, range(3, 6)) == expected[3:]
+
+    with pytest.warns(RuntimeWarning, match=r"called in mid-step, after 1 backward\(\) since step 3,"):
+        threads.run(body, 2)
+
+
+def test_data_since_the_last_step_come_again(tmp_path) -> None:
+    def make():
+        data = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(20, 2))
+        config = settings(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2)
+        return initialize(model=torch.nn.Linear(2, 1), training_data=data, config=config)
+
+    engine, _, loader, _ = make()
+    for batch in loader:  # five micro-batches: the epoch ends in the middle of a step
+        last = batch[0]
+        engine.backward(engine(last).mean())
+        engine.step()
+    with pytest.warns(RuntimeWarning, match="called in mid-step"):
+        assert engine.save_checkpoint(tmp_path)
+    resumed, _, loader, _ = make()
+    resumed.load_checkpoint(tmp_path)
+    assert torch.equal(next(iter(loader))[0], last)
+
+
+@pytest.mark.parametrize(("folder", "error"), [("", ValueError), (None, TypeError), (b"x", TypeError), (7, TypeError)])
+def test_no_folder_is_a_clear_error_on_every_rank(folder, error) -> None:
+    def body(comm):
+        engine = make_engine(comm, settings())
+        given = folder if comm.rank == 1 else "/nowhere"
+        expected = error if comm.rank == 1 else ValueError
+        for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+            with pytest.raises(expected, match="must be a folder's path"):
+                call(given)
+
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize("tag", ["", 7, "a/b"])
+def test_no_tag_is_a_clear_error(tmp_path, tag) -> None:
+    with pytest.raises(ValueError, match="cannot be a checkpoint's tag"):
+        make_engine(None, settings()).save_checkpoint(tmp_path, tag)
+
+
+def change(path, *keys, to) -> None:
+    """Put another value into a manifest, and seal it well."""
+    body = json.loads((path / "manifest.json").read_bytes())
+    del body["sha256"]
+    inner = body
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = to
+    (path / "manifest.json").write_bytes(_sealed(body))
+
+
+WRONG = [
+    (("serial",), "x"),
+    (("tag",), [None]),
+    (("files", 0, "slices", 0, "start"), "x"),
+    (("files", 0, "rank_tensors"), [None]),
+    (("files", 1, "values"), "x"),
+    (("files", 1, "values", "random", "python"), {"a": 1}),
+    (("shared", "progress", "global_steps"), "x"),
+    (("shared", "optimizer", "groups", 0, "lr"), [None]),
+    (("shared", "optimizer", "groups", 0, "betas"), "x"),
+    (("shared", "optimizer", "freeze_groups", 0, "steps"), None),
+    (("shared", "optimizer", "freeze_groups", 0, "buckets"), [["stranger"]]),
+    (("shared", "schedule", "state"), "x"),
+    (("shared", "schedule", "state", "last_epoch"), {"a": 1}),
+    (("shared", "client_state"), [None]),
+]
+
+
+def test_a_sealed_manifest_of_other_types_is_passed_over(tmp_path) -> None:
+    """On all ranks alike, before any weight has moved."""
+    chosen = settings(0, scheduler=SCHEDULE, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2}})
+
+    def body(comm):
+        engine = make_engine(comm, chosen)
+        for step, tag in enumerate(("older", "newer")):
+            train(engine, [step])
+            engine.save_checkpoint(tmp_path, tag)
+        whole = (tmp_path / "newer" / "manifest.json").read_bytes()
+        before = engine.module.mix.weight.clone()
+        for keys, value in WRONG:
+            comm.barrier()
+            if comm.rank == 0:
+                (tmp_path / "newer" / "manifest.json").write_bytes(whole)
+                change(tmp_path / "newer", *keys, to=value)
+            comm.barrier()
+            with pytest.raises(CheckpointError, match=r"manifest\.json .*(hold|every)"):
+                engine.load_checkpoint(tmp_path, "newer")
+            assert torch.equal(engine.module.mix.weight, before)
+        assert engine.load_checkpoint(tmp_path)[0].endswith("older")
+        assert engine.global_steps == 1
+
+    with pytest.warns(RuntimeWarning, match=r"'newer' .* cannot be loaded: .*manifest\.json.*Loading 'older'"):
+        threads.run(body, 2)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

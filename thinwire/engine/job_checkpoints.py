@@ -4,7 +4,7 @@ at any ZeRO stage."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine.checkpoint import CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
+from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
 from thinwire.engine.checkpoint.client_state import check_client_state
+from thinwire.engine.checkpoint.folder import check_folder
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.engine.checkpoint.random_state import (
     RANDOM_TENSORS,
     load_random_state,
@@ -26,6 +28,7 @@ from thinwire.engine.checkpoint.random_state import (
 from thinwire.engine.checkpoint.weights_file import write_weights
 from thinwire.engine.job import Job
 from thinwire.engine.model.precision import Precision
+from thinwire.engine.saved_job import fault_of_saved_job
 from thinwire.engine.schedules import load_schedule_state, schedule_state
 from thinwire.zero import SavedSlice
 from thinwire.zero.fsdp import fill, local_run, whole
@@ -80,16 +83,24 @@ class JobCheckpoints:
         self._stores: dict[Path, CheckpointStore] = {}
 
     def save(
-        self, folder: str | os.PathLike[str], tag: str, progress: dict[str, int], client_state: Mapping[str, Any] | None
+        self,
+        folder: str | os.PathLike[str],
+        tag: str,
+        progress: dict[str, int],
+        client_state: Mapping[str, Any] | None,
+        data_position: dict[str, Any] | None,
     ) -> bool:
         """Save under `tag`; whether that went well, or, with async_save, has begun. A full disk is a warning.
 
-        Raises TypeError, on every rank, for a client state that JSON cannot hold.
+        `data_position`: of the loader, None where there is none.
+
+        Raises, on every rank, TypeError for a client state that JSON cannot hold, and what `check_folder` raises.
         """
         state = {} if client_state is None else client_state
         comm = self._job.comm
+        on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "save a checkpoint", (TypeError, ValueError))
         on_every_rank(comm, lambda: check_client_state(state), "save its client_state", (TypeError,))
-        return self._store(folder).save(tag, self._snapshot(progress, state))
+        return self._store(folder).save(tag, self._snapshot(progress, state, data_position))
 
     def load(
         self,
@@ -109,13 +120,30 @@ class JobCheckpoints:
 
         Raises CheckpointError, or ValueError where optimizer, schedule or data are others than those that were saved.
         """
-        found = self._store(folder).load(tag, self._names.description)
+        comm = self._job.comm
+        on_every_rank(comm, lambda: check_folder(folder, "load_dir"), "load a checkpoint", (TypeError, ValueError))
+        parts = {
+            "progress": True,
+            "loss_scale": True,
+            "optimizer": optimizer,
+            "schedule": schedule,
+            "data": data_position,
+        }
+        used = [name for name, wanted in parts.items() if wanted and not weights_only]
+        fault_of = partial(self._fault_of, ["client_state", *used])
+        found = self._store(folder).load(tag, self._names.description, not weights_only, fault_of)
         if found is None:
             return None
         with found:
             if not weights_only:
                 self._check(found, schedule, data_position)
-            self._load_optimizer(found, optimizer, weights_only)
+            try:
+                self._load_optimizer(found, optimizer, weights_only)
+            except KeyError as error:
+                raise CheckpointError(
+                    f"checkpoint {found.tag!r} lacks what this optimizer goes on from: {error.args[0]}. Load with "
+                    "load_optimizer_states=False, or another checkpoint"
+                ) from error
             self._load_others(found)
             if not weights_only:
                 self._load_state(found, schedule, data_position)
@@ -124,6 +152,8 @@ class JobCheckpoints:
 
     def export(self, folder: str | os.PathLike[str], filename: str) -> bool:
         """Write all weights, in the dtypes that the model computes in, and buffers to one file; see `write_weights`."""
+        comm = self._job.comm
+        on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "write the model", (TypeError, ValueError))
         self._job.optimizer.wait_for_weights()
         self._job.optimizer.synchronize_weights()
         tensors = {}
@@ -139,6 +169,16 @@ class JobCheckpoints:
         for store in self._stores.values():
             store.close()
 
+    def _fault_of(self, used: Collection[str], manifest: Manifest) -> str | None:
+        """Why this job cannot take up these parts of what a manifest says; None where it can."""
+        job = self._job
+        fault = fault_of_saved_job(manifest, used, job.optimizer.counters(), self._schedule())
+        return f"{MANIFEST} does not hold what an engine saves: {fault}" if fault else None
+
+    def _schedule(self) -> dict[str, Any] | None:
+        schedule = self._job.schedule
+        return None if schedule is None else {"type": type(schedule).__name__, "state": schedule_state(schedule)}
+
     def _store(self, folder: str | os.PathLike[str]) -> CheckpointStore:
         path = Path(folder).absolute()
         if path not in self._stores:
@@ -146,16 +186,16 @@ class JobCheckpoints:
             self._stores[path] = CheckpointStore(path, self._job.comm, settings.keep_last, settings.async_save)
         return self._stores[path]
 
-    def _snapshot(self, progress: dict[str, int], client_state: Mapping[str, Any]) -> Snapshot:
-        job, schedule = self._job, self._job.schedule
+    def _snapshot(
+        self, progress: dict[str, int], client_state: Mapping[str, Any], data_position: dict[str, Any] | None
+    ) -> Snapshot:
+        job = self._job
         shared = {
             "progress": progress,
             "optimizer": job.optimizer.counters(),
-            "schedule": None
-            if schedule is None
-            else {"type": type(schedule).__name__, "state": schedule_state(schedule)},
+            "schedule": self._schedule(),
             "loss_scale": None if job.loss_scale is None else job.loss_scale.state(),
-            "data": None if job.loader is None else job.loader.state(),
+            "data": data_position,
             "client_state": dict(client_state),
             "tied": dict(self._names.tied),
         }

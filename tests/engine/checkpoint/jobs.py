@@ -97,12 +97,15 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.numel() == 0 or torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
-def save(folder: Path, *jobs: tuple[str, Values], keep: int = 2) -> None:
-    """Save each under its tag, in this order, on as many ranks as it has."""
+def save(folder: Path, *jobs: tuple[str, Values], keep: int | None = None, continues: bool = False) -> None:
+    """Save each under its tag, in this order, on as many ranks as it has, as jobs of their own or of one another."""
     for tag, values in jobs:
 
         def work(comm: Communicator, tag: str = tag, values: Values = values) -> None:
-            assert CheckpointStore(folder, comm, keep).save(tag, values.snapshot(comm.rank))
+            store = CheckpointStore(folder, comm, keep)
+            if continues and (found := store.load()):
+                found.close()
+            assert store.save(tag, values.snapshot(comm.rank))
 
         threads.run(work, values.world_size)
 
@@ -125,5 +128,5 @@ def missing() -> LoadedCheckpoint:
 
 
 def tags(folder: Path) -> list[str]:
-    """The names in a folder of checkpoints, hidden ones too, but for `latest`."""
-    return sorted(path.name for path in folder.iterdir() if path.name != "latest")
+    """The names in a folder of checkpoints, hidden ones too, but for `latest` and the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("latest", ".lock"))

@@ -57,7 +57,7 @@ def test_everything_is_on_the_disk_before_it_is_named(tmp_path: Path, calls: lis
 def test_an_older_one_is_removed_only_after_the_new_one_is_on_the_disk(
     tmp_path: Path, calls: list[tuple[str, str]]
 ) -> None:
-    store = CheckpointStore(tmp_path, threads.single(10.0))
+    store = CheckpointStore(tmp_path, threads.single(10.0), keep=2)
     for tag in "abc":
         calls.clear()
         assert store.save(tag, Values(1, 1).snapshot(0))

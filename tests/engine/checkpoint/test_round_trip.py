@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.engine.checkpoint.jobs import Values, load, missing, same, save
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
+from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot
 from thinwire.engine.checkpoint.tensor_file import CODES, TensorToWrite, write_tensors
 from thinwire.zero import SavedSlice
 
@@ -80,8 +80,10 @@ def test_what_is_read_is_no_view_of_the_file(tmp_path: Path) -> None:
     checkpoint = CheckpointStore(tmp_path, threads.single(10.0)).load() or missing()
     for tensor in (checkpoint.read("master", "embedding", 0, 85), *checkpoint.buffers().values()):
         tensor.zero_()
-    checkpoint.close()
     values.check(checkpoint)
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="was closed"):
+        checkpoint.read("master", "embedding", 0, 85)
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)

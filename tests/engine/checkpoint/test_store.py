@@ -13,6 +13,7 @@ import torch
 from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, store
+from thinwire.engine.checkpoint.manifest import RankFile
 from thinwire.zero import SavedSlice
 
 
@@ -29,18 +30,24 @@ def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     jobs = [(f"step-{number}", Values(number, 2)) for number in (5, 40, 300, 2, 1)]
     for count in range(1, len(jobs) + 1):
-        save(tmp_path, jobs[count - 1], keep=keep)
+        save(tmp_path, jobs[count - 1], keep=keep, continues=True)
         assert tags(tmp_path) == sorted(tag for tag, _ in jobs[max(0, count - keep) : count])
     assert (tmp_path / "latest").read_text() == "step-1\n"
     assert load(tmp_path, jobs[-1][1]) == []
 
 
 def test_an_incomplete_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
-    save(tmp_path, ("a", Values(1, 2)), ("b", Values(2, 2)))
-    (tmp_path / "b" / "rank-00001.safetensors").unlink()
-    save(tmp_path, ("c", Values(3, 2)))
-    assert tags(tmp_path) == ["a", "b", "c"]
-    save(tmp_path, ("d", Values(4, 2)))
+    def work(comm: Communicator) -> None:
+        checkpoints = CheckpointStore(tmp_path, comm, keep=2)
+        for number, tag in enumerate("abcd"):
+            if tag == "c" and comm.rank == 0:
+                (tmp_path / "b" / "rank-00001.safetensors").unlink()
+            assert checkpoints.save(tag, Values(number, 2).snapshot(comm.rank))
+            if tag == "c":
+                assert tags(tmp_path) == ["a", "b", "c"]
+            comm.barrier()
+
+    threads.run(work, 2)
     assert tags(tmp_path) == ["c", "d"]
 
 
@@ -49,7 +56,8 @@ def test_what_is_not_the_stores_stays(tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / "best so far")
     (tmp_path / "logs").mkdir()
     (tmp_path / ".hidden").write_text("x")
-    save(tmp_path, *((f"step-{number}", Values(number, 1)) for number in range(4)))
+    (tmp_path / "latest").unlink()
+    save(tmp_path, *((f"step-{number}", Values(number, 1)) for number in range(4)), keep=2, continues=True)
     assert tags(tmp_path) == [".hidden", "best so far", "logs", "step-2", "step-3"]
     assert CheckpointStore(tmp_path, threads.single(10.0)).load("best so far")
 
@@ -123,7 +131,7 @@ def test_asynchronous_saves_follow_one_another(tmp_path: Path) -> None:
     jobs = [Values(number, 2) for number in range(5)]
 
     def work(comm: Communicator) -> None:
-        checkpoints = CheckpointStore(tmp_path, comm, asynchronous=True)
+        checkpoints = CheckpointStore(tmp_path, comm, keep=2, asynchronous=True)
         for number, values in enumerate(jobs):
             assert checkpoints.save(f"step-{number}", values.snapshot(comm.rank))
         jobs[-1].check(checkpoints.load() or missing())
@@ -137,20 +145,20 @@ def test_asynchronous_saves_follow_one_another(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_finish_in_time_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, ("a", Values(1, 2)))
     given_up = threading.Event()
-    write, publish = store.write_rank_file, store.write_manifest
+    write, wait = store.write_rank_file, store.await_receipts
 
     def write_late(folder: Path, rank: int, snapshot: Snapshot) -> None:
         assert rank == 0 or given_up.wait(20.0)
         write(folder, rank, snapshot)
 
-    def give_up(folder: Path, *arguments: object) -> None:
+    def give_up(folder: Path, size: int, timeout: float, *others: object) -> list[RankFile]:
         try:
-            publish(folder, *arguments[:-2], 0.0, arguments[-1])  # type: ignore[arg-type]
+            return wait(folder, size, 0.0, *others)  # type: ignore[arg-type]
         finally:
             given_up.set()
 
     monkeypatch.setattr(store, "write_rank_file", write_late)
-    monkeypatch.setattr(store, "write_manifest", give_up)
+    monkeypatch.setattr(store, "await_receipts", give_up)
 
     def work(comm: Communicator) -> bool:
         return CheckpointStore(tmp_path, comm).save("b", Values(2, 2).snapshot(comm.rank))

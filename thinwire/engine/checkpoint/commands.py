@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -17,6 +17,7 @@ from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
 from thinwire.engine.checkpoint.exporting import export_weights
 from thinwire.engine.checkpoint.folder import Candidate, CheckpointFolder
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
+from thinwire.engine.checkpoint.printing import printable
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import dtype_from_name, dtype_name
 from thinwire.engine.checkpoint.verification import examine
@@ -35,11 +36,11 @@ def verify(arguments: argparse.Namespace) -> int:
     for candidate in candidates:
         problems = examine(candidate.path).problems
         for problem in problems:
-            print(f"{candidate.path.name}: {problem}")
+            _say(f"{candidate.path.name}: {problem}")
         if problems:
             exit_code = _DAMAGED
         else:
-            print(f"{candidate.path.name}: whole")
+            _say(f"{candidate.path.name}: whole")
     return exit_code
 
 
@@ -47,10 +48,11 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Say what a checkpoint holds, in words or as JSON."""
     candidate = _candidates(arguments)[0]
     if candidate.manifest is None:
-        print(f"{candidate.path.name}: {examine(candidate.path).problems[0]}", file=sys.stderr)
+        problems = examine(candidate.path).problems or ["it has changed meanwhile: look again"]
+        _say(f"{candidate.path.name}: {problems[0]}", file=sys.stderr)
         return _DAMAGED
     description = _describe(candidate.path, candidate.manifest)
-    print(json.dumps(description, indent=1) if arguments.json else _in_words(description))
+    _say(json.dumps(description, indent=1) if arguments.json else _in_words(description))
     return _WHOLE
 
 
@@ -63,13 +65,18 @@ def export(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("always")
         checkpoint = CheckpointStore(arguments.folder, threads.single(_ALONE_SECONDS)).load(arguments.tag)
     for fallback in fallbacks:
-        print(f"thinwire: {fallback.message}", file=sys.stderr)
+        _say(f"thinwire: {fallback.message}", file=sys.stderr)
     assert checkpoint is not None
     with checkpoint:
         dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
         path = export_weights(checkpoint, arguments.output, dtype, arguments.config, arguments.tied)
-    print(f"{path}: the weights of {checkpoint.tag}, {path.stat().st_size} bytes")
+    _say(f"{path}: the weights of {checkpoint.tag}, {path.stat().st_size} bytes")
     return _WHOLE
+
+
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Print what may come from a file or a folder: escapes in it would be commands to the terminal."""
+    print(printable(text), file=file or sys.stdout)
 
 
 def _candidates(arguments: argparse.Namespace) -> list[Candidate]:

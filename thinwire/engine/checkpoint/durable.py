@@ -6,16 +6,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from thinwire.engine.checkpoint.regular_files import create_file
+
 __all__ = ["sync_folder", "write_whole"]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a new file through a temporary name beside it, so that `path` holds all of `content` or does not exist.
+    """Write a file through a temporary name beside it, so that `path` holds all of `content` or what it held before.
 
     Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.unfinished")
-    with temporary.open("wb") as file:
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or a link that leads elsewhere
+    with os.fdopen(create_file(temporary), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -45,6 +45,7 @@ def export_weights(
     for name, buffer in checkpoint.buffers().items():
         tensors[name] = TensorToWrite.of(_converted(buffer, dtype))
     unfinished = output / f".{WEIGHTS}.{os.getpid()}.unfinished"
+    unfinished.unlink(missing_ok=True)  # of a process of the same number that was killed
     try:
         write_tensors(unfinished, tensors)
         if config is not None:

@@ -6,22 +6,36 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from thinwire.engine.checkpoint.durable import sync_folder, write_whole
 from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, rank_file, read_manifest
+from thinwire.engine.checkpoint.locks import Claim, FolderLock, is_abandoned, is_quiet, lock_folder
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, Run, read_manifest
 from thinwire.engine.checkpoint.pickles import ADVICE, find_pickle, is_pickle
+from thinwire.engine.checkpoint.regular_files import read_file
+from thinwire.engine.checkpoint.removal import remove
 
-__all__ = ["LATEST", "Candidate", "CheckpointFolder", "check_tag"]
+__all__ = ["LATEST", "Candidate", "CheckpointFolder", "ClearedUp", "check_folder", "check_tag"]
 
 LATEST = "latest"
 
 _LONGEST_TAG = 200
+_LONGEST_POINTER = 4096  # more than a tag, so that a wrong one can be quoted
+_RANK_FILE = re.compile(r"rank-.*\.safetensors", re.DOTALL)
 # A folder's name while a save is under way or being undone; the hexadecimal number is the save's own.
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.(?P<state>partial|replaced|removed)(\.unfinished)?", re.DOTALL)
+
+
+def check_folder(folder: object, name: str) -> None:
+    """Raise TypeError or ValueError for what cannot be the path `name` of a folder."""
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a folder's path, a str or os.PathLike, got {folder!r}")
+    if not path or "\0" in path:
+        raise ValueError(f"{name} must be a folder's path, such as 'runs/example', got {path!r}: name one, or '.'")
 
 
 def check_tag(tag: str) -> None:
@@ -58,11 +72,26 @@ class Candidate:
             return False
 
 
+@dataclass(frozen=True)
+class ClearedUp:
+    """What became of older checkpoints: tags of those removed, and what could not be done."""
+
+    removed: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
 class CheckpointFolder:
-    """`path`/latest, `path`/TAG/ for each checkpoint, and names with a leading dot for what is not one (yet)."""
+    """`path`/latest, `path`/TAG/ for each checkpoint, and names with a leading dot for what is not one (yet).
+
+    Only rank 0 of a job changes it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def locked(self, seconds: float) -> AbstractContextManager[FolderLock]:
+        """What `publish` and `prune` need around them. Raises TimeoutError where another has it for too long."""
+        return lock_folder(self.path, seconds)
 
     def partial(self, tag: str, nonce: str) -> Path:
         """Where the files of a save lie while they are written."""
@@ -71,35 +100,44 @@ class CheckpointFolder:
     def check_free(self, tag: str) -> None:
         """Raise ValueError where a checkpoint of this tag would replace something that is none."""
         path = self.path / tag
-        if self.path.exists() and not self.path.is_dir():
+        if os.path.exists(self.path) and not os.path.isdir(self.path):  # unlike Path's, these raise no OSError
             raise ValueError(f"{self.path} is not a folder: give one in which checkpoints can be kept")
-        if path.exists() and not _looks_like_one(path):
+        if os.path.lexists(path) and not _looks_like_one(path):
             raise ValueError(f"{path} exists and is no checkpoint: give another tag, or move it away")
 
-    def prepare(self, tag: str, nonce: str) -> Path:
-        """Make the folder of a save, and clear up behind saves that were killed. Raises OSError."""
+    def prepare(self, tag: str, nonce: str, seconds: float) -> tuple[Claim, list[str]]:
+        """Make the folder of a save, and clear up behind saves that were killed; what could not be cleared up.
+
+        Raises OSError, TimeoutError where another job has the folder locked for more than `seconds`.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._clear_up()
-        partial = self.partial(tag, nonce)
-        partial.mkdir()
-        return partial
+        with lock_folder(self.path, seconds) as lock:
+            problems = [lock.problem] if lock.problem else []
+            problems += self._clear_up(lock)
+            partial = self.partial(tag, nonce)
+            partial.mkdir()
+            try:
+                return Claim(partial), problems
+            except OSError:
+                remove(partial)
+                raise
 
     def publish(self, tag: str, nonce: str) -> None:
         """Give a save, complete in its partial folder, its name, then name it in `latest`. Raises OSError.
 
-        A checkpoint of the same tag is moved aside before and removed after; a load finds it where it was moved to.
+        A checkpoint of the same tag is moved aside, for `prune` to remove; a load finds it where it was moved to.
         """
         partial, whole, replaced = self.partial(tag, nonce), self.path / tag, self._hidden(tag, nonce, "replaced")
         sync_folder(partial)
         # Whatever needs space comes first: from here on there are only renames.
         pointer = self._hidden(LATEST, nonce, "partial")
         write_whole(pointer, f"{tag}\n".encode())
-        if whole.exists():
+        if os.path.lexists(whole):
             os.rename(whole, replaced)
         try:
             os.rename(partial, whole)
         except OSError:
-            if replaced.exists():
+            if os.path.lexists(replaced):
                 os.rename(replaced, whole)
             raise
         sync_folder(self.path)
@@ -108,23 +146,31 @@ class CheckpointFolder:
 
     def discard(self, tag: str, nonce: str) -> None:
         """Remove what a failed save has left, as far as it lets itself be removed."""
-        shutil.rmtree(self.partial(tag, nonce), ignore_errors=True)
-        for name in (self._hidden(LATEST, nonce, "partial"), self._hidden(LATEST, nonce, "partial.unfinished")):
-            name.unlink(missing_ok=True)
+        for name in ("partial", "partial.unfinished"):
+            remove(self._hidden(LATEST, nonce, name))
+        remove(self.partial(tag, nonce))
 
-    def prune(self, keep: int, nonce: str) -> None:
-        """Remove all that are older than the newest `keep` with all their files. Raises OSError."""
-        self._clear_up()
-        # A checkpoint that somebody has copied or renamed is theirs to remove.
-        ours = [one for one in self._newest_first() if one.manifest and one.manifest.tag == one.tag]
+    def prune(self, tag: str, nonce: str, keep: int | None, run: Run) -> ClearedUp:
+        """Remove what the save `tag` has replaced and, of what `run` wrote, what is older than the newest `keep` whole
+        ones; all stay where `keep` is None."""
+        problem = remove(self._hidden(tag, nonce, "replaced"))
+        done = ClearedUp([], [problem] if problem else [])
         complete = 0
-        for candidate in ours:
-            if complete >= keep:
-                # Half removed under its own name it would look like a damaged checkpoint.
-                removed = self._hidden(candidate.tag, nonce, "removed")
-                os.rename(candidate.path, removed)
-                shutil.rmtree(removed)
+        for candidate in self._newest_first() if keep is not None else []:
+            # A checkpoint that somebody has copied or renamed is theirs to remove, as another job's is.
+            if (
+                candidate.manifest is None
+                or candidate.manifest.tag != candidate.tag
+                or not run.wrote(candidate.manifest)
+            ):
+                continue
+            if keep is not None and complete >= keep:
+                if problem := self._remove_whole(candidate, nonce):
+                    done.problems.append(problem)
+                else:
+                    done.removed.append(candidate.tag)
             complete += candidate.has_all_files
+        return done
 
     def next_serial(self) -> int:
         """The number of the next save."""
@@ -175,7 +221,7 @@ class CheckpointFolder:
     def _latest(self) -> str | None:
         """The tag that `latest` names."""
         try:
-            content = (self.path / LATEST).read_bytes()
+            content = read_file(self.path / LATEST, _LONGEST_POINTER)
         except OSError:
             return None
         return content.decode(errors="backslashreplace").removesuffix("\n")
@@ -195,18 +241,30 @@ class CheckpointFolder:
                 found.append(_candidate(path.name, path))
         return found
 
-    def _clear_up(self) -> None:
-        """Bring back what a killed save had moved aside, and remove everything else that has no name of its own."""
+    def _clear_up(self, lock: FolderLock) -> list[str]:
+        """Bring back what a killed save had moved aside, and remove everything else that killed saves have left.
+
+        What a live job may have under way stays. Returns what could not be done.
+        """
+        problems = []
         for path in sorted(self.path.iterdir()):
             hidden = _HIDDEN.fullmatch(path.name)
-            if not hidden:
+            if not hidden or not _is_leftover(path, hidden["state"], lock):
                 continue
-            if hidden["state"] == "replaced" and not (self.path / hidden["tag"]).exists():
-                os.rename(path, self.path / hidden["tag"])
-            elif path.is_dir():
-                shutil.rmtree(path)
+            problem = None
+            if hidden["state"] == "replaced" and not os.path.lexists(self.path / hidden["tag"]):
+                problem = _rename(path, self.path / hidden["tag"])
             else:
-                path.unlink()
+                problem = remove(path)
+            if problem:
+                problems.append(problem)
+        return problems
+
+    def _remove_whole(self, candidate: Candidate, nonce: str) -> str | None:
+        """Remove a checkpoint; what is in the way, if anything."""
+        # Half removed under its own name it would look like a damaged one.
+        removed = self._hidden(candidate.tag, nonce, "removed")
+        return _rename(candidate.path, removed) or remove(removed)
 
     def _hidden(self, tag: str, nonce: str, state: str) -> Path:
         return self.path / f".{tag}.{nonce}.{state}"
@@ -219,5 +277,25 @@ def _candidate(tag: str, path: Path) -> Candidate:
         return Candidate(tag, path, None)
 
 
+def _is_leftover(path: Path, state: str, lock: FolderLock) -> bool:
+    """Whether a hidden name is of a save that is over."""
+    if state == "partial" and path.is_dir():
+        return is_abandoned(path, lock)
+    # The other states begin and end while a job has the folder's lock.
+    return lock.exclusive or is_quiet(path, lock.now)
+
+
+def _rename(path: Path, target: Path) -> str | None:
+    """Give `path` another name; what is in the way, if anything."""
+    try:
+        os.rename(path, target)
+    except OSError as error:
+        return f"{path} cannot be moved: {error.strerror or error}"
+    return None
+
+
 def _looks_like_one(path: Path) -> bool:
-    return (path / MANIFEST).exists() or (path / rank_file(0)).exists() or any(path.glob("rank-*.safetensors"))
+    try:
+        return any(name == MANIFEST or _RANK_FILE.fullmatch(name) for name in os.listdir(path))
+    except OSError:
+        return False

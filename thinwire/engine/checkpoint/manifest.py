@@ -6,19 +6,38 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
 from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.regular_files import NotAFileError, read_file
+from thinwire.engine.checkpoint.schema import first_fault
 from thinwire.engine.checkpoint.snapshot import ModelDescription, values_of_kind
+from thinwire.engine.checkpoint.tensor_file import dtype_from_name
 
-__all__ = ["MANIFEST", "Manifest", "RankFile", "SliceEntry", "manifest_bytes", "rank_file", "read_manifest"]
+__all__ = ["MANIFEST", "Manifest", "RankFile", "Run", "SliceEntry", "manifest_bytes", "rank_file", "read_manifest"]
 
 MANIFEST = "manifest.json"
 
 _FORMAT = "thinwire checkpoint"
-_VERSION = 2
+_VERSION = 3
+_VERSION_WITHOUT_RUN = 2
+# A job of thousands of ranks needs some 100 MB: its ranks' random generators and the names of their residuals.
+_MOST_BYTES = 1 << 30
+
+
+def _known_dtype(name: str) -> str:
+    dtype_from_name(name)
+    return name
+
+
+# Fields of what is read from a file; nothing is converted.
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+Text = Annotated[str, Strict()]
+Dtype = Annotated[str, Strict(), AfterValidator(_known_dtype)]
 
 
 def rank_file(rank: int) -> str:
@@ -30,13 +49,13 @@ def rank_file(rank: int) -> str:
 class SliceEntry:
     """Where elements `start` to `start + numel` of a parameter in one of its roles are: under `key` in `file`."""
 
-    kind: str
-    name: str
-    start: int
-    numel: int
-    dtype: str
-    file: str
-    key: str
+    kind: Text
+    name: Text
+    start: Count
+    numel: Count
+    dtype: Dtype
+    file: Text
+    key: Text
 
 
 @dataclass(frozen=True)
@@ -46,13 +65,13 @@ class RankFile:
     `rank_tensors` and `buffers` map names to keys in the file.
     """
 
-    name: str
-    size: int
-    sha256: str
+    name: Text
+    size: Count
+    sha256: Text
     slices: list[SliceEntry]
-    rank_tensors: dict[str, str]
-    buffers: dict[str, str]
-    values: dict[str, Any]
+    rank_tensors: dict[Text, Text]
+    buffers: dict[Text, Text]
+    values: dict[Any, Any]
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -65,11 +84,33 @@ class RankFile:
 
 
 @dataclass(frozen=True)
+class Run:
+    """The job that saved a checkpoint, under a `name` drawn at random.
+
+    `ancestors`: jobs before it that it is the continuation of -> the serial of the checkpoint that it went on from.
+    """
+
+    name: Text
+    ancestors: dict[Text, Count]
+
+    def wrote(self, manifest: Manifest) -> bool:
+        """Whether this job has saved it, or one that it continues, no later than where it went on."""
+        other = manifest.run.name
+        return bool(other) and (other == self.name or manifest.serial <= self.ancestors.get(other, 0))
+
+    def going_on_from(self, manifest: Manifest) -> Run:
+        """The same job, now the continuation of the one that saved this."""
+        inherited = {**manifest.run.ancestors, manifest.run.name: manifest.serial}
+        return Run(self.name, {**self.ancestors, **inherited})
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A checkpoint's content. `serial` grows by one with every save of a folder; `files` has one entry a rank."""
 
     tag: str
     serial: int
+    run: Run
     model: ModelDescription
     files: list[RankFile]
     shared: dict[str, Any]
@@ -91,6 +132,7 @@ class Manifest:
             "version": _VERSION,
             "tag": self.tag,
             "serial": self.serial,
+            "run": asdict(self.run),
             "world_size": self.world_size,
             "shared": self.shared,
             "model": self.model.to_json(),
@@ -101,17 +143,14 @@ class Manifest:
     @classmethod
     def decode(cls, content: bytes) -> Manifest:
         """The inverse of `encode`. Raises CheckpointError for anything that `encode` did not write."""
-        body = _unsealed(content)
         try:
-            manifest = cls(
-                body["tag"],
-                body["serial"],
-                ModelDescription.from_json(body["model"]),
-                [RankFile.from_json(file) for file in body["files"]],
-                body["shared"],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{MANIFEST} lacks what its version has: {error}") from error
+            body = _BODY.validate_python(_unsealed(content))
+        except ValidationError as error:
+            raise CheckpointError(f"{MANIFEST} does not hold what its version has: {first_fault(error)}") from None
+        if body.world_size != len(body.files):
+            raise CheckpointError(f"{MANIFEST} is of {body.world_size} ranks and has files of {len(body.files)}")
+        model = {name: (tuple(one.shape), dtype_from_name(one.dtype)) for name, one in body.model.items()}
+        manifest = cls(body.tag, body.serial, body.run, ModelDescription(model), body.files, body.shared)
         for rank, file in enumerate(manifest.files):
             # Names from a file must not lead out of its folder.
             if {file.name, *(entry.file for entry in file.slices)} != {rank_file(rank)}:
@@ -135,17 +174,44 @@ class Manifest:
         return None
 
 
-def read_manifest(folder: Path) -> Manifest:
+@dataclass(frozen=True)
+class _Parameter:
+    shape: list[Count]
+    dtype: Dtype
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What a manifest's file holds beside its format, version and checksum."""
+
+    tag: Text
+    serial: Annotated[Count, Field(ge=1)]
+    world_size: Count
+    shared: dict[Any, Any]
+    model: dict[Text, _Parameter]
+    files: Annotated[list[RankFile], Field(min_length=1)]
+    run: Run = field(default_factory=lambda: Run("", {}))
+
+
+_BODY = TypeAdapter(_Body)
+
+
+def read_manifest(path: Path) -> Manifest:
     """The manifest in a checkpoint's own folder. Raises CheckpointError, naming the file and what is wrong with it."""
-    return Manifest.decode(manifest_bytes(folder))
+    return Manifest.decode(manifest_bytes(path))
 
 
-def manifest_bytes(folder: Path) -> bytes:
-    """The content of the manifest's file. Raises CheckpointError where there is none to be read."""
+def manifest_bytes(path: Path, folder: int | None = None) -> bytes:
+    """The content of the manifest in the folder `path`, opened through the descriptor `folder` where that is given.
+
+    Raises CheckpointError where there is none to be read.
+    """
     try:
-        return (folder / MANIFEST).read_bytes()
+        return read_file(path / MANIFEST if folder is None else MANIFEST, _MOST_BYTES, folder)
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
+    except NotAFileError:
+        raise CheckpointError(f"{MANIFEST} is not a file") from None
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
 
@@ -177,10 +243,10 @@ def _unsealed(content: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise CheckpointError(f"{MANIFEST} is not one of a thinwire checkpoint, or it is damaged")
-    if body.get("version") != _VERSION:
+    if body.get("version") not in (_VERSION_WITHOUT_RUN, _VERSION):
         raise CheckpointError(
-            f"{MANIFEST} has version {body.get('version')!r}, this thinwire reads {_VERSION}: use the thinwire that "
-            "wrote it, or it is damaged"
+            f"{MANIFEST} has version {body.get('version')!r}, this thinwire reads {_VERSION_WITHOUT_RUN} and "
+            f"{_VERSION}: use the thinwire that wrote it, or it is damaged"
         )
     if content != _sealed({key: value for key, value in body.items() if key != "sha256"}):
         raise CheckpointError(f"{MANIFEST} is damaged: its content does not have the checksum that it carries")

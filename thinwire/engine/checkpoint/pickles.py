@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
+from typing import BinaryIO
+
+from thinwire.engine.checkpoint.regular_files import open_file
 
 __all__ = ["ADVICE", "find_pickle", "is_pickle"]
 
@@ -20,9 +24,8 @@ def is_pickle(path: Path) -> bool:
     if path.suffix.lower() in _SUFFIXES:
         return True
     try:
-        with path.open("rb") as file:
-            head = file.read(9)
-        return _is_protocol_header(head) or _is_torch_archive(path)
+        with os.fdopen(open_file(path), "rb") as file:
+            return _is_protocol_header(file.read(9)) or _is_torch_archive(file)
     except (OSError, zipfile.BadZipFile):
         return False
 
@@ -40,9 +43,9 @@ def _is_protocol_header(head: bytes) -> bool:
     return len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[8:] != b"{"
 
 
-def _is_torch_archive(path: Path) -> bool:
+def _is_torch_archive(file: BinaryIO) -> bool:
     """Whether torch.save wrote it: a zip file with a pickle in it."""
-    if not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(file):
         return False
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         return any(name.endswith(".pkl") for name in archive.namelist())

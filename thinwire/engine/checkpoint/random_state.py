@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RANDOM_TENSORS", "load_random_state", "random_tensors", "random_values", "reseed"]
+__all__ = ["RANDOM_TENSORS", "check_random_values", "load_random_state", "random_tensors", "random_values", "reseed"]
 
 _CPU = "random.cpu"
 _CUDA = "random.cuda"
@@ -43,6 +43,19 @@ def load_random_state(tensors: dict[str, Tensor], values: dict[str, Any], device
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+
+
+def check_random_values(values: Any) -> str | None:
+    """Why `load_random_state` could not take these, tried on generators of their own; None where it can."""
+    try:
+        version, numbers, gauss = values["python"]
+        random.Random().setstate((version, tuple(numbers), gauss))
+        kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
+        generator = np.random.RandomState()
+        generator.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        return f"these are no states of Python's and numpy's generators: {error}"
+    return None
 
 
 def reseed(*entropy: int) -> None:

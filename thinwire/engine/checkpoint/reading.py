@@ -4,37 +4,36 @@ file: so any number of ranks can continue from what another saved."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
-from pathlib import Path
+from collections import defaultdict
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from thinwire.engine.checkpoint.held import HeldCheckpoint
 from thinwire.engine.checkpoint.manifest import Manifest, RankFile, SliceEntry
 from thinwire.engine.checkpoint.snapshot import ModelDescription
 from thinwire.engine.checkpoint.tensor_file import dtype_from_name
 
 __all__ = ["LoadedCheckpoint"]
 
-_OPEN_FILES = 16
-
 
 class LoadedCheckpoint:
     """A SliceSource over the files of one checkpoint.
 
-    Files are opened when they are first read from, a few at a time; `close`, or leaving a `with`, closes them.
-    `shared` holds the JSON values of the whole job.
+    It reads from `held` alone, what was verified, and closes it: `close`, or leaving a `with`, ends all reading.
+    `path` is where the checkpoint was found, `shared` holds the JSON values of the whole job.
+
+    Reading raises CheckpointError where a file can no longer be read.
     """
 
-    def __init__(self, path: Path, tag: str, manifest: Manifest) -> None:
-        self.path = path
+    def __init__(self, held: HeldCheckpoint, tag: str, manifest: Manifest) -> None:
+        self.path = held.path
         self.tag = tag
         self.manifest = manifest
         self.shared = manifest.shared
-        self._files: OrderedDict[str, Any] = OrderedDict()
+        self._held = held
         self._entries: dict[tuple[str, str], list[SliceEntry]] = defaultdict(list)
         for entry in sorted(manifest.slices, key=lambda entry: (entry.start, entry.numel)):
             self._entries[entry.kind, entry.name].append(entry)
@@ -82,8 +81,8 @@ class LoadedCheckpoint:
             if entry.start >= stop:
                 break
             if low < high:
-                held = self._file(entry.file).get_slice(entry.key)
-                values[low - start : high - start] = held[low - entry.start : high - entry.start]
+                run = self._held.run(entry.file, entry.key, low - entry.start, high - entry.start)
+                values[low - start : high - start] = run
         return values
 
     def read_rank(self, key: str, rank: int) -> Tensor:
@@ -91,15 +90,17 @@ class LoadedCheckpoint:
         file = self._rank(rank)
         if key not in file.rank_tensors:
             raise KeyError(f"rank {rank} saved no {key!r} in checkpoint {self.tag!r}")
-        return self._whole(file.name, file.rank_tensors[key])
+        return self._held.whole(file.name, file.rank_tensors[key])
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers, on the CPU."""
-        return {name: self._whole(file.name, key) for file in self.manifest.files for name, key in file.buffers.items()}
+        return {
+            name: self._held.whole(file.name, key) for file in self.manifest.files for name, key in file.buffers.items()
+        }
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
-        self._files.clear()
+        """Close the files: nothing can be read any more."""
+        self._held.close()
 
     def __enter__(self) -> LoadedCheckpoint:
         return self
@@ -113,15 +114,3 @@ class LoadedCheckpoint:
         if not 0 <= rank < self.world_size:
             raise KeyError(f"there is no rank {rank} in checkpoint {self.tag!r}, saved by {self.world_size} ranks")
         return self.manifest.files[rank]
-
-    def _whole(self, file: str, key: str) -> Tensor:
-        tensor: Tensor = self._file(file).get_tensor(key)
-        return tensor.clone()  # not a view of the file
-
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = safe_open(self.path / name, framework="pt")
-            if len(self._files) > _OPEN_FILES:
-                self._files.popitem(last=False)
-        self._files.move_to_end(name)
-        return self._files[name]

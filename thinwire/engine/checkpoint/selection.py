@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.comm import Communicator
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.folder import CheckpointFolder, check_tag
-from thinwire.engine.checkpoint.manifest import MANIFEST
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-from thinwire.engine.checkpoint.snapshot import ModelDescription
-from thinwire.engine.checkpoint.verification import examine
+from thinwire.engine.checkpoint.verification import Examination, hold, unreadable_files
 
 __all__ = ["select"]
 
+# Beside a job that saves, a checkpoint can be replaced or removed while it is looked at: then a new look finds a whole
+# one. Every look sees later saves, so a few are enough.
+_LOOKS = 8
+
 
 def select(
-    folder: CheckpointFolder, comm: Communicator, tag: str | None, description: ModelDescription | None
+    folder: CheckpointFolder, comm: Communicator, tag: str | None, fault_of: Callable[[Manifest], str | None]
 ) -> LoadedCheckpoint | None:
-    """Verify and open a checkpoint as CheckpointStore.load says. Collective."""
-    listing = _agree_on_listing(folder, comm, tag)
-    choice = _Choice(folder, comm, description)
-    return choice.newest(listing) if tag is None else choice.tagged(tag, listing)
+    """Verify and open a checkpoint as CheckpointStore.load says; `fault_of` finds why a whole one is of no use here.
+
+    Collective.
+    """
+    for looks_left in reversed(range(_LOOKS)):
+        listing = _agree_on_listing(folder, comm, tag)
+        choice = _Choice(folder, comm, fault_of, bool(looks_left))
+        try:
+            return choice.newest(listing) if tag is None else choice.tagged(tag, listing)
+        except _MovedError:
+            continue
+    raise AssertionError("the last look settles for what it finds")
+
+
+class _MovedError(Exception):
+    """A checkpoint was replaced or removed while it was looked at."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +60,17 @@ class _Verdict:
 
 
 class _Choice:
-    def __init__(self, folder: CheckpointFolder, comm: Communicator, description: ModelDescription | None) -> None:
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        comm: Communicator,
+        fault_of: Callable[[Manifest], str | None],
+        may_look_again: bool,
+    ) -> None:
         self._folder = folder
         self._comm = comm
-        self._description = description
+        self._fault_of = fault_of
+        self._may_look_again = may_look_again
 
     def newest(self, listing: _Listing) -> LoadedCheckpoint | None:
         """The first that can be loaded; None where there are no candidates."""
@@ -72,28 +95,46 @@ class _Choice:
             if verdict.checkpoint:
                 return verdict.checkpoint
             refusal = verdict.refusal
-        whole = [repr(other) for other, name in names.items() if self._judge(other, name).checkpoint]
+        whole = [repr(other) for other, name in names.items() if self._is_whole(other, name)]
         instead = f"whole ones of this model: {', '.join(whole)}" if whole else "there is no other whole one"
         raise CheckpointError(f"checkpoint {tag!r} in {self._folder.path} cannot be loaded: {refusal}; {instead}")
 
+    def _is_whole(self, tag: str, name: str) -> bool:
+        checkpoint = self._judge(tag, name).checkpoint
+        if checkpoint is not None:
+            checkpoint.close()
+        return checkpoint is not None
+
     def _judge(self, tag: str, name: str) -> _Verdict:
         path = self._folder.path / name
-        mine = examine(path, self._comm.rank, self._comm.size)
-        difference = None
-        if self._description is not None and mine.manifest is not None:
-            difference = self._description.difference_to(mine.manifest.model)
-        found = {"digest": mine.digest, "problems": mine.problems, "difference": difference}
-        findings = _gather(self._comm, found)
-        damage = dict.fromkeys(problem for finding in findings for problem in finding["problems"])
-        if damage:
-            return _Verdict(None, "; ".join(damage))
-        if len({finding["digest"] for finding in findings}) > 1:
-            return _Verdict(None, f"ranks see different versions of its {MANIFEST}; the folder must be shared")
-        for finding in findings:
-            if finding["difference"]:
-                return _Verdict(None, f"it is of another model: {finding['difference']}")
-        assert mine.manifest is not None
-        return _Verdict(LoadedCheckpoint(path, tag, mine.manifest), "")
+        mine = hold(path)
+        refusal = self._refusal_on_sight(mine)
+        if refusal is None and mine.held is not None and mine.manifest is not None:
+            share = mine.manifest.files[self._comm.rank :: self._comm.size]
+            refusal = _joined(_gather(self._comm, {"problems": unreadable_files(mine.held, share)}))
+            if refusal is None:
+                return _Verdict(LoadedCheckpoint(mine.held, tag, mine.manifest), "")
+        if mine.held is not None:
+            mine.held.close()
+        return _Verdict(None, refusal or "")
+
+    def _refusal_on_sight(self, mine: Examination) -> str | None:
+        """What is against a checkpoint before its files are read to their ends; with nothing, all ranks hold the same.
+
+        Raises _MovedError, on every rank, where that may be a race with a save.
+        """
+        fault = None if mine.held is None or mine.manifest is None else self._fault_of(mine.manifest)
+        findings = _gather(
+            self._comm, {"digest": mine.digest, "problems": mine.problems, "moved": mine.moved, "fault": fault}
+        )
+        versions = {finding["digest"] for finding in findings}
+        if self._may_look_again and (any(finding["moved"] for finding in findings) or len(versions - {""}) > 1):
+            raise _MovedError
+        if damage := _joined(findings):
+            return damage
+        if len(versions) > 1:
+            return f"ranks see different versions of its {MANIFEST}; the folder must be shared"
+        return next((finding["fault"] for finding in findings if finding["fault"]), None)
 
     def _warn(self, messages: list[str]) -> None:
         if self._comm.rank == 0:
@@ -137,3 +178,9 @@ def _list(folder: CheckpointFolder, tag: str | None) -> dict[str, Any]:
 
 def _gather(comm: Communicator, found: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(message) for message in comm.all_gather_bytes(json.dumps(found).encode())]
+
+
+def _joined(findings: list[dict[str, Any]]) -> str | None:
+    """The problems that any rank has found, each once."""
+    problems = dict.fromkeys(problem for finding in findings for problem in finding["problems"])
+    return "; ".join(problems) or None

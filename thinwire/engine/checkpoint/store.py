@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +19,13 @@ import torch
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.folder import CheckpointFolder, check_tag
+from thinwire.engine.checkpoint.folder import CheckpointFolder, ClearedUp, check_folder, check_tag
+from thinwire.engine.checkpoint.locks import Claim
+from thinwire.engine.checkpoint.manifest import Manifest, Run
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
 from thinwire.engine.checkpoint.selection import select
 from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
-from thinwire.engine.checkpoint.writing import SaveUnderWay, write_manifest, write_rank_file
+from thinwire.engine.checkpoint.writing import SaveUnderWay, await_receipts, write_manifest, write_rank_file
 
 __all__ = ["CheckpointStore"]
 
@@ -32,25 +36,32 @@ class CheckpointStore:
     Args:
         folder: made at the first save.
         comm: the job's ranks. Every method is collective.
-        keep: older checkpoints are removed once there are more than this many newer ones with all their files; at
-            least 2, so that there is another should one be damaged later.
+        keep: of the checkpoints that this job saved, or one before it that it has loaded from this folder and
+            continues, older ones are removed once there are this many newer ones with all their files, and rank 0
+            prints which; at least 2, so that there is another should one be damaged later. None keeps all.
         asynchronous: `save` copies the tensors to CPU memory and returns; threads write them, without communicating. A
             process that ends first finishes its file, for at most the communicator's timeout.
 
-    Raises ValueError for a `keep` below 2.
+    Raises ValueError for a `keep` below 2, TypeError or ValueError for what is no path.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], comm: Communicator, keep: int = 2, asynchronous: bool = False
+        self, folder: str | os.PathLike[str], comm: Communicator, keep: int | None = None, asynchronous: bool = False
     ) -> None:
-        if keep < 2:
-            raise ValueError(f"keep must be at least 2, so that one damaged checkpoint is not the end; got {keep}")
+        check_folder(folder, "folder")
+        if keep is not None and keep < 2:
+            raise ValueError(
+                f"keep must be at least 2, so that one damaged checkpoint is not the end, or None for all; got {keep}"
+            )
         self.folder = Path(folder)
         self._folder = CheckpointFolder(self.folder)
         self._comm = comm
         self._keep = keep
         self._asynchronous = asynchronous
         self._under_way: SaveUnderWay | None = None
+        self._run = Run(secrets.token_hex(8), {})
+        self._claim: Claim | None = None
+        self._told: set[str] = set()
 
     def save(self, tag: str, snapshot: Snapshot) -> bool:
         """Save under `tag`, replacing a checkpoint of that tag. Returns whether it is published.
@@ -66,11 +77,18 @@ class CheckpointStore:
         nonce = self._agree(tag, snapshot)
         if not self._prepare(tag, nonce):
             return False
-        if self._asynchronous:
-            snapshot = self._copy(snapshot)
-        _finish_computing(snapshot)
+        try:
+            self._check_sight(tag, nonce)
+            if self._asynchronous:
+                snapshot = self._copy(snapshot)
+            _finish_computing(snapshot)
+        except BaseException:
+            if self._claim is not None:
+                self._claim.release()
+                self._folder.discard(tag, nonce)
+            raise
         folder = self._folder.partial(tag, nonce)
-        publish = partial(self._publish, tag, nonce, snapshot) if self._comm.rank == 0 else None
+        publish = None if self._claim is None else partial(self._publish, tag, nonce, snapshot, self._claim)
         self._under_way = SaveUnderWay(tag, nonce, partial(write_rank_file, folder, self._comm.rank, snapshot), publish)
         return True if self._asynchronous else self.wait()
 
@@ -95,26 +113,46 @@ class CheckpointStore:
             raise_together(self._comm, _unexpected(error), f"save checkpoint {save.tag!r}")
             self._warn_of_failure(save.tag, failures)
             return False
-        if complaint := save.complaint():
-            self._warn(f"checkpoint {save.tag!r} is saved, but older ones could not be removed: {complaint}")
+        cleared_up = save.cleared_up()
+        self._tell(f"checkpoint {save.tag!r} is saved, but not all could be cleared up", cleared_up.problems)
+        for tag in cleared_up.removed:
+            newer = f"{self._keep} newer ones are kept (keep_last)"
+            print(f"thinwire: checkpoint {tag!r} of {self.folder} is removed: {newer}", file=sys.stderr, flush=True)
         return True
 
     def close(self) -> None:
         """Wait for the save that is under way."""
         self.wait()
 
-    def load(self, tag: str | None = None, description: ModelDescription | None = None) -> LoadedCheckpoint | None:
+    def load(
+        self,
+        tag: str | None = None,
+        description: ModelDescription | None = None,
+        continues: bool = True,
+        fault_of: Callable[[Manifest], str | None] = lambda _: None,
+    ) -> LoadedCheckpoint | None:
         """Verify a checkpoint, every byte of it, the files divided among the ranks, and open it.
 
         Without a tag it is the one that `latest` names, else the newest; one that is damaged, or of another model than
         `description`, is passed over for the one before it, with a RuntimeWarning on rank 0 that says why. With a tag
         it is that one. None where there is no checkpoint at all and no tag.
 
+        `continues`: the job goes on from it, so that `keep` takes those before it for this job's own. `fault_of` finds
+        in a manifest what else is against a checkpoint, if anything.
+
         Raises CheckpointError, on every rank: there are checkpoints but none is whole; the one asked for is missing or
         damaged; the model has changed since; pickles are offered as a checkpoint.
         """
         self.wait()
-        return select(self._folder, self._comm, tag, description)
+
+        def any_fault_of(manifest: Manifest) -> str | None:
+            difference = None if description is None else description.difference_to(manifest.model)
+            return f"it is of another model: {difference}" if difference else fault_of(manifest)
+
+        found = select(self._folder, self._comm, tag, any_fault_of)
+        if found is not None and continues:
+            self._run = self._run.going_on_from(found.manifest)
+        return found
 
     # One save
 
@@ -143,15 +181,22 @@ class CheckpointStore:
         return nonce
 
     def _prepare(self, tag: str, nonce: str) -> bool:
+        """Have rank 0 make the new folder, and claim it; whether it could."""
         error: OSError | None = None
+        problems: list[str] = []
         if self._comm.rank == 0:
             try:
-                self._folder.prepare(tag, nonce)
+                self._claim, problems = self._folder.prepare(tag, nonce, self._patience)
             except OSError as raised:
                 error = raised
         if failures := self._failures(error):
             self._warn_of_failure(tag, failures)
             return False
+        self._tell(f"checkpoint {tag!r} is being saved, but not all could be put in order before", problems)
+        return True
+
+    def _check_sight(self, tag: str, nonce: str) -> None:
+        """Raise CheckpointError, on every rank, where one does not see the folder that rank 0 has made."""
         blind: CheckpointError | None = None
         if not self._folder.partial(tag, nonce).is_dir():
             blind = CheckpointError(
@@ -159,7 +204,6 @@ class CheckpointStore:
                 "a folder on a file system that all ranks share"
             )
         self._raise_on_every_rank(blind)
-        return True
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:
         copy, error = snapshot, None
@@ -170,16 +214,22 @@ class CheckpointStore:
         raise_together(self._comm, error, "copy its tensors for an asynchronous save")
         return copy
 
-    def _publish(self, tag: str, nonce: str, snapshot: Snapshot, abandoned: threading.Event) -> str | None:
+    def _publish(self, tag: str, nonce: str, snapshot: Snapshot, claim: Claim, abandoned: threading.Event) -> ClearedUp:
         folder, comm = self._folder, self._comm
-        serial = folder.next_serial()
-        write_manifest(folder.partial(tag, nonce), tag, serial, snapshot, comm.size, comm.timeout, abandoned)
-        folder.publish(tag, nonce)
+        path = folder.partial(tag, nonce)
         try:
-            folder.prune(self._keep, nonce)
-        except OSError as error:
-            return str(error)
-        return None
+            files = await_receipts(path, comm.size, comm.timeout, abandoned, claim.beat)
+            with folder.locked(self._patience):
+                manifest = Manifest(tag, folder.next_serial(), self._run, snapshot.model, files, snapshot.shared)
+                write_manifest(path, manifest)
+                claim.release()
+                folder.publish(tag, nonce)
+                try:
+                    return folder.prune(tag, nonce, self._keep, self._run)
+                except OSError as error:  # the checkpoint is there all the same
+                    return ClearedUp([], [f"older ones cannot be looked for: {error}"])
+        finally:
+            claim.release()
 
     def _discard(self, save: SaveUnderWay) -> None:
         save.publish_error()  # it must have stopped writing
@@ -191,7 +241,8 @@ class CheckpointStore:
     def _failures(self, error: BaseException | None) -> dict[int, str]:
         """What has failed on which rank, the same on every rank."""
         mine = "" if error is None else str(error) or type(error).__name__
-        messages = self._comm.all_gather_bytes(mine.encode())
+        # A file's name may hold bytes that are no text.
+        messages = self._comm.all_gather_bytes(mine.encode(errors="backslashreplace"))
         return {rank: message.decode() for rank, message in enumerate(messages) if message}
 
     def _raise_on_every_rank(self, error: CheckpointError | None) -> None:
@@ -201,6 +252,18 @@ class CheckpointStore:
     def _warn_of_failure(self, tag: str, failures: dict[int, str]) -> None:
         what = "; ".join(f"rank {rank}: {message}" for rank, message in failures.items())
         self._warn(f"checkpoint {tag!r} was not saved to {self.folder}: {what}. The checkpoints before it stay")
+
+    def _tell(self, what: str, problems: list[str]) -> None:
+        """Warn of problems that do no harm by themselves, of each once."""
+        new = [problem for problem in problems if problem not in self._told]
+        self._told.update(new)
+        if new:
+            self._warn(f"{what}: {'; '.join(new)}")
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for which another job may have the folder locked; the other ranks wait for as long and longer."""
+        return self._comm.timeout / 2
 
     def _warn(self, message: str) -> None:
         if self._comm.rank == 0:

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from thinwire.engine.checkpoint.regular_files import create_file
+
 __all__ = ["CODES", "TensorToWrite", "bytes_of", "dtype_from_name", "dtype_name", "write_tensors"]
 
 CODES: dict[torch.dtype, str] = {
@@ -83,7 +85,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorToWrite]) -> tuple[int
     order = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
     digest = hashlib.sha256()
     size = 0
-    with path.open("xb") as file:
+    with os.fdopen(create_file(path), "wb") as file:
         for chunk in _content(tensors, order):
             file.write(chunk)
             digest.update(chunk)

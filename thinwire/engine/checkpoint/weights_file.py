@@ -36,6 +36,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor], comm: Communicator) ->
 def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished.unlink(missing_ok=True)  # of a process of the same number that was killed
     try:
         write_tensors(unfinished, {name: TensorToWrite.of(tensor) for name, tensor in tensors.items()})
         os.replace(unfinished, path)

@@ -11,11 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from thinwire.engine.checkpoint.durable import sync_folder, write_whole
+from thinwire.engine.checkpoint.folder import ClearedUp
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, RankFile, SliceEntry, rank_file
 from thinwire.engine.checkpoint.snapshot import Snapshot
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite, dtype_name, write_tensors
 
-__all__ = ["Abandoned", "SaveUnderWay", "write_manifest", "write_rank_file"]
+__all__ = ["Abandoned", "SaveUnderWay", "await_receipts", "write_manifest", "write_rank_file"]
 
 _POLL_SECONDS = 0.002
 _SLOWEST_POLL_SECONDS = 0.1
@@ -28,7 +29,7 @@ class Abandoned(Exception):  # noqa: N818 - it is not a fault
 class SaveUnderWay:
     """One rank's work for one save, on a thread of its own: `write`, then on rank 0 `publish`.
 
-    `publish` gets an event that says when to give up, and returns what could not be cleared up after it, if so.
+    `publish` gets an event that says when to give up, and returns what became of older checkpoints.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class SaveUnderWay:
         tag: str,
         nonce: str,
         write: Callable[[], None],
-        publish: Callable[[threading.Event], str | None] | None,
+        publish: Callable[[threading.Event], ClearedUp] | None,
     ) -> None:
         self.tag = tag
         self.nonce = nonce
@@ -54,9 +55,9 @@ class SaveUnderWay:
         """What publishing has failed with, once it is over; None on ranks that do not publish."""
         return self._published.exception() if self._published else None
 
-    def complaint(self) -> str | None:
-        """What publishing returned, where it has not failed."""
-        return self._published.result() if self._published else None
+    def cleared_up(self) -> ClearedUp:
+        """What publishing returned, where it has not failed; nothing on ranks that do not publish."""
+        return self._published.result() if self._published else ClearedUp()
 
     def abandon(self) -> None:
         """Have rank 0 wait for no more receipts."""
@@ -83,25 +84,40 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
     write_whole(_receipt(folder, rank), json.dumps(file.to_json()).encode())
 
 
-def write_manifest(
-    folder: Path, tag: str, serial: int, snapshot: Snapshot, world_size: int, timeout: float, abandoned: threading.Event
-) -> None:
-    """Wait for the receipts of all ranks, for `timeout` seconds at most, and replace them by the manifest.
+def await_receipts(
+    folder: Path, world_size: int, timeout: float, abandoned: threading.Event, beat: Callable[[], None]
+) -> list[RankFile]:
+    """What the receipts of all ranks say, once they are there, for which `timeout` seconds are waited at most.
 
-    Raises TimeoutError, OSError, Abandoned; ValueError where the ranks' slices are not every parameter once.
+    `beat` is called again and again meanwhile. Raises TimeoutError, OSError, Abandoned.
     """
     deadline = time.monotonic() + timeout
-    files = [_await_receipt(folder, rank, deadline, abandoned) for rank in range(world_size)]
-    manifest = Manifest(tag, serial, snapshot.model, files, snapshot.shared)
+    return [_await_receipt(folder, rank, deadline, abandoned, beat) for rank in range(world_size)]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace the receipts of all ranks by the manifest.
+
+    Raises OSError; ValueError where the ranks' slices are not every parameter once.
+    """
     if problem := manifest.incompleteness():
         raise ValueError(f"the ranks' slices do not make a checkpoint: {problem}")
     write_whole(folder / MANIFEST, manifest.encode())
-    for rank in range(world_size):
+    for rank, file in enumerate(manifest.files):
         _receipt(folder, rank).unlink()
+        _check_length(folder, rank, file)
     sync_folder(folder)
 
 
-def _await_receipt(folder: Path, rank: int, deadline: float, abandoned: threading.Event) -> RankFile:
+def _check_length(folder: Path, rank: int, file: RankFile) -> None:
+    written = (folder / file.name).stat().st_size
+    if written != file.size:
+        raise OSError(f"{file.name} of rank {rank} has {written} bytes instead of {file.size}")
+
+
+def _await_receipt(
+    folder: Path, rank: int, deadline: float, abandoned: threading.Event, beat: Callable[[], None]
+) -> RankFile:
     pause = _POLL_SECONDS
     while True:
         try:
@@ -111,11 +127,10 @@ def _await_receipt(folder: Path, rank: int, deadline: float, abandoned: threadin
                 raise TimeoutError(f"rank {rank} did not finish writing its file in time") from None
             if abandoned.wait(pause):
                 raise Abandoned from None
+            beat()
             pause = min(2 * pause, _SLOWEST_POLL_SECONDS)
             continue
-        written = (folder / file.name).stat().st_size
-        if written != file.size:
-            raise OSError(f"{file.name} of rank {rank} has {written} bytes instead of {file.size}")
+        _check_length(folder, rank, file)
         return file
 
 
