@@ -62,7 +62,7 @@ def test_a_hugging_face_file_loads_with_auto_resolved() -> None:
     config = load_config(HUGGING_FACE, 3)
     assert (config.train_batch_size, config.gradient_accumulation_steps) == (12, 1)
     assert config.optimizer is not None
-    assert config.optimizer.params == {}
+    assert config.optimizer.params == {"weight_decay": 0.0}
     assert config.scheduler is not None
     assert config.scheduler.params == {"warmup_max_lr": None}
     assert config.zero_optimization.reduce_bucket_size == 200_000_000
@@ -86,7 +86,7 @@ def test_defaults() -> None:
         "min_loss_scale": 1.0,
     }
     assert config.thinwire.resync_interval == 100
-    assert config.checkpoint.keep_last == 2
+    assert config.checkpoint.keep_last is None
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_source_of_another_kind(source: Any) -> None:
         ({"optimizer": {"params": {}}}, '"optimizer.type" is missing'),
         ({"optimizer": {"type": 3}}, '"optimizer.type" must be a string, got 3'),
         ({"optimizer": {"type": "SGD", "params": [1]}}, '"optimizer.params" must be an object, {...}, got [1]'),
-        ({"checkpoint": {"keep_last": 1}}, '"checkpoint.keep_last" must be a whole number, at least 2, got 1'),
+        ({"checkpoint": {"keep_last": 1}}, '"checkpoint.keep_last" must be a whole number or null, at least 2, got 1'),
         ({"tensorboard": {"job_name": ""}}, '"tensorboard.job_name" must be a string, not empty'),
         ({"activation_checkpointing": {"modules": "BertLayer"}}, "must be a list of strings"),
         ({"activation_checkpointing": {"modules": ["a", 3]}}, "must be a list of strings"),

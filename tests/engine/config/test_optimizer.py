@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinwire.engine import initialize
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.params import Expected
 from thinwire.engine.schedules import build_schedule
@@ -54,6 +55,34 @@ def test_adam_decouples_its_decay_unless_told_otherwise() -> None:
     assert optimizer_of("Adam", decoupled_weight_decay=False) == ("Adam", {"decoupled_weight_decay": False})
     assert optimizer_of("Adam", torch_adam=True, bias_correction=True)[1] == {"decoupled_weight_decay": True}
     assert "mean the same: give one" in refusal("optimizer", "Adam", adam_w_mode=True, decoupled_weight_decay=False)
+
+
+# As FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad and the 1-bit optimizers have them.
+DEEPSPEEDS_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+DEEPSPEEDS_DEFAULTS = {
+    "Adam": DEEPSPEEDS_ADAM,
+    "AdamW": DEEPSPEEDS_ADAM,
+    "Adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "OneBitAdam": DEEPSPEEDS_ADAM,
+    "OneBitLamb": DEEPSPEEDS_ADAM,
+    "ZeroOneAdam": DEEPSPEEDS_ADAM,
+    "OneBitLion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+
+
+@pytest.mark.parametrize("given", [{}, {"lr": "auto", "weight_decay": "auto"}], ids=["nothing", "auto"])
+@pytest.mark.parametrize("kind", DEEPSPEEDS_DEFAULTS)
+def test_what_is_not_given_has_deepspeeds_default(kind: str, given: dict[str, Any]) -> None:
+    config = load("optimizer", kind, **given)
+    engine, *_ = initialize(model=torch.nn.Linear(2, 2), config=config)
+    (group,) = engine.optimizer.param_groups
+    expected = DEEPSPEEDS_DEFAULTS[kind]
+    assert {name: group[name] for name in expected} == expected
+
+
+def test_a_weight_decay_that_is_given_holds() -> None:
+    assert optimizer_of("AdamW", weight_decay=0.01) == ("AdamW", {"weight_decay": 0.01})
 
 
 def test_decoupled_adam_is_adamw() -> None:
@@ -206,6 +235,7 @@ def test_a_misspelt_parameter_names_the_nearest(name: str, place: int) -> None:
         ("WarmupDecayLR", {"total_num_steps": 2000, "warmup_min_lr": "auto"}, {"total_num_steps": 2000}),
         ("WarmupLR", {"last_batch_iteration": -1, "warmup_max_lr": [0.1, 0.2]}, {"warmup_max_lr": [0.1, 0.2]}),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 0.1}, {"cycle_min_lr": 0, "cycle_max_lr": 0.1}),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": [0.1, 0.2]}, {"cycle_min_lr": 0, "cycle_max_lr": [0.1, 0.2]}),
         ("CosineAnnealingLR", {"T_max": 50}, {"T_max": 50}),
         ("CyclicLR", {"base_lr": [0.1, 0.2], "max_lr": 0.5}, {"base_lr": [0.1, 0.2], "max_lr": 0.5}),
         ("OneCycleLR", {"max_lr": [0.1, 0.2, 0.3], "total_steps": 9}, {"max_lr": [0.1, 0.2, 0.3], "total_steps": 9}),

@@ -186,6 +186,17 @@ def test_one_cycle_in_stairs() -> None:
     assert first_group(optimizer, schedule, 14) == pytest.approx(up + down)
 
 
+def test_one_cycle_between_bounds_of_each_group() -> None:
+    optimizer = make_optimizer(1.0, 1.0)
+    schedule = OneCycle(optimizer, [0.0, 0.2], [0.4, 1.0], 1.0, 2, 1, decay_step_size=1)
+    seen = []
+    for _ in range(5):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert seen == [pytest.approx(one) for one in ([0, 0.2], [0.2, 0.6], [0.4, 1.0], [0, 0.2], [0, 0.1])]
+
+
 def test_one_cycle_moves_the_momentum_of_sgd_and_stops_it_below_one() -> None:
     optimizer = make_optimizer(1.0, 2.0, kind="SGD", momentum=0.5)
     schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=1.0)
@@ -274,6 +285,9 @@ def test_a_changed_configuration_takes_effect_on_resume() -> None:
         (lambda o: WarmupCosineLR(o, 10, warmup_num_steps=2, cos_min_ratio=1.5), "cos_min_ratio must be from 0 to 1"),
         (lambda o: LRRangeTest(o, lr_range_test_step_size=0), "lr_range_test_step_size must be at least 1"),
         (lambda o: OneCycle(o, 0.2, 0.1), "cycle_min_lr must be from 0 to cycle_max_lr 0.1, got 0.2"),
+        (lambda o: OneCycle(o, [0.1] * 3, 0.3), "cycle_min_lr must be one number, or one for each of the 2 param"),
+        (lambda o: OneCycle(o, 0.1, []), "cycle_max_lr must be one number, or one for each of the 2 param"),
+        (lambda o: OneCycle(o, [0.1, 0.4], 0.3), "cycle_min_lr must be from 0 to cycle_max_lr 0.3, got 0.4"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=1.0), "cycle_max_mom must be from 0 up to, not including, 1"),
         (lambda o: OneCycle(o, 0.1, 0.2, decay_lr_rate=0.5), "decay_step_size must be at least 1, got 0"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=0), "cycle_second_step_size must be at least 1"),

@@ -8,10 +8,15 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["ConfigError", "did_you_mean", "dotted", "shown"]
+__all__ = ["CANNOT_WORK", "ConfigError", "did_you_mean", "dotted", "reason", "shown"]
+
+CANNOT_WORK = (ValueError, TypeError, ArithmeticError, RuntimeError)
+"""What a class of torch's or of ours raises for values that it cannot work with."""
 
 _LEAST_SIMILARITY = 0.6
 _LONGEST_VALUE = 80
+_LONGEST_REASON = 500
+_MOST_PROBLEMS = 20
 
 
 class ConfigError(ValueError):
@@ -22,26 +27,35 @@ class ConfigError(ValueError):
         if len(self.problems) == 1:
             message = f"{source}: {self.problems[0]}"
         else:
-            message = f"{source} has {len(self.problems)} problems:" + "".join(f"\n- {one}" for one in self.problems)
+            told = [f"\n- {one}" for one in self.problems[:_MOST_PROBLEMS]]
+            more = len(self.problems) - len(told)
+            rest = f"\n- and {more} more" if more else ""
+            message = f"{source} has {len(self.problems)} problems:" + "".join(told) + rest
         super().__init__(message)
 
 
 def dotted(*parts: str) -> str:
-    """The path of a key as people write it: `fp16.loss_scale`, without the empty parts."""
-    return ".".join(part for part in parts if part)
+    """The path of a key as people write it: `fp16.loss_scale`, without the empty parts; long ones are shortened."""
+    return ".".join(_shortened(part) for part in parts if part)
 
 
 def shown(value: Any) -> str:
     """`value` as JSON writes it, shortened where it is long."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    except (TypeError, ValueError, RecursionError):
+        text = _representation(value)
+    return _shortened(text)
+
+
+def reason(error: Exception) -> str:
+    """What `error` says, shortened where it echoes a long value."""
+    return _shortened(str(error), _LONGEST_REASON)
 
 
 def did_you_mean(name: str, known: Sequence[str], unlisted: Iterable[str] = ()) -> str:
     """' Did you mean "..."?' for the most similar of `known` and `unlisted`; where none is similar, lists `known`."""
+    name = _shortened(name)  # comparing takes the square of a name's length
     names = sorted({*known, *unlisted})
     similar = {other: _likeness(name, other) for other in names if _ratio(name, other) >= _LEAST_SIMILARITY}
     if not similar:
@@ -49,6 +63,17 @@ def did_you_mean(name: str, known: Sequence[str], unlisted: Iterable[str] = ()) 
     best = max(similar.values())
     nearest = [f'"{other}"' for other, likeness in similar.items() if likeness == best]
     return f" Did you mean {' or '.join(nearest)}?"
+
+
+def _shortened(text: str, longest: int = _LONGEST_VALUE) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def _representation(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # of an object that the caller put there: its type says enough
+        return f"a {type(value).__name__}"
 
 
 def _likeness(name: str, other: str) -> float:

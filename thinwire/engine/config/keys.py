@@ -51,14 +51,15 @@ def _keep(tree: Mapping[str, Any], prefix: str, model: type[Section], problems: 
         path = dotted(prefix, str(key))
         declined = DECLINED.get(path)
         section = _section_of(model, key)
-        if value == "auto" and path in AUTO:
+        auto = isinstance(value, str) and value == "auto"
+        if auto and path in AUTO:
             continue
         if declined is not None:
             if not declined.accepts(value):
                 problems.append(declined.refusal(path, value))
         elif not isinstance(key, str) or (key not in model.model_fields and path not in _OTHER_KNOWN):
             problems.append(_unknown(path, prefix, str(key), model))
-        elif value == "auto" and path not in _AUTO_VALUES:
+        elif auto and path not in _AUTO_VALUES:
             problems.append(f'"{path}" cannot be "auto": write the value, or delete the key for the default')
         elif section is not None and value is None:
             continue

@@ -3,7 +3,6 @@ DeepSpeed's users bring their files as they are; nothing in them is accepted and
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,9 @@ from pydantic import ValidationError
 
 from thinwire.engine.config.batch import complete_batch_sizes
 from thinwire.engine.config.errors import ConfigError
+from thinwire.engine.config.json_file import read_json_object
 from thinwire.engine.config.keys import keep_known_keys
+from thinwire.engine.config.limits import check_limits
 from thinwire.engine.config.models import EngineConfig
 from thinwire.engine.config.optimizer import check_optimizer
 from thinwire.engine.config.rules import check_combinations
@@ -40,11 +41,12 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfi
     if isinstance(source, Mapping):
         return _load(source, world_size, "the configuration")
     if isinstance(source, str | os.PathLike):
-        return _load(_read(Path(source)), world_size, str(source))
+        return _load(read_json_object(Path(source)), world_size, str(source))
     raise ConfigError(f"a configuration is the path of a JSON file or a dict, not {type(source).__name__}")
 
 
 def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
+    check_limits(tree, label)
     problems: list[str] = []
     tree = keep_known_keys(tree, problems)
     if isinstance(section := tree.get("optimizer"), Mapping):
@@ -95,44 +97,3 @@ def _is_positive(size: Any) -> bool:
 
 def _whole(size: Any) -> int | None:
     return None if size is None else int(size)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"is not UTF-8 text, at byte {error.start}", str(path)) from error
-    try:
-        tree = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"is not JSON, at line {error.lineno} column {error.colno}: {error.msg}. JSON has no comments and no "
-            "comma after the last entry",
-            str(path),
-        ) from error
-    except _NotStrictJsonError as error:
-        raise ConfigError(str(error), str(path)) from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"must hold a JSON object, {{...}}, not a {type(tree).__name__}", str(path))
-    return tree
-
-
-class _NotStrictJsonError(Exception):
-    """What Python's reader takes and JSON does not."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in tree:
-            raise _NotStrictJsonError(
-                f'"{key}" is there twice in one object: {json.dumps(tree[key])} and {json.dumps(value)}'
-            )
-        tree[key] = value
-    return tree
-
-
-def _refuse_constant(name: str) -> Any:
-    raise _NotStrictJsonError(f"{name} is not JSON: write a number")

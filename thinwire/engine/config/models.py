@@ -120,13 +120,14 @@ class LayerDropConfig(Section):
 
     enabled: bool = False
     theta: float = Field(default=0.5, ge=0, le=1)
-    gamma: float | Literal["auto"] = 0.001
+    gamma: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = 0.001
 
 
 class CheckpointConfig(Section):
-    """`keep_last`: whole checkpoints that stay on disk. `async_save`: write while training goes on."""
+    """`keep_last`: whole checkpoints of this job that stay on disk; None keeps all. `async_save`: write while training
+    goes on."""
 
-    keep_last: WholeNumber = Field(default=2, ge=2)
+    keep_last: WholeNumber | None = Field(default=None, ge=2)
     async_save: bool = False
 
 

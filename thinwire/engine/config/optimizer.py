@@ -10,7 +10,7 @@ import torch
 
 from thinwire.comm import threads
 from thinwire.engine.config.declined import Declined
-from thinwire.engine.config.errors import did_you_mean, dotted
+from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
 from thinwire.engine.config.params import Expected, check_params, expected_by
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
@@ -56,6 +56,9 @@ _TORCH_DECLINES = {
     "set_grad_none": Declined("gradients are always set to None after a step", (True,)),
 }
 
+# Where torch's default is not DeepSpeed's: a file that leaves it out trains as it did there. All others are alike.
+_DEEPSPEEDS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"AdamW": {"weight_decay": 0.0}}
+
 _NOT_PARAMETERS = frozenset({"self", "params", "defaults", "differentiable"})
 
 
@@ -63,7 +66,7 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0
     """{"type", "params"} with the type's proper name and exactly the keyword arguments its class takes.
 
     `type` in any case. As in DeepSpeed, "Adam" decouples its weight decay (AdamW) unless `adam_w_mode` is false.
-    `stage`: ZeRO's, as it was given. What cannot work joins `problems`.
+    What is not given has DeepSpeed's default. `stage`: ZeRO's, as it was given. What cannot work joins `problems`.
     """
     given, params = tree.get("type"), tree.get("params", {})
     if not isinstance(given, str) or not isinstance(params, Mapping):
@@ -80,8 +83,8 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0
                 getattr(torch.optim, name)([torch.zeros(1)], **params)
             else:
                 _build_alone(own, params, stage)
-        except (ValueError, TypeError, RuntimeError) as error:
-            problems.append(f'"{dotted("optimizer", "params")}" cannot work: {error}')
+        except CANNOT_WORK as error:
+            problems.append(f'"optimizer.params" cannot work: {reason(error)}')
     return {**tree, "type": name, "params": params}
 
 
@@ -90,9 +93,9 @@ def _proper_name(given: str, problems: list[str]) -> str | None:
     by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
     name = by_lower.get(given.lower())
     if name is None:
-        problems.append(f'"optimizer.type" "{given}" is not a known optimizer.{did_you_mean(given, names)}')
+        problems.append(f'"optimizer.type" {shown(given)} is not a known optimizer.{did_you_mean(given, names)}')
     elif name in _REFUSED:
-        problems.append(f'"optimizer.type" "{given}" is not supported: {_REFUSED[name]}')
+        problems.append(f'"optimizer.type" {shown(given)} is not supported: {_REFUSED[name]}')
         return None
     return name
 
@@ -122,4 +125,4 @@ def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str
         if "adam_w_mode" in params and "decoupled_weight_decay" in params:
             problems.append('"optimizer.params": "adam_w_mode" and "decoupled_weight_decay" mean the same: give one')
         params.setdefault("decoupled_weight_decay", params.pop("adam_w_mode", True))
-    return params
+    return {**_DEEPSPEEDS_DEFAULTS.get(name, {}), **params}

@@ -175,4 +175,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(_is_number(one) for one in value)
+    return isinstance(value, list | tuple) and bool(value) and all(_is_number(one) for one in value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from thinwire.engine.config.errors import shown
+from thinwire.engine.config.errors import CANNOT_WORK, reason, shown
 from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
@@ -156,22 +156,19 @@ def _sparse_attention(config: EngineConfig) -> Iterator[str]:
     if config.sparse_attention is not None:
         try:
             layout_from_config(config.sparse_attention, num_heads=1)
-        except (ValueError, TypeError) as error:
-            yield str(error)
+        except CANNOT_WORK as error:
+            yield reason(error)
 
 
 def _layer_drop(config: EngineConfig) -> Iterator[str]:
     dropping = config.progressive_layer_drop
     if not dropping.enabled:
         return
-    if dropping.gamma == "auto":
-        if total_steps(config) is None:
-            yield (
-                '"progressive_layer_drop.gamma" "auto" is 100 / "scheduler.params.total_num_steps", which is not '
-                "there: give the scheduler one, or gamma as a number"
-            )
-    elif dropping.gamma < 0:
-        yield f'"progressive_layer_drop.gamma" must not be negative, got {dropping.gamma:g}'
+    if dropping.gamma == "auto" and total_steps(config) is None:
+        yield (
+            '"progressive_layer_drop.gamma" "auto" is 100 / "scheduler.params.total_num_steps", which is not there: '
+            "give the scheduler one, or gamma as a number"
+        )
     if config.zero_optimization.stage == 3:
         yield (
             '"progressive_layer_drop" does not go with "zero_optimization.stage" 3, which expects every layer to run: '

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from thinwire.engine.config.declined import Declined
-from thinwire.engine.config.errors import did_you_mean
+from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
 from thinwire.engine.config.params import check_params, expected_by
 from thinwire.engine.schedules import build_schedule, schedule_names, why_refused
 
@@ -26,6 +26,9 @@ _NOT_PARAMETERS = frozenset({"self", "optimizer", *_DECLINES})
 # "auto" in Hugging Face's files: the optimizer's own rate, where the class would take another by default.
 _OWN_RATE = "warmup_max_lr"
 
+# As many groups are built to check a schedule: an optimizer takes the square of their number to do so.
+_MOST_GROUPS = 1024
+
 
 def check_scheduler(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """{"type", "params"} with exactly the keyword arguments that the schedule takes besides the optimizer.
@@ -38,13 +41,13 @@ def check_scheduler(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
         return dict(tree)  # the model says what is wrong with them
     known = schedule_names()
     if name not in known:
-        if (reason := why_refused(name)) is not None:
+        if (refused := why_refused(name)) is not None:
             problems.append(
-                f'"scheduler.type" "{name}" is not supported: {reason}. Pass a schedule of your own to '
+                f'"scheduler.type" "{name}" is not supported: {refused}. Pass a schedule of your own to '
                 "thinwire.initialize, or step it yourself"
             )
         else:
-            problems.append(f'"scheduler.type" "{name}" is not a known schedule.{did_you_mean(name, list(known))}')
+            problems.append(f'"scheduler.type" {shown(name)} is not a known schedule.{did_you_mean(name, list(known))}')
         return dict(tree)
     before = len(problems)
     expected = expected_by(known[name].__init__, _NOT_PARAMETERS)
@@ -57,9 +60,17 @@ def check_scheduler(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
 
 def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> None:
     """What the class itself says about its values, on an optimizer with as many groups as the values ask for."""
-    groups = max([len(value) for key, value in params.items() if "lr" in key and isinstance(value, list)], default=1)
+    rates = {key: len(value) for key, value in params.items() if "lr" in key and isinstance(value, list)}
+    groups = max([1, *rates.values()])
+    if groups > _MOST_GROUPS:
+        longest = max(rates, key=rates.__getitem__)
+        problems.append(
+            f'"scheduler.params.{longest}" must be a number, or one for each parameter group, at most {_MOST_GROUPS}, '
+            f"got {groups} of them"
+        )
+        return
     optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)]} for _ in range(groups)])
     try:
         build_schedule(name, params, optimizer)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        problems.append(f'"scheduler.params" cannot work: {error}')
+    except CANNOT_WORK as error:
+        problems.append(f'"scheduler.params" cannot work: {reason(error)}')

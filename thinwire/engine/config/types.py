@@ -21,32 +21,38 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 def explain(error: ValidationError) -> list[str]:
     """One sentence for each thing that is wrong with an `EngineConfig`, in the order of its keys."""
-    return [_sentence(detail) for detail in error.errors()]
+    return list(dict.fromkeys(_sentence(detail) for detail in error.errors()))
 
 
 def _sentence(detail: ErrorDetails) -> str:
-    names = [str(part) for part in detail["loc"]]
+    names, field = _field(detail["loc"])
     path = dotted(*names)
     if detail["type"] == "missing":
         return f'"{path}" is missing'
-    field = _field(names)
     expected = _expected(field) if field is not None else detail["msg"]
     return f'"{path}" must be {expected}, got {shown(detail["input"])}'
 
 
-def _field(names: list[str]) -> FieldInfo | None:
-    """The field at a path; for an entry of a list, the list's."""
+def _field(location: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | None]:
+    """(The names on the way, the field at the end of it); for an entry of a list, the list's field.
+
+    Where a field takes one of several types, pydantic's location goes on with each type, which is no name.
+    """
     model: type[Section] = EngineConfig
     field: FieldInfo | None = None
-    for name in names:
-        if name not in model.model_fields:
+    names: list[str] = []
+    for part in location:
+        if isinstance(part, str) and part not in model.model_fields:
             break
-        field = model.model_fields[name]
+        names.append(str(part))
+        if isinstance(part, int):
+            continue
+        field = model.model_fields[part]
         sections = [
             one for one in _alternatives(field.annotation) if isinstance(one, type) and issubclass(one, Section)
         ]
         model = sections[0] if sections else Section
-    return field
+    return names, field
 
 
 def _expected(field: FieldInfo) -> str:
@@ -60,7 +66,8 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 def _words(annotation: Any) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _words(get_args(annotation)[0])
+        inside, *metadata = get_args(annotation)
+        return _words(inside) + "".join(_bounds(one) for one in metadata if isinstance(one, FieldInfo))
     if origin is Literal:
         return " or ".join(shown(choice) for choice in get_args(annotation))
     if origin is list:

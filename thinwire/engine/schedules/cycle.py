@@ -43,6 +43,7 @@ class LRRangeTest(ClosedFormSchedule):
 
 class OneCycle(ClosedFormSchedule):
     """One cycle of the rate from `cycle_min_lr` to `cycle_max_lr` and back, then decay (Smith 2018, arXiv 1803.09820).
+    Both are one rate for all parameter groups, or a list of one for each.
 
     The rate rises over `cycle_first_step_size` steps and falls over `cycle_second_step_size` (None: as many), in
     stairs where a stair count is above 0. Afterwards it is min_lr / (1 + decay_lr_rate · t' / decay_step_size), with
@@ -54,8 +55,8 @@ class OneCycle(ClosedFormSchedule):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -71,7 +72,8 @@ class OneCycle(ClosedFormSchedule):
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.sizes = (cycle_first_step_size, second_size)
         self.stairs = (cycle_first_stair_count, second_stairs)
-        self.lr_range = (cycle_min_lr, cycle_max_lr)
+        lows = one_each(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.lr_ranges = list(zip(lows, one_each(optimizer, cycle_max_lr, "cycle_max_lr"), strict=True))
         self.momentum_range = (cycle_min_mom, cycle_max_mom)
         self.decay_step_size = decay_step_size
         self.decay_rates = (decay_lr_rate, decay_mom_rate)
@@ -85,13 +87,12 @@ class OneCycle(ClosedFormSchedule):
         super().__init__(optimizer)
 
     def rates(self, step: int) -> list[float]:
-        """The cycle's rate, the same for every group."""
-        low, high = self.lr_range
+        """The cycle's rate, of each group between its own bounds."""
         if step <= sum(self.sizes):
-            rate = low + (high - low) * self._height(step)
-        else:
-            rate = low / (1 + self.decay_rates[0] * self._decay_intervals(step))
-        return [rate] * len(self.optimizer.param_groups)
+            height = self._height(step)
+            return [low + (high - low) * height for low, high in self.lr_ranges]
+        decay = 1 + self.decay_rates[0] * self._decay_intervals(step)
+        return [low / decay for low, _ in self.lr_ranges]
 
     def momentum(self, step: int) -> float:
         """β₁, or SGD's momentum, at `step`."""
@@ -121,8 +122,9 @@ class OneCycle(ClosedFormSchedule):
         require(self.decay_step_size >= least, "decay_step_size", f"at least {least}", self.decay_step_size)
 
     def _check_ranges(self) -> None:
-        (low, high), (low_momentum, high_momentum) = self.lr_range, self.momentum_range
-        require(0 <= low <= high, "cycle_min_lr", f"from 0 to cycle_max_lr {high}", low)
+        low_momentum, high_momentum = self.momentum_range
+        for low, high in self.lr_ranges:
+            require(low <= high, "cycle_min_lr", f"from 0 to cycle_max_lr {high}", low)
         require(0 <= high_momentum < 1, "cycle_max_mom", "from 0 up to, not including, 1", high_momentum)
         require(0 <= low_momentum <= high_momentum, "cycle_min_mom", f"from 0 to {high_momentum}", low_momentum)
 
