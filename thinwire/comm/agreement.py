@@ -18,7 +18,9 @@ def raise_together(comm: Communicator, error: Exception | None, doing: str) -> N
 
     `doing` completes "rank 3 could not ...".
     """
-    messages = comm.all_gather_bytes(b"" if error is None else f"{type(error).__name__}: {error}".encode())
+    mine = "" if error is None else f"{type(error).__name__}: {error}"
+    # Names that it quotes, of files above all, may hold what is no text.
+    messages = comm.all_gather_bytes(mine.encode(errors="backslashreplace"))
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

@@ -16,9 +16,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from thinwire.comm.launchers import Launch, rendezvous
+from thinwire.comm.launchers import Launch
+from thinwire.comm.meeting import meet
 from thinwire.comm.torch_backend import group_timeout
 
 __all__ = ["choose_backend", "init_process_group"]
@@ -45,7 +45,7 @@ def init_process_group(launch: Launch, backend: Literal["gloo", "nccl", "mpi"] |
     if launch.launcher == "torchrun":
         dist.init_process_group(name, timeout=limit)
     else:
-        store = _meet(launch, launch.size, timeout)
+        store = meet(launch, launch.size, timeout, os.environ)
         dist.init_process_group(name, store=store, rank=launch.rank, world_size=launch.size, timeout=limit)
     # Without this, Gloo's threads can abort a process that is already over.
     atexit.register(_destroy_process_group)
@@ -67,24 +67,6 @@ def choose_backend(launch: Launch, backend: str | None, gpus: int, environ: Mapp
             "fewer ranks, or use backend='gloo'"
         )
     return backend
-
-
-def _meet(launch: Launch, size: int, timeout: float) -> Store:
-    """Make the store through which the ranks find each other; rank 0 serves it."""
-    if launch.launcher == "single":
-        return HashStore()
-    if launch.launcher == "srun" or ("MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ):
-        address, port = rendezvous(os.environ)
-    elif launch.local_size == size:
-        # The ranks of one host have the same parent, whose number is free of other jobs' numbers.
-        address, port = "127.0.0.1", 20000 + os.getppid() % 10000
-    else:
-        raise ValueError(
-            "mpirun over several hosts does not tell torch where to meet: set MASTER_ADDR to rank 0's host and "
-            "MASTER_PORT to a free port there, for example with mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500"
-        )
-    serves = launch.rank == 0
-    return TCPStore(address, port, size, serves, group_timeout(timeout), wait_for_workers=False)
 
 
 def _import_what_would_keep_the_group() -> None:
