@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,31 @@ def settled(theta: float = 0.5, step: int = 1) -> ProgressiveLayerDrop:
 
 def runs(model: Stack) -> list[int]:
     return [layer.forwards for layer in model.layers]
+
+
+def test_a_schedule_that_stands_still_is_a_warning() -> None:
+    model, schedule = make_stack(), ProgressiveLayerDrop()
+    drop_layers(model, schedule)
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch(0))
+    model.train()
+    with pytest.warns(RuntimeWarning, match=r"none is: call schedule.update_state\(step\) as every step begins"):
+        model(batch(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch(1))
+
+
+@pytest.mark.parametrize("begin", [lambda one: one.update_state(0), lambda one: one.load_state_dict({"step": 0})])
+def test_a_schedule_that_was_begun_is_no_warning(begin) -> None:
+    model, schedule = make_stack(), ProgressiveLayerDrop()
+    drop_layers(model, schedule)
+    begin(schedule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch(0))
 
 
 def test_a_dropped_layer_costs_nothing() -> None:

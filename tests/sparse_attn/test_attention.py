@@ -131,7 +131,6 @@ def test_dropping_almost_everything() -> None:
     [
         ({"layout": torch.ones(3, 3, dtype=torch.bool)}, TypeError, "expected a layout, got Tensor.*Custom"),
         ({"layout": Dense(3)}, ValueError, "3 heads, expected 2"),
-        ({"layout": Dense(HEADS, 8)}, ValueError, r"block is 8, expected one of"),
         ({"layout": BigBird(HEADS, 16, num_sliding_window_blocks=9)}, ValueError, "num_sliding_window_blocks"),
         ({"layout": Custom(torch.ones(7, 7, dtype=torch.bool))}, ValueError, "7 x 7"),
         ({"q": torch.randn(2, HEADS, 16, 8), "causal": True}, ValueError, "as many queries as keys"),

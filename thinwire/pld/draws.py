@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 
 from thinwire.pld.schedule import ProgressiveLayerDrop, keep_probability
 
@@ -28,9 +29,18 @@ class DropPlan:
     seed: int
     num_layers: int
     micro_step_again: int | None = None
+    _warned: bool = field(default=False, init=False)
 
     def decide(self, layer: int, micro_step: int) -> Decision:
         """Draw for `layer`, counted from 1, in forward `micro_step` of the schedule's step."""
+        if not self.schedule.begun and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "these layers are to be dropped by a schedule that stands still, so that none is: call "
+                "schedule.update_state(step) as every step begins, before its first forward",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         keep = keep_probability(layer, self.num_layers, self.schedule.get_theta())
         return Decision(uniform(self.seed, self.schedule.step, micro_step, layer) < keep, keep)
 

@@ -28,6 +28,12 @@ class ProgressiveLayerDrop:
             raise ValueError(f"theta is {theta}, but it is a probability: give a number in [0, 1]")
         self.gamma = _resolve_gamma(gamma, total_steps)
         self._step = 0
+        self._begun = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether anybody has said which step is under way."""
+        return self._begun
 
     @property
     def step(self) -> int:
@@ -46,6 +52,7 @@ class ProgressiveLayerDrop:
                 "from an earlier step call load_state_dict()"
             )
         self._step = step
+        self._begun = True
 
     def get_theta(self) -> float:
         """θ in the step under way."""
@@ -62,6 +69,7 @@ class ProgressiveLayerDrop:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from a checkpoint, earlier or later."""
         self._step = _step(state["step"])
+        self._begun = True
 
 
 def keep_probability(layer: int, num_layers: int, theta: float) -> float:

@@ -15,9 +15,8 @@ from thinwire.sparse_attn.masks import attention_bias, key_bias
 from thinwire.sparse_attn.operator import attend
 from thinwire.sparse_attn.pattern import Pattern
 
-__all__ = ["SUPPORTED_BLOCKS", "block_sparse_attention", "check_layout"]
+__all__ = ["block_sparse_attention", "check_layout"]
 
-SUPPORTED_BLOCKS = (16, 32, 64, 128)
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD_SIZE = 256
 
@@ -141,15 +140,11 @@ def _refuse_forward_mode(*inputs: Tensor | None) -> None:
 
 
 def check_layout(layout: Layout, heads: int) -> None:
-    """Raise TypeError for no layout, ValueError unless it fits `heads` heads and kernels support its block."""
+    """Raise TypeError for no layout, ValueError unless it fits `heads` heads."""
     if not isinstance(layout, Layout):
         raise TypeError(f"expected a layout, got {type(layout).__name__}; make one of a mask of blocks with Custom")
     if layout.num_heads not in (1, heads):
         raise ValueError(
             f"the layout is for {layout.num_heads} heads, expected {heads}; make it with num_heads={heads}, "
             f"or with num_heads=1 to share its blocks among all heads"
-        )
-    if layout.block not in SUPPORTED_BLOCKS:
-        raise ValueError(
-            f"the layout's block is {layout.block}, expected one of {', '.join(map(str, SUPPORTED_BLOCKS))}"
         )

@@ -191,7 +191,15 @@ def test_custom() -> None:
     ("make", "message"),
     [
         (lambda: Dense(0), "num_heads must be a whole number of at least 1"),
-        (lambda: Fixed(2, block=0), "block must be"),
+        (lambda: Fixed(2, block=0), "block must be one of 16, 32, 64, 128 tokens"),
+        (lambda: BigBird(2, block=20), "block must be one of 16, 32, 64, 128 tokens.*got 20"),
+        (lambda: Custom(torch.ones(3, 3, dtype=torch.bool), block=20), "block must be one of"),
+        (lambda: BigBird(2, block=True), "block must be one of"),
+        (lambda: BigBird(2, seed="x"), "seed must be a whole number, got 'x'"),
+        (lambda: Dense(2, different_layout_per_head=[]), "different_layout_per_head must be True or False"),
+        (lambda: Fixed(2, horizontal_global_attention=1), "horizontal_global_attention must be True or False"),
+        (lambda: BSLongformer(2, global_block_indices=3), "global_block_indices must list whole numbers, got 3"),
+        (lambda: BSLongformer(2, global_block_end_indices=["x"]), "global_block_end_indices must list whole"),
         (lambda: Fixed(2, num_local_blocks=4, num_global_blocks=3), "a multiple of num_global_blocks"),
         (lambda: Fixed(2, num_different_global_patterns=2), "different_layout_per_head=True"),
         (
@@ -218,6 +226,11 @@ def test_custom() -> None:
 def test_bad_input(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_range_beyond_every_sequence_takes_no_memory() -> None:
+    layout = BSLongformer(1, global_block_indices=[0], global_block_end_indices=[2**62])
+    assert layout.make_layout(64).all()
 
 
 def test_a_picture() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,19 @@ from thinwire.sparse_attn.layouts.plotting import draw
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Layout", "at_least", "fits", "global_ranges", "known_attention"]
+__all__ = [
+    "SUPPORTED_BLOCKS",
+    "Layout",
+    "at_least",
+    "check_global_ranges",
+    "fits",
+    "global_ranges",
+    "known_attention",
+    "whole_number",
+]
+
+SUPPORTED_BLOCKS = (16, 32, 64, 128)
+"""Tokens a block that the kernels are written for."""
 
 _KEPT_INDICES = 16
 
@@ -29,8 +42,8 @@ _KEPT_INDICES = 16
 class Layout:
     """Immutable: what it holds for a length never changes, so each length's index is made once and kept.
 
-    `num_heads`: of the attention, or 1 for any number of heads alike. `block`: tokens a block.
-    `different_layout_per_head`: let patterns that differ between heads, random ones say, do so.
+    `num_heads`: of the attention, or 1 for any number of heads alike. `block`: tokens a block, 16, 32,
+    64 or 128. `different_layout_per_head`: let patterns that differ between heads, random ones say, do so.
     """
 
     num_heads: int
@@ -42,7 +55,9 @@ class Layout:
     _content: str = field(default="", init=False, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "num_heads", "block")
+        at_least(self, 1, "num_heads")
+        _check_block(self.block)
+        _switch("different_layout_per_head", self.different_layout_per_head)
         for name, value in vars(self).items():
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
@@ -140,7 +155,26 @@ def at_least(layout: Layout, least: int, *names: str) -> None:
     for name in names:
         value = getattr(layout, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}")
+
+
+def _check_block(block: object) -> None:
+    if type(block) is not int or block not in SUPPORTED_BLOCKS:
+        sizes = ", ".join(map(str, SUPPORTED_BLOCKS))
+        raise ValueError(
+            f"block must be one of {sizes} tokens, which the kernels are written for, got {reprlib.repr(block)}"
+        )
+
+
+def whole_number(name: str, value: object) -> None:
+    """Raise ValueError where option `name` is no whole number."""
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, got {reprlib.repr(value)}")
+
+
+def _switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {reprlib.repr(value)}")
 
 
 def fits(layout: Layout, blocks: int, *names: str) -> None:
@@ -156,7 +190,8 @@ def fits(layout: Layout, blocks: int, *names: str) -> None:
 def known_attention(attention: str, horizontal: bool = False) -> None:
     """Raise ValueError for an unknown direction, or for rows of the future in a unidirectional layout."""
     if attention not in ("bidirectional", "unidirectional"):
-        raise ValueError(f'attention must be "bidirectional" or "unidirectional", got {attention!r}')
+        raise ValueError(f'attention must be "bidirectional" or "unidirectional", got {reprlib.repr(attention)}')
+    _switch("horizontal_global_attention", horizontal)
     if horizontal and attention == "unidirectional":
         raise ValueError(
             "horizontal_global_attention lets rows attend all columns, later ones too: it needs "
@@ -164,18 +199,27 @@ def known_attention(attention: str, horizontal: bool = False) -> None:
         )
 
 
-def global_ranges(first: Sequence[int], end: Sequence[int] | None, blocks: int | None = None) -> list[int]:
-    """The global blocks, those beyond `blocks` left out: a sequence may be shorter than the longest.
-
-    Raises ValueError for ranges that are empty, or lists that do not pair.
-    """
-    if end is not None and len(end) != len(first):
+def check_global_ranges(first: Sequence[int], end: Sequence[int] | None) -> None:
+    """Raise ValueError for ranges that are no lists of whole numbers, that are empty, or do not pair."""
+    _whole_numbers("global_block_indices", first)
+    if end is None:
+        end = [start + 1 for start in first]
+    _whole_numbers("global_block_end_indices", end)
+    if len(end) != len(first):
         raise ValueError(
             f"global_block_end_indices must pair with global_block_indices, got {len(end)} for {len(first)}"
         )
-    ends = [start + 1 for start in first] if end is None else end
-    for start, stop in zip(first, ends, strict=True):
+    for start, stop in zip(first, end, strict=True):
         if start < 0 or stop <= start:
             raise ValueError(f"global blocks must be ranges from 0 on, got {start} to {stop}")
-    limit = max(ends, default=0) if blocks is None else blocks
-    return [column for start, stop in zip(first, ends, strict=True) for column in range(start, min(stop, limit))]
+
+
+def global_ranges(first: Sequence[int], end: Sequence[int] | None, blocks: int) -> list[int]:
+    """The global blocks, those beyond `blocks` left out: a sequence may be shorter than the longest."""
+    ends = [start + 1 for start in first] if end is None else end
+    return [column for start, stop in zip(first, ends, strict=True) for column in range(start, min(stop, blocks))]
+
+
+def _whole_numbers(name: str, values: object) -> None:
+    if not isinstance(values, Sequence) or any(type(value) is not int for value in values):
+        raise ValueError(f"{name} must list whole numbers, got {reprlib.repr(values)}")

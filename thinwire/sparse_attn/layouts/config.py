@@ -31,8 +31,8 @@ def layout_from_config(section: Mapping[str, Any], num_heads: int) -> Layout:
     Raises ValueError or TypeError for an unknown mode, or a parameter that is unknown or cannot work.
     """
     mode = section.get("mode", "fixed")
-    if mode not in _MODES:
-        raise ValueError(f'"sparse_attention.mode" {mode!r} is not known.{_nearest(str(mode), list(_MODES))}')
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise ValueError(f'"sparse_attention.mode" {mode!r:.80} is not known.{_nearest(mode, list(_MODES))}')
     layout = _MODES[mode]
     known = list(_parameters(layout))
     given = {
@@ -42,7 +42,9 @@ def layout_from_config(section: Mapping[str, Any], num_heads: int) -> Layout:
     }
     for name in given:
         if name not in known:
-            raise ValueError(f'"sparse_attention.{name}" is not a parameter of mode "{mode}".{_nearest(name, known)}')
+            raise ValueError(
+                f'"sparse_attention.{name:.80}" is not a parameter of mode "{mode}".{_nearest(name, known)}'
+            )
     try:
         return layout(num_heads, **given)
     except (ValueError, TypeError) as error:
@@ -61,6 +63,6 @@ def _is_default_of_another(name: str, value: Any) -> bool:
     return value in defaults
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
+def _nearest(name: object, known: list[str]) -> str:
+    close = difflib.get_close_matches(f"{name!s:.80}", known, 1)
     return f' Did you mean "{close[0]}"?' if close else f" Known: {', '.join(known)}"

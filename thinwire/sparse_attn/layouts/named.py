@@ -4,6 +4,7 @@ parameters that DeepSpeed made known, without its faults."""
 from __future__ import annotations
 
 import random
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,7 +14,15 @@ import torch
 from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockPairs
-from thinwire.sparse_attn.layouts.base import Layout, at_least, fits, global_ranges, known_attention
+from thinwire.sparse_attn.layouts.base import (
+    Layout,
+    at_least,
+    check_global_ranges,
+    fits,
+    global_ranges,
+    known_attention,
+    whole_number,
+)
 from thinwire.sparse_attn.layouts.block_pairs import (
     all_blocks,
     global_columns,
@@ -114,10 +123,13 @@ class Variable(Layout):
         super().__post_init__()
         known_attention(self.attention, self.horizontal_global_attention)
         at_least(self, 0, "num_random_blocks")
+        whole_number("seed", self.seed)
         sizes = self.local_window_blocks
         if not isinstance(sizes, Sequence) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(f"local_window_blocks must list sizes, whole numbers of at least 1, got {sizes!r}")
-        global_ranges(self.global_block_indices, self.global_block_end_indices)
+            raise ValueError(
+                f"local_window_blocks must list sizes, whole numbers of at least 1, got {reprlib.repr(sizes)}"
+            )
+        check_global_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         fits(self, blocks, "num_random_blocks")
@@ -147,6 +159,7 @@ class BigBird(Layout):
         known_attention(self.attention)
         at_least(self, 0, "num_random_blocks", "num_global_blocks")
         at_least(self, 1, "num_sliding_window_blocks")
+        whole_number("seed", self.seed)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         fits(self, blocks, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
@@ -175,7 +188,7 @@ class BSLongformer(Layout):
         super().__post_init__()
         known_attention(self.attention)
         at_least(self, 1, "num_sliding_window_blocks")
-        global_ranges(self.global_block_indices, self.global_block_end_indices)
+        check_global_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         fits(self, blocks, "num_sliding_window_blocks")
