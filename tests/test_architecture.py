@@ -28,8 +28,8 @@ MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ARGUMENTS = 12
 
-# Decorators behind which stands no Python: numba, Triton and LLVM take no structures without a price.
-COMPILED = {"kernel", "helper", "triton.jit", "add_intrinsic"}
+# Decorators behind which stands no Python.
+COMPILED = {"triton.jit"}
 
 # Imports inside functions hide who needs whom. They count as others do for floors and circles, and stand in doors (an
 # __init__.py that imports on first use, the modules of thinwire/ itself) and in these files only.

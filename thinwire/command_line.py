@@ -10,6 +10,7 @@ from thinwire.comm import CommunicationError
 from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.command_line import add_commands
 from thinwire.engine.checkpoint.errors import UsageError
+from thinwire.engine.checkpoint.printing import printable
 from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
 from thinwire.plan.errors import PlanError
 
@@ -27,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         exit_code: int = parsed.run(parsed)
     except (UsageError, PlanError) as error:
-        print(f"thinwire: {error}", file=sys.stderr)
+        print(printable(f"thinwire: {error}"), file=sys.stderr)
         return 2
     except (CheckpointError, CommunicationError, OSError) as error:
-        print(f"thinwire: {error}", file=sys.stderr)
+        print(printable(f"thinwire: {error}"), file=sys.stderr)
         return 1
     return exit_code
 

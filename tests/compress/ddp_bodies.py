@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,46 @@ def attached_refuses_edited_gradients(comm: Communicator) -> None:
         optimizer.step()
 
 
+def ddp_is_found_and_attached_at_every_stage(comm: Communicator) -> None:
+    """A DDP model that nobody attached sends nothing from the first backward on, and its no_sync is obeyed."""
+    for stage in (0, 1, 2):
+        runs = []
+        for attached in (True, False):
+            inner = make_model()
+            model = DistributedDataParallel(inner)
+            optimizer = make_optimizer(inner, comm, stage=stage)
+            if attached:
+                optimizer.attach(model)
+            losses = []
+            for step in range(16):
+                if stage < 2:
+                    with model.no_sync():
+                        loss_of(model, comm.rank, 100 + step).backward()
+                losses.append(loss_of(model, comm.rank, step))
+                losses[-1].backward()
+                if stage == 0 and not step:
+                    mine = torch.stack([one.grad.norm() for one in inner.parameters()])
+                    assert len(set(comm.all_gather_bytes(mine.numpy().tobytes()))) == comm.size
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((torch.stack(losses).detach(), weights(inner), optimizer.bytes_sent))
+        assert torch.equal(runs[0][0], runs[1][0])
+        assert torch.equal(runs[0][1], runs[1][1])
+        assert runs[0][2] == runs[1][2]
+
+
+def ddp_that_cannot_be_stopped_is_warned_of(comm: Communicator) -> None:
+    """What travels twice is said, once, in megabytes."""
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = thinwire.OneBitAdam(inner[0].parameters(), comm=comm)
+    with pytest.warns(RuntimeWarning, match=r"DistributedDataParallel sends .* MB a step .*4 of the model's 6"):
+        ddp_step(model, optimizer, comm, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp_step(model, optimizer, comm, 1)
+
+
 def attach_refuses_parameters_it_does_not_hold(comm: Communicator) -> None:
     """A DDP model with parameters that are not the optimizer's would leave them unsynchronised."""
     inner = make_model()
@@ -137,5 +179,7 @@ ALL = (
     attached_obeys_ddps_no_sync,
     attached_scalers_back_off_together,
     attached_refuses_edited_gradients,
+    ddp_is_found_and_attached_at_every_stage,
+    ddp_that_cannot_be_stopped_is_warned_of,
     attach_refuses_parameters_it_does_not_hold,
 )

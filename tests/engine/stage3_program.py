@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ def main(folder: Path) -> None:
     evaluation_in_between(comm)
     one_file(comm, folder)
     user_optimizer_and_recomputed_layers(comm)
+    copies_are_refused(comm)
     bad_models(comm)
     checkpoints(comm, folder)
     comm.barrier()
@@ -156,6 +159,13 @@ def user_optimizer_and_recomputed_layers(comm: Communicator) -> None:
     assert results[1][1] == results[0][1] == [0.00125, 0.00025]
 
 
+def copies_are_refused(comm: Communicator) -> None:
+    optimizer = make_engine(comm, settings(3)).optimizer
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a FullyShardedOptimizer cannot be copied or pickled: its state lies on"):
+            copied(optimizer)
+
+
 def bad_models(comm: Communicator) -> None:
     class Scalar(Tiny):
         def __init__(self) -> None:
@@ -164,6 +174,11 @@ def bad_models(comm: Communicator) -> None:
 
     with pytest.raises(ValueError, match="'factor' has no dimension"):
         initialize(model=Scalar(), comm=comm, config=settings(3))
+    engine = make_engine(comm, settings(3))
+    for stage in (1, 3):
+        with pytest.raises(ValueError, match="is sharded already, by fully_shard or an earlier"):
+            initialize(model=engine.module, comm=comm, config=settings(stage))
+    train(engine, range(1))
     mixed = Tiny()
     mixed.layers[1].to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"'layers.1.up.weight' is torch.bfloat16"):

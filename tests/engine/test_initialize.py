@@ -98,6 +98,30 @@ def test_parameters_to_train() -> None:
     assert model.mix.weight.grad is None
 
 
+@pytest.mark.parametrize("held", ["trainable", "all"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_model_parameters_may_name_frozen_ones_that_the_optimizer_does_not_hold(stage, held) -> None:
+    """As with adapters: the rest of the model is frozen, and the optimizer is built on what trains."""
+
+    def losses(**given):
+        model = make_model()
+        model.requires_grad_(False)
+        model.layers.requires_grad_(True)
+        every = [one for one in model.parameters() if held == "all" or one.requires_grad]
+        optimizer = torch.optim.SGD(every, lr=0.01)
+        passed = {name: choose(model) for name, choose in given.items()}
+        engine, *_ = initialize(model=model, optimizer=optimizer, config=without_optimizer(stage=stage), **passed)
+        return train(engine, range(3))
+
+    expected = losses()
+    assert losses(model_parameters=lambda model: model.parameters()) == expected
+    assert losses(model_parameters=lambda model: list(model.layers.parameters())) == expected
+    assert losses(model_parameters=lambda model: [dict(params=model.parameters())]) == expected
+    assert losses(model_parameters=lambda model: model.named_parameters()) == expected
+    with pytest.raises(ValueError, match=r"lacks 0 of the 4 that require a gradient, and has 8 others"):
+        losses(model_parameters=lambda model: model.layers[0].parameters())
+
+
 def test_an_optimizer_class_of_ones_own() -> None:
     class Lion(torch.optim.Optimizer):
         def __init__(self, params, lr, beta=0.9) -> None:
@@ -161,7 +185,7 @@ def stepped(model):
                 "model_parameters": [model.mix.weight],
             },
             ValueError,
-            "model_parameters are not",
+            "lacks 0 of the 1 that require a gradient, and has 15 others",
         ),
         (lambda model: {"model_parameters": nn.Linear(2, 2).parameters()}, ValueError, "2 of 2 parameters"),
         (lambda model: {"lr_scheduler": decaying(sgd(model))}, ValueError, "built on another optimizer"),

@@ -12,7 +12,7 @@ from tests.compress import bodies, ddp_bodies
 
 def main() -> None:
     torch.set_num_threads(1)
-    comm = thinwire.comm.init(timeout=60.0)
+    comm = thinwire.comm.init(timeout=600.0)
     for size in range(1, comm.size + 1):
         part = comm.split(0 if comm.rank < size else None)
         if part is not None:

@@ -23,3 +23,4 @@ def test(body: Body, size: int, subject: Subject) -> None:
     expected = WARNS.get(body)
     assert bool(messages) == (expected is not None), messages
     assert all(expected in message for message in messages)
+    assert len(set(messages)) == len(messages)  # one rank speaks for all

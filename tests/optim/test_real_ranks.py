@@ -18,7 +18,7 @@ PROGRAM = ["-m", "tests.optim.rank_program"]
 
 def run(command: list[str], **extra: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | extra
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -121,7 +121,13 @@ class _CastCodec(Codec):
         self.block_size = block_size
         self._dtype = dtype
 
-    def _values(self, packets: Tensor) -> Tensor:
+    def _values(self, packets: Tensor, shard: int | None = None) -> Tensor:
+        """Raises ValueError for packets that do not carry `shard` elements each, which would be stretched over them."""
+        if packets.dim() != 2 or (shard is not None and packets.shape[1] != self.packet_bytes(shard)):
+            raise ValueError(
+                f"packets of shape {tuple(packets.shape)} carry no {shard} elements of {self.name} each, which take "
+                f"{self.packet_bytes(shard or 0)} bytes"
+            )
         return packets[:, HEADER_BYTES:].view(self._dtype)
 
     def packet_bytes(self, shard: int) -> int:
@@ -139,13 +145,18 @@ class _CastCodec(Codec):
             rows.sub_(values)
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        output.view(packets.shape[0], -1).copy_(self._values(packets))
+        rows = packets.shape[0]
+        if not rows or output.numel() % rows:
+            raise ValueError(f"output has {output.numel()} elements, not a multiple of the {rows} rows of packets")
+        output.view(rows, -1).copy_(self._values(packets, output.numel() // rows))
 
     def scale(self, packets: Tensor, factor: float) -> None:
         self._values(packets).mul_(factor)
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        values = self._values(packets)
+        values = self._values(packets, output.numel())
+        if not len(values):
+            raise ValueError("a mean needs at least one row of packets")
         output.copy_(values[0])
         for row in values[1:]:
             output.add_(row)

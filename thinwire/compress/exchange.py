@@ -11,7 +11,16 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, Work
 from thinwire.compress.codecs import Codec
-from thinwire.compress.packet import HEADER_BYTES, Flags, Header, PacketError, check_headers, raise_flag, write_headers
+from thinwire.compress.packet import (
+    HEADER_BYTES,
+    Flags,
+    Header,
+    PacketError,
+    SettingsError,
+    check_headers,
+    raise_flag,
+    write_headers,
+)
 from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 
@@ -133,9 +142,12 @@ class Exchange:
             self._payload = torch.zeros(self.padded_numel, device=self._device)
         return self._payload
 
-    def start(self, step: int, flags: Flags = Flags.NONE) -> None:
-        """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual."""
-        self._expect(step)
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
+        """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual.
+
+        `settings`: a digest of what must be alike on every rank.
+        """
+        self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
             self._encode_part(place, send)
@@ -168,7 +180,7 @@ class Exchange:
         """Check every header of both legs and say what they said.
 
         Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, part, codec or block
-        size.
+        size, and SettingsError where one has other hyperparameters.
         """
         flags = Flags.NONE
         for leg in self._headers:
@@ -178,6 +190,8 @@ class Exchange:
                 "ranks of another node have lost step with each other. Every rank must call backward() and step() "
                 "equally often"
             )
+        if Flags.SETTINGS in flags:
+            raise SettingsError("ranks of another node have other hyperparameters: set them alike on every rank")
         return Outcome(Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags)
 
     def read(self, output: Tensor) -> None:
@@ -199,19 +213,11 @@ class Exchange:
     def revert(self) -> None:
         """Go back to the residuals before a step that was not committed: here nothing changes before `commit`."""
 
-    def load_residuals(self, worker: Tensor, owner: Tensor) -> None:
-        """Continue with these residuals, fp32 [padded_numel] and [shard], as a checkpoint recorded them."""
-        assert self.worker_residual is not None
-        assert self.owner_residual is not None
-        self.worker_residual.copy_(worker)
-        self.owner_residual.copy_(owner)
-
     def hold_zero(self, mask: Tensor) -> None:
         """Zero the residuals where `mask`, bool [padded_numel], holds; between steps."""
-        if self.worker_residual is not None and self.owner_residual is not None:
-            self.worker_residual.masked_fill_(mask, 0.0)
-            own = mask.view(self._comm.size, self.shard)[self._comm.rank]
-            self.owner_residual.masked_fill_(own, 0.0)
+        for residual, place in zip(self._residuals(), (self.worker_place, self.owner_place), strict=True):
+            if residual is not None:
+                residual.masked_fill_(mask[place], 0.0)
 
     def scale_step(self, coefficient: float) -> None:
         """Change the new worker residual to what it were had this step's change been `coefficient` times as large.
@@ -220,7 +226,7 @@ class Exchange:
         residual of a payload c·x sent as c·p. After `start`.
         """
         assert self.worker_residual is not None
-        torch.lerp(self.worker_residual, self.payload, coefficient, out=self.payload)
+        torch.lerp(self.worker_residual, self._encoded, coefficient, out=self._encoded)
 
     def average(self, vector: Tensor, step: int = 0) -> Tensor:
         """All of the above at once: the compressed average of `vector`, fp32 [numel], over the ranks.
@@ -238,16 +244,26 @@ class Exchange:
             self.commit()
         return output[: self.numel]
 
-    def _expect(self, step: int) -> None:
-        """Begin an exchange in which headers have to name this step."""
-        self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step)
+    def _expect(self, step: int, settings: int) -> None:
+        """Begin an exchange in which headers have to name this step and these settings."""
+        self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step, settings=settings)
         self._headers = []
         self._leg_1, self._leg_2 = [], []
 
+    @property
+    def _encoded(self) -> Tensor:
+        """What leg 1 encodes, of `worker_place`; from `start` on the new worker residual."""
+        return self.payload
+
+    def _residuals(self) -> tuple[Tensor | None, Tensor | None]:
+        """The worker's and the owner's as of the last step."""
+        return self.worker_residual, self.owner_residual
+
     def _encode_part(self, place: slice, packets: Tensor) -> None:
-        """Encode a part of every shard of the payload."""
+        """Encode a part of every shard."""
         before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
-        self.codec.encode(self.payload.view(-1, self.shard)[:, place], before, packets, self.numel - place.start)
+        valid = self.numel - self.worker_place.start - place.start
+        self.codec.encode(self._encoded.view(-1, self.shard)[:, place], before, packets, valid)
 
     def _average_part(self, number: int, leg: Leg, average: Tensor) -> None:
         """Wait for a part of leg 1, and write the mean of what came into `average`, fp32."""

@@ -3,6 +3,8 @@ that a node sends what one rank would."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Adjust, Division, Exchange, Headers, Leg
-from thinwire.compress.packet import HEADER_BYTES, Flags, Header, PacketError, write_headers
-from thinwire.zero import valid_in_shard
+from thinwire.compress.packet import HEADER_BYTES, Flags, PacketError, SettingsError, write_headers
 
 __all__ = ["HierarchicalExchange", "make_exchange"]
 
@@ -62,19 +63,18 @@ class HierarchicalExchange(Exchange):
         self._sum: Tensor | None = None
         self._passed_on = 0
 
-    def start(self, step: int, flags: Flags = Flags.NONE) -> None:
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
         """Add up inside the node, and start leg 1 between nodes."""
         links = self._links
         mine = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
-        write_headers(mine, Header(self.codec.identifier, self.codec.block_size, self.bucket, step, flags))
+        self._expect(step, settings)
+        write_headers(mine, replace(self._expected, flags=flags))
         neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         links.inside.all_gather(neighbours, mine)
         total = self._add_up()
-        if links.lane is None:
-            self._expect(step)
-        else:
+        if links.lane is not None:
             self._sum = total
-            super().start(step, flags)
+            super().start(step, flags, settings)
         self._headers.append(Headers(neighbours, 0, links.groups.members[links.node]))
         self._passed_on = 0
 
@@ -102,9 +102,7 @@ class HierarchicalExchange(Exchange):
     def scale_step(self, coefficient: float) -> None:
         """See Exchange."""
         if self._links.lane is not None:
-            assert self._sum is not None
-            assert self.worker_residual is not None
-            torch.lerp(self.worker_residual, self._sum, coefficient, out=self._sum)
+            super().scale_step(coefficient)
 
     def commit(self) -> None:
         """Take over the new residuals."""
@@ -113,20 +111,10 @@ class HierarchicalExchange(Exchange):
             self.worker_residual, self._sum = self._sum, self.worker_residual
             self.owner_residual, self._average = self._average, None
 
-    def hold_zero(self, mask: Tensor) -> None:
-        """Zero the residuals where `mask`, bool [padded_numel], holds; between steps."""
-        if self._links.lane is None or self.worker_residual is None or self.owner_residual is None:
-            return
-        of_lane = mask.view(self._links.lanes, self._lane_numel)[self._links.lane]
-        self.worker_residual.masked_fill_(of_lane, 0.0)
-        self.owner_residual.masked_fill_(of_lane.view(self._links.num_nodes, self.shard)[self._links.node], 0.0)
-
-    def _encode_part(self, place: slice, packets: Tensor) -> None:
+    @property
+    def _encoded(self) -> Tensor:
         assert self._sum is not None
-        assert self._links.lane is not None
-        valid = valid_in_shard(self.numel, self._lane_numel, self._links.lane)
-        before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
-        self.codec.encode(self._sum.view(-1, self.shard)[:, place], before, packets, valid - place.start)
+        return self._sum
 
     def _flags_to_pass_on(self) -> Flags:
         """What this rank has heard of others, which only it may have, passed on to everyone."""
@@ -135,6 +123,8 @@ class HierarchicalExchange(Exchange):
         for headers in heard:
             try:
                 flags |= headers.check(self._expected)
+            except SettingsError:
+                flags |= Flags.SETTINGS
             except PacketError:
                 flags |= Flags.MISMATCH
         return flags

@@ -40,27 +40,17 @@ class LowMemoryExchange(Exchange):
         self._reversible = reversible
         self._next: Tensor | None = None
 
-    def start(self, step: int, flags: Flags = Flags.NONE) -> None:
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
         """See Exchange; the payload's memory goes, or becomes the residual."""
         assert self.worker_residual is not None
         if self.worker_residual.dtype == torch.float32:
             self._next = self.payload
         else:
             self._next = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
-        super().start(step, flags)
+        super().start(step, flags, settings)
         self._payload = None
         if not self._reversible:
             self.worker_residual, self._next = self._next, None
-
-    def scale_step(self, coefficient: float) -> None:
-        """Change the new worker residual to what it were had this step's change been `coefficient` times as large.
-
-        With e the residual before and e' after, payload x and packet p: e' = x + e - p, so that e + c·(e' - e) is the
-        residual of a payload c·x sent as c·p.
-        """
-        assert self._next is not None, "scale_step needs a reversible exchange, after start()"
-        assert self.worker_residual is not None
-        self._next = torch.lerp(self.worker_residual, self._next, coefficient)
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""
@@ -88,14 +78,15 @@ class LowMemoryExchange(Exchange):
             self.worker_residual.zero_()
         self._next = self._average = None
 
-    def hold_zero(self, mask: Tensor) -> None:
-        """Zero the residuals where `mask`, bool [padded_numel], holds; between `wait` and `commit` the new ones."""
+    @property
+    def _encoded(self) -> Tensor:
+        assert self._next is not None, "scale_step needs a reversible exchange, after start()"
+        return self._next
+
+    def _residuals(self) -> tuple[Tensor | None, Tensor | None]:
+        """Between `wait` and `commit` the new ones."""
         worker = self.worker_residual if self._next is None else self._next
-        owner = self.owner_residual if self._average is None else self._average
-        assert worker is not None
-        assert owner is not None
-        worker.masked_fill_(mask, 0.0)
-        owner.masked_fill_(mask.view(self._comm.size, self.shard)[self._comm.rank], 0.0)
+        return worker, self.owner_residual if self._average is None else self._average
 
     def _encode_part(self, place: slice, packets: Tensor) -> None:
         if self._next is self.payload:

@@ -15,16 +15,26 @@ from torch import Tensor
 from thinwire.comm import CommunicationError
 from thinwire.compress.kernels import HEADER_BYTES
 
-__all__ = ["HEADER_BYTES", "Flags", "Header", "PacketError", "check_headers", "raise_flag", "write_headers"]
+__all__ = [
+    "HEADER_BYTES",
+    "Flags",
+    "Header",
+    "PacketError",
+    "SettingsError",
+    "check_headers",
+    "raise_flag",
+    "write_headers",
+]
 
-# magic, format version, codec, flags, block size / 64, bucket, part, step
-_HEADER = struct.Struct("<HBBHHHHI")
+# magic, format version, codec, flags, block size / 64, bucket, part, step, settings
+_HEADER = struct.Struct("<HBBHHHHHH")
 assert _HEADER.size == HEADER_BYTES
 _MAGIC = 0x5754  # "TW", little-endian
-_VERSION = 2
+_VERSION = 3
 _FLAG_BYTES = slice(4, 6)
 _FLAGS_INT16 = 2  # the same place in the header seen as int16
-_LIMITS = {"bucket": 1 << 16, "part": 1 << 16, "step": 1 << 32}  # numbers are sent modulo these
+_NUMBERS = ("bucket", "part", "step", "settings")
+_LIMIT = 1 << 16  # they are sent modulo this
 
 
 class Flags(IntFlag):
@@ -35,15 +45,26 @@ class Flags(IntFlag):
     INCOMPLETE = 2  # a parameter of this bucket had no gradient on the sender
     MISMATCH = 8  # a packet that the sender got was not the one it waited for
     UNPLACED = 4  # the sender has a trainable parameter that lies in no bucket yet
+    SETTINGS = 16  # a packet that the sender got was of a rank with other hyperparameters
+
+
+_KNOWN_FLAGS = sum(Flags)
 
 
 class PacketError(CommunicationError):
     """A packet that is not the one its receiver waits for."""
 
 
+class SettingsError(PacketError):
+    """A packet from a rank whose optimizer has other hyperparameters."""
+
+
 @dataclass(frozen=True)
 class Header:
-    """What the 16 bytes say."""
+    """What the 16 bytes say.
+
+    `settings`: a digest of the sender's hyperparameters; see `thinwire.zero.rank_checks.settings_digest`.
+    """
 
     codec: int
     block_size: int
@@ -51,6 +72,7 @@ class Header:
     step: int
     flags: Flags = Flags.NONE
     part: int = 0
+    settings: int = 0
 
     def pack(self) -> bytes:
         """The 16 bytes of this header, little-endian."""
@@ -60,31 +82,36 @@ class Header:
             self.codec,
             self.flags,
             self.block_size // 64,
-            *(getattr(self, name) % limit for name, limit in _LIMITS.items()),
+            *(getattr(self, name) % _LIMIT for name in _NUMBERS),
         )
 
     @classmethod
     def unpack(cls, raw: bytes) -> Header:
         """Read 16 bytes back; raises PacketError where they are no header of this format."""
-        magic, version, codec, flags, block_units, bucket, part, step = _HEADER.unpack(raw)
+        magic, version, codec, flags, block_units, bucket, part, step, settings = _HEADER.unpack(raw)
         if magic != _MAGIC or version != _VERSION:
             raise PacketError(
                 f"not a thinwire packet of format {_VERSION}: it starts with {raw[:4].hex()}. Ranks that run "
                 "different versions of thinwire, or a second user of the same communicator, cause this"
             )
-        return cls(codec, block_units * 64, bucket, step, Flags(flags), part)
+        return cls(codec, block_units * 64, bucket, step, Flags(flags), part, settings)
 
     def check(self, expected: Header, sender: int) -> None:
-        """Raise PacketError unless this header, flags aside, is the expected one."""
+        """Raise PacketError unless this header, flags aside, is the expected one; SettingsError for its settings."""
         for name in ("codec", "block_size", "bucket", "part", "step"):
             given, wanted = getattr(self, name), getattr(expected, name)
-            if name in _LIMITS:
-                wanted %= _LIMITS[name]
+            if name in _NUMBERS:
+                wanted %= _LIMIT
             if given != wanted:
                 raise PacketError(
                     f"rank {sender} sent a packet of {name} {given} where {name} {wanted} was expected: the ranks "
                     "have lost step with each other. Every rank must call backward() and step() equally often"
                 )
+        if self.settings != expected.settings % _LIMIT:
+            raise SettingsError(
+                f"rank {sender}'s optimizer has other hyperparameters (a learning rate, betas, eps, weight decay, ...) "
+                f"than this rank's in step {expected.step + 1}: set them alike on every rank"
+            )
 
 
 def write_headers(packets: Tensor, header: Header) -> None:
@@ -106,8 +133,12 @@ def check_headers(headers: Tensor, expected: Header, senders: Sequence[int] | No
     """The flags of all `headers`, uint8 [senders, 16], together; on a GPU this waits for the device.
 
     `senders`: their ranks; by default 0, 1, ... Raises PacketError, naming the sender, unless each header is
-    `expected`, flags aside.
+    `expected`, flags aside, and all flags are known.
     """
+    if headers.shape[0] < 1 or headers.shape[1] != HEADER_BYTES:
+        raise PacketError(
+            f"{tuple(headers.shape)} bytes of headers came, where there should be {HEADER_BYTES} a packet"
+        )
     raw = headers.cpu().numpy()
     wanted = np.frombuffer(expected.pack(), dtype=np.uint8)
     alike = raw == wanted
@@ -115,4 +146,8 @@ def check_headers(headers: Tensor, expected: Header, senders: Sequence[int] | No
     for row in np.flatnonzero(~alike.all(axis=1)):
         sender = int(row) if senders is None else senders[int(row)]
         Header.unpack(raw[row].tobytes()).check(expected, sender)
-    return Flags(int(np.bitwise_or.reduce(np.ascontiguousarray(raw[:, _FLAG_BYTES]).view("<u2"), axis=None)))
+    flags = np.ascontiguousarray(raw[:, _FLAG_BYTES]).view("<u2").reshape(-1)
+    for row in np.flatnonzero(flags & ~np.uint16(_KNOWN_FLAGS)):
+        sender = int(row) if senders is None else senders[int(row)]
+        raise PacketError(f"rank {sender} sent a packet with flags that nobody knows, {int(flags[row]):#06x}")
+    return Flags(int(np.bitwise_or.reduce(flags)))

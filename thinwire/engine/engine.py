@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -75,6 +76,7 @@ class Engine:
         self._losses = StepLosses()
         self._applied = False
         self._seen_batch = False
+        self._data_position = self._position_of_data()  # as of the last step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, tensors among the inputs moved to its device and, floating-point ones, to its dtype."""
@@ -228,16 +230,18 @@ class Engine:
         Returns whether it is saved, or with async_save whether saving has begun. Where the disk is full, say, it is
         not: rank 0 warns, the earlier checkpoints stay, and training goes on.
 
-        Raises RuntimeError between accumulation boundaries, whose gradients would be lost; TypeError for a client
-        state that JSON cannot hold.
+        In the middle of a step it is the checkpoint of the last step(): gradients since then go on here, are not in it,
+        and a job that loads it takes their micro-batches again. Rank 0 warns of that.
+
+        Raises TypeError for a client state that JSON cannot hold, TypeError or ValueError for no folder or tag.
         """
+        position = self._position_of_data()
         if not self._losses.empty:
-            raise RuntimeError(
-                "save_checkpoint() was called in the middle of a step, whose gradients would be lost: call it after a "
-                "step() at a gradient accumulation boundary"
-            )
+            self._warn_of_partial_gradients()
+            position = self._data_position
         progress = {name: getattr(self, name) for name in _PROGRESS}
-        return self._checkpoints.save(save_dir, tag or f"global_step{self.global_steps}", progress, client_state)
+        name = f"global_step{self.global_steps}" if tag is None else tag
+        return self._checkpoints.save(save_dir, name, progress, client_state, position)
 
     def load_checkpoint(
         self,
@@ -301,6 +305,21 @@ class Engine:
     def _begin_step(self) -> None:
         self._losses.clear()
         self._accumulation.begin_step()
+        self._data_position = self._position_of_data()
+
+    def _position_of_data(self) -> dict[str, Any] | None:
+        return None if self.training_dataloader is None else self.training_dataloader.state()
+
+    def _warn_of_partial_gradients(self) -> None:
+        if self.comm.rank == 0:
+            warnings.warn(
+                f"save_checkpoint() was called in mid-step, after {self._losses.count} backward() since step "
+                f"{self.global_steps}, and saves that step without these gradients. Training goes on with them here, a "
+                "job that loads it takes their micro-batches again. Save after a step() at a gradient accumulation "
+                "boundary to lose no work",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _take_step(self) -> None:
         with self._timers("step"):

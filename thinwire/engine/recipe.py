@@ -37,8 +37,7 @@ class Recipe:
 
     def trains(self) -> set[int]:
         """The ids of the parameters that the optimizer will hold."""
-        every = [parameter for group in self.groups() for parameter in group["params"]]
-        return {id(parameter) for parameter in every if parameter.requires_grad}
+        return set(_trainable(self.parameters))
 
 
 def find_recipe(
@@ -47,6 +46,8 @@ def find_recipe(
     """What the user asked for, by `given` or by the configuration's optimizer section.
 
     An optimizer's groups are taken over as the same dicts, so that a schedule built on it goes on steering them.
+
+    Parameters that require no gradient may be in one of `model_parameters` and the optimizer alone.
 
     Raises ValueError where both or neither are given, or where an optimizer has stepped already or cannot be sharded;
     TypeError where `given` is, or returns, no optimizer.
@@ -69,11 +70,8 @@ def find_recipe(
         )
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
-    if model_parameters is not None and _ids(parameters) != _ids(optimizer.param_groups):
-        raise ValueError(
-            "model_parameters are not the parameters of the optimizer that is passed beside them: leave "
-            "model_parameters out"
-        )
+    if model_parameters is not None:
+        _check_same_parameters(parameters, optimizer.param_groups)
     return Recipe(optimizer.param_groups, type(optimizer), _constructor_options(optimizer))
 
 
@@ -124,8 +122,21 @@ def _groups(parameters: ParamsT) -> list[dict[str, Any]]:
     return given
 
 
-def _ids(parameters: ParamsT) -> set[int]:
-    return {id(parameter) for group in _groups(parameters) for parameter in group["params"]}
+def _check_same_parameters(given: ParamsT, held: ParamsT) -> None:
+    """Frozen ones may be missing on either side: nobody trains them."""
+    mine, theirs = _trainable(given), _trainable(held)
+    missing, foreign = len(mine.keys() - theirs.keys()), len(theirs.keys() - mine.keys())
+    if missing or foreign:
+        raise ValueError(
+            f"model_parameters are not those of the optimizer that is passed beside them: it lacks {missing} of the "
+            f"{len(mine)} that require a gradient, and has {foreign} others. Leave model_parameters out, or freeze "
+            "with requires_grad_(False) what is not to be trained"
+        )
+
+
+def _trainable(parameters: ParamsT) -> dict[int, Tensor]:
+    every = [parameter for group in _groups(parameters) for parameter in group["params"]]
+    return {id(parameter): parameter for parameter in every if parameter.requires_grad}
 
 
 def _describe(given: Any) -> str:

@@ -3,9 +3,9 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.members import Contribution
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.norm_sketch import NormSketch
+from thinwire.zero.rank_checks import settings_digest
 
 __all__ = ["AlgorithmBucket", "Exchanges", "Parameters", "StepUnderWay", "place_of"]
 
@@ -60,9 +61,11 @@ class StepUnderWay:
     `number`: of steps that were sent. `loss_scale`: what gradients are taken to be times. `sketch`: where gradients are
     counted whose averaged norm is wanted before leg 2. `clip`: what they are multiplied by because of it. `unplaced`:
     whether a trainable parameter lies in no bucket yet. `settings_sent`: by parameter group, those that payloads depend
-    on. `frees_gradients`: let each gradient go once it is in the payload, so that it cannot be sent again.
+    on. `frees_gradients`: let each gradient go once it is in the payload, so that it cannot be sent again. `groups`:
+    the parameter groups.
     """
 
+    groups: Sequence[Mapping[str, Any]]
     unplaced: Callable[[], bool] = lambda: False
     number: int = 0
     loss_scale: float = 1.0
@@ -70,6 +73,24 @@ class StepUnderWay:
     clip: float = 1.0
     settings_sent: dict[int, AdamSettings] = field(default_factory=dict)
     frees_gradients: bool = False
+    _digest: int | None = None
+
+    def begin(self) -> None:
+        """Forget what the last step has found and sent."""
+        self.clip = 1.0
+        self.begin_sending()
+
+    def begin_sending(self) -> None:
+        """Forget what was sent."""
+        self.settings_sent = {}
+        self._digest = None
+
+    @property
+    def settings(self) -> int:
+        """A digest of the hyperparameters as they are when the first bucket leaves, which all others send too."""
+        if self._digest is None:
+            self._digest = settings_digest(self.groups, self.number)
+        return self._digest
 
 
 class AlgorithmBucket:
@@ -85,6 +106,8 @@ class AlgorithmBucket:
     """
 
     may_stay = True
+    averaged_by_advance: Collection[int] = ()
+    averaged_by_wait: Collection[int] = ()
 
     def __init__(
         self,
@@ -221,7 +244,7 @@ class AlgorithmBucket:
             flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
             if self._step.unplaced():
                 flags |= Flags.UNPLACED
-            self.exchange.start(self._step.number, flags)
+            self.exchange.start(self._step.number, flags, self._step.settings)
 
     def advance(self) -> None:
         """Average what leg 1 brought, clip it, and start leg 2; nothing in a local step."""

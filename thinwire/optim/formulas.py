@@ -19,6 +19,7 @@ __all__ = [
     "hold_masked",
     "raise_smallest",
     "root",
+    "shaped_mask",
     "to_denominators",
     "track_moments",
     "track_variances",
@@ -143,7 +144,12 @@ def hold_masked(denominators: list[Tensor], mask: Tensor | None) -> None:
     """Make denominators infinite, in place, where a group's `exp_avg_mask` is zero: coordinates that stay."""
     if mask is not None:
         for denominator in denominators:
-            denominator.masked_fill_(mask.to(denominator.device) == 0, float("inf"))
+            denominator.masked_fill_(shaped_mask(mask, denominator.shape).to(denominator.device) == 0, float("inf"))
+
+
+def shaped_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    """`mask` in a parameter's shape: it broadcasts to it, or is flat, as DeepSpeed's is."""
+    return mask.reshape(shape) if mask.numel() == shape.numel() else mask.expand(shape)
 
 
 def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor | float:

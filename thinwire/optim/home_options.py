@@ -27,7 +27,7 @@ class HomeKeywords(TypedDict, total=False):
     comm: Communicator | None
     comm_backend_name: Backend | None
     stage: int
-    max_norm: float
+    max_norm: float | None
     named_parameters: Iterable[tuple[str, Tensor]] | None
     param_dtype: torch.dtype | None
     codec: CodecName
@@ -51,7 +51,7 @@ class HomeOptions:
         comm_backend_name: "nccl", "gloo" or "mpi", where `comm` is not given and the choice must not be automatic.
         stage: 0 keeps all state on every rank. 1 shards master weights, variance and owners' residuals, 2 gradients of
             the warmup too (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054).
-        max_norm: 2-norm that the averaged gradient is clipped to, 0 for none. Once compression has begun it is
+        max_norm: 2-norm that the averaged gradient is clipped to, 0 or None for none. Once compression has begun it is
             estimated from random projections to 0.5%, and the second leg waits for it; in a local step it is this
             rank's own.
         named_parameters: names, for checkpoints and errors; by default those that `params` come with.
@@ -76,7 +76,7 @@ class HomeOptions:
     comm: Communicator | None = None
     comm_backend_name: Backend | None = None
     stage: int = 0
-    max_norm: float = 0.0
+    max_norm: float | None = 0.0
     named_parameters: Iterable[tuple[str, Tensor]] | None = None
     param_dtype: torch.dtype | None = None
     codec: CodecName = "sign1"
@@ -89,6 +89,15 @@ class HomeOptions:
     resync_interval: int = 100
     on_drift: Literal["repair", "raise"] = "repair"
     reversible: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_norm is None:
+            object.__setattr__(self, "max_norm", 0.0)
+
+    @property
+    def clips_to(self) -> float:
+        """`max_norm`, 0 where nothing is clipped."""
+        return 0.0 if self.max_norm is None else self.max_norm
 
     def check(self, optimizer: str, stages: Sequence[int], packs: bool) -> None:
         """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work.
@@ -121,7 +130,7 @@ class HomeOptions:
             self.param_dtype,
             LARGEST_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes,
             self.block_size,
-            self.max_norm,
+            self.clips_to,
             self.offload,
             self.pin_memory,
         )

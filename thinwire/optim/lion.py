@@ -90,7 +90,7 @@ class OneBitLion(CompressedOptimizer):
             check=lambda: None,
             check_group=_check_group,
         )
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, recipe, options)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, recipe, options)
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

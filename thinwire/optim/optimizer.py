@@ -19,6 +19,7 @@ from thinwire.optim.recipe import Recipe
 from thinwire.optim.replicated.home import ReplicatedHome
 from thinwire.optim.sharded.full_home import FullHome
 from thinwire.optim.sharded.packed_home import PackedHome
+from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.sharded_parameters import ShardedParameters
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -52,6 +53,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
             recipe.check()
             chosen.check(name, recipe.stages, isinstance(recipe.algorithm(), Linear))
             recipe.check_group({"params": [], **defaults})
+            defaults["betas"] = tuple(defaults["betas"])
             recipe.rule(defaults["betas"][1])
             super().__init__(params, defaults)
             for group in self.param_groups:
@@ -60,8 +62,9 @@ class CompressedOptimizer(SynchronizedOptimizer):
             error = raised
         self.comm = chosen.comm or communication.init(backend=chosen.comm_backend_name)
         raise_together(self.comm, error, "build its optimizer")
+        check_same_kind(self.comm, name, chosen.stage)
         self.stage = chosen.stage
-        self.max_norm = chosen.max_norm
+        self.max_norm = chosen.clips_to
         self._move_in(self._replicated(recipe, chosen) if self.stage == 0 else self._sharded(recipe, chosen))
 
     def __init_subclass__(cls) -> None:

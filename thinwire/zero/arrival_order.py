@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.zero.gradient_seal import gradient_of
 
 __all__ = ["agree_on_absent", "agree_on_order", "find_overflowing"]
 
@@ -20,8 +21,9 @@ def agree_on_order(
 
     Collective. Raises ValueError, on every rank, where ranks disagree on which those are.
     """
-    first = [index for index in arrived if index in set(trainable)]
-    order = first + [index for index in reversed(trainable) if index not in set(first)]
+    wanted, here = set(trainable), set(arrived)
+    order = [index for index in arrived if index in wanted]
+    order += [index for index in reversed(trainable) if index not in here]
     raw = comm.all_gather_bytes(torch.tensor(order, dtype=torch.int64).numpy().tobytes())
     orders = [torch.frombuffer(bytearray(one), dtype=torch.int64).tolist() if one else [] for one in raw]
     for rank, other in enumerate(orders):
@@ -55,5 +57,5 @@ def agree_on_absent(
 
 def find_overflowing(comm: Communicator, parameters: Sequence[Tensor]) -> tuple[int, ...]:
     """The ranks on which a gradient is not finite. Collective."""
-    mine = any(one.grad is not None and not bool(torch.isfinite(one.grad).all()) for one in parameters)
+    mine = any(one is not None and not bool(torch.isfinite(one).all()) for one in map(gradient_of, parameters))
     return tuple(rank for rank, answer in enumerate(comm.all_gather_bytes(bytes([mine]))) if answer[0])

@@ -10,12 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GradientHook", "at_backward_end"]
+__all__ = ["GradientHook", "at_backward_end", "forget_before_accumulation"]
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Call `callback` once when the running backward has ended, after what others have queued up to now."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def forget_before_accumulation(parameter: Tensor, kind: type[Tensor]) -> None:
+    """Have every backward drop a gradient of this `kind` before it adds its own to `.grad`."""
+    of_parameter = weakref.ref(parameter)
+
+    def forget(gradient: Tensor) -> None:
+        one = of_parameter()
+        if one is not None and isinstance(one.grad, kind):
+            one.grad = None
+
+    parameter.register_hook(forget)  # type: ignore[no-untyped-call]
 
 
 class GradientHook:

@@ -5,61 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.zero.autograd_hooks import GradientHook, at_backward_end
-from thinwire.zero.bucket_layout import BucketLayout, Slot
+from thinwire.zero.autograd_hooks import GradientHook, at_backward_end, forget_before_accumulation
+from thinwire.zero.bucket_layout import Slot
+from thinwire.zero.bucket_transport import BucketTransport, Resealing
+from thinwire.zero.gradient_seal import GradientSeal, SentGradient, gradient_of
 from thinwire.zero.left_out_parameters import NothingToSend, agree_to_leave_out, has_gradient
-from thinwire.zero.pipeline import Legs, Pipeline
+from thinwire.zero.pipeline import Pipeline
 
-__all__ = ["BackwardWatcher", "BucketTransport"]
-
-
-class BucketTransport(Legs, Protocol):
-    """What sends one bucket's gradients."""
-
-    @property
-    def layout(self) -> BucketLayout:
-        """The bucket's parameters."""
-
-    def keep(self, slot: Slot, parameter: Tensor) -> None:
-        """Note a gradient that a later backward will add to, before it is taken."""
-
-    def take(self, slot: Slot, parameter: Tensor) -> None:
-        """Take a parameter's gradient, to be sent."""
-
-    def leave_out(self, slot: Slot, expected: bool) -> None:
-        """Note that a parameter has no gradient on this rank; `expected`: nor on any other."""
-
-    @property
-    def may_stay(self) -> bool:
-        """Whether `stay` can take the place of a transfer of zeros; the same on every rank."""
-
-    def stay(self) -> None:
-        """Note that no rank has a gradient for any of the parameters: nothing will be sent."""
-
-    def start(self) -> None:
-        """Start leg 1."""
-
-    def end_step(self) -> None:
-        """Forget what this step brought."""
+__all__ = ["BackwardWatcher"]
 
 
-class _Seal:
-    """A parameter's gradient as it was, so that a later change is noticed."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._gradient = parameter.grad
-        self._version = 0 if parameter.grad is None else parameter.grad._version
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether nobody has changed or replaced it."""
-        gradient = parameter.grad
-        return gradient is self._gradient and (gradient is None or gradient._version == self._version)
+_LOOKED_AT = 8  # one parameter in so many
 
 
 class BackwardWatcher:
@@ -79,11 +40,15 @@ class BackwardWatcher:
 
     def __init__(self, describe: Callable[[int], str], on_whole: Callable[[], None] | None = None) -> None:
         self.parameters: list[Tensor] = []
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+        self._sent_gradients: dict[int, SentGradient] = {}
         self.usually_absent: frozenset[int] = frozenset()
         self._describe = describe
         self._on_whole = on_whole
         self._unhooked: list[int] = []
         self._gates: list[Callable[[], bool]] = []
+        self._steps = 0
+        self._before_first: Callable[[], None] | None = None
         self._synchronize = True
         self._callback_queued = False
         self._begin_step()
@@ -96,6 +61,7 @@ class BackwardWatcher:
         for parameter in parameters:
             self._unhooked.append(len(self.parameters))
             self.parameters.append(parameter)
+            self._kinds.append((parameter.dtype, parameter.device))
         self._hook_trainable()
 
     def use(
@@ -126,11 +92,15 @@ class BackwardWatcher:
             self._waiting.append(self._awaited(transport))
             for slot in transport.layout.slots:
                 if slot.parameter in self._arrived:
-                    transport.take(slot, self.parameters[slot.parameter])
+                    self._take(slot.parameter)
 
     def follow(self, gate: Callable[[], bool]) -> None:
         """Send nothing while `gate()` is false: how another wrapper's `no_sync` is obeyed."""
         self._gates.append(gate)
+
+    def before_first_backward(self, callback: Callable[[], None]) -> None:
+        """Call this once, in the next backward, before its first gradient is taken."""
+        self._before_first = callback
 
     # What is known of the step
 
@@ -155,10 +125,21 @@ class BackwardWatcher:
         """Parameters that all of the step's backwards, as sent so far, left out on every rank."""
         return self._left_out_of_all or frozenset()
 
-    def check_gradients_untouched(self) -> None:
-        """Raise RuntimeError where somebody has changed, or dropped, a `.grad` after it had been taken."""
+    def check_gradients_untouched(self, *, may_write: bool = False) -> None:
+        """Raise RuntimeError where somebody has changed, or dropped, a `.grad` after it had been taken.
+
+        With `may_write` only where it was replaced or dropped: what is written into it takes effect.
+
+        Edits through `.grad.data` leave no trace but their values: those are compared for every eighth parameter in CPU
+        memory, other ones in every step, so that an edit of all gradients shows at once.
+        """
+        every = min(_LOOKED_AT, len(self.parameters))
         for number, seal in self._arrived.items():
-            if not seal.holds(self.parameters[number]):
+            parameter = self.parameters[number]
+            compares = (number - self._steps) % every == 0 and parameter.device.type == "cpu"
+            if seal.is_untouched(parameter) and (may_write or not compares):
+                continue
+            if not (seal.is_of(parameter) if may_write else seal.has_same_values(parameter)):
                 raise RuntimeError(
                     f"the gradient of {self._describe(number)} was changed or dropped between backward() and step(), "
                     "after it had left for the other ranks, so the change would be ignored. To clip, pass max_norm= "
@@ -221,14 +202,17 @@ class BackwardWatcher:
         for transport in self._transports:
             transport.end_step()
         for number in self._arrived.keys() & self._places.keys():
-            index, slot = self._places[number]
-            self._transports[index].take(slot, self.parameters[number])
+            self._take(number)
         self.finish()
 
     def end_step(self) -> None:
         """Forget this step; the next backward begins another."""
         for transport in self._transports:
             transport.end_step()
+        for number in self._sent_gradients:
+            if isinstance(self.parameters[number].grad, SentGradient):
+                self.parameters[number].grad = None
+        self._steps += 1
         self._begin_step()
         self._begin_backward()
         self._sent = False
@@ -251,7 +235,7 @@ class BackwardWatcher:
         self._finished = False
 
     def _begin_backward(self) -> None:
-        self._arrived: dict[int, _Seal] = {}  # by number: the gradient as it was taken
+        self._arrived: dict[int, GradientSeal] = {}  # by number: the gradient as it was taken
         self._left_out = frozenset[int]()
         self._waiting = [self._awaited(transport) for transport in self._transports]
         self._pipeline.reset()
@@ -263,6 +247,9 @@ class BackwardWatcher:
         self._unhooked = [number for number in self._unhooked if not self.parameters[number].requires_grad]
 
     def _on_gradient(self, number: int) -> None:
+        if self._before_first is not None:
+            callback, self._before_first = self._before_first, None
+            callback()
         with torch.no_grad():
             if not self._sending:
                 self._keep(number)
@@ -282,18 +269,20 @@ class BackwardWatcher:
         ):
             with torch.no_grad():
                 self._on_whole()
-        # DDP writes gradients back, unchanged, after they have arrived here.
-        self._arrived = {number: _Seal(self.parameters[number]) for number in self._arrived}
+        # DDP writes gradients back after they have arrived here.
+        for number, seal in self._arrived.items():
+            if not seal.is_untouched(self.parameters[number]):
+                self._arrived[number] = GradientSeal(self.parameters[number])
 
     def _keep(self, number: int) -> None:
-        self._check_layout(number)
+        self._check_kind(number)
         self._arrived_in_step.add(number)
         if number in self._places:
             index, slot = self._places[number]
             self._transports[index].keep(slot, self.parameters[number])
 
     def _arrive(self, number: int) -> None:
-        self._check_layout(number)
+        self._check_kind(number)
         if self._is_left_out(number):
             return
         if self._finished and number not in self._arrived:
@@ -304,14 +293,25 @@ class BackwardWatcher:
         if number in self._arrived:
             self._begin_next_backward(number)
         self._arrived_in_step.add(number)
-        self._arrived[number] = _Seal(self.parameters[number])
         if number in self._places:
-            index, slot = self._places[number]
-            self._transports[index].take(slot, self.parameters[number])
+            self._take(number)
+        self._arrived[number] = GradientSeal(self.parameters[number])
+        if number in self._places:
+            index, _ = self._places[number]
             self._waiting[index] -= 1
             while (following := self._pipeline.started) < len(self._transports) and not self._waiting[following]:
                 self._send(following)
-        self._arrived[number] = _Seal(self.parameters[number])  # the transport may have moved it
+
+    def _take(self, number: int) -> None:
+        parameter = self.parameters[number]
+        index, slot = self._places[number]
+        self._transports[index].take(slot, parameter)
+        if parameter.grad is None:
+            sent = self._sent_gradients.get(number)
+            if sent is None or sent.shape != parameter.shape:  # somebody has set its `.data`
+                self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
+                forget_before_accumulation(parameter, SentGradient)
+            parameter.grad = self._sent_gradients[number]
 
     def _begin_next_backward(self, number: int) -> None:
         if self._keeps_gradients:
@@ -322,8 +322,15 @@ class BackwardWatcher:
             )
         self.end_backward()
 
-    def _check_layout(self, number: int) -> None:
+    def _check_kind(self, number: int) -> None:
         gradient = self.parameters[number].grad
+        kind = (self.parameters[number].dtype, self.parameters[number].device)
+        if kind != self._kinds[number]:
+            (dtype, device), (was, lay) = kind, self._kinds[number]
+            raise TypeError(
+                f"{self._describe(number)} is {dtype} on {device}, and was {was} on {lay} when the optimizer was "
+                "built: convert and move the model first, then build the optimizer"
+            )
         if gradient is not None and gradient.layout != torch.strided:
             raise ValueError(
                 f"{self._describe(number)} has a sparse gradient, which cannot be sent: build the embedding with "
@@ -355,12 +362,12 @@ class BackwardWatcher:
             if slot.parameter not in self._arrived:
                 transport.leave_out(slot, expected=slot.parameter in self._left_out)
         transport.start()
-        self._pipeline.follow(transport)
+        self._pipeline.follow(Resealing(transport, self._arrived, self.parameters))
 
     def _send_rest(self) -> None:
         # Gradients that no hook announced: accumulated in no_sync, or set by hand.
         for number, parameter in enumerate(self.parameters):
-            if number not in self._arrived and parameter.grad is not None:
+            if number not in self._arrived and gradient_of(parameter) is not None:
                 self._arrive(number)
         for index in range(self._pipeline.started, len(self._transports)):
             self._send(index)

@@ -109,11 +109,23 @@ class FlatBucket:
         """The parameters with their slots."""
         return list(zip(self.layout.slots, self.parameters, strict=True))
 
+    @torch.no_grad()
     def take_written(self) -> list[Slot]:
-        """The parameters that somebody has written since the last call; what goes through `flat` does not count."""
+        """The parameters that somebody has written since the last call; what goes through `flat` does not count.
+
+        One whose `.data` was replaced is moved into `flat` again, with its new values.
+        """
         before, self._versions = self._versions, self._present_versions()
-        slots = zip(self.layout.slots, before, self._versions, strict=True)
-        return [slot for slot, earlier, now in slots if earlier != now]
+        written = []
+        for (slot, parameter), earlier, now in zip(self.members(), before, self._versions, strict=True):
+            view = self.view(self.flat, slot)
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+                parameter.data = view
+                written.append(slot)
+            elif earlier != now:
+                written.append(slot)
+        return written
 
     def take_initial(self) -> Tensor:
         """The values that the parameters had before they were rounded, fp32, for the masters; forgotten here."""

@@ -151,6 +151,9 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """Not from one rank: raises RuntimeError, which says what to use."""
         raise RuntimeError(STATE_IS_ON_ALL_RANKS)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {STATE_IS_ON_ALL_RANKS}")
+
     def saved_slices(self) -> list[SavedSlice]:
         """Weights, master weights (where layers are gathered in 16 bits) and optimizer state of this rank."""
         slices = []

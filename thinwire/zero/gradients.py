@@ -3,6 +3,8 @@ everything (0), all of its own and the average of its shard (1), the average of 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -56,9 +58,22 @@ class BucketGradients:
         view = self.bucket.view(self._whole(), slot)
         if gradient.data_ptr() != view.data_ptr() or gradient.numel() == 0:
             view.copy_(gradient)
-        parameter.grad = None if self.stage == 2 else view
+        # `.data` has a count of versions of its own: of what others write, not of what goes through the bucket.
+        parameter.grad = None if self.stage == 2 else view.data
 
     may_stay = True
+
+    @property
+    def averaged_by_advance(self) -> Collection[int]:
+        """See BucketTransport; of one rank averages are the gradients."""
+        if self.stage != 1 or self._comm.size == 1:
+            return ()
+        return {run.parameter for run in self.bucket.own_runs}
+
+    @property
+    def averaged_by_wait(self) -> Collection[int]:
+        """See BucketTransport."""
+        return [slot.parameter for slot in self.layout.slots] if self.stage == 0 else ()
 
     def stay(self) -> None:
         """No rank has a gradient for this bucket: send nothing, and keep what earlier backwards brought."""

@@ -100,6 +100,10 @@ class Home(ABC):
     def follow(self, gate: Callable[[], bool]) -> None:
         """Send nothing while `gate()` is false."""
 
+    @abstractmethod
+    def before_first_backward(self, callback: Callable[[], None]) -> None:
+        """Call this once, in the next backward, before its first gradient is taken."""
+
     @property
     @abstractmethod
     def parameters(self) -> Sequence[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
+from thinwire.zero.gradient_seal import gradient_of
 
 __all__ = ["NothingToSend", "agree_to_leave_out", "has_gradient"]
 
@@ -57,4 +58,5 @@ def agree_to_leave_out(
 
 def has_gradient(parameter: Tensor) -> bool:
     """Whether there is one that is not all zeros, as DDP and `zero_grad(set_to_none=False)` leave behind."""
-    return parameter.grad is not None and bool(torch.count_nonzero(parameter.grad))
+    gradient = gradient_of(parameter)
+    return gradient is not None and bool(torch.count_nonzero(gradient))

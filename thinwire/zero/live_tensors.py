@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator, Work
+from thinwire.zero.gradient_seal import SentGradient
 
 __all__ = ["CATEGORIES", "live_tensor_bytes", "process_tensor_bytes"]
 
@@ -52,6 +53,7 @@ _LEAVES = (
     torch.device,
     torch.Size,
     torch.Generator,
+    SentGradient,
 )
 
 

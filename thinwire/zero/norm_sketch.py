@@ -22,22 +22,29 @@ class NormSketch:
     Every element is multiplied by a random sign and added to one of `width` sums (Charikar et al. 2002, Count sketch;
     Alon et al. 1999). The sums are linear in the vector, so their mean over ranks is the mean vector's sketch, and its
     square norm is an unbiased estimate of the vector's, with a relative standard deviation of at most √(2 / width):
-    1.1% of the square, 0.55% of the norm, for 64 KB on the wire whatever the model's size."""
+    1.1% of the square, 0.55% of the norm, for 64 KB on the wire whatever the model's size.
+
+    Every step draws signs and columns anew, from its number: a resumed run has those of one that was not stopped."""
 
     def __init__(self, comm: Communicator, device: torch.device, *, width: int = 16384, seed: int = 0) -> None:
         self._comm = comm
         self._width = width
         self._sums = torch.zeros(width, device=device)
-        self._round = 0
+        self._step = 0
         # One period of signs serves every vector, from another place, into other columns and under another sign each
         # time, so that no two elements share both sign and column more often than by chance.
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(2, (_PERIOD,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
         self._signs = signs.to(device)
 
+    def begin(self, step: int) -> None:
+        """Forget what was added, and be ready for the vectors of the step with this number, the same on every rank."""
+        self._step = step
+        self._sums.zero_()
+
     def add(self, vector: Tensor, number: int) -> None:
-        """Count the elements of this rank's vector `number`, floats of any shape; every number once between `norm`s."""
-        chance = random.Random((self._round << 32) + number)  # the same on every rank
+        """Count the elements of this rank's vector `number`, floats of any shape; every number once a step."""
+        chance = random.Random((self._step << 32) + number)  # the same on every rank
         flat = vector.reshape(-1)
         while flat.numel():
             place, column = chance.randrange(_PERIOD), chance.randrange(self._width)
@@ -47,20 +54,15 @@ class NormSketch:
             flat = flat[length:]
 
     def norm(self) -> float:
-        """The estimate for everything added since the last call; not finite where any rank's was not. Collective."""
+        """The estimate for everything added in this step; not finite where any rank's was not. Collective."""
         self._comm.all_reduce(self._sums, "mean")
         return self.own_norm()
 
     def own_norm(self) -> float:
-        """The same for what this rank has added alone. Every rank calls one of the two equally often."""
+        """The same for what this rank has added alone."""
         square = float(self._sums.double().square().sum())
-        self.discard()
-        self._round += 1
-        return math.sqrt(square) if square >= 0 else math.nan
-
-    def discard(self) -> None:
-        """Forget what was added."""
         self._sums.zero_()
+        return math.sqrt(square) if square >= 0 else math.nan
 
     def _fold(self, signed: Tensor, column: int, sign: int) -> None:
         """Add `signed` to the sums, from `column` on and round again."""

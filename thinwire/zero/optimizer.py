@@ -16,6 +16,7 @@ from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.bucket_optimizer import BucketOptimizer, OptimizerClass
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.memory import model_state_formula
+from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters, Sharding
@@ -42,7 +43,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
             owner.
         bucket_bytes: gradients that leave together.
         block_size: shards are whole blocks of so many elements.
-        max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
+        max_norm: the averaged gradient's global norm is clipped to it; 0 and None do not clip.
         offload: keep master weights and optimizer state in CPU memory, for parameters on a GPU; with `pin_memory` the
             master weights are page-locked, for faster copies.
         options: for the optimizer class: lr, betas, ...
@@ -63,7 +64,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
         bucket_bytes: int = LARGEST_BUCKET_BYTES,
-        max_norm: float = 0.0,
+        max_norm: float | None = 0.0,
         offload: bool = False,
         pin_memory: bool = True,
         block_size: int = 2048,
@@ -71,7 +72,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
     ) -> None:
         self.comm = comm if comm is not None else communication.init()
         self.stage = stage
-        self.max_norm = max_norm
+        self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         sharding = Sharding(stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory)
         error: Exception | None = None
@@ -81,6 +82,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(self.comm, error, "build its optimizer")
+        check_same_kind(self.comm, f"{type(self).__name__} of {self._name}", stage)
         parameters = ShardedParameters(
             self.comm, self.param_groups, named_parameters, sharding, optimizer=type(self).__name__, settings={}
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,13 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 
-__all__ = ["broadcast_from_rank_0", "check_parameters", "check_same_on_every_rank"]
+__all__ = [
+    "broadcast_from_rank_0",
+    "check_parameters",
+    "check_same_kind",
+    "check_same_on_every_rank",
+    "settings_digest",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,6 +40,14 @@ def check_parameters(parameters: Sequence[Tensor], optimizer: str) -> None:
             )
 
 
+def check_same_kind(comm: Communicator, optimizer: str, stage: int) -> None:
+    """Raise ValueError on every rank where some build another optimizer, or at another stage.
+
+    Before anything else is compared: what that would be, and in how many collectives, depends on these two.
+    """
+    check_same_on_every_rank(comm, [], [], {"optimizer": optimizer, "stage": stage})
+
+
 def check_same_on_every_rank(
     comm: Communicator,
     parameters: Sequence[Tensor],
@@ -41,7 +56,8 @@ def check_same_on_every_rank(
 ) -> None:
     """Raise ValueError on every rank, naming the first difference, unless all hold the same parameters and settings.
 
-    Learning rates are compared too: ranks that step differently drift apart without an error.
+    Learning rates are compared too, and which parameters of the groups are trained: ranks that step differently drift
+    apart without an error.
     """
     hyperparameters = [
         {name: _comparable(value) for name, value in group.items() if name not in _NOT_COMPARED} for group in groups
@@ -49,7 +65,7 @@ def check_same_on_every_rank(
     mine = {
         "parameters": [[list(parameter.shape), str(parameter.dtype)] for parameter in parameters],
         "groups": hyperparameters,
-        "settings": dict(settings),
+        "settings": {**settings, "requires_grad": [one for group in groups for one in _trained(group)]},
     }
     raw = comm.all_gather_bytes(json.dumps(mine).encode())
     if all(other == raw[0] for other in raw):
@@ -58,8 +74,35 @@ def check_same_on_every_rank(
     rank = next(rank for rank, other in enumerate(raw) if other != raw[0])
     difference = _first_difference(descriptions[0], descriptions[rank])
     raise ValueError(
-        f"rank {rank} and rank 0 differ: {difference}. Every rank must build the same model and the same optimizer"
+        f"rank {rank} and rank 0 differ: {difference}. Every rank must have the same model and the same settings"
     )
+
+
+def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
+    """16 bits that differ, but for chance, between ranks whose groups have other hyperparameters in this step, or other
+    parameters that are trained.
+
+    Numbers, strings and lists of them count, and one-element tensors in CPU memory: nothing waits for a GPU. With the
+    step's number in it, what chance hid in one step shows in the next.
+    """
+    values = [
+        [
+            zlib.crc32(bytes(_trained(group))),
+            *((name, _comparable(value)) for name, value in group.items() if _counts(value)),
+        ]
+        for group in groups
+    ]
+    return zlib.crc32(repr((step, values)).encode()) & 0xFFFF
+
+
+def _trained(group: Mapping[str, Any]) -> list[bool]:
+    return [parameter.requires_grad for parameter in group.get("params", ())]
+
+
+def _counts(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.device.type == "cpu"
+    return isinstance(value, int | float | str | tuple | None)
 
 
 _NOT_COMPARED = ("params", "param_names")
@@ -84,8 +127,13 @@ def _first_difference(left: dict[str, Any], right: dict[str, Any]) -> str:
                 "rank 0"
             )
     for name in left["settings"]:
-        if left["settings"][name] != right["settings"][name]:
-            return f"{name} is {right['settings'][name]!r} against {left['settings'][name]!r} on rank 0"
+        mine, other = left["settings"][name], right["settings"][name]
+        if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
+            for index, (of_left, of_right) in enumerate(zip(mine, other, strict=True)):
+                if of_left != of_right:
+                    return f"{name}[{index}] is {of_right!r} against {of_left!r} on rank 0"
+        if mine != other:
+            return f"{name} is {other!r} against {mine!r} on rank 0"
     return f"parameter groups are {right['groups']} against {left['groups']} on rank 0"
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.zero.backward import BackwardWatcher
+from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Home, ring_bytes
+from thinwire.zero.rank_checks import check_same_on_every_rank, settings_digest
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_parameters import ShardedParameters
 
@@ -85,6 +87,10 @@ class ShardedHome(Home):
         """See Home."""
         self._watcher.follow(gate)
 
+    def before_first_backward(self, callback: Callable[[], None]) -> None:
+        """See Home."""
+        self._watcher.before_first_backward(callback)
+
     def name(self, names: Mapping[int, str]) -> None:
         """See Home."""
         self._parameters.order.name(names)
@@ -103,6 +109,8 @@ class ShardedHome(Home):
     def _begin_step(self) -> Vote:
         """What `step` begins with; collective."""
         self._parameters.order.check_none_unfrozen()
+        averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
+        self._watcher.check_gradients_untouched(may_write=averages_shown)
         if self.scaled and not self._keeps_gradients:
             raise RuntimeError(
                 "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "
@@ -124,10 +132,12 @@ class ShardedHome(Home):
 
     def _on_whole(self) -> None:
         """Let a GradScaler, if there is one, see in `.grad` whether any rank's gradients are not finite."""
+        if self._parameters.sharding.stage == 0:
+            self._finish()  # averages are in `.grad` then, as with DDP, and what is done to them takes effect
         if self.scaled is False or not self._keeps_gradients:
             return
         finite = self._finish().finite
-        held = [parameter for parameter in self.parameters if parameter.grad is not None and parameter.numel()]
+        held = [parameter for parameter in self.parameters if gradient_of(parameter) is not None and parameter.numel()]
         if held and not finite:
             gradient = held[0].grad
             assert gradient is not None
@@ -149,9 +159,12 @@ class ShardedHome(Home):
         norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
         norms.append(torch.zeros((), device=parameters.device))  # where there are no others
         square = torch.stack(norms).double().square().sum()
-        votes = torch.stack([square, torch.full_like(square, bool(missing))])
+        digest = settings_digest(parameters.groups, self.steps)
+        votes = torch.stack([square, *square.new_tensor([bool(missing), digest, digest**2]).unbind()])
         parameters.exchange_comm.all_reduce(votes)
-        total, anything_missing = votes.tolist()
+        total, anything_missing, digests, squares = votes.tolist()
+        if self.comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
+            check_same_on_every_rank(parameters.exchange_comm, [], parameters.groups, {})
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
         norm = math.sqrt(total) if total >= 0 else math.nan
         return Vote(math.isfinite(norm), norm, absent | self._watcher.left_out)

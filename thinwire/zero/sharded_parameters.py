@@ -51,8 +51,10 @@ class Sharding:
             raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {self.param_dtype!r}")
         if not self.bucket_bytes >= 4:
             raise ValueError(f"bucket_bytes must be at least 4, one element, got {self.bucket_bytes}")
-        if not self.max_norm >= 0:
-            raise ValueError(f"max_norm must be at least 0, which does not clip, got {self.max_norm}")
+        if not isinstance(self.max_norm, int | float) or not self.max_norm >= 0:
+            raise ValueError(
+                f"max_norm must be a number of at least 0, which does not clip, or None, got {self.max_norm!r}"
+            )
         if isinstance(self.block_size, bool) or not self.block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
 
@@ -173,6 +175,7 @@ class ShardedParameters:
     def saved_slices(self) -> list[SavedSlice]:
         """Weights and master weights of this rank's shards."""
         self.wait_for_weights()
+        self.take_over_written()
         return [saved_slice for masters in self.masters for saved_slice in masters.saved_slices(self.names)]
 
     @torch.no_grad()

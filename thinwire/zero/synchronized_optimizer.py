@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import Communicator
-from thinwire.zero.ddp import leave_gradients_alone
-from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult
+from thinwire.zero.ddp import find_ddp, leave_gradients_alone
+from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, ring_bytes
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import check_same_optimizer, counters_of, take_over_settings
@@ -46,6 +46,9 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self.bytes_uncompressed = 0
         self._bytes_before_resume = 0
         self._in_training = True
+        self._attached = False
+        if self.comm.size > 1:
+            home.before_first_backward(self._attach_to_ddp)
 
     # What it reports
 
@@ -146,8 +149,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """Take the names of parameters from `model`, for error messages; returns the optimizer.
 
         From a DistributedDataParallel it also takes gradient synchronisation over: DDP's all-reduce is replaced by
-        nothing, and its `no_sync()` is obeyed. Call before the first backward. Raises ValueError where the model has
-        trainable parameters that this optimizer does not hold.
+        nothing, and its `no_sync()` is obeyed. One that nobody attached is found and attached in the first backward.
+        Raises ValueError where the model has trainable parameters that this optimizer does not hold.
         """
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -161,6 +164,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._home.name({id(parameter): name for name, parameter in inner.named_parameters()})
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, leave_gradients_alone)
+            self._attached = True
             self._home.follow(lambda: bool(model.require_backward_grad_sync))
         return self
 
@@ -266,7 +270,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._home.load_weights(source)
 
     def reset_state(self) -> None:
-        """Forget moments, residuals and step counts: the optimizer is as new, the weights and settings stay."""
+        """Forget moments, residuals and step counts, on every rank: the optimizer is as new, the weights and settings
+        stay."""
         self.zero_grad()
         self._home.reset_state()
 
@@ -302,6 +307,23 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def _saved_name(self) -> str:
         """The optimizer's name in checkpoints."""
         return type(self).__name__
+
+    def _attach_to_ddp(self) -> None:
+        """Attach to what would send all gradients once more; warn where it cannot be stopped."""
+        if self._attached or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        for model in find_ddp(self._home.parameters):
+            try:
+                self.attach(model)
+            except (ValueError, RuntimeError) as error:
+                twice = ring_bytes(self.comm, [one for one in model.parameters() if one.requires_grad]) / 1e6
+                warnings.warn(
+                    f"DistributedDataParallel sends the gradients that {type(self).__name__} sends, {twice:.1f} MB a "
+                    f"step and rank in vain, and cannot be told to stop: {error}. Do not wrap the model, or see "
+                    "attach()",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def _take_scale(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)

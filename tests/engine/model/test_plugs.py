@@ -170,6 +170,59 @@ def test_a_model_that_drops_layers_by_itself_is_told() -> None:
     assert engine.module.told == (False, 1.0)
 
 
+class Named(nn.Linear):
+    def forward(self, x, progressive_layer_drop=False, pld_theta=1.0):
+        self.told = (progressive_layer_drop, pld_theta)
+        return super().forward(x).mean()
+
+
+class LookedUp(nn.Linear):
+    """As the model of DeepSpeed's own tests."""
+
+    def forward(self, x, **kwargs):
+        self.told = (kwargs.get("progressive_layer_drop", False), kwargs.get("pld_theta", 1.0))
+        return super().forward(x).mean()
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = nn.ModuleList([inner])
+
+    def forward(self, *inputs, **kwargs):
+        return self.inner[0](*inputs, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "find"),
+    [
+        (lambda: LookedUp(4, 4), lambda model: model),
+        (lambda: Wrapped(Named(4, 4)), lambda model: model.inner[0]),
+        (lambda: Wrapped(LookedUp(4, 4)), lambda model: model.inner[0]),
+        (lambda: Wrapped(Wrapped(Named(4, 4))), lambda model: model.inner[0].inner[0]),
+    ],
+    ids=["looked up", "wrapped", "wrapped and looked up", "wrapped twice"],
+)
+def test_a_model_that_takes_the_state_among_keyword_arguments_is_told(make, find) -> None:
+    engine = initialize(model=make(), config=settings(progressive_layer_drop=DROP))[0]
+    for step in range(2):
+        engine.backward(engine(torch.ones(6, 4)))
+        assert find(engine.module).told == (True, 0.5 * math.exp(-step) + 0.5)
+        engine.step()
+
+
+def test_any_keyword_arguments_are_not_the_state() -> None:
+    class Others(Stack):
+        def forward(self, x, **kwargs):
+            assert not kwargs
+            return super().forward(x)
+
+    engine = initialize(model=Others(), config=settings(progressive_layer_drop=DROP))[0]
+    engine.backward(engine(torch.ones(6, 8)))
+    assert "forward" in engine.module.layers[0].__dict__
+    engine.close()
+
+
 def test_both_together_on_bert() -> None:
     config = settings(1, sparse_attention=SPARSE, progressive_layer_drop=DROP)
 
@@ -187,7 +240,7 @@ def test_both_together_on_bert() -> None:
     [
         ({"sparse_attention": {"mode": "bigbird", "num_global_block": 1}}, 'Did you mean "num_global_blocks"'),
         ({"progressive_layer_drop": {"enabled": True, "theta": 1.5}}, "progressive_layer_drop.theta"),
-        ({"progressive_layer_drop": {"enabled": True, "gamma": -1.0}}, "must not be negative"),
+        ({"progressive_layer_drop": {"enabled": True, "gamma": -1.0}}, 'gamma" must be a number, at least 0'),
         ({"progressive_layer_drop": {"enabled": True, "gamma": "auto"}}, "total_num_steps"),
         ({"progressive_layer_drop": {"theta": 0.4}}, "no effect without"),
         ({"progressive_layer_drop": DROP, "zero_optimization": {"stage": 3}}, "does not go with"),

@@ -9,7 +9,7 @@ from torch import nn
 
 import thinwire
 from tests.optim.adam.reference import ReferenceOneBitAdam
-from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
+from tests.optim.training import loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import threads
 
 
@@ -107,7 +107,7 @@ def test_16_bit_parameters_keep_fp32_master_weights_and_agree(dtype) -> None:
     def rank(comm):
         model = make_model(dtype=dtype)
         optimizer = make_optimizer(model, comm, lr=1e-3)
-        losses = train(model, optimizer, range(150))
+        losses = train(model, optimizer, range(80))
         for parameter in model.parameters():
             master = optimizer.state[parameter]["master"]
             assert master.dtype == torch.float32
@@ -157,7 +157,7 @@ def test_other_codecs_train_too(codec) -> None:
     def rank(comm):
         model = make_model()
         optimizer = make_optimizer(model, comm, codec=codec)
-        losses = train(model, optimizer, range(120))
+        losses = train(model, optimizer, range(60))
         return weights(model), np.mean(losses[-10:]) < np.mean(losses[:10])
 
     results = threads.run(rank, 3)
@@ -174,66 +174,6 @@ def test_bf16_on_the_warmup_wire_halves_its_bytes() -> None:
 
     fp32, bf16 = threads.run(lambda comm: (sent(comm, "fp32"), sent(comm, "bf16")), 2)[0]
     assert bf16 == pytest.approx(fp32 / 2, rel=1e-3)
-
-
-def test_bytes_of_a_frozen_step_are_a_thirty_second_of_fp32() -> None:
-    def rank(comm):
-        weight = nn.Parameter(torch.zeros(1_100_003))
-        optimizer = thinwire.OneBitAdam([weight], freeze_step=1, comm=comm)
-        for _ in range(2):
-            before = optimizer.bytes_sent, optimizer.bytes_uncompressed
-            calls = exchange_comm(optimizer).traffic.calls
-            weight.grad = torch.randn(weight.shape)
-            optimizer.step()
-        return (
-            optimizer.bytes_sent - before[0],
-            optimizer.bytes_uncompressed - before[1],
-            exchange_comm(optimizer).traffic.calls - calls,
-        )
-
-    for sent, uncompressed, calls in threads.run(rank, 4):
-        assert sent <= 1.03 * 2 * 3 / 4 * 1_100_003 / 8
-        assert uncompressed == round(2 * 3 / 4 * 1_100_003 * 4)
-        assert calls == 2
-
-
-def test_a_closure_is_called_once_and_its_loss_returned() -> None:
-    def rank(comm):
-        model = make_model()
-        optimizer = make_optimizer(model, comm)
-        calls = []
-
-        def closure():
-            calls.append(1)
-            optimizer.zero_grad()
-            loss = loss_of(model, comm.rank, 0)
-            loss.backward()
-            return loss.item()
-
-        return optimizer.step(closure) > 0, len(calls)
-
-    assert threads.run(rank, 2) == [(True, 1)] * 2
-
-
-def test_a_scheduler_and_groups_with_their_own_rates_are_obeyed() -> None:
-    def rank(comm):
-        model = make_model()
-        groups = [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "lr": 0.0, "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 1e-2},
-        ]
-        optimizer = thinwire.OneBitAdam(groups, freeze_step=3, block_size=64, comm=comm)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 6 else 0.0)
-        before = [p.detach().clone() for p in model.parameters()]
-        train(model, optimizer, range(6), lambda step: schedule.step())
-        middle = [p.detach().clone() for p in model.parameters()]
-        train(model, optimizer, range(6, 9))
-        after = list(model.parameters())
-        moved = [not torch.equal(a, b) for a, b in zip(before, middle, strict=True)]
-        stopped = all(torch.equal(a, b) for a, b in zip(middle, after, strict=True))
-        return moved == [p.dim() == 1 for p in after] and stopped
-
-    assert threads.run(rank, 2) == [True, True]
 
 
 def test_parameters_that_need_no_gradient_cost_nothing_until_they_do() -> None:
@@ -253,40 +193,6 @@ def test_parameters_that_need_no_gradient_cost_nothing_until_they_do() -> None:
 
     first, second = threads.run(rank, 2)
     assert torch.equal(first, second)
-
-
-def test_empty_and_scalar_parameters() -> None:
-    def rank(comm):
-        scalar, empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3))
-        optimizer = thinwire.OneBitAdam([empty, scalar], lr=0.1, freeze_step=2, block_size=64, comm=comm)
-        for _ in range(10):
-            optimizer.zero_grad()
-            (scalar**2 + empty.sum()).backward()
-            optimizer.step()
-        return scalar.item()
-
-    results = threads.run(rank, 3)
-    assert results == [results[0]] * 3
-    assert abs(results[0]) < 2
-
-
-def test_add_param_group_warms_up_and_freezes_on_its_own() -> None:
-    def rank(comm):
-        model = make_model()
-        optimizer = thinwire.OneBitAdam(model[0].parameters(), lr=3e-3, freeze_step=5, block_size=64, comm=comm)
-        train(model, optimizer, range(8))
-        model.zero_grad()
-        optimizer.add_param_group({"params": model[2].parameters(), "lr": 1e-3})
-        frozen = [optimizer.frozen]
-        for steps in (range(8, 12), range(12, 20)):
-            train(model, optimizer, steps)
-            frozen.append(optimizer.frozen)
-        return frozen, [group.clock.frozen_at for group in optimizer._home.groups], weights(model)
-
-    first, second = threads.run(rank, 2)
-    assert first[0] == [True, False, True]
-    assert first[1] == [5, 5]
-    assert torch.equal(first[2], second[2])
 
 
 def test_buckets_leave_during_backward_in_the_order_gradients_arrive() -> None:

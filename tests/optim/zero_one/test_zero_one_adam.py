@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.optim.training import loss_of, make_model, train, weights
 from tests.optim.zero_one.reference import ReferenceZeroOneAdam
-from tests.optim.zero_one.training import SCHEDULE
+from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import threads
 from thinwire.optim.formulas import AdamSettings, bound_updates
 
@@ -68,3 +69,76 @@ def test_without_ranks_and_slow_variances_the_bound_is_the_papers() -> None:
     updates = torch.tensor([1e9])
     bound_updates(updates, AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.0, True, False), ranks=1)
     assert updates.item() == pytest.approx(0.1 / 0.001**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_it_learns_and_agrees_after_every_sync(dtype) -> None:
+    def rank(comm):
+        model = make_model(seed=comm.rank, dtype=dtype)
+        optimizer = make_zero_one(model, comm)
+        seen = []
+        losses = train(model, optimizer, range(100), lambda step: seen.append((optimizer.in_sync, weights(model))))
+        assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
+        return seen
+
+    results = threads.run(rank, 3)
+    for (in_sync, first), *others in zip(*results, strict=True):
+        alike = all(torch.equal(first, other) for _, other in others)
+        assert alike == in_sync
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-6}])
+def test_while_every_step_is_exact_it_is_adamw_bit_for_bit(options) -> None:
+    def rank(comm):
+        model, twin = make_model(), make_model()
+        optimizer = make_zero_one(
+            model, comm, **options, compress="momentum", var_freeze_step=100, var_update_scaler=100
+        )
+        adamw = torch.optim.AdamW(twin.parameters(), **({"lr": 3e-3, "weight_decay": 0.0} | options), foreach=True)
+        for step in range(30):
+            by_rank = [
+                torch.autograd.grad(loss_of(twin, other, step), list(twin.parameters())) for other in range(comm.size)
+            ]
+            for parameter, *gradients in zip(twin.parameters(), *by_rank, strict=True):
+                parameter.grad = sum(gradients) / comm.size
+            train(model, optimizer, [step])
+            adamw.step()
+        return torch.equal(weights(model), weights(twin))
+
+    assert threads.run(rank, 3) == [True] * 3
+
+
+def test_coordinates_without_variance_stay_and_mask_holds() -> None:
+    def rank(comm):
+        embedding = nn.Embedding(10, 8)
+        embedding.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(1, 8)
+        mask[0, 6:] = 0
+        groups = [{"params": embedding.parameters(), "exp_avg_mask": mask}]
+        optimizer = thinwire.ZeroOneAdam(groups, lr=0.1, block_size=64, comm=comm, **SCHEDULE)
+        before = embedding.weight.detach().clone()
+        for step in range(70):
+            optimizer.zero_grad()
+            (embedding(torch.tensor([0, 1, 2 + step % 2])) - 1).square().sum().backward()
+            optimizer.step()
+        moved = embedding.weight != before
+        assert moved[:4, :6].all()
+        assert not moved[4:].any()
+        assert not moved[:, 6:].any()
+        return embedding.weight.abs().max().item()
+
+    assert max(threads.run(rank, 2)) < 5
+
+
+def test_by_nodes_it_learns_and_agrees_after_every_sync() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, nodes=[0, 0, 1])
+        seen = []
+        losses = train(model, optimizer, range(100), lambda step: seen.append((optimizer.in_sync, weights(model))))
+        assert np.mean(losses[-10:]) < np.mean(losses[:5])
+        return seen
+
+    results = threads.run(rank, 3)
+    for (in_sync, first), *others in zip(*results, strict=True):
+        assert all(torch.equal(first, other) for _, other in others) == in_sync

@@ -13,20 +13,17 @@ from thinwire.comm import threads
 
 
 @pytest.mark.parametrize("stop", [7, 12, 25, 73])  # before a compressed and an exact step, at the freeze, between syncs
-@pytest.mark.parametrize(
-    ("dtype", "compress"), [(torch.float32, "update"), (torch.float32, "momentum"), (torch.bfloat16, "update")]
-)
-def test_losses_after_a_resume_are_bit_identical(stop, dtype, compress) -> None:
+def test_losses_after_a_resume_of_compressed_momenta_are_bit_identical(stop) -> None:
     def rank(comm):
-        options = {"bucket_bytes": 600, "compress": compress, "weight_decay": 0.1}
-        model = make_model(dtype=dtype)
+        options = {"bucket_bytes": 600, "compress": "momentum", "weight_decay": 0.1}
+        model = make_model()
         optimizer = make_zero_one(model, comm, **options)
         train(model, optimizer, range(stop))
         saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         in_sync = optimizer.in_sync
         expected = train(model, optimizer, range(stop, stop + 22))
 
-        resumed = make_model(seed=5, dtype=dtype)
+        resumed = make_model(seed=5)
         again = make_zero_one(resumed, comm, **options)
         resumed.load_state_dict(saved["model"])
         again.load_state_dict(saved["optimizer"])

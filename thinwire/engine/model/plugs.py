@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ class LayerDropping:
     """Progressive layer drop by the engine's steps.
 
     Models whose forward takes `progressive_layer_drop` and `pld_theta` get them, and drop layers by themselves; others
-    get gates on their layers.
+    get gates on their layers. A forward takes them by name, or among keyword arguments that it looks them up in or
+    passes on to a module inside that takes them.
 
     Raises ValueError or TypeError for a model whose layers cannot be dropped.
     """
@@ -43,9 +45,8 @@ class LayerDropping:
             config.theta, config.gamma, total_steps=total_steps if config.gamma == "auto" else None
         )
         self._model = model
-        takes = inspect.signature(model.forward).parameters.keys()
         self._drop: LayerDrop | None = None
-        if not self._schedule.get_state().keys() <= takes:
+        if not _takes(model, self._schedule.get_state().keys()):
             self._drop = drop_layers(model, self._schedule, seed=seed)
 
     def begin_step(self, step: int) -> dict[str, Any]:
@@ -68,3 +69,44 @@ class LayerDropping:
         """Take the gates off again."""
         if self._drop is not None:
             undrop(self._model)
+
+
+def _takes(model: nn.Module, names: Set[str]) -> bool:
+    """Whether the model's forward knows what to do with keyword arguments of these names."""
+    if _names(model, names):
+        return True
+    if not _takes_any_keyword(model):
+        return False
+    return _looks_up(model, names) or any(_takes(part, names) for part in _parts(model))
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a forward may call, which passes through lists of them."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+def _names(module: nn.Module, names: Set[str]) -> bool:
+    return names <= inspect.signature(module.forward).parameters.keys()
+
+
+def _takes_any_keyword(module: nn.Module) -> bool:
+    kinds = [one.kind for one in inspect.signature(module.forward).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _looks_up(module: nn.Module, names: Set[str]) -> bool:
+    """Whether forward's code holds one of the names, as `kwargs["pld_theta"]` does: a signature cannot say."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    return code is not None and not names.isdisjoint(_strings(code))
+
+
+def _strings(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _strings(constant)

@@ -76,13 +76,18 @@ def check_model(model: object) -> tuple[nn.Module, torch.device]:
     """The model, and the one device that all of it is on.
 
     Raises TypeError for parameters that cannot be trained in their dtype; ValueError for a model without any, one that
-    is on several devices or whose parameters have no values yet.
+    is sharded already, is on several devices or whose parameters have no values yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     places: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         places.setdefault(parameter.device, name)
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"parameter {name!r} is sharded already, by fully_shard or an earlier thinwire.initialize at stage 3: "
+                "go on with that engine, or build the model anew"
+            )
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE:
             raise TypeError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}: the engine trains fp32, "

@@ -33,6 +33,11 @@ class StepLosses:
         """Whether no backward was called since the last step."""
         return self._sum is None
 
+    @property
+    def count(self) -> int:
+        """Backwards since the last step."""
+        return self._count
+
     def check(self, loss: Tensor) -> None:
         """Raise TypeError or ValueError for what backward cannot start from."""
         if not isinstance(loss, Tensor):

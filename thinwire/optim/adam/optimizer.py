@@ -36,8 +36,8 @@ class OneBitAdam(CompressedOptimizer):
     Args:
         params: parameters, groups, or `model.named_parameters()`; fp32, bf16 or fp16, on one device; the same on every
             rank. 16-bit parameters get fp32 master weights. Rank 0's weights are given to all. A group may hold
-            `exp_avg_mask`, a tensor that broadcasts to its parameters: momentum is held at zero, once frozen, where the
-            mask is zero.
+            `exp_avg_mask`, a tensor that broadcasts to its parameters, or a flat one of as many elements: momentum is
+            held at zero, once frozen, where the mask is zero.
         lr: learning rate.
         freeze_step: warmup steps before the variance is frozen; "auto" freezes when it has settled.
         betas, eps, weight_decay: as in torch.optim.AdamW; decay is decoupled.
@@ -70,7 +70,7 @@ class OneBitAdam(CompressedOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,

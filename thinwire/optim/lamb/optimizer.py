@@ -72,7 +72,7 @@ class OneBitLamb(CompressedOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,

@@ -40,7 +40,7 @@ class FreezeGroups:
     ) -> None:
         self.groups: list[FreezeGroup] = []
         self.unplaced: list[int] = []
-        self.under_way = StepUnderWay(lambda: bool(self.trainable_unplaced))
+        self.under_way = StepUnderWay(table.groups(), lambda: bool(self.trainable_unplaced))
         self.comm = comm
         self._table = table
         self._wire = wire

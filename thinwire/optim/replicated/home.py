@@ -72,7 +72,7 @@ class ReplicatedHome(AlgorithmHome):
             make_codec("none" if options.warmup_wire == "fp32" else "bf16", options.block_size),
         )
         self._layout = FreezeGroups(self._exchange_comm, self._table, self._wire, options, recipe.algorithm, make_rule)
-        self._synchronizer = Synchronizer(comm, self._table, self._layout, options.max_norm)
+        self._synchronizer = Synchronizer(comm, self._table, self._layout, options.clips_to)
         self.add_parameters()
 
     # What it reports
@@ -159,8 +159,7 @@ class ReplicatedHome(AlgorithmHome):
     def step(self) -> StepResult:
         """See Home."""
         synchronizer = self._synchronizer
-        if not self.scaled:  # GradScaler's check for infinities writes gradients back without changing them
-            synchronizer.watcher.check_gradients_untouched()
+        synchronizer.watcher.check_gradients_untouched()
         scaler_has_seen = synchronizer.outcome is not None or not self.scaled or synchronizer.scales_apart
         overflowing = synchronizer.finish().overflowing
         if not scaler_has_seen and 0 < len(overflowing) < self.comm.size:
@@ -223,6 +222,10 @@ class ReplicatedHome(AlgorithmHome):
         """See Home."""
         self._synchronizer.watcher.follow(gate)
 
+    def before_first_backward(self, callback: Callable[[], None]) -> None:
+        """See Home."""
+        self._synchronizer.watcher.before_first_backward(callback)
+
     def name(self, names: Mapping[int, str]) -> None:
         """See Home."""
         self._table.call(names)
@@ -239,7 +242,8 @@ class ReplicatedHome(AlgorithmHome):
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(self.comm, error, "build its optimizer")
-        compared = {**self._options.compared(), **self._settings, **self._recipe.schedule}
+        names = [self._table.known_name(one) for one in tensors]
+        compared = {"names": names, **self._options.compared(), **self._settings, **self._recipe.schedule}
         check_same_on_every_rank(self.comm, tensors, self._table.groups(), compared)
         broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:

@@ -36,7 +36,7 @@ class ParameterTable:
         self._optimizer = optimizer
         self._settings_class = settings_class
         self._group_numbers: list[int] = []
-        self._published: list[int] = []  # versions: a parameter changed since by somebody else outdates its master
+        self._published: list[_Shown] = []  # a parameter changed since by somebody else outdates its master
         self._param_dtype = param_dtype
         self._given_names = {id(parameter): name for name, parameter in named_parameters or ()}
         self._called: dict[int, str] = {}
@@ -51,17 +51,23 @@ class ParameterTable:
             for number, group in enumerate(self._optimizer.param_groups)
             for parameter in group["params"]
         ]
+        for group in self._optimizer.param_groups:
+            for parameter, name in zip(group["params"], group.get("param_names") or (), strict=False):
+                self._given_names.setdefault(id(parameter), name)
         return held[len(self) :]
+
+    def known_name(self, parameter: Tensor) -> str | None:
+        """What it is called in `named_parameters`, or in torch's named form of its group; None where in neither."""
+        return self._given_names.get(id(parameter))
 
     def add(self, parameter: Tensor, group_number: int) -> None:
         """Give `parameter` the next number."""
         index = len(self)
         self.parameters.append(parameter)
         self._group_numbers.append(group_number)
-        self._published.append(parameter._version)
+        self._published.append(_Shown(parameter))
         position = index - self._group_numbers.index(group_number)
-        of_group = self.group(index).get("param_names")
-        name = self._given_names.get(id(parameter)) or (of_group[position] if of_group else None)
+        name = self.known_name(parameter)
         if name is not None:
             self._called[index] = name
         self.names.append(name or f"group{group_number}.{position}")
@@ -141,12 +147,12 @@ class ParameterTable:
         self.accept(index)
 
     def changed(self, index: int) -> bool:
-        """Whether somebody else has written to the parameter since it was last published."""
-        return self.parameters[index]._version != self._published[index]
+        """Whether somebody else has written to the parameter, or replaced its `.data`, since it was last published."""
+        return not self._published[index].is_shown_by(self.parameters[index])
 
     def accept(self, index: int) -> None:
         """Take the parameter as it is for what was published: its master weight stays."""
-        self._published[index] = self.parameters[index]._version
+        self._published[index] = _Shown(self.parameters[index])
 
     @torch.no_grad()
     def read_weights(self, source: SliceSource) -> None:
@@ -175,3 +181,15 @@ class ParameterTable:
     def _copy_to_master(self, index: int) -> None:
         self.state(index)["master"] = self.parameters[index].detach().float().clone()
         self.accept(index)
+
+
+class _Shown:
+    """What a parameter was when it was last published."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._version = parameter._version
+        self._values = parameter.detach()  # held, so that its memory is not another tensor's while it is compared
+
+    def is_shown_by(self, parameter: Tensor) -> bool:
+        """Whether nobody has written to the parameter, or given it other memory."""
+        return parameter._version == self._version and parameter.data_ptr() == self._values.data_ptr()

@@ -14,6 +14,7 @@ from thinwire.compress.exchange import Outcome
 from thinwire.optim.algorithm import Send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.options import naming_differences
 from thinwire.optim.replicated.freeze_groups import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.zero.arrival_order import agree_on_absent, agree_on_order, find_overflowing
@@ -125,7 +126,7 @@ class Synchronizer:
         outcome = self.finish()
         if outcome.finite and self._is_outdated():
             self._under_way.loss_scale = self._loss_scale
-            self._under_way.settings_sent = {}
+            self._under_way.begin_sending()
             self.outcome = None
             self._heard = 0
             self.watcher.send_again()
@@ -143,15 +144,14 @@ class Synchronizer:
 
     def prepare(self) -> None:
         """Be ready for the next step: where its averaged gradient's norm has to be known before leg 2, hold that."""
-        self._under_way.clip = 1.0
-        self._under_way.settings_sent = {}
+        self._under_way.begin()
         self.norm = math.nan
         sends = {group.send for group in self._layout.groups} | self._layout.sends_of_unplaced()
         sketched = bool(self._max_norm) and bool(sends - {Send.EXACT})
         if sketched and self._sketch is None:
             self._sketch = NormSketch(self._layout.comm, self._table.parameters[0].device)
         if self._sketch is not None:
-            self._sketch.discard()
+            self._sketch.begin(self._under_way.number)
         self._under_way.sketch = self._sketch if sketched else None
         between_legs = self._sketch_clip if sketched and Send.LOCAL not in sends else None
         if (buckets := self._layout.buckets, between_legs) != self._watched:
@@ -187,7 +187,8 @@ class Synchronizer:
 
     def _hear(self) -> list[Outcome]:
         """The outcomes of the buckets not heard of yet."""
-        heard = [bucket.outcome() for bucket in self._layout.buckets[self._heard :]]
+        with naming_differences(self._comm, self._under_way.groups):
+            heard = [bucket.outcome() for bucket in self._layout.buckets[self._heard :]]
         self._heard = len(self._layout.buckets)
         return [outcome for outcome in heard if outcome is not None]
 

@@ -19,6 +19,7 @@ from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeOptions
+from thinwire.optim.options import naming_differences
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.residuals import LEFT_OUT_STEPS, read_left_out_steps
 from thinwire.optim.sharded.common_weights import CommonWeights
@@ -129,7 +130,8 @@ class FullHome(AlgorithmShardedHome):
     def _find_vote(self) -> Vote:
         if self._group.send is Send.LOCAL:
             return Vote(True, math.nan, frozenset())
-        outcomes = [one for one in (bucket.outcome() for bucket in self._group.buckets) if one is not None]
+        with naming_differences(self.comm, self._parameters.groups):
+            outcomes = [one for one in (bucket.outcome() for bucket in self._group.buckets) if one is not None]
         absent = self._watcher.left_out
         if any(outcome.incomplete for outcome in outcomes):
             absent |= self._parameters.agree_on_absent(self._watcher.missing)
@@ -159,8 +161,8 @@ class FullHome(AlgorithmShardedHome):
         send = self._group.send
         sketched = self._sketch is not None and send is not Send.EXACT
         self._under_way.sketch = self._sketch if sketched else None
-        if self._sketch is not None:
-            self._sketch.discard()
+        if self._sketch is not None:  # which a load has taken to another step
+            self._sketch.begin(self.steps)
         holds = self._sketch_clip if sketched and send is not Send.LOCAL else None
         if (self._group.buckets, holds) != self._watched:
             self._watched = (self._group.buckets, holds)

@@ -45,8 +45,8 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         self._recipe = recipe
         self._make_rule = make_rule
         self._begin_again()
-        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.max_norm else None
-        self._under_way = StepUnderWay()
+        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.clips_to else None
+        self._under_way = StepUnderWay(parameters.groups)
         self._loss_scale = 1.0
         self._norm = math.nan  # of the averaged gradient, times the loss scale, where a sketch found it
         self._watcher.follow(lambda: not self._scales_apart)
@@ -107,6 +107,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
             # They left as if gradients were times the scale before. It changes rarely, and alike on every rank;
             # nothing is committed yet, so all is simply sent again.
             self._under_way.loss_scale = self._loss_scale
+            self._under_way.begin_sending()
             self._vote = None
             self._watcher.send_again()
             vote = self._finish()
@@ -115,7 +116,10 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
 
     def _end_step(self) -> None:
         super()._end_step()
-        self._under_way.clip = 1.0
+        if self._sketch is not None:
+            self._sketch.begin(self.steps)
+        self._under_way.begin()
+        self._under_way.number = self.steps
         # A GradScaler has to see them, and may change its scale: then they are sent again.
         self._under_way.frees_gradients = self.scaled is False
 
@@ -123,14 +127,14 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         """Take the averaged gradient's norm, times the loss scale, for this step's."""
         self._norm = norm
         scaled = norm / self._loss_scale
-        clip = clip_coefficient(self._options.max_norm, scaled) if math.isfinite(scaled) else 1.0
+        clip = clip_coefficient(self._options.clips_to, scaled) if math.isfinite(scaled) else 1.0
         self._under_way.clip = clip
 
     def drop(self) -> None:
         """See Home."""
         super().drop()
         if self._sketch is not None:
-            self._sketch.discard()
+            self._sketch.begin(self.steps)
 
     # Checkpoints
 

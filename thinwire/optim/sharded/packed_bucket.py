@@ -3,7 +3,7 @@ everybody's replica follows the owners' master weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -80,6 +80,9 @@ class PackedBucket:
 
     # What a backward does
 
+    averaged_by_advance: Collection[int] = ()
+    averaged_by_wait: Collection[int] = ()
+
     def keep(self, slot: Slot, parameter: Tensor) -> None:
         """Leave the gradient in `.grad`, where further backwards add to it."""
 
@@ -110,7 +113,8 @@ class PackedBucket:
 
     def start(self) -> None:
         """Leg 1."""
-        self.exchange.start(self._clock.steps, Flags.INCOMPLETE if self._incomplete else Flags.NONE)
+        flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
+        self.exchange.start(self._clock.steps, flags, self._step.settings)
         self._incomplete = False
 
     def advance(self) -> None:

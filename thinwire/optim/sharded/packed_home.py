@@ -15,6 +15,7 @@ from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.members import Members, MembersByGroup
+from thinwire.optim.options import naming_differences
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.sharded import packed_checkpoint
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
@@ -75,7 +76,8 @@ class PackedHome(AlgorithmShardedHome):
     def _find_vote(self) -> Vote:
         if not self.frozen:
             return self._vote_on_averages(self._gradients)
-        outcomes = [bucket.outcome() for bucket in self._packed]
+        with naming_differences(self.comm, self._parameters.groups):
+            outcomes = [bucket.outcome() for bucket in self._packed]
         absent = self._watcher.left_out
         if any(outcome.incomplete for outcome in outcomes):
             absent |= self._parameters.agree_on_absent(self._watcher.missing)
@@ -84,7 +86,7 @@ class PackedHome(AlgorithmShardedHome):
 
     def _warmup_step(self, norm: float, absent: frozenset[int]) -> None:
         """Move the weights of all ranks by the exactly averaged gradients."""
-        coefficient = clip_coefficient(self._options.max_norm, norm) / self.loss_scale
+        coefficient = clip_coefficient(self._options.clips_to, norm) / self.loss_scale
         filled = [number for number, gradients in enumerate(self._gradients) if gradients.filled]
         of_bucket = {number: self._members(number, coefficient, absent) for number in filled}
         groups = [members for one in of_bucket.values() for members in one]
@@ -172,7 +174,7 @@ class PackedHome(AlgorithmShardedHome):
     def _begin_frozen_stage(self, states: Sequence[FrozenState]) -> None:
         options = self._options
         scaled = bool(self.scaled) or any(bucket.dtype == torch.float16 for bucket in self._parameters.buckets)
-        reversible = options.reversible if options.reversible is not None else scaled or bool(options.max_norm)
+        reversible = options.reversible if options.reversible is not None else scaled or bool(options.clips_to)
         comm = self._parameters.exchange_comm
         self._packed = [
             PackedBucket(
@@ -196,6 +198,8 @@ class PackedHome(AlgorithmShardedHome):
         self._state = []
         for gradients in self._gradients:
             gradients.release()
+        if self._sketch is not None:
+            self._sketch.begin(self.steps)
         self._under_way.sketch = self._sketch
         self._watcher.use(self._packed, True, self._find_clip if self._sketch is not None else None)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.optim.formulas import SMALLEST_OF_MEAN, AdamSettings, to_denominators
+from thinwire.optim.formulas import SMALLEST_OF_MEAN, AdamSettings, shaped_mask, to_denominators
 from thinwire.optim.sharded.preconditioner import quantize, table
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.master_weights import MasterWeights
@@ -103,7 +103,7 @@ def _cuts_of(masters: MasterWeights, state: Mapping[str, Tensor], settings: Froz
         to_denominators([denominator], settings.settings(run.parameter), settings.steps)
         mask = settings.mask(run.parameter)
         if mask is not None:
-            whole = mask.to(device).expand(bucket.shape_of(run.parameter)).reshape(-1)
+            whole = shaped_mask(mask, bucket.shape_of(run.parameter)).reshape(-1).to(device)
             denominator.masked_fill_(whole[run.start : run.start + run.numel] == 0, float("inf"))
         cuts.append(_Cut(run.parameter, run.place, denominator, momentum))
     return cuts

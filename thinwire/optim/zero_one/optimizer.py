@@ -75,7 +75,7 @@ class ZeroOneAdam(CompressedOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,

@@ -1,0 +1,241 @@
+"""One step after the other: what leaves when, which steps are skipped, and what a step costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.behaviours.behaviour import alike, behaviour
+from tests.optim.subject import FREEZE, LOCAL, Subject, dyadic, next_send, with_gradients
+from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, train, weights
+from thinwire.comm import Communicator
+from thinwire.optim.algorithm import Send
+
+
+@behaviour(1, 3)
+def ranks_hold_the_same_bits_after_every_step_but_local_ones(comm: Communicator, subject: Subject) -> None:
+    model = make_model(seed=comm.rank)  # rank 0's weights are given to all
+    optimizer = subject.build(model, comm, weight_decay=0.01)
+    assert alike(comm, model)
+    losses = []
+    for step in range(30):
+        local = next_send(optimizer) is Send.LOCAL
+        losses += train(model, optimizer, [step])
+        assert optimizer.last_step.applied
+        assert optimizer.last_step.reason == ""
+        assert optimizer.steps == step + 1
+        assert optimizer.in_sync == (not local)
+        assert alike(comm, model) == (not local or comm.size == 1)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert optimizer.frozen
+    frozen_at = 0 if subject.entry.freeze_option is None else FREEZE
+    assert optimizer.frozen_at == frozen_at
+    assert local == subject.entry.local_steps
+
+
+@behaviour(2)
+def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
+    model = make_model()
+    optimizer = subject.build(model, comm, bucket_bytes=256)
+    traffic = exchange_comm(optimizer).traffic
+    for step in range(FREEZE + 3):
+        calls, seen = traffic.calls, []
+        # When the first layer's gradient is computed, the later layers' buckets have left.
+        handle = model[0].weight.register_hook(lambda _, seen=seen: seen.append(traffic.calls))
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        handle.remove()
+        optimizer.step()
+        if step or subject.stage:  # at stage 0 the first backward shows the order in which gradients arrive
+            assert seen[0] >= calls + 2
+
+
+@behaviour(3)
+def a_closure_is_called_once_and_its_loss_returned(comm: Communicator, subject: Subject) -> None:
+    model = make_model()
+    optimizer = subject.build(model, comm)
+    calls = []
+
+    def closure() -> float:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = loss_of(model, comm.rank, 0)
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == loss_of(make_model(), comm.rank, 0).item()
+    assert calls == [1]
+    assert alike(comm, model)
+
+
+@behaviour(2)
+def accumulated_gradients_are_those_of_one_backward(comm: Communicator, subject: Subject) -> None:
+    """To the bit, as the sums are exact, and for the same bytes."""
+    found = []
+    for accumulates in (True, False):
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        for step in range(LOCAL + 3):
+            optimizer.zero_grad()
+            parts = [dyadic(model, comm.rank, 3 * step + part) for part in range(3)]
+            if accumulates:
+                for gradients in parts[:2]:
+                    with optimizer.no_sync():
+                        with_gradients(model, gradients).backward()
+                with_gradients(model, parts[2]).backward()
+            else:
+                with_gradients(model, [sum(one) for one in zip(*parts, strict=True)]).backward()
+            optimizer.step()
+        found.append((weights(model), optimizer.bytes_sent))
+    if subject.stage < 2:
+        assert torch.equal(found[0][0], found[1][0])
+        assert found[0][1] == found[1][1]
+    else:  # every backward of the warmup is sent, and averages are added
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-2)
+
+
+@behaviour(2)
+def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, subject: Subject) -> None:
+    moments = (0, *subject.moments) if subject.stage < 2 else (FREEZE + 3,)  # stage 2 sends every one of the warmup
+    for moment in moments:
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, 0).backward()
+        with pytest.raises(
+            RuntimeError, match=r"second backward\(\) before step\(\) reached parameter .*'4.bias'.*no_sync"
+        ):
+            loss_of(model, comm.rank, 1).backward()
+        with pytest.raises(RuntimeError, match="no_sync"), optimizer.no_sync():
+            pass
+        optimizer.zero_grad()
+        train(model, optimizer, range(3))
+        optimizer.synchronize_weights()
+        assert alike(comm, model)
+
+
+@behaviour(2)
+def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -> None:
+    for moment in subject.moments:
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
+        before = snapshot(model, optimizer)
+        loss_of(model, comm.rank, 99).backward()
+        optimizer.zero_grad()
+        assert same(before, snapshot(model, optimizer))
+        train(model, optimizer, [moment])
+        assert optimizer.steps == moment + 1
+        assert alike(comm, model)
+
+
+@behaviour(1, 2)
+def a_step_without_any_gradient_changes_nothing(comm: Communicator, subject: Subject) -> None:
+    for moment in subject.moments:
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
+        optimizer.zero_grad()
+        before = snapshot(model, optimizer)
+        optimizer.step()
+        assert not optimizer.last_step.applied
+        assert optimizer.last_step.reason == "no parameter had a gradient"
+        assert optimizer.skipped_steps == 0
+        assert same(before, snapshot(model, optimizer))
+
+
+@behaviour(3, warns="was skipped on every rank: a gradient was NaN or infinite")
+def one_rank_overflows_and_all_skip_the_step(comm: Communicator, subject: Subject) -> None:
+    for moment in subject.moments:
+        model = make_model()
+        overflow_and_go_on(comm, subject, model, subject.build(model, comm), moment, 1.0)
+
+
+@behaviour(3)
+def one_rank_overflows_in_16_bits_and_with_a_loss_scale_nobody_is_warned(comm: Communicator, subject: Subject) -> None:
+    for moment in subject.moments:
+        model = make_model()
+        overflow_and_go_on(comm, subject, model, subject.build(model, comm, param_dtype=torch.float16), moment, 64.0)
+
+
+def overflow_and_go_on(
+    comm: Communicator, subject: Subject, model: nn.Module, optimizer: Any, moment: int, scale: float
+) -> None:
+    """Skip a step for a NaN, and two steps later one for an infinity, both of rank 1."""
+    optimizer.loss_scale = scale
+    train_scaled(comm, model, optimizer, range(moment))
+    for number, bad in enumerate((math.nan, math.inf)):
+        before = snapshot(model, optimizer)
+        optimizer.zero_grad()
+        (loss_of(model, comm.rank, 500) * (bad if comm.rank == 1 else scale)).backward()
+        optimizer.step()
+        assert not optimizer.last_step.applied
+        assert optimizer.last_step.reason.startswith("a gradient was NaN or infinite")
+        assert subject.stage > 0 or optimizer.last_step.reason.endswith("on ranks [1]")
+        assert not math.isfinite(optimizer.last_step.grad_norm)
+        assert optimizer.skipped_steps == number + 1
+        assert same(before, snapshot(model, optimizer))
+        train_scaled(comm, model, optimizer, range(optimizer.steps, optimizer.steps + 2))
+        assert optimizer.last_step.applied
+    optimizer.synchronize_weights()
+    assert bool(weights(model).isfinite().all())
+    assert alike(comm, model)
+
+
+def train_scaled(comm: Communicator, model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        (optimizer.loss_scale * loss_of(model, comm.rank, step)).backward()
+        optimizer.step()
+
+
+@behaviour(4)
+def a_compressed_step_sends_a_thirty_second_of_fp32_in_two_calls(comm: Communicator, subject: Subject) -> None:
+    numel = 4 * 40 * 2048 - 5  # 40 blocks a rank, and padding
+    weight = nn.Parameter(torch.ones(numel))
+    optimizer = subject.build_on([weight], comm, block_size=2048, bucket_bytes=1 << 22)
+    traffic = exchange_comm(optimizer).traffic
+    for step in range(FREEZE + 2):
+        sent, uncompressed, calls = optimizer.bytes_sent, optimizer.bytes_uncompressed, traffic.calls
+        weight.grad = None
+        (weight * (comm.rank + step - 3.5)).sum().backward()
+        optimizer.step()
+    ring = 2 * 3 / 4 * numel
+    assert optimizer.bytes_sent - sent <= 1.03 * ring / 8
+    assert optimizer.bytes_uncompressed - uncompressed == round(ring * 4)
+    # Beside the two legs, norms of layers where there are any.
+    assert traffic.calls - calls == 2 if subject.entry.elementwise else traffic.calls - calls <= 4
+
+
+@behaviour(2)
+def hyperparameters_changed_on_one_rank_are_an_error_that_names_them(comm: Communicator, subject: Subject) -> None:
+    for name, value in (("lr", 0.5), ("weight_decay", 0.3)):
+        for moment in (0, *subject.moments):
+            model = make_model()
+            optimizer = subject.build(model, comm)
+            train(model, optimizer, range(moment))
+            if comm.rank:
+                optimizer.param_groups[0][name] = value
+            while next_send(optimizer) is Send.LOCAL:
+                train(model, optimizer, [optimizer.steps])
+            with pytest.raises(ValueError, match=f"rank 1 and rank 0 differ: .*'{name}': {value}"):
+                train(model, optimizer, [optimizer.steps])
+
+
+@behaviour(2)
+def a_parameter_that_stops_training_on_one_rank_is_an_error_that_names_it(comm: Communicator, subject: Subject) -> None:
+    for moment in (0, *subject.moments):
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
+        while next_send(optimizer) is Send.LOCAL:
+            train(model, optimizer, [optimizer.steps])
+        if comm.rank:
+            model[0].weight.requires_grad_(False)
+        with pytest.raises(ValueError, match="requires_grad"):
+            train(model, optimizer, [optimizer.steps])

@@ -1,0 +1,200 @@
+"""What an optimizer holds: saved and resumed, written by somebody, shown, forgotten, never copied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from tests.optim.behaviours.behaviour import alike, behaviour
+from tests.optim.subject import FREEZE, LOCAL, Subject
+from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, through_a_file, train, weights
+from thinwire.comm import Communicator
+
+
+@behaviour(2)
+def a_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for moment in (*subject.moments, FREEZE, LOCAL + 1):
+            model = make_model(dtype=dtype)
+            optimizer = subject.build(model, comm, weight_decay=0.1)
+            train(model, optimizer, range(moment))
+            optimizer.param_groups[0]["lr"] *= 0.5
+            saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            expected = train(model, optimizer, range(moment, moment + 6))
+
+            resumed = make_model(seed=5, dtype=dtype)
+            again = subject.build(resumed, comm, weight_decay=0.2)
+            train(resumed, again, range(FREEZE + 1))  # what was there before has to go
+            resumed.load_state_dict(saved["model"])
+            again.load_state_dict(saved["optimizer"])
+            assert train(resumed, again, range(moment, moment + 6)) == expected
+            assert same(snapshot(resumed, again), snapshot(model, optimizer))
+            assert again.bytes_sent == optimizer.bytes_sent
+            assert again.bytes_uncompressed == optimizer.bytes_uncompressed
+            assert again.frozen_at == optimizer.frozen_at
+            assert again.skipped_steps == optimizer.skipped_steps
+            assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@behaviour(2)
+def a_clipped_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
+    """What the norm is estimated by differs from step to step, and must not from run to run."""
+    for moment in (*subject.moments, FREEZE, LOCAL + 1):
+        model, resumed = make_model(), make_model(seed=5)
+        optimizer, again = (subject.build(one, comm, max_norm=0.05) for one in (model, resumed))
+        train(model, optimizer, range(moment))
+        saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        expected = train(model, optimizer, range(moment, moment + 4))
+        resumed.load_state_dict(saved["model"])
+        again.load_state_dict(saved["optimizer"])
+        assert train(resumed, again, range(moment, moment + 4)) == expected
+        assert same(snapshot(resumed, again), snapshot(model, optimizer))
+
+
+@behaviour(2)
+def weights_written_by_somebody_are_taken_over(comm: Communicator, subject: Subject) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for moment in (0, *subject.moments, LOCAL + 1):
+            model, other = make_model(dtype=dtype), make_model(seed=9, dtype=dtype)
+            optimizer = subject.build(model, comm)
+            train(model, optimizer, range(moment))
+            optimizer.synchronize_weights()
+            optimizer.param_groups[0]["lr"] *= 1e-3
+            model.load_state_dict(other.state_dict())
+            train(model, optimizer, range(moment, moment + 2))
+            assert float((weights(model) - weights(other)).abs().max()) < 0.02
+
+
+@behaviour(2)
+def replaced_data_is_taken_over(comm: Communicator, subject: Subject) -> None:
+    """As `module.double().float()`, `vector_to_parameters` and swaps for averaged weights replace it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for moment in (0, *subject.moments, LOCAL + 1):
+            model, other = make_model(dtype=dtype), make_model(seed=9, dtype=dtype)
+            optimizer = subject.build(model, comm)
+            train(model, optimizer, range(moment))
+            optimizer.synchronize_weights()
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.param_groups[0]["lr"] = 1e-3 * rate
+            for parameter, values in zip(model.parameters(), other.parameters(), strict=True):
+                parameter.data = values.detach().clone()
+            train(model, optimizer, range(moment, moment + 1))
+            assert float((weights(model) - weights(other)).abs().max()) < 0.02
+            optimizer.param_groups[0]["lr"] = rate
+            train(model, optimizer, range(moment + 1, moment + 5))
+            assert not torch.equal(weights(model), weights(other))
+            optimizer.synchronize_weights()
+            assert alike(comm, model)
+
+
+@behaviour(2)
+def a_model_of_another_dtype_is_refused(comm: Communicator, subject: Subject) -> None:
+    model = make_model()
+    optimizer = subject.build(model, comm)
+    train(model, optimizer, range(1))
+    model.double()
+    with pytest.raises(TypeError, match=r"is torch.float64 on cpu, and was torch.float32 on cpu when the optimizer"):
+        loss_of(model, comm.rank, 1).backward()
+
+
+@behaviour(2)
+def reset_state_begins_anew(comm: Communicator, subject: Subject) -> None:
+    model, fresh = make_model(), make_model(seed=3)
+    optimizer = subject.build(model, comm)
+    train(model, optimizer, range(FREEZE + 3))
+    optimizer.reset_state()
+    assert optimizer.steps == 0
+    assert optimizer.frozen == (subject.entry.freeze_option is None)
+    fresh.load_state_dict(model.state_dict())
+    again = subject.build(fresh, comm)
+    steps = range(FREEZE + 3, 2 * FREEZE + 6)
+    assert train(model, optimizer, steps) == train(fresh, again, steps)
+
+
+@behaviour(2)
+def eval_shows_common_weights_and_train_the_ranks_own(comm: Communicator, subject: Subject) -> None:
+    for moment in (3, FREEZE + 3, LOCAL + 1, LOCAL + 4):
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
+        own, sent, before = weights(model), optimizer.bytes_sent, snapshot(model, optimizer)
+        optimizer.eval()
+        assert alike(comm, model)
+        assert optimizer.bytes_sent == sent
+        optimizer.eval()
+        loss_of(model, comm.rank, 99).backward()
+        with pytest.raises(RuntimeError, match=r"step\(\) was called after eval\(\): call optimizer.train\(\) first"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.train()
+        assert torch.equal(weights(model), own)
+        assert same(before, snapshot(model, optimizer))
+        train(model, optimizer, [moment])
+        assert optimizer.last_step.applied
+
+
+@behaviour(3)
+def synchronize_weights_makes_all_ranks_alike_and_costs_nothing_where_they_are(
+    comm: Communicator, subject: Subject
+) -> None:
+    model = make_model()
+    optimizer = subject.build(model, comm)
+    train(model, optimizer, range(LOCAL + 1))
+    assert optimizer.in_sync != subject.entry.local_steps
+    own = weights(model)
+    optimizer.synchronize_weights()
+    assert optimizer.in_sync
+    assert alike(comm, model)
+    moved = float((weights(model) - own).abs().max())
+    assert (0 < moved < 0.1) if subject.entry.local_steps else moved == 0
+    before, traffic = snapshot(model, optimizer), exchange_comm(optimizer).traffic
+    sent, calls = optimizer.bytes_sent, traffic.calls
+    optimizer.synchronize_weights()
+    assert (optimizer.bytes_sent, traffic.calls) == (sent, calls)
+    assert same(before, snapshot(model, optimizer))
+    train(model, optimizer, range(LOCAL + 1, LOCAL + 20))
+    optimizer.synchronize_weights()
+    assert bool(weights(model).isfinite().all())
+    assert alike(comm, model)
+
+
+@behaviour(2)
+def synchronize_weights_before_step_is_refused_or_has_nothing_to_do(comm: Communicator, subject: Subject) -> None:
+    model = make_model()
+    optimizer = subject.build(model, comm)
+    loss_of(model, comm.rank, 0).backward()
+    if subject.packs:  # ranks never hold weights of their own
+        optimizer.synchronize_weights()
+    else:
+        with pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\): call step\(\) first"):
+            optimizer.synchronize_weights()
+    optimizer.step()
+    assert optimizer.last_step.applied
+    assert alike(comm, model)
+
+
+@behaviour(2)
+def copies_are_refused(comm: Communicator, subject: Subject) -> None:
+    optimizer = subject.build(make_model(), comm)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+        with pytest.raises(TypeError, match=rf"a {subject.name} cannot be copied or pickled.*state_dict\(\) on every"):
+            copied(optimizer)
+
+
+@behaviour(2)
+def what_is_saved_of_it_and_its_schedule_is_plain(comm: Communicator, subject: Subject) -> None:
+    optimizer = subject.build(make_model(), comm)
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False),
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    ]
+    for saved in (optimizer.state_dict(), *(schedule.state_dict() for schedule in schedules)):
+        torch.save(saved, io.BytesIO())
+        for again in (copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))):
+            assert again.keys() == saved.keys()

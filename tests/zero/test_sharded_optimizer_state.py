@@ -1,0 +1,98 @@
+"""What ZeRO stages save: any stage and number of ranks takes it up, and the same ones go on bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.optim.training import loss_of, make_model, through_a_file, weights
+from tests.zero.saved import join, save
+from tests.zero.training import ADAMW, build, train
+from thinwire.comm import Communicator, threads
+
+
+@pytest.mark.parametrize("saved_stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_any_stage_and_number_of_ranks_takes_up_what_another_saved(saved_stage: int, dtype: torch.dtype | None) -> None:
+    def first_half(comm: Communicator):
+        model = make_model()
+        optimizer = build(comm, model, saved_stage, param_dtype=dtype, **ADAMW)
+        train(optimizer, model, range(10))
+        return save(comm, optimizer)
+
+    saved = join(threads.run(first_half, 4))
+
+    def go_on(comm: Communicator, stage: int) -> Tensor:
+        model = make_model(seed=5)
+        optimizer = build(comm, model, stage, param_dtype=dtype, **(ADAMW | {"lr": 9.9, "bucket_bytes": 300}))
+        optimizer.load(saved)
+        assert optimizer.param_groups[0]["lr"] == ADAMW["lr"]
+        for step in range(10, 20):
+            optimizer.zero_grad()
+            # the same 12 batches a step, however many ranks share them
+            for share in range(12 // comm.size):
+                loss = loss_of(model, comm.rank * (12 // comm.size) + share, step) * comm.size / 12
+                if share < 12 // comm.size - 1:
+                    with optimizer.no_sync():
+                        loss.backward()
+                        optimizer.end_backward()
+                else:
+                    loss.backward()
+            optimizer.step()
+        return weights(model)
+
+    reference = threads.run(lambda comm: go_on(comm, saved_stage), 4)[0]
+    tolerance = 2e-6 if dtype is None else 4e-3
+    for ranks in (1, 2, 3, 6):
+        for stage in (0, 1, 2):
+            for mine in threads.run(lambda comm, s=stage: go_on(comm, s), ranks):
+                torch.testing.assert_close(mine, reference, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_resume_on_the_same_ranks_is_bit_identical(ranks: int) -> None:
+    def first_half(comm: Communicator):
+        model = make_model()
+        optimizer = build(comm, model, 2, param_dtype=torch.bfloat16, **ADAMW)
+        train(optimizer, model, range(7))
+        return save(comm, optimizer), train(optimizer, model, range(7, 15))
+
+    outcomes = threads.run(first_half, ranks)
+    saved = join([part for part, _ in outcomes])
+
+    def second_half(comm: Communicator) -> list[float]:
+        model = make_model(seed=1)
+        optimizer = build(comm, model, 2, param_dtype=torch.bfloat16, **ADAMW)
+        optimizer.load(saved)
+        return train(optimizer, model, range(7, 15))
+
+    assert threads.run(second_half, ranks) == [losses for _, losses in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("saved_stage", "stage", "options"),
+    [(0, 0, {}), (1, 1, {}), (2, 2, {}), (0, 2, {}), (2, 1, {}), (1, 0, {}), (1, 1, {"bucket_bytes": 300})],
+)
+def test_every_rank_saves_and_loads_its_own_state(saved_stage: int, stage: int, options: dict) -> None:
+    def body(comm: Communicator) -> tuple[bool, dict]:
+        model, resumed = make_model(), make_model(seed=3)
+        optimizer, again = build(comm, model, saved_stage), build(comm, resumed, stage, **(ADAMW | options))
+        train(optimizer, model, range(5))
+        state = optimizer.state_dict()  # not a copy: two optimizers must not share memory
+        again.load_state_dict(state)
+        state = through_a_file(state)
+        train(optimizer, model, range(5, 9))
+        train(again, resumed, range(5, 9))
+        return torch.equal(weights(model), weights(resumed)), state
+
+    same, states = zip(*threads.run(body, 3), strict=True)
+    assert all(same)
+
+    def others_file(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=r"were given the states of ranks \[1, 1, 1\]"):
+            build(comm, make_model(), stage).load_state_dict(states[1])
+
+    threads.run(others_file, 3)
+    with pytest.raises(ValueError, match="save_checkpoint"):
+        build(threads.run(lambda comm: comm, 1)[0], make_model(), stage).load_state_dict(states[1])

@@ -1,0 +1,85 @@
+"""What sends one bucket's gradients, as the watcher of backward sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from thinwire.zero.bucket_layout import BucketLayout, Slot
+from thinwire.zero.gradient_seal import GradientSeal
+from thinwire.zero.pipeline import Legs
+
+__all__ = ["BucketTransport", "Resealing"]
+
+
+class BucketTransport(Legs, Protocol):
+    """What sends one bucket's gradients."""
+
+    @property
+    def layout(self) -> BucketLayout:
+        """The bucket's parameters."""
+
+    def keep(self, slot: Slot, parameter: Tensor) -> None:
+        """Note a gradient that a later backward will add to, before it is taken."""
+
+    def take(self, slot: Slot, parameter: Tensor) -> None:
+        """Take a parameter's gradient, to be sent."""
+
+    def leave_out(self, slot: Slot, expected: bool) -> None:
+        """Note that a parameter has no gradient on this rank; `expected`: nor on any other."""
+
+    @property
+    def averaged_by_advance(self) -> Collection[int]:
+        """Parameters into whose `.grad` `advance` writes averages, by number."""
+
+    @property
+    def averaged_by_wait(self) -> Collection[int]:
+        """Parameters into whose `.grad` averages are written between `advance` and the end of `wait`."""
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether `stay` can take the place of a transfer of zeros; the same on every rank."""
+
+    def stay(self) -> None:
+        """Note that no rank has a gradient for any of the parameters: nothing will be sent."""
+
+    def start(self) -> None:
+        """Start leg 1."""
+
+    def end_step(self) -> None:
+        """Forget what this step brought."""
+
+
+class Resealing:
+    """A bucket's legs; gradients that averages take the place of are sealed as they are then, if nobody edited them."""
+
+    def __init__(
+        self, transport: BucketTransport, seals: dict[int, GradientSeal], parameters: Sequence[Tensor]
+    ) -> None:
+        self._transport = transport
+        self._seals = seals
+        self._parameters = parameters
+        self._changing: list[int] = []
+
+    def advance(self) -> None:
+        """See Legs."""
+        by_advance = self._intact(self._transport.averaged_by_advance)
+        self._changing = self._intact(self._transport.averaged_by_wait)
+        self._transport.advance()
+        self._seal(by_advance)
+        for number in self._changing:
+            self._seals[number].open()
+
+    def wait(self) -> None:
+        """See Legs."""
+        self._transport.wait()
+        self._seal(self._intact(self._changing))
+
+    def _intact(self, numbers: Collection[int]) -> list[int]:
+        return [one for one in numbers if one in self._seals and self._seals[one].holds(self._parameters[one])]
+
+    def _seal(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self._seals[number] = GradientSeal(self._parameters[number])
