@@ -8,11 +8,12 @@ READY := $(VENV)/.ready
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test bits lint plots lion stages bench bench-engine long-sequences long-documents layer-drop ethernet gpu wheel clean
+.PHONY: help train test chaos bits lint plots lion stages bench bench-engine long-sequences long-documents layer-drop ethernet gpu wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
 	@echo "make test            run every test"
+	@echo "make chaos           damage, races and other faults by the thousand, each seeded (about 15 minutes)"
 	@echo "make bits            run every optimizer in every form against the bits that were recorded of it (about 3 minutes)"
 	@echo "make plots           reproduce the convergence plots"
 	@echo "make lion            1-bit Lion beside Lion and AdamW, each at its best rate (about 10 minutes)"
@@ -39,6 +40,9 @@ train: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+chaos: $(READY)
+	$(RUN) -m tests.chaos $(ARGS)
 
 bits: $(READY)
 	$(RUN) -m tests.optim.recorded.record --check

@@ -1,0 +1,145 @@
+"""Damaged checkpoints: whatever has happened to whichever file, a whole one is loaded or an error is raised, on all
+ranks alike."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.chaos.outcome import Outcome, contents, is_documented
+from tests.engine.checkpoint.jobs import Values, save
+from thinwire.comm import Communicator, threads
+from thinwire.engine.checkpoint import CheckpointStore
+
+FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
+
+
+def run(count: int, seed: int) -> Outcome:
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory() as temporary:
+        pristine, folder, outside = (Path(temporary) / name for name in ("pristine", "folder", "outside"))
+        jobs = {"step-1": Values(1, 2), "step-2": Values(2, 2)}
+        save(pristine, *jobs.items())
+        outside.mkdir()
+        (outside / "target").write_bytes(b"not to be touched")
+        before = contents(outside)
+        for number in range(count):
+            source = random.Random(f"{seed} {number}")
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(pristine, folder)
+            done = [damage(folder, outside, source) for _ in range(source.choice((1, 1, 1, 2, 4)))]
+
+            def trial(source: random.Random = source) -> str | None:
+                fault = load(folder, jobs, source)
+                return fault or (None if contents(outside) == before else "something outside was written to")
+
+            if not outcome.attempt(f"seed {seed}, trial {number}, {done}", trial):
+                break
+    return outcome
+
+
+def load(folder: Path, jobs: dict[str, Values], source: random.Random) -> str | None:
+    """Load on some ranks; what was wrong."""
+    tag, size = source.choice((None, None, "step-1", "step-2")), source.choice((1, 1, 1, 2, 3))
+
+    def work(comm: Communicator) -> str:
+        try:
+            checkpoint = CheckpointStore(folder, comm).load(tag)
+        except Exception as error:
+            if not is_documented(error):
+                raise
+            return f"refused: {error}"
+        if checkpoint is None:
+            return "none"
+        with checkpoint:
+            jobs[checkpoint.tag].check(checkpoint, random.Random(comm.rank))
+            return checkpoint.tag
+
+    found = threads.run(work, size)
+    return None if len(set(found)) == 1 else f"ranks differ: {found}"
+
+
+def damage(folder: Path, outside: Path, source: random.Random) -> str:
+    """Do something to one file; what it was."""
+    names = ["latest", *(f"step-2/{name}" for name in FILES * 3), *(f"step-1/{name}" for name in FILES)]
+    name, how = source.choice(names), source.choice(DAMAGES)
+    path = folder / name
+    if not path.is_file() or path.is_symlink():
+        return f"{name} is gone already"
+    how(path, folder / source.choice(names), outside, source)
+    return f"{how.__name__} {name}"
+
+
+def flip_bits(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    for _ in range(source.choice((1, 1, 8))):
+        if content:
+            content[source.randrange(len(content))] ^= 1 << source.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    os.truncate(path, source.randrange(path.stat().st_size + 1))
+
+
+def lengthen(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + source.randbytes(source.randrange(1, 100)))
+
+
+def zero(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    """As a loss of power leaves blocks."""
+    content = bytearray(path.read_bytes())
+    start = source.randrange(len(content) + 1)
+    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    path.write_bytes(content)
+
+
+def swap(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    if other.is_file() and other != path:
+        first, second = path.read_bytes(), other.read_bytes()
+        path.write_bytes(second)
+        other.write_bytes(first)
+
+
+def remove(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    path.unlink()
+
+
+def put_folder(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def put_fifo(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_link(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    path.unlink()
+    path.symlink_to(source.choice((outside / "target", outside / "nothing", Path("/dev/zero"), path, other, outside)))
+
+
+def put_pickle(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+    torch.save({"weight": torch.zeros(3)}, path, _use_new_zipfile_serialization=source.random() < 0.5)
+
+
+Damage = Callable[[Path, Path, Path, random.Random], None]
+DAMAGES: tuple[Damage, ...] = (
+    *(flip_bits,) * 4,
+    *(truncate,) * 2,
+    lengthen,
+    zero,
+    *(swap,) * 2,
+    remove,
+    put_folder,
+    put_fifo,
+    put_link,
+    put_pickle,
+)
