@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
+from thinwire.version import __version__
 
 __all__ = [
     "OneBitAdam",
@@ -25,8 +26,6 @@ __all__ = [
     "sparse_attn",
     "zero",
 ]
-
-__version__ = "0.1.0"
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
 if TYPE_CHECKING:

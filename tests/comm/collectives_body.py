@@ -145,6 +145,22 @@ def check_control(comm: Communicator, seed: int) -> None:
     comm.barrier()
 
 
+def check_purposes(comm: Communicator, seed: int) -> None:
+    """Ranks at different calls say so on every rank, and nobody reads another's message as what it is not."""
+    copy = comm.duplicate()
+    purpose = "compare the weights" if comm.rank == comm.size - 1 else "find overflows"
+    if comm.size == 1:
+        assert copy.all_gather_bytes(b"x", purpose) == [b"x"]
+    else:
+        wanted = f"rank 0 is about to find overflows, rank {comm.size - 1} to compare the weights"
+        with pytest.raises(CommunicationError, match=wanted) as caught:
+            copy.all_gather_bytes(b"x" * comm.rank, purpose)
+        assert caught.value.ranks == (comm.size - 1,)
+        with pytest.raises(CommunicationError, match="can no longer be used"):
+            copy.barrier()
+    assert comm.all_gather_bytes(b"", purpose="compare the weights") == [b""] * comm.size
+
+
 def check_split(comm: Communicator, seed: int) -> None:
     half = comm.split(comm.rank % 2)
     assert half is not None

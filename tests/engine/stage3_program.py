@@ -34,6 +34,7 @@ def main(folder: Path) -> None:
     user_optimizer_and_recomputed_layers(comm)
     copies_are_refused(comm)
     bad_models(comm)
+    another_rate_on_one_rank(comm)
     checkpoints(comm, folder)
     comm.barrier()
     if comm.rank == 0:
@@ -115,6 +116,19 @@ def what_is_not_finite(comm: Communicator) -> None:
     engine.backward(loss_of(engine, comm.rank, 0) * (1e30 if comm.rank == 0 else 1))
     engine.step()
     assert engine.skipped_steps == 1
+    assert torch.equal(everything(engine), before)
+
+
+def another_rate_on_one_rank(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    engine = make_engine(comm, settings(3))
+    train(engine, range(2))
+    before = everything(engine)
+    engine.optimizer.param_groups[0]["lr"] *= 1 + comm.rank
+    engine.backward(loss_of(engine, comm.rank, 2))
+    with pytest.raises(ValueError, match=r"rank 1 and rank 0 differ: parameter groups are"):
+        engine.step()
     assert torch.equal(everything(engine), before)
 
 

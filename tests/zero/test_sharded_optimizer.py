@@ -197,3 +197,22 @@ def test_zero_grad_after_backward_drops_the_step() -> None:
         expected = by_one_process(2, 3, **ADAMW)
         for mine in threads.run(lambda comm, s=stage: body(comm, s), 2):
             torch.testing.assert_close(mine, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_grad_drops_gradients_that_have_left_on_some_ranks_only(stage: int) -> None:
+    """Rank 0's backward fills a bucket, which leaves; all of rank 1's buckets still wait for more."""
+
+    def body(comm: Communicator) -> Tensor:
+        model = make_model()
+        optimizer = build(comm, model, stage)
+        train(optimizer, model, range(2))
+        optimizer.zero_grad()
+        (model if comm.rank == 0 else model[0])(batch(comm.rank, 77)[0]).sum().backward()
+        optimizer.zero_grad()
+        train(optimizer, model, range(2, 5))
+        return weights(model)
+
+    first, second = threads.run(body, 2)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, by_one_process(2, 5, **ADAMW), rtol=0, atol=2e-6)

@@ -20,7 +20,7 @@ def raise_together(comm: Communicator, error: Exception | None, doing: str) -> N
     """
     mine = "" if error is None else f"{type(error).__name__}: {error}"
     # Names that it quotes, of files above all, may hold what is no text.
-    messages = comm.all_gather_bytes(mine.encode(errors="backslashreplace"))
+    messages = comm.all_gather_bytes(mine.encode(errors="backslashreplace"), doing)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

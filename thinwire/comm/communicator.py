@@ -6,6 +6,7 @@ Backends only start transfers of flat tensors; checks, byte counts, staging and 
 from __future__ import annotations
 
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,10 @@ __all__ = ["Communicator"]
 
 _ALARM_INTERVAL = 0.5
 """Seconds between two looks for the alarm of a rank that failed."""
+
+_LONGEST = (1 << 32) - 1
+_PURPOSE = 96
+"""Bytes of what a control message is for that ranks tell each other where they differ in it."""
 
 
 class Communicator(ABC):
@@ -109,9 +114,16 @@ class Communicator(ABC):
         """Return once every rank has called it."""
         self._gather_on_host("barrier", torch.zeros(1, dtype=torch.uint8))
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Gather a small control message of any length from every rank, in rank order."""
-        lengths: list[int] = self._gather_on_host("all_gather_bytes", torch.tensor([len(payload)])).tolist()
+    def all_gather_bytes(self, payload: bytes, purpose: str = "") -> list[bytes]:
+        """Gather a small control message of any length from every rank, in rank order.
+
+        ``purpose`` completes "rank 3 is about to ...". Where ranks' purposes differ they are not at the same call, and
+        every one of them gets a ``CommunicationError`` that names both, in place of a message that it cannot read.
+        """
+        heads = self._gather_on_host("all_gather_bytes", torch.tensor([_head(payload, purpose)])).tolist()
+        if any(head >> 32 != heads[0] >> 32 for head in heads):
+            self._raise_different_purposes(purpose)
+        lengths = [head & _LONGEST for head in heads]
         longest = max(lengths)
         padded = torch.tensor(list(payload.ljust(longest, b"\0")), dtype=torch.uint8)
         data = self._gather_on_host("all_gather_bytes", padded).numpy().tobytes()
@@ -124,7 +136,7 @@ class Communicator(ABC):
         """
         mine = "" if color is None else f"{color} {self.rank if key is None else key}"
         members: list[tuple[int, int]] = []
-        for rank, message in enumerate(self.all_gather_bytes(mine.encode())):
+        for rank, message in enumerate(self.all_gather_bytes(mine.encode(), "split the communicator")):
             if message:
                 other_color, other_key = map(int, message.split())
                 if other_color == color:
@@ -194,6 +206,20 @@ class Communicator(ABC):
     def _control_device(self) -> torch.device:
         """Where control messages must lie for the backend to carry them."""
         return torch.device("cpu")
+
+    def _raise_different_purposes(self, purpose: str) -> None:
+        """Find out what every rank is about to do. Collective."""
+        mine = torch.tensor(list(purpose.encode()[:_PURPOSE].ljust(_PURPOSE)), dtype=torch.uint8)
+        raw = self._gather_on_host("all_gather_bytes", mine).numpy().tobytes()
+        purposes = [raw[start : start + _PURPOSE].decode().strip() for start in range(0, len(raw), _PURPOSE)]
+        other = next(rank for rank, one in enumerate(purposes) if one != purposes[0])
+        self._failure = CommunicationError(
+            f"ranks are not at the same call: rank 0 is about to {purposes[0]}, rank {other} to {purposes[other]}. "
+            "Every rank must make the same calls in the same order",
+            ranks=tuple(rank for rank, one in enumerate(purposes) if one != purposes[0]),
+            collective="all_gather_bytes",
+        )
+        raise self._failure
 
     def _gather_on_host(self, name: str, mine: Tensor) -> Tensor:
         """Gather equal control messages of all ranks, and wait on the host until they are here."""
@@ -304,6 +330,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return _flat(tensor).view(torch.uint8)
+
+
+def _head(payload: bytes, purpose: str) -> int:
+    """What precedes a control message: its length, and above that 31 bits of its purpose."""
+    if len(payload) > _LONGEST:
+        raise ValueError(f"all_gather_bytes: a message of {len(payload)} bytes; the longest is {_LONGEST}")
+    return (zlib.crc32(purpose.encode()) & 0x7FFFFFFF) << 32 | len(payload)
 
 
 def _amount(tensor: Tensor) -> str:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from typing import Literal, get_args
 
@@ -17,8 +16,10 @@ from thinwire.comm import threads
 from thinwire.comm.checks import check_timeout
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.launchers import Launch, detect
+from thinwire.comm.roster import count_hosts
 from thinwire.comm.torch_backend import TorchCommunicator, group_timeout
 from thinwire.comm.torch_launch import init_process_group
+from thinwire.version import __version__
 
 __all__ = ["Backend", "init"]
 
@@ -35,7 +36,7 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
     ``threads.run`` that of the run holds. Rank 0 says on stderr what was found, unless ``quiet``.
 
     Raises ``ValueError`` for a backend that cannot work here and ``RuntimeError`` when the launcher's and
-    the library's idea of the job differ.
+    the library's idea of the job differ, or ranks run different versions of thinwire.
     """
     check_timeout(timeout)
     if backend is not None and backend not in get_args(Backend):
@@ -50,7 +51,7 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
         return thread
     launch = detect(os.environ)
     communicator = _join(launch, backend, timeout)
-    hosts = len(set(communicator.all_gather_bytes(socket.gethostname().encode())))
+    hosts = count_hosts(communicator, thinwire=__version__, torch=torch.__version__)
     communicator.traffic.reset()
     if communicator.rank == 0 and not quiet:
         print(_found(launch, communicator, hosts), file=sys.stderr, flush=True)

@@ -60,7 +60,7 @@ def agree_on_nodes(
     environ = os.environ if environ is None else environ
     agent = environ.get("GROUP_RANK", "") if "TORCHELASTIC_RUN_ID" in environ else ""
     mine = {"name": f"{socket.gethostname()} {agent}", "given": None if node_of is None else [int(n) for n in node_of]}
-    answers = [json.loads(raw) for raw in comm.all_gather_bytes(json.dumps(mine).encode())]
+    answers = [json.loads(raw) for raw in comm.all_gather_bytes(json.dumps(mine).encode(), "find nodes")]
     given = answers[0]["given"]
     for rank, answer in enumerate(answers):
         if answer["given"] != given:

@@ -33,7 +33,7 @@ def agree_on_model(comm: Communicator, model: nn.Module) -> None:
 
 
 def _first_difference(comm: Communicator, mine: Mapping[str, Any]) -> str | None:
-    messages = comm.all_gather_bytes(json.dumps(mine).encode())
+    messages = comm.all_gather_bytes(json.dumps(mine).encode(), "compare the job's settings")
     for rank, message in enumerate(messages):
         if message != messages[0]:
             path, here, there = next(_differences(json.loads(messages[0]), json.loads(message), ""))

@@ -79,7 +79,7 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequence[float]) -> None:
     """Raise ValueError on every rank unless all come to the same decision from the same learning rates. Collective."""
-    answers = comm.all_gather_bytes(json.dumps([reached, list(learning_rates)]).encode())
+    answers = comm.all_gather_bytes(json.dumps([reached, list(learning_rates)]).encode(), "decide on the freeze")
     for rank, answer in enumerate(answers):
         if answer != answers[0]:
             theirs, first = json.loads(answer), json.loads(answers[0])

@@ -24,7 +24,7 @@ def agree_on_order(
     wanted, here = set(trainable), set(arrived)
     order = [index for index in arrived if index in wanted]
     order += [index for index in reversed(trainable) if index not in here]
-    raw = comm.all_gather_bytes(torch.tensor(order, dtype=torch.int64).numpy().tobytes())
+    raw = comm.all_gather_bytes(torch.tensor(order, dtype=torch.int64).numpy().tobytes(), "order the parameters")
     orders = [torch.frombuffer(bytearray(one), dtype=torch.int64).tolist() if one else [] for one in raw]
     for rank, other in enumerate(orders):
         differing = sorted(set(other) ^ set(orders[0]))
@@ -43,7 +43,9 @@ def agree_on_absent(
 
     Raises ValueError, on every rank, for one with a gradient on some ranks only.
     """
-    of_rank = comm.all_gather_bytes(bytes(index in arrived for index in range(count)))
+    of_rank = comm.all_gather_bytes(
+        bytes(index in arrived for index in range(count)), "find parameters without gradients"
+    )
     for index in range(count):
         having = [rank for rank, mask in enumerate(of_rank) if mask[index]]
         if having and len(having) < comm.size:
@@ -58,4 +60,5 @@ def agree_on_absent(
 def find_overflowing(comm: Communicator, parameters: Sequence[Tensor]) -> tuple[int, ...]:
     """The ranks on which a gradient is not finite. Collective."""
     mine = any(one is not None and not bool(torch.isfinite(one).all()) for one in map(gradient_of, parameters))
-    return tuple(rank for rank, answer in enumerate(comm.all_gather_bytes(bytes([mine]))) if answer[0])
+    of_rank = comm.all_gather_bytes(bytes([mine]), "find overflows")
+    return tuple(rank for rank, answer in enumerate(of_rank) if answer[0])

@@ -218,8 +218,11 @@ class BackwardWatcher:
         self._sent = False
 
     def drop(self) -> None:
-        """Forget gradients that have left, or arrived, since the last step. Collective if any have left."""
-        if self._pipeline.started or self._sent:
+        """Forget gradients that have left, or arrived, since the last step. Collective if there are any.
+
+        Other ranks' gradients may have left where all of this one's wait for more.
+        """
+        if self.in_step:
             self.finish()
         self.end_step()
 

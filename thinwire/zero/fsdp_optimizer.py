@@ -17,6 +17,7 @@ from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.home import StepResult
 from thinwire.zero.memory import model_state_formula
+from thinwire.zero.rank_checks import check_same_on_every_rank, settings_digest
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import (
     STATE_IS_ON_ALL_RANKS,
@@ -81,6 +82,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         self.last_step = StepResult(applied=False, grad_norm=math.nan)
         self._reshard: Any = model.reshard
         self._vote_comm = comm.duplicate()
+        self._steps = 0
         self._traffic = traffic
         self._dtype = dtype
         self._device = device
@@ -135,6 +137,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         if applied:
             self._apply(gradients, self._clip(norm) / self.loss_scale)
         self.last_step = StepResult(applied, norm)
+        self._steps += 1
         self._reshard()  # what a forward without backward has left gathered is out of date
 
     def close(self) -> None:
@@ -207,12 +210,19 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     # One step
 
     def _norm(self, gradients: list[Tensor | None]) -> float:
-        """Of the averaged gradient, loss scale divided out."""
+        """Of the averaged gradient, loss scale divided out. Collective.
+
+        Raises ValueError, on every rank, where ranks have other hyperparameters.
+        """
         norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
         square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        total = square.reshape(1).to(self._device)
-        self._vote_comm.all_reduce(total)
-        return math.sqrt(float(total)) / self.loss_scale if float(total) >= 0 else math.nan
+        digest = settings_digest(self.param_groups, self._steps)
+        votes = torch.stack([square, *square.new_tensor([digest, digest**2]).unbind()]).to(self._device)
+        self._vote_comm.all_reduce(votes)
+        total, digests, squares = votes.tolist()
+        if self.comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
+            check_same_on_every_rank(self._vote_comm, [], self.param_groups, {})
+        return math.sqrt(total) / self.loss_scale if total >= 0 else math.nan
 
     def _clip(self, norm: float) -> float:
         """What a gradient of this norm is multiplied by: torch's clip_grad_norm_."""

@@ -36,10 +36,10 @@ class GradientSeal:
         gradient = parameter.grad
         if self._open:
             return self.is_untouched(parameter)
-        if self._digest is None or gradient is None or isinstance(gradient, SentGradient):
-            return self.is_of(parameter)
         if _form(gradient) != self._form:
             return False
+        if self._digest is None or gradient is None or isinstance(gradient, SentGradient):
+            return self.is_of(parameter)
         return torch.equal(self._digest, _digest_of(gradient))
 
     def is_of(self, parameter: Tensor) -> bool:

@@ -43,7 +43,7 @@ def agree_to_leave_out(
                 "from an earlier backward(): leave out what no backward() of the step reaches"
             )
     mine = json.dumps({"failed": error is not None, "numbers": numbers}).encode()
-    of_rank = comm.all_gather_bytes(mine)
+    of_rank = comm.all_gather_bytes(mine, "leave parameters out")
     if any(json.loads(other)["failed"] for other in of_rank):
         raise_together(comm, error, "leave parameters out")
     for rank, other in enumerate(of_rank):

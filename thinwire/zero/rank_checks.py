@@ -67,7 +67,7 @@ def check_same_on_every_rank(
         "groups": hyperparameters,
         "settings": {**settings, "requires_grad": [one for group in groups for one in _trained(group)]},
     }
-    raw = comm.all_gather_bytes(json.dumps(mine).encode())
+    raw = comm.all_gather_bytes(json.dumps(mine).encode(), "compare parameters and settings")
     if all(other == raw[0] for other in raw):
         return
     descriptions = [json.loads(other) for other in raw]

@@ -166,7 +166,7 @@ def _exchange(comm: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:
     file = io.BytesIO()
     torch.save(mine, file)
     raw = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    lengths = [int(length) for length in comm.all_gather_bytes(str(len(raw)).encode())]
+    lengths = [int(length) for length in comm.all_gather_bytes(str(len(raw)).encode(), "gather its ranks' state")]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(raw)] = raw
     received = torch.empty(comm.size * len(padded), dtype=torch.uint8)

@@ -26,7 +26,7 @@ def compare_replicas(
     `replicas`: weights in the parameters' dtype. `source`: what they will be repaired from.
     """
     mine = b"".join(_checksum(one).to_bytes(8, "little") for one in replicas)
-    of_rank = comm.all_gather_bytes(mine)
+    of_rank = comm.all_gather_bytes(mine, "compare the weights")
     drifted = [rank for rank, other in enumerate(of_rank) if other != of_rank[0]]
     if drifted:
         _report(comm, drifted, step, on_drift, source)

@@ -121,7 +121,7 @@ class ShardedParameters:
         mask = bytearray(len(self.order.parameters))
         for number in missing:
             mask[number] = 1
-        of_rank = self.exchange_comm.all_gather_bytes(bytes(mask))
+        of_rank = self.exchange_comm.all_gather_bytes(bytes(mask), "find the step's missing gradients")
         return frozenset(number for number in range(len(mask)) if all(other[number] for other in of_rank))
 
     # New weights on their way

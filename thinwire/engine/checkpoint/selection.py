@@ -177,7 +177,7 @@ def _list(folder: CheckpointFolder, tag: str | None) -> dict[str, Any]:
 
 
 def _gather(comm: Communicator, found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(message) for message in comm.all_gather_bytes(json.dumps(found).encode())]
+    return [json.loads(message) for message in comm.all_gather_bytes(json.dumps(found).encode(), "choose a checkpoint")]
 
 
 def _joined(findings: list[dict[str, Any]]) -> str | None:

@@ -169,7 +169,10 @@ class CheckpointStore:
         raise_together(self._comm, error, "save a checkpoint")
         model = hashlib.sha256(json.dumps(snapshot.model.to_json()).encode()).hexdigest()
         mine = {"tag": tag, "model": model, "nonce": secrets.token_hex(4)}
-        everyones = [json.loads(message) for message in self._comm.all_gather_bytes(json.dumps(mine).encode())]
+        everyones = [
+            json.loads(message)
+            for message in self._comm.all_gather_bytes(json.dumps(mine).encode(), "save a checkpoint")
+        ]
         first = everyones[0]
         for rank, other in enumerate(everyones):
             if (other["tag"], other["model"]) != (first["tag"], first["model"]):
@@ -242,7 +245,7 @@ class CheckpointStore:
         """What has failed on which rank, the same on every rank."""
         mine = "" if error is None else str(error) or type(error).__name__
         # A file's name may hold bytes that are no text.
-        messages = self._comm.all_gather_bytes(mine.encode(errors="backslashreplace"))
+        messages = self._comm.all_gather_bytes(mine.encode(errors="backslashreplace"), "publish a checkpoint")
         return {rank: message.decode() for rank, message in enumerate(messages) if message}
 
     def _raise_on_every_rank(self, error: CheckpointError | None) -> None:

@@ -29,7 +29,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor], comm: Communicator) ->
                 RuntimeWarning,
                 stacklevel=4,
             )
-    return not comm.all_gather_bytes(problem)[0]
+    return not comm.all_gather_bytes(problem, "export weights")[0]
 
 
 @torch.no_grad()

@@ -240,7 +240,7 @@ def _check_numbers(
 
 def _check_same(comm: Communicator, what: str, mine: Mapping[str, Any]) -> None:
     """Raise ValueError on every rank unless all have the same; collective."""
-    everyone = comm.all_gather_bytes(json.dumps(mine, sort_keys=True).encode())
+    everyone = comm.all_gather_bytes(json.dumps(mine, sort_keys=True).encode(), "compare data loaders")
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(

@@ -80,7 +80,9 @@ class StepLosses:
         """The error of a step that was not finite, which names the ranks whose loss was not. Collective."""
         assert self._sum is not None, "a step follows a backward"
         mine = b"\1" if bool(self._sum.isfinite()) else b"\0"
-        ranks = [rank for rank, finite in enumerate(comm.all_gather_bytes(mine)) if finite == b"\0"]
+        ranks = [
+            rank for rank, finite in enumerate(comm.all_gather_bytes(mine, "find infinite losses")) if finite == b"\0"
+        ]
         if ranks:
             where = f"the loss was not finite on {name_ranks(ranks)}"
         else:
