@@ -66,8 +66,9 @@ def test_body_under_torchrun():
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("chunk", [3, 100_003], ids=["small", "large"])
-@pytest.mark.parametrize(("how", "victim"), [("killed", 1), ("killed", 0), ("stopped", 0)])
+@pytest.mark.parametrize(
+    ("how", "victim", "chunk"), [("killed", 1, 3), ("killed", 0, 100_003), ("stopped", 0, 100_003)]
+)
 def test_a_lost_rank_is_named(how, victim, chunk):
     for survivor in run_ranks(3, "lose", how, str(chunk), victim=victim):
         assert survivor.returncode != 0

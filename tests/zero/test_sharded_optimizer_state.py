@@ -44,10 +44,14 @@ def test_any_stage_and_number_of_ranks_takes_up_what_another_saved(saved_stage: 
 
     reference = threads.run(lambda comm: go_on(comm, saved_stage), 4)[0]
     tolerance = 2e-6 if dtype is None else 4e-3
-    for ranks in (1, 2, 3, 6):
-        for stage in (0, 1, 2):
-            for mine in threads.run(lambda comm, s=stage: go_on(comm, s), ranks):
-                torch.testing.assert_close(mine, reference, rtol=0, atol=tolerance)
+    for ranks, stage in (
+        (1, (saved_stage + 1) % 3),
+        (2, (saved_stage + 2) % 3),
+        (3, saved_stage),
+        (6, 2 - saved_stage),
+    ):
+        for mine in threads.run(lambda comm, s=stage: go_on(comm, s), ranks):
+            torch.testing.assert_close(mine, reference, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -26,7 +26,7 @@ def run(ranks: int, stage: int, steps: int, **options) -> list[tuple[Tensor, lis
     return threads.run(body, ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_stages_1_and_2_give_the_same_bits_and_nearly_those_of_stage_0(ranks: int) -> None:
     def whole(comm: Communicator) -> list[float]:
         model = make_model()

@@ -17,8 +17,8 @@ from thinwire.comm import Communicator
 
 @behaviour(2)
 def a_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for moment in (*subject.moments, FREEZE, LOCAL + 1):
+    for dtype, moments in ((torch.float32, subject.moments), (torch.bfloat16, (FREEZE, LOCAL + 1))):
+        for moment in moments:
             model = make_model(dtype=dtype)
             optimizer = subject.build(model, comm, weight_decay=0.1)
             train(model, optimizer, range(moment))

@@ -21,7 +21,8 @@ MOMENTS = (12, 30, 73)  # compressed gradients; frozen and in sync; between two 
 @pytest.mark.parametrize(
     ("dtype", "saved_stage", "stage", "at"),
     [
-        *((dtype, 1, 1, at) for dtype in (None, torch.bfloat16) for at in MOMENTS),
+        *((None, 1, 1, at) for at in MOMENTS),
+        (torch.bfloat16, 1, 1, 73),
         (None, 0, 1, 12),
         (None, 1, 0, 73),
     ],
