@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 class Counts(NamedTuple):
     """How many trials the whole is, and how many a slice; 0 for what has a test of its own. Kills and drift are for
-    each form of training, and drift counts iterations."""
+    each form of training, drift counts iterations, and many_parameters parameters."""
 
     whole: int
     slice: int
@@ -27,4 +27,6 @@ HARNESSES = {
     "gradients": Counts(400, 14),
     "drift": Counts(5000, 25),
     "kills": Counts(40, 0),
+    "launched": Counts(40, 0),
+    "many_parameters": Counts(10_000, 40),
 }

@@ -35,7 +35,7 @@ def main() -> int:
         run = importlib.import_module(f"tests.chaos.{name}").run
         outcome: Outcome = run(arguments.count or HARNESSES[name].whole, arguments.seed)
         seconds = round(time.monotonic() - start, 1)
-        print(f"{name:<12} {outcome.tried:>6} tried {outcome.bad:>6} bad {seconds:>8} s", flush=True)
+        print(f"{name:<16} {outcome.tried:>6} tried {outcome.bad:>6} bad {seconds:>8} s", flush=True)
         for example in outcome.examples:
             print(f"  {example}", flush=True)
         bad += outcome.bad
