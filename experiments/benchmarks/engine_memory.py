@@ -58,21 +58,22 @@ def _hold(model: str, stage: int, optimizer: str, comm: Communicator) -> dict[st
     `held` is what compares with the formula: after a step, or where that drops the gradients, at stage 3, before it.
     """
     gc.collect()
-    before = sum(process_tensor_bytes().values())
+    # Counting walks through all objects but these: what was imported, and anything that was there before this system.
+    gc.freeze()
     engine = _engine(model, stage, optimizer, comm)
     elements = sum(parameter.numel() for parameter in engine.module.parameters())
-    after_step = 0
     for step in range(_STEPS):
         generator = torch.Generator().manual_seed(100 * step + comm.rank)
         tokens = torch.randint(5, _VOCABULARY, (_SEQUENCES, _LENGTH), generator=generator)
         total, count = engine(tokens, tokens)
         engine.backward(total / count)
         del total, tokens
-        gc.collect()
-        after_backward = sum(process_tensor_bytes().values()) - before
-        by_category = live_tensor_bytes(engine.module, engine.optimizer)
+        if step == _STEPS - 1:
+            gc.collect()
+            after_backward = sum(process_tensor_bytes().values())
+            by_category = live_tensor_bytes(engine.module, engine.optimizer)
         engine.step()
-        after_step = sum(process_tensor_bytes().values()) - before
+    after_step = sum(process_tensor_bytes().values())
     frozen = optimizer in COMPRESSED
     formula = frozen_state_formula(elements, comm.size) if frozen else model_state_formula(stage, elements, comm.size)
     every = torch.tensor([after_backward, after_step])

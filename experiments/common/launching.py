@@ -5,6 +5,7 @@ It also turns bad input into one message and exit code 2, before any rank trains
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -63,7 +64,18 @@ def launch(
         except InputError as error:
             return refuse(module, error)
         if ranks > 1:
-            return _start_ranks(module, arguments, ranks)
+            return _end_soon(_start_ranks(module, arguments, ranks))
+        return _be_rank(module, parse, work, arguments)
+    return _end_soon(_be_rank(module, parse, work, arguments))
+
+
+def _be_rank(
+    module: str,
+    parse: Callable[[Sequence[str]], Parsed],
+    work: Callable[[communication.Communicator, Parsed], None],
+    arguments: Sequence[str],
+) -> int:
+    """This process's part, as a rank of its launcher's or as the only one; the exit code."""
     try:
         comm = communication.init(timeout=_TIMEOUT)
         code = _work_on_this_rank(comm, module, parse, work, arguments)
@@ -75,6 +87,15 @@ def launch(
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    return code
+
+
+def _end_soon(code: int) -> int:
+    """The exit code of a process that is for this experiment alone: it ends without a last search for garbage.
+
+    That takes a second or two, with all that torch and transformers have loaded.
+    """
+    gc.freeze()
     return code
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -70,17 +71,29 @@ def measure_alone(work: Callable[..., Measured], *arguments: object, imported_be
     """
     # The processes of a server that has imported all this start in no time, and it has never worked itself.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([work.__module__, *imported_before])
-    threads = torch.get_num_threads()
+    context.set_forkserver_preload([work.__module__, *imported_before, *_main_module()])
     with (
         patch.dict(os.environ, _ENVIRONMENT),
-        ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool,
+        ProcessPoolExecutor(1, context, initializer=_begin, initargs=(torch.get_num_threads(),)) as pool,
     ):
         try:
             return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
             what = f"{work.__module__}.{work.__name__}{arguments}"
             raise RuntimeError(f"{what} was ended, for want of memory perhaps: measure shorter sequences") from error
+
+
+def _main_module() -> list[str]:
+    """What `python -m` runs, if it does: every process imports that, and all that it imports."""
+    spec = sys.modules["__main__"].__spec__
+    return [] if spec is None else [spec.name]
+
+
+def _begin(threads: int) -> None:
+    """Prepares a process to measure in."""
+    torch.set_num_threads(threads)
+    # What was imported stays: looking through millions of objects for garbage would take longer than most work.
+    gc.freeze()
 
 
 def _status_bytes(name: str) -> int:

@@ -91,13 +91,20 @@ def _run(subject: Subject, plan: Plan, optimizer: str, comm: Communicator, varia
 
 
 def _shortened(subject: Subject, steps: int) -> Subject:
-    shorter = {
-        "steps": steps,
-        "warmup_steps": steps // 10,
-        "local_step_scaler": max(1, steps // 10),
-        "evaluate_every": max(1, steps // 30),
-    }
-    return replace(subject, plans={name: replace(plan, **shorter) for name, plan in subject.plans.items()})
+    return replace(subject, plans={name: _with_steps(plan, steps) for name, plan in subject.plans.items()})
+
+
+def _with_steps(plan: Plan, steps: int) -> Plan:
+    """The plan with its stages in proportion: a run shorter than its warmup would never send one bit."""
+    freeze_step = plan.freeze_step
+    return replace(
+        plan,
+        steps=steps,
+        warmup_steps=steps // 10,
+        freeze_step=freeze_step if freeze_step == "auto" else max(1, freeze_step * steps // plan.steps),
+        local_step_scaler=max(1, steps // 10),
+        evaluate_every=max(1, steps // 30),
+    )
 
 
 def _write_results(

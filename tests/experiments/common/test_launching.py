@@ -75,6 +75,8 @@ def test_ranks_must_be_those_that_the_launcher_started() -> None:
     settings = argparse.Namespace(ranks=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.common.launching.detect", lambda _: Launch("torchrun", "", 0, 1, 0, 1))
+        # This process goes on, with garbage to collect.
+        patch.setattr("experiments.common.launching.gc.freeze", lambda: None)
         assert launch(THIS, lambda _: settings, lambda *_: pytest.fail("it worked"), [], 1) == BAD_INPUT
 
 

@@ -69,7 +69,7 @@ def test_runs_are_added_only_to_a_race_of_the_same_settings(
 def test_steps_are_raced_and_bytes_counted(tmp_path: Path) -> None:
     racing = ["--contenders", "ddp-fp32", "ddp-bf16", "onebit-adam"]
     links = ["--hosts", "2", "--rates", "200", "2000", "--waiting", "0.01"]
-    size = ["--model", "tiny", "--batch-size", "1", "--seconds", "1"]
+    size = ["--model", "tiny", "--batch-size", "1", "--seconds", "1", "--probe-seconds", "1"]
     assert main(["--races", "steps", *racing, *links, *size, "--output", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "ethernet.json").read_text())
     assert [entry["megabits"] for entry in results["rates"]] == [200, 2000]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.layer_drop.__main__ import main
-from tests.experiments.helpers import run_module, write_text
+from tests.experiments.helpers import write_text
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,17 @@ def test_a_command_line_that_cannot_work_is_refused(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.launch
-def test_a_run_writes_numbers_and_picture(tmp_path: Path) -> None:
+def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_text(tmp_path / "shopping.txt", 2000)
     data = ["--model", "tiny", "--vocab-size", "120", "--sequence-length", "16", "--validation-sequences", "8"]
     training = ["--steps", "6", "--batch-size", "4", "--seeds", "2", "--higher-lr", "0.01"]
     timing = ["--layers", "5", "--rounds", "3", "--timed-sequences", "1", "--timed-length", "16"]
     counting = ["--keep-rate-steps", "300", "--output", str(tmp_path)]
-    ended = run_module("experiments.layer_drop", "--corpus", corpus, *data, *training, *timing, *counting)
-    assert ended.returncode == 0, ended.stderr
+    assert main(["--corpus", str(corpus), *data, *training, *timing, *counting]) == 0
     assert (tmp_path / "layer_drop.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "layer_drop.json").read_text())
     assert str(tmp_path) not in json.dumps(found)
     assert len(found["runs"]) == 2 * 2 + 1 + 3
     assert {run["curve"]["steps"][-1] for run in found["runs"]} == {6}
     assert found["step_time"]["the stack"]["layers"] == len(found["keep_rates"]["measured"]) == 5
-    assert found["findings"][0] in ended.stdout
+    assert found["findings"][0] in capsys.readouterr().out

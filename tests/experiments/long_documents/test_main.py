@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.long_documents.__main__ import main
-from tests.experiments.helpers import run_module, write_text
+from tests.experiments.helpers import write_text
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,11 @@ def test_a_command_line_that_cannot_work_is_refused(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.launch
-def test_a_run_writes_numbers_and_picture(tmp_path: Path) -> None:
+def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_text(tmp_path / "shopping.txt", 6000)
     sizes = ["--model", "tiny", "--vocab-size", "120", "--document-length", "256", "--window", "64"]
     times = ["--start-steps", "2", "--minutes", "0.02", "--turns", "2", "--validation-documents", "2"]
-    ended = run_module("experiments.long_documents", "--corpus", corpus, *sizes, *times, "--output", tmp_path)
-    assert ended.returncode == 0, ended.stderr
+    assert main(["--corpus", str(corpus), *sizes, *times, "--output", str(tmp_path)]) == 0
     assert (tmp_path / "long_documents.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "long_documents.json").read_text())
     assert str(tmp_path) not in json.dumps(found)
@@ -42,4 +40,4 @@ def test_a_run_writes_numbers_and_picture(tmp_path: Path) -> None:
     for name, run in found["runs"].items():
         assert run["tokens_seen"] == run["documents_seen"] * (64 if name == "truncated" else 256)
         assert found["equal_time"]["losses"][name] == run["curve"]["losses"][-1]
-    assert found["findings"][1] in ended.stdout
+    assert found["findings"][1] in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The main job end to end, on real ranks and with the smallest BERT: results, resume, refusals."""
+"""The main job end to end, with the smallest BERT: results, resume and stage 3 on real ranks; refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from experiments.common.errors import BAD_INPUT, InputError
+from experiments.pretrain_bert.__main__ import main, pretrain
+from experiments.pretrain_bert.settings import parse
 from tests.experiments.helpers import run_module, write_text
+from thinwire.comm import Communicator, threads
 
 MODULE = "experiments.pretrain_bert"
 STEPS, STOP = 6, 4
@@ -29,10 +33,18 @@ OPTIONS = {
 }
 
 
-def pretrain(folder: Path, corpus: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command_line(folder: Path, corpus: Path, *arguments: str) -> list[str]:
     places = {"--output": folder / "results", "--checkpoints": folder / "runs", "--corpus": corpus}
-    options = [part for pair in (OPTIONS | places).items() for part in pair]
-    return run_module(MODULE, *options, *arguments)
+    return [*(str(part) for pair in (OPTIONS | places).items() for part in pair), *arguments]
+
+
+def on_real_ranks(folder: Path, corpus: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_module(MODULE, *command_line(folder, corpus, *arguments))
+
+
+def on_one_rank(folder: Path, corpus: Path, *arguments: str) -> int:
+    """In this process; the exit code."""
+    return main(command_line(folder, corpus, *arguments, "--ranks", "1"))
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -49,7 +61,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A whole run of both optimizers."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, pretrain(folder, corpus)
+    return folder, on_real_ranks(folder, corpus)
 
 
 @pytest.mark.launch
@@ -70,19 +82,18 @@ def test_a_run_writes_numbers_and_a_picture(finished: tuple[Path, subprocess.Com
     assert "1-bit Adam: validation loss" in ended.stdout
 
 
-@pytest.mark.launch
-def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(tmp_path: Path, corpus: Path) -> None:
+def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.5}}))
-    ended = pretrain(tmp_path, corpus, "--pre-ln", "--optimizer", "adamw", "--config", str(config))
-    assert ended.returncode == 0, ended.stderr
+    assert on_one_rank(tmp_path, corpus, "--pre-ln", "--optimizer", "adamw", "--config", str(config)) == 0
     found = results(tmp_path)
     assert found["settings"]["pre_ln"] is True
     losses = found["runs"]["adamw"]["curve"]["losses"]
     assert losses[-1] < losses[0]
-    refused = pretrain(tmp_path, corpus, "--optimizer", "adamw", "--config", str(config))
-    assert refused.returncode == 2
-    assert "give --pre-ln" in refused.stderr
+    assert on_one_rank(tmp_path, corpus, "--optimizer", "adamw", "--config", str(config)) == BAD_INPUT
+    assert "give --pre-ln" in capsys.readouterr().err
 
 
 @pytest.mark.launch
@@ -93,7 +104,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(
     shutil.copytree(folder / "runs", tmp_path / "runs")
     for run in (tmp_path / "runs" / "pretrain_bert").glob("*/"):
         shutil.rmtree(run / f"step-{STEPS:08}")
-    ended = pretrain(tmp_path, corpus, "--resume")
+    ended = on_real_ranks(tmp_path, corpus, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert f"continuing after step {STOP}" in ended.stderr
     for optimizer, run in results(folder)["runs"].items():
@@ -106,7 +117,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(
 def test_stage_3_and_a_configuration_file(tmp_path: Path, corpus: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
-    ended = pretrain(tmp_path, corpus, "--config", str(config))
+    ended = on_real_ranks(tmp_path, corpus, "--config", str(config))
     assert ended.returncode == 0, ended.stderr
     found = results(tmp_path)
     assert list(found["runs"]) == ["adamw"]
@@ -115,21 +126,29 @@ def test_stage_3_and_a_configuration_file(tmp_path: Path, corpus: Path) -> None:
     assert found["runs"]["adamw"]["bytes_sent"] > 0
 
 
-@pytest.mark.launch
-def test_a_corpus_that_is_too_short_is_refused_once(tmp_path: Path) -> None:
+def test_a_corpus_that_is_too_short_is_refused_on_every_rank(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("abc abd abe")
-    ended = pretrain(tmp_path, short)
-    assert ended.returncode == 2
-    assert ended.stderr.count("error: the corpus is too short") == 1
-    assert "Traceback" not in ended.stderr
+    settings = parse(command_line(tmp_path, short))
+
+    def refuse(comm: Communicator) -> str:
+        with pytest.raises(InputError, match="the corpus is too short") as caught:
+            pretrain(comm, settings)
+        return str(caught.value)
+
+    complaints = threads.run(refuse, 2)
+    assert [complaint.count("the corpus is too short") for complaint in complaints] == [1, 1]
     assert not list((tmp_path / "results").iterdir())
 
 
-def test_unreadable_input_is_refused_before_ranks_start(tmp_path: Path) -> None:
+def test_unreadable_input_is_refused_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.common.launching._start_ranks", lambda *_: pytest.fail("ranks were started"))
     binary = tmp_path / "binary"
     binary.write_bytes(bytes(range(256)))
-    ended = pretrain(tmp_path, binary)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith(f"{MODULE}: error: corpus file")
-    assert ended.stderr.count("\n") == 1
+    assert main(command_line(tmp_path, binary)) == BAD_INPUT
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"{MODULE}: error: corpus file")
+    assert said.err.count("\n") == 1
