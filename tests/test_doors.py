@@ -42,6 +42,23 @@ assert not heavy, heavy
 """
 
 
+WAYS_IN = """
+import os, sys, torch
+for way in (
+    "from thinwire import OneBitAdam, optim; assert optim.OneBitAdam is OneBitAdam",
+    "import thinwire; thinwire.comm.threads.single(1.0)",
+    "import thinwire.comm; assert thinwire.zero.ShardedOptimizer is thinwire.ShardedOptimizer",
+    "from thinwire import *; assert callable(initialize) and plan.predict and OneBitLamb",
+):
+    assert not any(name.startswith("thinwire") for name in sys.modules)
+    child = os.fork()
+    if not child:
+        exec(way, {})
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, way
+"""
+
+
 def run(code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
@@ -108,10 +125,8 @@ def test_help_needs_no_torch(arguments: tuple[str, ...]) -> None:
 
 
 def test_the_ways_in() -> None:
-    run("from thinwire import OneBitAdam, optim; assert optim.OneBitAdam is OneBitAdam")
-    run("import thinwire; thinwire.comm.threads.single(1.0)")
-    run("import thinwire.comm; assert thinwire.zero.ShardedOptimizer is thinwire.ShardedOptimizer")
-    run("from thinwire import *; assert callable(initialize) and plan.predict and OneBitLamb")
+    """Each in a process that has nothing of thinwire: a fork of one that has imported torch once for all of them."""
+    run(WAYS_IN)
 
 
 def test_classes_are_pickled_by_where_they_are_defined() -> None:

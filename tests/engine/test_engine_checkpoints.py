@@ -26,7 +26,7 @@ def save_after(path, world: int, stage: int, steps: int, **changes) -> list[floa
         engine = make_engine(comm, settings(stage, scheduler=SCHEDULE, gradient_clipping=0.5, **changes))
         train(engine, range(steps))
         assert engine.save_checkpoint(path, client_state={"note": ["a", 1, None]})
-        return train_same_data(engine, range(steps, steps + 10))
+        return train_same_data(engine, range(steps, steps + 6))
 
     return threads.run(body, world)[0]
 
@@ -45,19 +45,19 @@ def train_same_data(engine, steps) -> list[float]:
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
 @pytest.mark.parametrize(("saved_stage", "stage"), [(1, 1), (2, 0), (0, 2)])
 def test_resume_on_other_ranks_and_stages(tmp_path, precision, saved_stage, stage) -> None:
-    expected = save_after(tmp_path, 4, saved_stage, 12, **precision)
+    expected = save_after(tmp_path, 4, saved_stage, 8, **precision)
 
     def body(comm):
         engine = make_engine(comm, settings(stage, scheduler=SCHEDULE, gradient_clipping=0.5, **precision), seed=1)
         path, client_state = engine.load_checkpoint(tmp_path)
-        assert path.endswith("global_step12")
+        assert path.endswith("global_step8")
         assert client_state == {"note": ["a", 1, None]}
-        assert (engine.global_steps, engine.micro_steps) == (12, 12)
-        assert float(engine.module.calls) == 12
-        return train_same_data(engine, range(12, 22)), engine.get_lr()
+        assert (engine.global_steps, engine.micro_steps) == (8, 8)
+        assert float(engine.module.calls) == 8
+        return train_same_data(engine, range(8, 14)), engine.get_lr()
 
     tolerance = 1e-5 if not precision else 2e-2
-    for world in (1, 2, 3, 4, 8):
+    for world in (1, 3, 4, 8):
         for losses, _ in threads.run(body, world):
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=0)
 

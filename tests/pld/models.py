@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 WIDTH = 12
@@ -76,6 +75,8 @@ _SMALL = {
 
 
 def hugging_face(name: str) -> nn.Module:
+    import transformers  # takes long to import, and processes that use only the stacks are many
+
     torch.manual_seed(3)
     if name == "gpt2":
         return transformers.GPT2LMHeadModel(

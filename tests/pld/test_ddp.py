@@ -13,6 +13,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.launch
 def test_ddp_waits_for_no_dropped_layer() -> None:
-    done = run([*TORCHRUN, "-m", "tests.pld.ddp_program"])
+    done = run([*TORCHRUN, "-m", "tests.pld.ddp_program", "100"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all held" in done.stdout

@@ -13,7 +13,7 @@ from thinwire.optim import registry
 from thinwire.pld import LayerDrop, ProgressiveLayerDrop, drop_layers
 
 FREEZE = 6
-STEPS = 24
+STEPS = 18  # two resyncs of ranks once one-bit is frozen
 
 
 def build(kind: str, model: nn.Module, comm: Communicator) -> torch.optim.Optimizer:
@@ -43,13 +43,17 @@ def dropped_layers(handle: LayerDrop) -> tuple[bool, ...]:
     return tuple(any(id(parameter) in dropped for parameter in layer.parameters()) for layer in handle.layers)
 
 
-def train(optimizer, model: Stack, rank: int, accumulation: int = 1, steps: int = STEPS) -> list[tuple[bool, ...]]:
+def train(
+    optimizer, model: Stack, rank: int, accumulations: tuple[int, ...] = (1,), steps: int = STEPS
+) -> list[tuple[bool, ...]]:
+    """Which layers every step dropped; steps take the numbers of micro-batches in turn."""
     schedule = ProgressiveLayerDrop(0.3, 1.0)
     handle = drop_layers(model, schedule, seed=12)
     dropped = []
     for step in range(steps):
         schedule.update_state(step)
         optimizer.zero_grad()
+        accumulation = accumulations[step % len(accumulations)]
         with optimizer.no_sync():
             for micro in range(accumulation - 1):
                 (model(batch(rank, step, micro)).square().mean() / accumulation).backward()
@@ -59,16 +63,16 @@ def train(optimizer, model: Stack, rank: int, accumulation: int = 1, steps: int 
     return dropped
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_stay_alike(kind: str, accumulation: int) -> None:
+def test_ranks_stay_alike(kind: str) -> None:
     def body(comm: Communicator) -> tuple[Tensor, list[tuple[bool, ...]]]:
         model = make_stack()
-        dropped = train(build(kind, model, comm), model, comm.rank, accumulation)
+        dropped = train(build(kind, model, comm), model, comm.rank, accumulations=(1, 3))
         return weights(model), dropped
 
     (mine, dropped), *others = threads.run(body, 3)
-    assert any(any(step) for step in dropped)
+    for steps_of_one_accumulation in (dropped[::2], dropped[1::2]):
+        assert any(any(step) for step in steps_of_one_accumulation)
     assert bool(mine.isfinite().all())
     assert not torch.equal(mine, weights(make_stack()))
     for other, theirs in others:
@@ -120,10 +124,10 @@ def test_every_stage_steps_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam 0", "OneBitAdam 2"])
-def test_ranks_stay_alike_for_500_steps(kind: str) -> None:
+def test_ranks_stay_alike_for_100_steps(kind: str) -> None:
     def body(comm: Communicator) -> Tensor:
         model = make_stack(layers=3)
-        train(build(kind, model, comm), model, comm.rank, steps=500)
+        train(build(kind, model, comm), model, comm.rank, steps=100)
         return weights(model)
 
     mine, other = threads.run(body, 2)

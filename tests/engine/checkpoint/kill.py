@@ -1,11 +1,13 @@
 """Kills ranks of a job that saves in a loop, and looks at what is left: ``python -m tests.engine.checkpoint.kill 100``.
 
 Every job goes on from what the one before it has left behind. Half of the kills come at a random time, half at a
-random one of the calls by which a save changes the folder; ``sweep`` instead of a number kills at each of these once.
+random one of the calls by which a save changes the folder; ``sweep`` instead of a number kills at each of these once,
+``sweep 100`` does both.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -198,11 +200,17 @@ def kill_all(trials: Iterable[Trial]) -> str:
     return f"{kills} kills, {leftovers} of them left half a save; {last} saves, {seconds:.0f} s"
 
 
-def main(what: str, seed: int) -> None:
-    source = random.Random(seed)
-    print(f"seed {seed}", file=sys.stderr)
-    print(kill_all(sweep() if what == "sweep" else (Trial.random(source) for _ in range(int(what)))))
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="+")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    chosen = parser.parse_args()
+    source = random.Random(chosen.seed)
+    print(f"seed {chosen.seed}", file=sys.stderr)
+    for one in chosen.what:
+        trials = sweep() if one == "sweep" else [Trial.random(source) for _ in range(int(one))]
+        print(f"{one}: {kill_all(trials)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(1 << 30))
+    main()

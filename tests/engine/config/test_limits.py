@@ -107,7 +107,7 @@ def test_values_of_a_wrong_kind_are_told_by_their_key(path: str, section: dict[s
     assert first in message
 
 
-@pytest.mark.parametrize("length", [200, 1_000_000])
+@pytest.mark.parametrize("length", [200, 100_000])
 def test_a_long_value_is_not_echoed(tmp_path: Path, length: int) -> None:
     text = "x" * length
     for keys in (
