@@ -39,7 +39,7 @@ train: $(READY)
 	$(RUN) -m experiments.pretrain_bert $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: $(READY)
 	$(RUN) -m tests.chaos $(ARGS)

@@ -90,10 +90,6 @@ class HomeOptions:
     on_drift: Literal["repair", "raise"] = "repair"
     reversible: bool | None = None
 
-    def __post_init__(self) -> None:
-        if self.max_norm is None:
-            object.__setattr__(self, "max_norm", 0.0)
-
     @property
     def clips_to(self) -> float:
         """`max_norm`, 0 where nothing is clipped."""
@@ -140,7 +136,7 @@ class HomeOptions:
         own = ("comm", "comm_backend_name", "named_parameters")
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
         nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
-        return {**values, "param_dtype": str(self.param_dtype), "nodes": nodes}
+        return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes}
 
     def _check_home(self, packs: bool) -> None:
         """Refuse what only the other home has, rather than ignore it."""
