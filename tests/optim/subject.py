@@ -14,10 +14,10 @@ from thinwire.optim import registry
 from thinwire.optim.algorithm import Clock, Send
 from thinwire.optim.registry import OptimizerEntry
 
-FREEZE = 8
+FREEZE = 6
 """The last warmup step of what has a warmup."""
 
-LOCAL = 14
+LOCAL = 12
 """A number of steps before a local one, where there are any."""
 
 _SHORT = {"var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4}

@@ -149,3 +149,17 @@ def test_a_file_without_end(tmp_path: Path) -> None:
         load_config(path, 1)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config("null\0character", 1)
+
+
+@pytest.mark.parametrize("collection", [range(3), {1, 2}, {"a": 1}.keys(), iter([1])])
+def test_a_collection_that_is_no_list(collection: Any) -> None:
+    layout = {"mode": "variable", "local_window_blocks": [4], "global_block_indices": collection}
+    assert '"sparse_attention.global_block_indices" must be a list' in refusal(sparse_attention=layout)
+
+
+@pytest.mark.parametrize("number", [1e308, -1e19, 2.0**63])
+def test_a_number_too_large_for_a_whole_one(number: float) -> None:
+    assert "fp16.hysteresis" in refusal(fp16={"enabled": True, "hysteresis": number})
+    assert "optimizer.params.freeze_step" in refusal(
+        optimizer={"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": number}}
+    )

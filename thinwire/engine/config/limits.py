@@ -1,15 +1,15 @@
-"""What no configuration holds, told before anything reads it: values nested without end, and whole numbers that fit no
-machine number. Python and JSON allow both, and what comes after would fail on them without naming the key."""
+"""What no configuration holds, told before anything reads it: values nested without end, whole numbers that fit no
+machine number, and collections that no JSON has. What comes after would fail on them without naming the key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.engine.config.errors import ConfigError, dotted, shown
 
-__all__ = ["DEEPEST", "LONGEST_NUMBER", "LongNumber", "check_limits"]
+__all__ = ["DEEPEST", "LARGEST_NUMBER", "LONGEST_NUMBER", "LongNumber", "check_limits"]
 
 DEEPEST = 16
 """Objects and lists inside one another; a configuration of DeepSpeed's has four."""
@@ -17,7 +17,8 @@ DEEPEST = 16
 LONGEST_NUMBER = 40
 """Digits that are read as a number at all: Python refuses thousands of them, and 64 bits have 20."""
 
-_LARGEST = 2**63
+LARGEST_NUMBER = 2**63
+"""What whole numbers stay below, and above its negative: they become machine numbers."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,17 @@ class LongNumber:
 
 
 def check_limits(tree: Mapping[Any, Any], source: str) -> None:
-    """Raise ConfigError, naming the key, for a value of `tree` that is nested too deeply or too large a number."""
+    """Raise ConfigError, naming the key, for a value of `tree` that is nested too deeply, too large a number, or
+    another collection than a list."""
     _check(tree, "", source, 1)
 
 
 def _check(value: Any, path: str, source: str, depth: int) -> None:
-    if isinstance(value, LongNumber) or (isinstance(value, int) and not -_LARGEST <= value < _LARGEST):
+    if isinstance(value, LongNumber) or (isinstance(value, int) and not -LARGEST_NUMBER <= value < LARGEST_NUMBER):
         raise ConfigError(f'"{path}" must be a number of at most 64 bits, got {_large(value)}', source)
     if not isinstance(value, Mapping | list | tuple):
+        if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            raise ConfigError(f'"{path}" must be a list, where it holds several values, got {shown(value)}', source)
         return
     if depth > DEEPEST:
         raise ConfigError(f'"{path}" is nested more than {DEEPEST} deep: nothing in a configuration is', source)

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from thinwire.engine.config.limits import LARGEST_NUMBER
+
 __all__ = [
     "ActivationCheckpointingConfig",
     "Bf16Config",
@@ -27,7 +29,8 @@ __all__ = [
 
 def _without_exponent(value: Any) -> Any:
     # DeepSpeed's users write 5e8 for a number of elements, which JSON reads as a float.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_NUMBER
+    return int(value) if whole else value
 
 
 WholeNumber = Annotated[int, BeforeValidator(_without_exponent)]

@@ -12,6 +12,7 @@ from typing import Any
 
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import did_you_mean, dotted, shown
+from thinwire.engine.config.limits import LARGEST_NUMBER
 
 __all__ = ["Expected", "check_params", "expected_by"]
 
@@ -143,7 +144,7 @@ def _fits(alternative: str, value: Any) -> bool:
         case "float":
             return _is_number(value)
         case "int":
-            return _is_number(value) and float(value).is_integer()
+            return _is_number(value) and float(value).is_integer() and abs(value) < LARGEST_NUMBER
         case "bool":
             return isinstance(value, bool)
         case "str":
