@@ -5,6 +5,8 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# One more than there are cores: tests that start jobs wait a good part of their time.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
@@ -39,7 +41,7 @@ train: $(READY)
 	$(RUN) -m experiments.pretrain_bert $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: $(READY)
 	$(RUN) -m tests.chaos $(ARGS)
