@@ -47,7 +47,7 @@ class Communicator(ABC):
     is sent; failures of ranks raise ``CommunicationError``, after which the communicator stays unusable.
 
     ``rank``, ``size``, ``backend`` ("gloo", "nccl", "mpi", "threads" or "single"), ``timeout`` in seconds,
-    ``traffic``: the bytes this rank sent.
+    ``traffic``: the bytes this rank sent. ``speaks``: whether this rank tells the user, on stderr, what goes on.
     """
 
     _transport_errors: tuple[type[Exception], ...] = ()
@@ -59,6 +59,7 @@ class Communicator(ABC):
         self.backend = backend
         self.timeout = timeout
         self.traffic = Traffic()
+        self.speaks = False
         self._sequence = 0
         self._failure: CommunicationError | None = None
 

@@ -33,7 +33,8 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
     mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, a process on its own. ``backend`` None chooses MPI
     under mpirun when mpi4py is installed, else NCCL when every rank has a GPU, else Gloo. With NCCL or MPI
     the rank's GPU becomes the current one. ``timeout`` in seconds is for each collective; in
-    ``threads.run`` that of the run holds. Rank 0 says on stderr what was found, unless ``quiet``.
+    ``threads.run`` that of the run holds. Rank 0 says on stderr what was found, and optimizers what they save,
+    unless ``quiet``.
 
     Raises ``ValueError`` for a backend that cannot work here and ``RuntimeError`` when the launcher's and
     the library's idea of the job differ, or ranks run different versions of thinwire.
@@ -53,7 +54,8 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
     communicator = _join(launch, backend, timeout)
     hosts = count_hosts(communicator, thinwire=__version__, torch=torch.__version__)
     communicator.traffic.reset()
-    if communicator.rank == 0 and not quiet:
+    communicator.speaks = communicator.rank == 0 and not quiet
+    if communicator.speaks:
         print(_found(launch, communicator, hosts), file=sys.stderr, flush=True)
     return communicator
 

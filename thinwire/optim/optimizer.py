@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, overload
 
 from torch.optim.optimizer import ParamsT
 
@@ -17,8 +17,10 @@ from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeKeywords, HomeOptions
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.replicated.home import ReplicatedHome
+from thinwire.optim.savings import SavingsReport
 from thinwire.optim.sharded.full_home import FullHome
 from thinwire.optim.sharded.packed_home import PackedHome
+from thinwire.zero.home import ring_bytes
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.sharded_parameters import ShardedParameters
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
@@ -66,6 +68,9 @@ class CompressedOptimizer(SynchronizedOptimizer):
         self.stage = chosen.stage
         self.max_norm = chosen.clips_to
         self._move_in(self._replicated(recipe, chosen) if self.stage == 0 else self._sharded(recipe, chosen))
+        freezes = [f"{option}={value!r}" for option, value in recipe.schedule.items() if "freeze_step" in option]
+        uncompressed = ring_bytes(self.comm, [one for group in self.param_groups for one in group["params"]])
+        self._savings = SavingsReport(self, self.comm, freezes="".join(freezes), uncompressed=uncompressed)
 
     def __init_subclass__(cls) -> None:
         """Show the keyword arguments that all of them take in the class's signature, for `help` and editors."""
@@ -79,6 +84,23 @@ class CompressedOptimizer(SynchronizedOptimizer):
             if one.name not in named and len(given) < len(own)
         ]
         cls.__signature__ = inspect.Signature([*given, *shared])  # type: ignore[attr-defined]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """See SynchronizedOptimizer."""
+        loss: float | None = super().step(closure)
+        if self.comm.speaks:
+            self._savings.note(self.steps, self.frozen_at, self.bytes_sent, self.bytes_uncompressed)
+        return loss
+
+    def close(self) -> None:
+        """See SynchronizedOptimizer."""
+        self._savings.end()
+        super().close()
 
     @property
     def frozen(self) -> bool:
