@@ -40,7 +40,7 @@ def main() -> int:
             print(f"  {example}", flush=True)
         bad += outcome.bad
         results[name] = {**asdict(outcome), "seed": arguments.seed, "seconds": seconds, "machine": machine.describe()}
-    RESULTS.write_text(json.dumps({"harnesses": results}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({"harnesses": results}, indent=1) + "\n")
     return int(bad > 0)
 
 

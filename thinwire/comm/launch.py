@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -56,7 +57,7 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
     communicator.traffic.reset()
     communicator.speaks = communicator.rank == 0 and not quiet
     if communicator.speaks:
-        print(_found(launch, communicator, hosts), file=sys.stderr, flush=True)
+        _say_once(_found(launch, communicator, hosts))
     return communicator
 
 
@@ -109,6 +110,12 @@ def _has_mpi4py() -> bool:
     except (ImportError, RuntimeError):
         return False
     return True
+
+
+@cache
+def _say_once(line: str) -> None:
+    """A script and its optimizers each ask which job they are in."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _found(launch: Launch, communicator: Communicator, hosts: int) -> str:

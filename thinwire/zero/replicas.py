@@ -11,11 +11,29 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 
-__all__ = ["ReplicaDriftError", "compare_replicas"]
+__all__ = ["ComparisonTimes", "ReplicaDriftError", "compare_replicas"]
 
 
 class ReplicaDriftError(RuntimeError):
     """Ranks' replicas of the weights differ, where every one of them should hold the same bits."""
+
+
+class ComparisonTimes:
+    """When replicas are compared: after every `interval`-th step or, where ranks hold weights of their own then, after
+    the next that leaves them with the same."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self.shared_at = 0
+        """The last step that left all ranks with the same weights."""
+
+    def due(self, steps: int, in_sync: bool) -> bool:
+        """Whether now, after `steps` steps. `in_sync`: all ranks should hold the same weights."""
+        if not in_sync:
+            return False
+        passed = steps // self._interval > self.shared_at // self._interval
+        self.shared_at = steps
+        return passed
 
 
 def compare_replicas(

@@ -32,7 +32,7 @@ from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
 from thinwire.zero.memory import model_state_formula
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.replicas import compare_replicas
+from thinwire.zero.replicas import ComparisonTimes, compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = ["ReplicatedHome"]
@@ -72,6 +72,7 @@ class ReplicatedHome(AlgorithmHome):
             make_codec("none" if options.warmup_wire == "fp32" else "bf16", options.block_size),
         )
         self._layout = FreezeGroups(self._exchange_comm, self._table, self._wire, options, recipe.algorithm, make_rule)
+        self._comparisons = ComparisonTimes(options.resync_interval)
         self._synchronizer = Synchronizer(comm, self._table, self._layout, options.clips_to)
         self.add_parameters()
 
@@ -192,7 +193,7 @@ class ReplicatedHome(AlgorithmHome):
 
     def _compare_replicas(self) -> None:
         """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
-        if self.steps % self._options.resync_interval or not self.in_sync:
+        if not self._comparisons.due(self.steps, self.in_sync):
             return
         if not compare_replicas(self.comm, self.parameters, self.steps, self._options.on_drift, "rank 0's"):
             indices = range(len(self._table))
@@ -295,6 +296,7 @@ class ReplicatedHome(AlgorithmHome):
             "settings": dict(self._settings),
             "nodes": None if self._links is None else list(self._nodes.node_of),
             "step": self.steps,
+            "shared_at": self._comparisons.shared_at,
             "loss_scale": self.loss_scale,
             "freeze_groups": [group_checkpoint.counters(group, self._table.names) for group in self.groups],
         }
@@ -324,6 +326,7 @@ class ReplicatedHome(AlgorithmHome):
         for group, of_group in zip(self.groups, saved["freeze_groups"], strict=True):
             group_checkpoint.load(group, self._table.names, of_group, source, ranks)
         self._layout.under_way.number = saved["step"]
+        self._comparisons.shared_at = saved.get("shared_at", saved["step"])
         self.loss_scale = saved["loss_scale"]
         if ranks == [self.comm.rank]:
             left_out = read_left_out_steps(source, self.comm.rank, len(self.groups))
@@ -342,6 +345,7 @@ class ReplicatedHome(AlgorithmHome):
         self._layout.restore([])
         self._synchronizer.prepare()
         self._layout.under_way.number = 0
+        self._comparisons.shared_at = 0
         for index, parameter in enumerate(self.parameters):
             self._table.state(index).clear()
             if parameter.dtype != torch.float32:

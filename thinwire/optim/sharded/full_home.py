@@ -29,7 +29,7 @@ from thinwire.optim.sharded.low_memory_wire import LowMemoryWire
 from thinwire.zero import BucketLayout
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.home import NO_GRADIENTS, StepResult
-from thinwire.zero.replicas import compare_replicas
+from thinwire.zero.replicas import ComparisonTimes, compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, Vote
 from thinwire.zero.sharded_parameters import ShardedParameters
@@ -99,7 +99,7 @@ class FullHome(AlgorithmShardedHome):
 
     def _compare_replicas(self) -> None:
         """Now and then, see whether all ranks hold the same weights, and give them their owners' where not."""
-        if self.steps % self._options.resync_interval or not self.in_sync:
+        if not self._comparisons.due(self.steps, self.in_sync):
             return
         comm, replicas = self.comm, [one.bucket.flat for one in self._common_weights]
         if not compare_replicas(comm, replicas, self.steps, self._options.on_drift, "their owners'"):
@@ -201,6 +201,7 @@ class FullHome(AlgorithmShardedHome):
             agreement=lambda settings: ShardAgreement(self._parameters, lambda: settings),
             rates=self._rates,
         )
+        self._comparisons = ComparisonTimes(self._options.resync_interval)
         self._watched = ([], None)
         self._prepare()
 
@@ -226,7 +227,8 @@ class FullHome(AlgorithmShardedHome):
 
     def counters(self) -> dict[str, Any]:
         """See Home."""
-        return super().counters() | {"resynchronized_at": self._weights.resynchronized_at}
+        own = {"resynchronized_at": self._weights.resynchronized_at, "shared_at": self._comparisons.shared_at}
+        return super().counters() | own
 
     def load(self, source: SliceSource) -> None:
         """See Home."""
@@ -239,6 +241,7 @@ class FullHome(AlgorithmShardedHome):
         if group is not None:
             group_checkpoint.load(self._group, self._parameters.names, group, source, ranks)
         self._weights.resynchronized_at = saved.get("resynchronized_at", 0)
+        self._comparisons.shared_at = saved.get("shared_at", saved["step"])
         if ranks == [self.comm.rank]:
             (self._group.left_out_steps,) = read_left_out_steps(source, self.comm.rank, 1)
         self._prepare()

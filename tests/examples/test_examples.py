@@ -1,0 +1,72 @@
+"""Every example runs as its first lines say, and fits on a page."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.comm.launching import environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, as one rank."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_it_fits_on_a_page(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
+
+
+def test_plain_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("plain_loop.py", "--steps", "30", "--width", "32", monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(line.split()[3]) for line in lines]
+    assert losses[-1] < losses[0]
+    assert lines[0].endswith("exact")
+    assert lines[-1].endswith("1 bit")
+
+
+def test_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for steps in ("50", "100"):  # the second time it goes on where the first one stopped
+        run("engine.py", "--checkpoints", str(tmp_path), "--steps", steps, monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["50", "100"]
+    assert float(lines[1].split()[3]) < float(lines[0].split()[3])
+
+
+def test_layer_drop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("layer_drop.py", "--steps", "40", monkeypatch=monkeypatch)
+    *losses, rates = capsys.readouterr().out.splitlines()
+    assert float(losses[-1].split()[3]) < float(losses[0].split()[3])
+    ran = [int(word.rstrip("%")) for word in rates.split() if word.endswith("%")]
+    assert len(ran) == 8
+    assert ran[-1] < ran[0]
+
+
+@pytest.mark.launch
+def test_mpirun(tmp_path: Path) -> None:
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if not mpirun.exists():
+        pytest.skip("no mpirun")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    path = f"{mpirun.parent}{os.pathsep}{os.environ['PATH']}"
+    command = [str(EXAMPLES / "mpirun.sh"), str(hosts), "2", "--steps", "12", "--width", "16"]
+    done = subprocess.run(command, env=environment(PATH=path, OVERSUBSCRIBE="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on 1 host, backend mpi" in done.stderr
+    assert "OneBitAdam sent" in done.stderr
+
+
+def test_batch_files_are_bash() -> None:
+    for path in (EXAMPLES / "mpirun.sh", EXAMPLES / "slurm.sbatch"):
+        subprocess.run(["bash", "-n", str(path)], check=True)
