@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,10 +37,11 @@ MAX_NORM = 0.3
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     transformers.trainer.PrinterCallback.on_log = lambda *_, **__: None
     comm = communication.init(quiet=True)
-    for body in (
+    for body in (  # the last one leaves Accelerate with another precision
         trains_as_a_plain_loop,
         resumes_bit_for_bit,
         evaluates_common_weights_and_keeps_the_best,
@@ -46,9 +49,12 @@ def main(folder: Path) -> None:
         a_stock_trainer,
         accelerate_by_itself,
         what_is_refused,
+        the_example,
         mixed_precision,
     ):
+        began = time.process_time()
         body(comm, folder / body.__name__)
+        print("TIME", body.__name__, time.process_time() - began, flush=True)
     comm.barrier()
     if comm.rank == 0:
         print(f"all held with {comm.size} ranks", flush=True)
@@ -124,15 +130,14 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
         (
             (OneBitAdam, {"freeze_step": 4}),
             (OneBitAdam, {"freeze_step": 4, "stage": 1}),
-            (OneBitAdam, {"freeze_step": 4, "stage": 2}),
             LOCAL,
         )
     ):
         arguments = make_arguments(
             folder / str(number),
-            max_steps=14,
+            max_steps=10,
             save_strategy="steps",
-            save_steps=7,
+            save_steps=5,
             train_sampling_strategy="random",
             lr_scheduler_type="cosine",
         )
@@ -143,8 +148,8 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
 
         whole, resumed = make(0), make(1)
         whole.train()
-        assert len(list((folder / str(number) / "checkpoint-7" / "thinwire").glob("rank-*"))) == comm.size
-        resumed.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-7")
+        assert len(list((folder / str(number) / "checkpoint-5" / "thinwire").glob("rank-*"))) == comm.size
+        resumed.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-5")
         assert torch.equal(flat(whole.model), flat(resumed.model)), kind
         assert same_on_all_ranks(comm, flat(whole.model))
         expected, found = (optimizer_of(one).rank_tensors() for one in (whole, resumed))
@@ -166,26 +171,29 @@ def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path
             save_strategy="steps",
             save_steps=3,
             load_best_model_at_end=True,
-            metric_for_best_model="eval_loss",
-            greater_is_better=True,  # so that the best is not the last
+            metric_for_best_model="eval_quality",
+            greater_is_better=True,
         )
         seen: list[Tensor] = []
+        qualities = iter((0.0, 1.0, 0.0, 0.0, 0.0))
         trainer = Trainer(
             make_model(),
             arguments,
             train_dataset=samples,
             eval_dataset=samples[:16],
             optimizer_cls_and_kwargs=(kind, options),
+            compute_metrics=lambda _, qualities=qualities: {"quality": next(qualities)},
             callbacks=[Looking(seen)],
         )
         trainer.train()
         assert len(seen) == 4
         assert all(same_on_all_ranks(comm, weights) for weights in seen)
         best = Path(trainer.state.best_model_checkpoint)
-        assert best.name != "checkpoint-12"
+        assert best.name == "checkpoint-6"
         saved = load_file(best / "model.safetensors")
         assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
-        assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+        found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert trainer.evaluate()["eval_loss"] == found[1]
         assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
 
 
@@ -269,7 +277,7 @@ def a_stock_trainer(comm: Communicator, folder: Path) -> None:
         trainer.train()
     numel = flat(stock.model).numel()
     assert 4 * numel <= sent[1] - sent[0] <= 4 * numel * 1.1
-    assert 2 * numel / 8 <= sent[5] - sent[4] <= 2 * numel / 8 * 1.5 + 2000, sent
+    assert numel / 8 <= sent[5] - sent[4] <= numel / 8 * 1.2
     assert isinstance(stock.model_wrapped, DistributedDataParallel)
     assert optimizer_of(stock)._attached  # DDP sends nothing
     assert optimizer_of(stock).bytes_sent == optimizer_of(mixed).bytes_sent
@@ -365,6 +373,16 @@ def what_is_refused(comm: Communicator, folder: Path) -> None:
         load_optimizer(optimizer, stock)
 
 
+def the_example(comm: Communicator, folder: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "hugging_face_trainer.py"
+    assert example.read_text().count("\n") < 80
+    trainer = runpy.run_path(str(example))["main"](str(folder), steps=40)
+    curve = losses(trainer)
+    assert sum(curve[-10:]) < 0.9 * sum(curve[:10]), curve
+    assert optimizer_of(trainer).frozen
+    assert same_on_all_ranks(comm, flat(trainer.model))
+
+
 class Looking(transformers.TrainerCallback):
     """The weights with which each evaluation was done."""
 
@@ -372,8 +390,7 @@ class Looking(transformers.TrainerCallback):
         self._seen = seen
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        if not control.should_training_stop or len(self._seen) < 4:
-            self._seen.append(flat(model).clone())
+        self._seen.append(flat(model))
 
 
 class Counting(transformers.TrainerCallback):

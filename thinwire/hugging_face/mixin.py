@@ -46,9 +46,9 @@ class TrainerMixin(_Trainer):
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise TypeError where a Trainer comes before the mixin, whose methods then never run."""
         super().__init_subclass__(**options)
-        order = [(one.__module__, one.__name__) for one in cls.__mro__]
-        trainer = ("transformers.trainer", "Trainer")
-        if trainer in order and order.index(trainer) < cls.__mro__.index(TrainerMixin):
+        bases = cls.__mro__[1:]
+        trainers = [one for one in bases if (one.__module__, one.__name__) == ("transformers.trainer", "Trainer")]
+        if trainers and bases.index(trainers[0]) < bases.index(TrainerMixin):
             raise TypeError(
                 f"{cls.__name__} names TrainerMixin after a Trainer: write class {cls.__name__}"
                 "(TrainerMixin, ...), or nothing of it would be used"
@@ -81,8 +81,9 @@ class TrainerMixin(_Trainer):
     def _with_arguments(self, given: tuple[Any, Mapping[str, Any]] | None) -> tuple[Any, dict[str, Any]]:
         kind, options = given or (None, {})
         if not (isinstance(kind, type) and issubclass(kind, SynchronizedOptimizer)):
+            found = self.args.optim if kind is None else getattr(kind, "__name__", kind)
             raise TypeError(
-                f"TrainerMixin trains with a thinwire optimizer, and was given {kind or self.args.optim!s}: pass "
+                f"TrainerMixin trains with a thinwire optimizer, and was given {found!s}: pass "
                 "optimizer_cls_and_kwargs=(thinwire.OneBitAdam, {}), or optimizers=(optimizer, schedule)"
             )
         of_arguments = {
