@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def main(folder: str, steps: int = 150) -> Trainer:
         use_cpu=True,
         max_steps=steps,
         per_device_train_batch_size=16,
-        learning_rate=2e-3,
+        learning_rate=1e-3,
         max_grad_norm=1.0,  # of the averaged gradient
         logging_steps=steps // 10,
         save_steps=steps,
@@ -63,15 +62,14 @@ def main(folder: str, steps: int = 150) -> Trainer:
         train_dataset=samples[256:],
         eval_dataset=samples[:256],
         compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
-        optimizer_cls_and_kwargs=(thinwire.OneBitAdam, {"freeze_step": steps // 5}),
+        optimizer_cls_and_kwargs=(thinwire.OneBitAdam, {"freeze_step": steps // 4}),
     )
     trainer.train()
     return trainer
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        trained = main(made)
-        print(trained.evaluate())
-        sent = trained.optimizer.optimizer
-        print(f"{sent.bytes_sent / 1e6:.1f} MB sent, uncompressed {sent.bytes_uncompressed / 1e6:.1f} MB")
+    trained = main("runs/hugging_face_trainer")
+    print(trained.evaluate())
+    optimizer = trained.optimizer.optimizer  # in what Accelerate puts around it
+    print(f"{optimizer.bytes_sent / 1e6:.1f} MB sent, uncompressed {optimizer.bytes_uncompressed / 1e6:.1f} MB")

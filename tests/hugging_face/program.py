@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from thinwire.hugging_face.checks import check_optimizer
 from thinwire.hugging_face.optimizer_files import load_optimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-FREEZE = 6
+FREEZE = 5
 COMPRESSED = (OneBitAdam, {"freeze_step": FREEZE})
 LOCAL = (ZeroOneAdam, {"var_freeze_step": 4, "local_step_scaler": 3, "local_step_clipper": 4})
 MAX_NORM = 0.3
@@ -52,9 +51,7 @@ def main(folder: Path) -> None:
         the_example,
         mixed_precision,
     ):
-        began = time.process_time()
         body(comm, folder / body.__name__)
-        print("TIME", body.__name__, time.process_time() - began, flush=True)
     comm.barrier()
     if comm.rank == 0:
         print(f"all held with {comm.size} ranks", flush=True)
@@ -75,13 +72,13 @@ def optimizer_of(trainer: transformers.Trainer) -> SynchronizedOptimizer:
 
 
 def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
-    samples = make_samples(160)
+    samples = make_samples(128)
     for accumulation in (1, 2):
         arguments = make_arguments(
             folder,
             gradient_accumulation_steps=accumulation,
             max_grad_norm=MAX_NORM,
-            max_steps=20 // accumulation,
+            max_steps=16 // accumulation,
             lr_scheduler_type="linear",
         )
         trainer = Trainer(make_model(), arguments, train_dataset=samples, optimizer_cls_and_kwargs=COMPRESSED)
@@ -135,7 +132,7 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
     ):
         arguments = make_arguments(
             folder / str(number),
-            max_steps=10,
+            max_steps=8,
             save_strategy="steps",
             save_steps=5,
             train_sampling_strategy="random",
@@ -228,9 +225,9 @@ def mixed_precision(comm: Communicator, folder: Path) -> None:
     samples = make_samples(96)
     trainer = Trainer(
         make_model(),
-        make_arguments(folder, max_steps=12, bf16=True),
+        make_arguments(folder, max_steps=8, bf16=True),
         train_dataset=samples,
-        optimizer_cls_and_kwargs=(OneBitAdam, {"freeze_step": 6, "stage": 1}),
+        optimizer_cls_and_kwargs=(OneBitAdam, {"freeze_step": 4, "stage": 1}),
     )
     trainer.train()
     curve = losses(trainer)
@@ -239,16 +236,21 @@ def mixed_precision(comm: Communicator, folder: Path) -> None:
 
     # Accelerate's own scaler is for GPUs only. The first scale overflows: the step is skipped, and the schedule waits.
     AcceleratorState._reset_state()
+
+    class Steep(Trainer):
+        def compute_loss(self, *args: Any, **options: Any) -> Tensor:
+            return 16 * super().compute_loss(*args, **options)
+
     plain, scaled = (
-        Trainer(
+        Steep(
             make_model(),
             make_arguments(folder / "scaled", max_steps=steps, lr_scheduler_type="linear", max_grad_norm=0.2),
             train_dataset=samples[: BATCH * comm.size] * steps,
             optimizer_cls_and_kwargs=(OneBitAdam, {"freeze_step": 3}),
         )
-        for steps in (6, 7)
+        for steps in (4, 5)
     )
-    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**128, backoff_factor=2.0**-120)
+    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
     plain.train()
     scaled.train()
     assert optimizer_of(scaled).skipped_steps == 1
@@ -330,7 +332,7 @@ def accelerate_by_itself(comm: Communicator, folder: Path) -> None:
 
     # The two lines that leave DDP out.
     model = make_model()
-    optimizer = OneBitAdam(model.named_parameters(), lr=RATE, freeze_step=3)
+    optimizer = OneBitAdam(model.named_parameters(), lr=RATE, freeze_step=3, stage=1)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     prepared = accelerator.prepare(optimizer)
     for batch in micro[:4]:
@@ -350,6 +352,8 @@ def what_is_refused(comm: Communicator, folder: Path) -> None:
 
     with pytest.raises(ValueError, match="set per_device_train_batch_size"):
         make(auto_find_batch_size=True)
+    with pytest.raises(ValueError, match="fsdp divides the model"):
+        make(fsdp=True)
     with pytest.raises(ValueError, match="remove it from gradient_accumulation_kwargs"):
         make(accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}})
     with pytest.raises(TypeError, match=r"was given AdamW.*pass optimizer_cls_and_kwargs="):
@@ -378,7 +382,7 @@ def the_example(comm: Communicator, folder: Path) -> None:
     assert example.read_text().count("\n") < 80
     trainer = runpy.run_path(str(example))["main"](str(folder), steps=40)
     curve = losses(trainer)
-    assert sum(curve[-10:]) < 0.9 * sum(curve[:10]), curve
+    assert sum(curve[-3:]) < 0.95 * sum(curve[:3]), curve
     assert optimizer_of(trainer).frozen
     assert same_on_all_ranks(comm, flat(trainer.model))
 

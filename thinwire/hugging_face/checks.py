@@ -26,11 +26,12 @@ def synchronized(optimizer: Any) -> SynchronizedOptimizer:
 
 def check_arguments(arguments: Any) -> None:
     """Raise ValueError for TrainingArguments that a thinwire optimizer cannot honour."""
-    if arguments.deepspeed or arguments.fsdp:
-        raise ValueError(
-            "deepspeed and fsdp shard the model and its gradients themselves, thinwire's optimizers need both whole on "
-            "every rank: leave these arguments out; stage=1 or stage=2 of OneBitAdam shards its state"
-        )
+    for name in ("deepspeed", "fsdp", "parallelism_config"):
+        if getattr(arguments, name, None):
+            raise ValueError(
+                f"{name} divides the model or its gradients among ranks itself, and a thinwire optimizer needs both "
+                "whole on every rank: leave it out; stage=1 or stage=2 of OneBitAdam shards the optimizer's state"
+            )
     if arguments.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size starts again in the middle of a step, on a rank that other ranks are waiting for: "

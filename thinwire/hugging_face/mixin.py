@@ -68,6 +68,11 @@ class TrainerMixin(_Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Build the optimizer where none was given, with `args.learning_rate` and `args.max_grad_norm`."""
+        if self.is_distributed_loading_by_transformers:
+            raise ValueError(
+                "the model was loaded in shards, and a thinwire optimizer needs it whole on every rank: load it "
+                "without a distributed configuration; stage=1 or stage=2 of OneBitAdam shards the optimizer's state"
+            )
         given = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._with_arguments(given)
@@ -124,8 +129,10 @@ class TrainerMixin(_Trainer):
             yield
             return
         self._synchronized.eval()
-        yield
-        self._synchronized.train()
+        try:
+            yield
+        finally:
+            self._synchronized.train()
 
     # Checkpoints
 
