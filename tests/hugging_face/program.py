@@ -159,39 +159,38 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
 
 def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
     samples = make_samples(160)
-    for kind, options in (COMPRESSED, LOCAL):
-        arguments = make_arguments(
-            folder / kind.__name__,
-            max_steps=12,
-            eval_strategy="steps",
-            eval_steps=3,
-            save_strategy="steps",
-            save_steps=3,
-            load_best_model_at_end=True,
-            metric_for_best_model="eval_quality",
-            greater_is_better=True,
-        )
-        seen: list[Tensor] = []
-        qualities = iter((0.0, 1.0, 0.0, 0.0, 0.0))
-        trainer = Trainer(
-            make_model(),
-            arguments,
-            train_dataset=samples,
-            eval_dataset=samples[:16],
-            optimizer_cls_and_kwargs=(kind, options),
-            compute_metrics=lambda _, qualities=qualities: {"quality": next(qualities)},
-            callbacks=[Looking(seen)],
-        )
-        trainer.train()
-        assert len(seen) == 4
-        assert all(same_on_all_ranks(comm, weights) for weights in seen)
-        best = Path(trainer.state.best_model_checkpoint)
-        assert best.name == "checkpoint-6"
-        saved = load_file(best / "model.safetensors")
-        assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
-        found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-        assert trainer.evaluate()["eval_loss"] == found[1]
-        assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
+    arguments = make_arguments(
+        folder,
+        max_steps=12,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_quality",
+        greater_is_better=True,
+    )
+    seen: list[Tensor] = []
+    qualities = iter((0.0, 1.0, 0.0, 0.0, 0.0))
+    trainer = Trainer(
+        make_model(),
+        arguments,
+        train_dataset=samples,
+        eval_dataset=samples[:16],
+        optimizer_cls_and_kwargs=LOCAL,
+        compute_metrics=lambda _: {"quality": next(qualities)},
+        callbacks=[Looking(seen)],
+    )
+    trainer.train()
+    assert len(seen) == 4
+    assert all(same_on_all_ranks(comm, weights) for weights in seen)
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == "checkpoint-6"
+    saved = load_file(best / "model.safetensors")
+    assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.evaluate()["eval_loss"] == found[1]
+    assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
 
 
 def adapted_and_given(comm: Communicator, folder: Path) -> None:
