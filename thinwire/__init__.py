@@ -19,6 +19,7 @@ __all__ = [
     "comm",
     "compress",
     "engine",
+    "hugging_face",
     "initialize",
     "optim",
     "plan",
@@ -29,7 +30,7 @@ __all__ = [
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
 if TYPE_CHECKING:
-    from thinwire import comm, compress, engine, optim, plan, pld, sparse_attn, zero
+    from thinwire import comm, compress, engine, hugging_face, optim, plan, pld, sparse_attn, zero
     from thinwire.engine import initialize
     from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
     from thinwire.zero import ShardedOptimizer
@@ -37,7 +38,7 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "": ("comm", "compress", "engine", "optim", "plan", "pld", "sparse_attn", "zero"),
+            "": ("comm", "compress", "engine", "hugging_face", "optim", "plan", "pld", "sparse_attn", "zero"),
             "engine": ("initialize",),
             "optim": ("OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
             "zero": ("ShardedOptimizer",),

@@ -143,7 +143,8 @@ class BackwardWatcher:
                 raise RuntimeError(
                     f"the gradient of {self._describe(number)} was changed or dropped between backward() and step(), "
                     "after it had left for the other ranks, so the change would be ignored. To clip, pass max_norm= "
-                    "to the optimizer; remove other edits of .grad"
+                    "to the optimizer (under transformers' Trainer: thinwire.hugging_face.TrainerMixin does, with "
+                    "max_grad_norm); remove other edits of .grad"
                 )
 
     # What a training loop calls

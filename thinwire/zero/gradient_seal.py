@@ -82,7 +82,8 @@ class SentGradient(Tensor):
         name = _name_of_first((args, kwargs))
         raise RuntimeError(
             f"the gradient of {name} has left for its owner during backward() and is not here any more: to clip, "
-            "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step()"
+            "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step(). Under transformers' "
+            "Trainer use thinwire.hugging_face.TrainerMixin"
         )
 
 

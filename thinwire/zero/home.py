@@ -109,6 +109,11 @@ class Home(ABC):
     def parameters(self) -> Sequence[Tensor]:
         """Those whose gradients are synchronised."""
 
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """What `saved_slices` calls them."""
+
     @abstractmethod
     def name(self, names: Mapping[int, str]) -> None:
         """Call parameters, by id, as `names` does, in error messages."""

@@ -56,6 +56,11 @@ class ShardedHome(Home):
         return self._parameters.order.parameters
 
     @property
+    def names(self) -> Sequence[str]:
+        """See Home."""
+        return self._parameters.names
+
+    @property
     def bytes_sent(self) -> int:
         """See Home."""
         return self._parameters.exchange_comm.traffic.bytes_sent

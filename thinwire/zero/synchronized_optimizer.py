@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import Communicator
+from thinwire.zero.clipping_trainers import check_nobody_clips
 from thinwire.zero.ddp import find_ddp, leave_gradients_alone
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, ring_bytes
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
@@ -47,8 +48,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._bytes_before_resume = 0
         self._in_training = True
         self._attached = False
-        if self.comm.size > 1:
-            home.before_first_backward(self._attach_to_ddp)
+        home.before_first_backward(self._look_for_others)
 
     # What it reports
 
@@ -225,6 +225,10 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     # Checkpoints
 
+    def saved_parameters(self) -> list[tuple[str, Tensor]]:
+        """Every parameter that is synchronised, by the name that `saved_slices` gives it."""
+        return list(zip(self._home.names, self._home.parameters, strict=True))
+
     def saved_slices(self) -> list[SavedSlice]:
         """What this rank contributes of weights, master weights and state; the ranks' union holds everything once."""
         return self._home.saved_slices()
@@ -308,6 +312,12 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """The optimizer's name in checkpoints."""
         return type(self).__name__
 
+    def _look_for_others(self) -> None:
+        """Find who else has a hand in these gradients: refuse who would clip them, attach to who would send them."""
+        check_nobody_clips(self)
+        if self.comm.size > 1:
+            self._attach_to_ddp()
+
     def _attach_to_ddp(self) -> None:
         """Attach to what would send all gradients once more; warn where it cannot be stopped."""
         if self._attached or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -332,7 +342,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             if getattr(self, "found_inf", None) is not None:
                 raise RuntimeError(
                     "GradScaler.unscale_() was called on this optimizer, but its gradients left, scaled, during "
-                    "backward(): delete the call; step() unscales, and max_norm= clips"
+                    "backward(): delete the call; step() unscales, and max_norm= clips. Under transformers' Trainer "
+                    "use thinwire.hugging_face.TrainerMixin"
                 )
             return
         self.loss_scale = float(grad_scale)

@@ -94,6 +94,11 @@ class ReplicatedHome(AlgorithmHome):
         return self._table.parameters
 
     @property
+    def names(self) -> Sequence[str]:
+        """See Home."""
+        return self._table.names
+
+    @property
     def steps(self) -> int:
         """See Home."""
         return self._layout.under_way.number

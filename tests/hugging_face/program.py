@@ -1,0 +1,412 @@
+"""What every rank of a job under torchrun runs against the real transformers and accelerate. Takes a folder."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from tests.hugging_face.tiny import BATCH, RATE, batches, flat, make_arguments, make_model, make_samples
+from thinwire import OneBitAdam, ZeroOneAdam
+from thinwire import comm as communication
+from thinwire.comm import Communicator
+from thinwire.engine import CheckpointError
+from thinwire.hugging_face import Trainer, TrainerMixin, adapt
+from thinwire.hugging_face.checks import check_optimizer
+from thinwire.hugging_face.optimizer_files import load_optimizer
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+FREEZE = 5
+COMPRESSED = (OneBitAdam, {"freeze_step": FREEZE})
+LOCAL = (ZeroOneAdam, {"var_freeze_step": 4, "local_step_scaler": 3, "local_step_clipper": 4})
+MAX_NORM = 0.3
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.trainer.PrinterCallback.on_log = lambda *_, **__: None
+    comm = communication.init(quiet=True)
+    for body in (  # the last one leaves Accelerate with another precision
+        trains_as_a_plain_loop,
+        resumes_bit_for_bit,
+        evaluates_common_weights_and_keeps_the_best,
+        adapted_and_given,
+        a_stock_trainer,
+        accelerate_by_itself,
+        what_is_refused,
+        the_example,
+        mixed_precision,
+    ):
+        body(comm, folder / body.__name__)
+    comm.barrier()
+    if comm.rank == 0:
+        print(f"all held with {comm.size} ranks", flush=True)
+
+
+def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:
+    everyones = torch.empty(comm.size * values.numel(), dtype=values.dtype)
+    comm.all_gather(everyones, values)
+    return all(torch.equal(row, values) for row in everyones.view(comm.size, -1))
+
+
+def losses(trainer: transformers.Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def optimizer_of(trainer: transformers.Trainer) -> SynchronizedOptimizer:
+    return trainer.optimizer.optimizer
+
+
+def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
+    samples = make_samples(128)
+    for accumulation in (1, 2):
+        arguments = make_arguments(
+            folder,
+            gradient_accumulation_steps=accumulation,
+            max_grad_norm=MAX_NORM,
+            max_steps=16 // accumulation,
+            lr_scheduler_type="linear",
+        )
+        trainer = Trainer(make_model(), arguments, train_dataset=samples, optimizer_cls_and_kwargs=COMPRESSED)
+        sent: list[int] = []
+        trainer.add_callback(Counting(sent))
+        trainer.train()
+        found = flat(trainer.model)
+        assert same_on_all_ranks(comm, found)
+
+        model = make_model()
+        decay = trainer.get_decay_parameter_names(model)
+        groups: list[dict[str, Any]] = [
+            {"params": [one for name, one in model.named_parameters() if (name in decay) == decays]}
+            for decays in (True, False)
+        ]
+        optimizer = OneBitAdam(
+            groups, lr=RATE, freeze_step=FREEZE, max_norm=MAX_NORM, named_parameters=list(model.named_parameters())
+        )
+        schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, arguments.max_steps)
+        norms, bytes_sent = [], []
+        micro = batches(samples, comm.rank, comm.size)
+        for step in range(arguments.max_steps):
+            *first, last = micro[step * accumulation : (step + 1) * accumulation]
+            with optimizer.no_sync():
+                for batch in first:
+                    (model(**batch).loss / accumulation).backward()
+            (model(**last).loss / accumulation).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            norms.append(optimizer.last_step.grad_norm)
+            bytes_sent.append(optimizer.bytes_sent)
+        torch.testing.assert_close(found, flat(model), rtol=1e-4, atol=1e-6)
+        logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        assert logged == pytest.approx(norms, rel=1e-3)
+        assert sent == bytes_sent
+        if accumulation == 1:
+            curve = losses(trainer)
+            assert sum(curve[-4:]) < 0.8 * sum(curve[:4]), curve
+
+
+def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
+    """With dropout, shuffled data, and a checkpoint from the compressed stage."""
+    samples = make_samples(160)
+    for number, (kind, options) in enumerate(
+        (
+            (OneBitAdam, {"freeze_step": 4}),
+            (OneBitAdam, {"freeze_step": 4, "stage": 1}),
+            LOCAL,
+        )
+    ):
+        arguments = make_arguments(
+            folder / str(number),
+            max_steps=8,
+            save_strategy="steps",
+            save_steps=5,
+            train_sampling_strategy="random",
+            lr_scheduler_type="cosine",
+        )
+
+        def make(seed: int, arguments: Any = arguments, chosen: Any = (kind, options)) -> Trainer:
+            model = make_model(seed, dropout=0.1)
+            return Trainer(model, arguments, train_dataset=samples, optimizer_cls_and_kwargs=chosen)
+
+        whole, resumed = make(0), make(1)
+        whole.train()
+        assert len(list((folder / str(number) / "checkpoint-5" / "thinwire").glob("rank-*"))) == comm.size
+        resumed.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-5")
+        assert torch.equal(flat(whole.model), flat(resumed.model)), kind
+        assert same_on_all_ranks(comm, flat(whole.model))
+        expected, found = (optimizer_of(one).rank_tensors() for one in (whole, resumed))
+        assert expected.keys() == found.keys()
+        assert any("residual" in key or "error" in key for key in expected), expected.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        assert optimizer_of(resumed).frozen_at == optimizer_of(whole).frozen_at
+        assert losses(resumed) == losses(whole)
+
+
+def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
+    samples = make_samples(160)
+    arguments = make_arguments(
+        folder,
+        max_steps=12,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_quality",
+        greater_is_better=True,
+    )
+    seen: list[Tensor] = []
+    qualities = iter((0.0, 1.0, 0.0, 0.0, 0.0))
+    trainer = Trainer(
+        make_model(),
+        arguments,
+        train_dataset=samples,
+        eval_dataset=samples[:16],
+        optimizer_cls_and_kwargs=LOCAL,
+        compute_metrics=lambda _: {"quality": next(qualities)},
+        callbacks=[Looking(seen)],
+    )
+    trainer.train()
+    assert len(seen) == 4
+    assert all(same_on_all_ranks(comm, weights) for weights in seen)
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == "checkpoint-6"
+    saved = load_file(best / "model.safetensors")
+    assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.evaluate()["eval_loss"] == found[1]
+    assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
+
+
+def adapted_and_given(comm: Communicator, folder: Path) -> None:
+    """A trainer that was made elsewhere, and an optimizer that was, train as the mixin's do."""
+    samples = make_samples(48)
+    arguments = make_arguments(folder, max_steps=6)
+
+    def given() -> dict[str, Any]:
+        model = make_model()
+        optimizer = OneBitAdam(model.named_parameters(), lr=RATE, freeze_step=3, max_norm=1.0)
+        return {
+            "model": model,
+            "args": arguments,
+            "train_dataset": samples,
+            "optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)),
+        }
+
+    mixed, adapted = Trainer(**given()), adapt(transformers.Trainer(**given()))
+    assert isinstance(adapted, TrainerMixin)
+    assert adapt(mixed) is mixed
+    for trainer in (mixed, adapted):
+        trainer.train()
+        assert trainer.model_wrapped is trainer.model
+        assert optimizer_of(trainer).param_groups[0]["lr"] == pytest.approx(RATE / 1000)
+    assert torch.equal(flat(mixed.model), flat(adapted.model))
+    with pytest.raises(TypeError, match=r"adapt\(\) takes a transformers.Trainer, got a BertFor"):
+        adapt(mixed.model)
+
+
+def mixed_precision(comm: Communicator, folder: Path) -> None:
+    samples = make_samples(96)
+    trainer = Trainer(
+        make_model(),
+        make_arguments(folder, max_steps=8, bf16=True),
+        train_dataset=samples,
+        optimizer_cls_and_kwargs=(OneBitAdam, {"freeze_step": 4, "stage": 1}),
+    )
+    trainer.train()
+    curve = losses(trainer)
+    assert sum(curve[-3:]) < sum(curve[:3])
+    assert same_on_all_ranks(comm, flat(trainer.model))
+
+    # Accelerate's own scaler is for GPUs only. The first scale overflows: the step is skipped, and the schedule waits.
+    AcceleratorState._reset_state()
+
+    class Steep(Trainer):
+        def compute_loss(self, *args: Any, **options: Any) -> Tensor:
+            return 16 * super().compute_loss(*args, **options)
+
+    plain, scaled = (
+        Steep(
+            make_model(),
+            make_arguments(folder / "scaled", max_steps=steps, lr_scheduler_type="linear", max_grad_norm=0.2),
+            train_dataset=samples[: BATCH * comm.size] * steps,
+            optimizer_cls_and_kwargs=(OneBitAdam, {"freeze_step": 3}),
+        )
+        for steps in (4, 5)
+    )
+    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
+    plain.train()
+    scaled.train()
+    assert optimizer_of(scaled).skipped_steps == 1
+    rates = [entry["learning_rate"] for entry in scaled.state.log_history if "grad_norm" in entry]
+    assert rates[0] == rates[1] > rates[2]
+    norms = [[entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry] for one in (plain, scaled)]
+    assert norms[1][1] == pytest.approx(norms[0][0], rel=1e-4)
+
+
+def a_stock_trainer(comm: Communicator, folder: Path) -> None:
+    samples = make_samples(96)
+
+    def make(kind: type[transformers.Trainer], **changes: Any) -> transformers.Trainer:
+        model = make_model()
+        optimizer = OneBitAdam(model.named_parameters(), lr=RATE, freeze_step=3)
+        arguments = make_arguments(
+            folder, max_steps=6, gradient_accumulation_steps=2, save_strategy="steps", save_steps=3, **changes
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return kind(model=model, args=arguments, train_dataset=samples, optimizers=(optimizer, schedule))
+
+    stock, mixed = make(transformers.Trainer, max_grad_norm=0.0), make(Trainer, max_grad_norm=0.0)
+    sent: list[int] = []
+    stock.add_callback(Counting(sent))
+    for trainer in (stock, mixed):
+        trainer.train()
+    numel = flat(stock.model).numel()
+    assert 4 * numel <= sent[1] - sent[0] <= 4 * numel * 1.1
+    assert numel / 8 <= sent[5] - sent[4] <= numel / 8 * 1.2
+    assert isinstance(stock.model_wrapped, DistributedDataParallel)
+    assert optimizer_of(stock)._attached  # DDP sends nothing
+    assert optimizer_of(stock).bytes_sent == optimizer_of(mixed).bytes_sent
+    assert torch.equal(flat(stock.model), flat(mixed.model))
+    assert (folder / "checkpoint-6" / "optimizer.pt").exists()
+
+    clipping = make(transformers.Trainer)
+    before = flat(clipping.model)
+    with pytest.raises(RuntimeError, match=r"max_grad_norm=1.0 .* thinwire.hugging_face.TrainerMixin.*max_norm=1.0"):
+        clipping.train()
+    assert torch.equal(flat(clipping.model), before)
+
+
+def accelerate_by_itself(comm: Communicator, folder: Path) -> None:
+    samples = make_samples(96)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make_model()
+    optimizer = OneBitAdam(model.named_parameters(), lr=RATE, freeze_step=3, max_norm=MAX_NORM)
+    loader = DataLoader(samples, batch_size=BATCH, collate_fn=transformers.default_data_collator)
+    wrapped, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    assert isinstance(wrapped, DistributedDataParallel)
+    for batch in loader:
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(wrapped(**batch).loss)
+            prepared.step()
+            prepared.zero_grad()
+    assert optimizer._attached
+    assert optimizer.steps == 6
+    assert same_on_all_ranks(comm, flat(model))
+
+    plain = make_model()
+    expected = OneBitAdam(plain.named_parameters(), lr=RATE, freeze_step=3, max_norm=MAX_NORM)
+    micro = batches(samples, comm.rank, comm.size)
+    for first, last in zip(micro[::2], micro[1::2], strict=True):
+        with expected.no_sync():
+            (plain(**first).loss / 2).backward()
+        (plain(**last).loss / 2).backward()
+        expected.step()
+        expected.zero_grad()
+    torch.testing.assert_close(flat(model), flat(plain), rtol=1e-4, atol=1e-6)
+    assert optimizer.bytes_sent == expected.bytes_sent
+
+    prepared.load_state_dict(prepared.state_dict())
+    with accelerator.accumulate(wrapped):
+        pass  # the first of two
+    accelerator.backward(wrapped(**micro[0]).loss)
+    accelerator.clip_grad_norm_(wrapped.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"To clip, pass max_norm= to the optimizer"):
+        optimizer.step()
+
+    # The two lines that leave DDP out.
+    model = make_model()
+    optimizer = OneBitAdam(model.named_parameters(), lr=RATE, freeze_step=3, stage=1)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    prepared = accelerator.prepare(optimizer)
+    for batch in micro[:4]:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not isinstance(model, DistributedDataParallel)
+    assert same_on_all_ranks(comm, flat(model))
+
+
+def what_is_refused(comm: Communicator, folder: Path) -> None:
+    samples = make_samples(16)
+
+    def make(optimizer: Any = COMPRESSED, **changes: Any) -> Trainer:
+        arguments = make_arguments(folder, **changes)
+        return Trainer(make_model(), arguments, train_dataset=samples, optimizer_cls_and_kwargs=optimizer)
+
+    with pytest.raises(ValueError, match="set per_device_train_batch_size"):
+        make(auto_find_batch_size=True)
+    with pytest.raises(ValueError, match="fsdp divides the model"):
+        make(fsdp=True)
+    with pytest.raises(ValueError, match="remove it from gradient_accumulation_kwargs"):
+        make(accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}})
+    with pytest.raises(TypeError, match=r"was given AdamW.*pass optimizer_cls_and_kwargs="):
+        make((torch.optim.AdamW, {})).train()
+    with pytest.raises(TypeError, match=r"optimizer_cls_and_kwargs=\(thinwire.OneBitAdam"):
+        make(None).train()
+    with pytest.raises(ValueError, match=r"max_grad_norm is 1.0 .* max_norm of OneBitAdam is 0.5: give both the same"):
+        make((OneBitAdam, {"max_norm": 0.5})).train()
+    with pytest.raises(TypeError, match=r"Wrong names TrainerMixin after a Trainer"):
+        type("Wrong", (transformers.Trainer, TrainerMixin), {})
+    optimizer = OneBitAdam(make_model().parameters(), stage=2)
+    with pytest.raises(ValueError, match="use stage=1, or bf16=True"):
+        check_optimizer(optimizer, SimpleNamespace(world_size=comm.size, max_grad_norm=0.0, fp16=True))
+    with pytest.raises(ValueError, match="start the job with torchrun or accelerate launch"):
+        check_optimizer(optimizer, SimpleNamespace(world_size=comm.size + 1, max_grad_norm=0.0, fp16=False))
+    stock = folder / "stock"
+    if comm.rank == 0:
+        stock.mkdir(parents=True)
+    comm.barrier()
+    with pytest.raises(CheckpointError, match=r"train without resume_from_checkpoint"):
+        load_optimizer(optimizer, stock)
+
+
+def the_example(comm: Communicator, folder: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "hugging_face_trainer.py"
+    assert example.read_text().count("\n") < 80
+    trainer = runpy.run_path(str(example))["main"](str(folder), steps=40)
+    curve = losses(trainer)
+    assert sum(curve[-3:]) < 0.95 * sum(curve[:3]), curve
+    assert optimizer_of(trainer).frozen
+    assert same_on_all_ranks(comm, flat(trainer.model))
+
+
+class Looking(transformers.TrainerCallback):
+    """The weights with which each evaluation was done."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        self._seen = seen
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        self._seen.append(flat(model))
+
+
+class Counting(transformers.TrainerCallback):
+    """Bytes that were sent up to each step."""
+
+    def __init__(self, sent: list[int]) -> None:
+        self._sent = sent
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
+        while not isinstance(optimizer, SynchronizedOptimizer):
+            optimizer = optimizer.optimizer
+        self._sent.append(optimizer.bytes_sent)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

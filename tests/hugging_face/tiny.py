@@ -1,0 +1,76 @@
+"""A tiny BERT, a task that it learns in a few steps, and what a Trainer is told: what the tests here share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments, default_data_collator
+
+BATCH = 4
+LENGTH = 6
+VOCABULARY = 40
+RATE = 3e-3
+
+Samples = list[dict[str, Tensor]]
+
+
+def make_model(seed: int = 0, dropout: float = 0.0) -> BertForSequenceClassification:
+    torch.manual_seed(seed)
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+    )
+    model.accepts_loss_kwargs = False  # a mean over each micro-batch, as in a plain loop
+    return model
+
+
+def make_samples(number: int, seed: int = 1) -> Samples:
+    """Lines of tokens of the vocabulary's lower half, or of its upper one: that is the label."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (number,), generator=generator)
+    tokens = torch.randint(VOCABULARY // 2, (number, LENGTH), generator=generator)
+    return [
+        {"input_ids": line + label * (VOCABULARY // 2), "labels": label}
+        for line, label in zip(tokens, labels, strict=True)
+    ]
+
+
+def make_arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """On the CPU, in the samples' order, a constant rate, nothing saved and nothing logged."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "max_steps": 20,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+    return TrainingArguments(**(settings | changes))
+
+
+def batches(samples: Samples, rank: int, size: int) -> list[dict[str, Tensor]]:
+    """What a Trainer gives to this rank, of one epoch."""
+    whole = [samples[start : start + BATCH] for start in range(0, len(samples), BATCH)]
+    return [default_data_collator(batch) for batch in whole[rank::size]]
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])

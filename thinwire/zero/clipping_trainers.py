@@ -1,0 +1,39 @@
+"""Finds the transformers.Trainer that would clip what each rank has by itself, before a step that averages."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["check_nobody_clips"]
+
+
+def check_nobody_clips(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError where a Trainer steps `optimizer` and clips gradients itself.
+
+    Looked for among all objects of the process, once, as an optimizer does not know who steps it. Clipping would be
+    noticed in `step` too, but in the first step that exceeds the norm, hours later perhaps.
+    """
+    trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer_class is None:
+        return
+    for trainer in [one for one in gc.get_objects() if issubclass(type(one), trainer_class)]:
+        adapted = getattr(trainer, "clips_averaged_gradients", False)
+        if not adapted and _inner(getattr(trainer, "optimizer", None)) is optimizer and trainer.args.max_grad_norm > 0:
+            name, limit = type(optimizer).__name__, trainer.args.max_grad_norm
+            raise RuntimeError(
+                f"{type(trainer).__name__} clips gradients to max_grad_norm={limit} (1.0 unless TrainingArguments say "
+                f"otherwise) after {name} has sent them, so that each rank would clip its own: train with "
+                "thinwire.hugging_face.TrainerMixin, which clips the average, or set max_grad_norm=0 and pass "
+                f"max_norm={limit} to {name}"
+            )
+
+
+def _inner(optimizer: Any) -> Any:
+    """What Accelerate's wrappers hold."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
