@@ -42,7 +42,7 @@ def build(comm: Communicator, model: nn.Module, stage: int, **options) -> Sharde
     )
 
 
-def train(optimizer: ShardedOptimizer, model: nn.Module, steps, accumulation: int = 1) -> list[float]:
+def train(optimizer, model: nn.Module, steps, accumulation: int = 1, scale: float = 1.0) -> list[float]:
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -51,10 +51,10 @@ def train(optimizer: ShardedOptimizer, model: nn.Module, steps, accumulation: in
             loss = loss_of(model, optimizer.comm.rank, step * accumulation + micro) / accumulation
             if micro < accumulation - 1:
                 with optimizer.no_sync():
-                    loss.backward()
+                    (scale * loss).backward()
                     optimizer.end_backward()
             else:
-                loss.backward()
+                (scale * loss).backward()
             total += loss.item()
         optimizer.step()
         losses.append(total)

@@ -17,7 +17,7 @@ from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.home import StepResult
 from thinwire.zero.memory import model_state_formula
-from thinwire.zero.rank_checks import check_same_on_every_rank, settings_digest
+from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import (
     STATE_IS_ON_ALL_RANKS,
@@ -216,12 +216,11 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """
         norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
         square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        digest = settings_digest(self.param_groups, self._steps)
-        votes = torch.stack([square, *square.new_tensor([digest, digest**2]).unbind()]).to(self._device)
+        votes = torch.stack([square, *square.new_tensor(settings_votes(self.param_groups, self._steps)).unbind()])
+        votes = votes.to(self._device)
         self._vote_comm.all_reduce(votes)
         total, digests, squares = votes.tolist()
-        if self.comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
-            check_same_on_every_rank(self._vote_comm, [], self.param_groups, {})
+        check_settings_votes(self._vote_comm, self.param_groups, digests, squares)
         return math.sqrt(total) / self.loss_scale if total >= 0 else math.nan
 
     def _clip(self, norm: float) -> float:

@@ -19,7 +19,9 @@ __all__ = [
     "check_parameters",
     "check_same_kind",
     "check_same_on_every_rank",
+    "check_settings_votes",
     "settings_digest",
+    "settings_votes",
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,6 +95,21 @@ def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
         for group in groups
     ]
     return zlib.crc32(repr((step, values)).encode()) & 0xFFFF
+
+
+def settings_votes(groups: Sequence[Mapping[str, Any]], step: int) -> tuple[int, int]:
+    """What a rank adds to a sum over all of them, from which `check_settings_votes` tells whether settings differ."""
+    digest = settings_digest(groups, step)
+    return digest, digest**2
+
+
+def check_settings_votes(
+    comm: Communicator, groups: Sequence[Mapping[str, Any]], digests: float, squares: float
+) -> None:
+    """Raise ValueError on every rank, naming the first difference, where the ranks' `settings_votes` add up to those of
+    ranks that have other hyperparameters. Collective only then."""
+    if comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
+        check_same_on_every_rank(comm, [], groups, {})
 
 
 def _trained(group: Mapping[str, Any]) -> list[bool]:

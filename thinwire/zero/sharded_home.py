@@ -15,7 +15,7 @@ from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Home, ring_bytes
-from thinwire.zero.rank_checks import check_same_on_every_rank, settings_digest
+from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_parameters import ShardedParameters
 
@@ -164,12 +164,11 @@ class ShardedHome(Home):
         norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
         norms.append(torch.zeros((), device=parameters.device))  # where there are no others
         square = torch.stack(norms).double().square().sum()
-        digest = settings_digest(parameters.groups, self.steps)
-        votes = torch.stack([square, *square.new_tensor([bool(missing), digest, digest**2]).unbind()])
+        others = [bool(missing), *settings_votes(parameters.groups, self.steps)]
+        votes = torch.stack([square, *square.new_tensor(others).unbind()])
         parameters.exchange_comm.all_reduce(votes)
         total, anything_missing, digests, squares = votes.tolist()
-        if self.comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
-            check_same_on_every_rank(parameters.exchange_comm, [], parameters.groups, {})
+        check_settings_votes(parameters.exchange_comm, parameters.groups, digests, squares)
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
         norm = math.sqrt(total) if total >= 0 else math.nan
         return Vote(math.isfinite(norm), norm, absent | self._watcher.left_out)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.optim.training import loss_of, make_model, weights
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
+from tests.zero.training import train
 from thinwire.comm import Communicator, threads
 from thinwire.optim.algorithm import Send
 from thinwire.optim.zero_one.schedule import ZeroOneSchedule
@@ -29,24 +30,6 @@ def build(comm: Communicator, model: nn.Module, stage: int = 1, **options) -> th
     return thinwire.ZeroOneAdam(
         model.parameters(), stage=stage, comm=comm, named_parameters=model.named_parameters(), **options
     )
-
-
-def train(optimizer, model: nn.Module, steps, accumulation: int = 1, scale: float = 1.0) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        total = 0.0
-        for micro in range(accumulation):
-            loss = loss_of(model, optimizer.comm.rank, step * accumulation + micro) / accumulation
-            if micro < accumulation - 1:
-                with optimizer.no_sync():
-                    (scale * loss).backward()
-            else:
-                (scale * loss).backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return losses
 
 
 def path(optimizer, model: nn.Module, steps=range(STEPS), **how) -> list[tuple[bool, Tensor]]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import thinwire
 from tests.optim.training import make_model, weights
-from tests.optim.zero_one.test_sharded_zero_one_adam import A_BUCKET_EACH, assert_same, build, path, train
+from tests.optim.zero_one.test_sharded_zero_one_adam import A_BUCKET_EACH, assert_same, build, path
 from tests.zero.saved import Saved, join, save
+from tests.zero.training import train
 from thinwire.comm import Communicator, threads
 
 MOMENTS = (12, 30, 73)  # compressed gradients; frozen and in sync; between two syncs
