@@ -21,6 +21,7 @@ from mkdocs.structure.pages import Page
 LINK = re.compile(r"(?P<before>!?\[[^\]]*\]\()(?P<target>[^)#\s]+)(?P<after>(?:#[^)\s]*)?\))")
 OUTSIDE = re.compile(r"<(script|img|iframe|source|link)\b[^>]*?\b(src|href)=\"?(https?:)?//[^\s>]*", re.IGNORECASE)
 SOURCES = {
+    "": "text",
     ".ipynb": "python",
     ".json": "json",
     ".py": "python",

@@ -20,6 +20,7 @@ PLACES = {
     REPOSITORY / "README.md": "index.md",
     REPOSITORY / "docs/start/swap.md": "start/swap.md",
     REPOSITORY / "examples/README.md": "repository/examples.md",
+    REPOSITORY / "examples/Dockerfile": "repository/examples/Dockerfile.md",
     REPOSITORY / "examples/engine.py": "repository/examples/engine.py.md",
     REPOSITORY / "experiments/results/lion.png": "repository/experiments/results/lion.png",
 }
