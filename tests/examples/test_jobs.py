@@ -137,3 +137,8 @@ def test_the_image_installs_what_there_is() -> None:
 def test_an_argument_that_an_example_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="takes no"):
         check_example("engine.py", ["--checkpoints", "somewhere", "--epochs", "3"], monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "azureml_job.yaml", "kubeflow_mpijob.yaml", "kubeflow_trainjob.yaml"])
+def test_it_fits_on_a_page(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) < 80
