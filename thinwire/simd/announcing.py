@@ -28,11 +28,11 @@ def announce_compiling(kernel: Callable[..., None]) -> None:
 @functools.cache
 def _first_compilation() -> _FirstCompilation:
     found = _FirstCompilation()
-    event.register("numba:compile", found)
+    event.register("numba:compile", found)  # type: ignore[no-untyped-call]
     return found
 
 
-class _FirstCompilation(event.Listener):  # type: ignore[misc]
+class _FirstCompilation(event.Listener):
     """Hears of all that numba compiles in this process, of which much is the user's own."""
 
     def __init__(self) -> None:
