@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import BertForMaskedLM
 
 from tests.launching import environment
+from thinwire.sparse_attn import densify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -70,3 +72,16 @@ def test_mpirun(tmp_path: Path) -> None:
 def test_batch_files_are_bash() -> None:
     for path in (EXAMPLES / "mpirun.sh", EXAMPLES / "slurm.sbatch"):
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_sparse_bert(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the wire is thin, the model is long. " * 200)
+    arguments = ["--text", str(text), "--steps", "24", "--length", "512", "--save", str(tmp_path / "model")]
+    run("sparse_bert.py", *arguments, monkeypatch=monkeypatch)
+    *losses, share = capsys.readouterr().out.splitlines()
+    assert float(losses[-1].split()[3]) < float(losses[0].split()[3])
+    assert 10 < float(share.split()[2].rstrip("%")) < 25
+    loaded = BertForMaskedLM.from_pretrained(tmp_path / "model")
+    assert loaded.config.thinwire_sparse_attention["layout"]["mode"] == "bigbird"
+    densify(loaded)
