@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 _NOT_WITH_AN_ENGINE = {
-    "torch_compile": "call torch.compile on the model before you pass it",
+    "torch_compile": "call model.compile() before you pass the model",
     "fp16_full_eval": "the engine evaluates in the precision it trains in; use fp16",
     "bf16_full_eval": "the engine evaluates in the precision it trains in; use bf16",
     "save_on_each_node": "whole weights are on rank 0 alone; save to a file system that all nodes share",

@@ -108,11 +108,7 @@ class TrainerMixin(_Trainer):
         """
         if self._engine_training is not None:
             return super().create_optimizer(model)
-        if self.is_distributed_loading_by_transformers:
-            raise ValueError(
-                "the model was loaded in shards, and a thinwire optimizer needs it whole on every rank: load it "
-                "without a distributed configuration; stage=1 or stage=2 of OneBitAdam shards the optimizer's state"
-            )
+        self._refuse_a_model_in_shards()
         given = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._with_arguments(given)
@@ -122,6 +118,14 @@ class TrainerMixin(_Trainer):
             self.optimizer_cls_and_kwargs = given
         synchronized(optimizer).attach(self.model)
         return optimizer
+
+    def _refuse_a_model_in_shards(self) -> None:
+        if self.is_distributed_loading_by_transformers:
+            raise ValueError(
+                "the model was loaded in shards, and thinwire begins with it whole on every rank: load it without a "
+                "distributed configuration; stage=1 or stage=2 of OneBitAdam shards the optimizer's state, and "
+                "thinwire_config the model too"
+            )
 
     def _with_arguments(self, given: tuple[Any, Mapping[str, Any]] | None) -> tuple[Any, dict[str, Any]]:
         kind, options = given or (None, {})
@@ -145,6 +149,7 @@ class TrainerMixin(_Trainer):
         if training is None:
             prepare: Any = super()._prepare_for_training
             return prepare(max_steps, train_dataloader, resume_from_checkpoint)
+        self._refuse_a_model_in_shards()
         engine = training.start(
             self.model,
             max_steps,
