@@ -113,6 +113,11 @@ def test_a_file_is_read_and_named(tmp_path: Path) -> None:
     path.write_text('{"gradient_clipping": 3}')
     with pytest.raises(ConfigError, match=r"engine.json: \"gradient_clipping\" is 3, and max_grad_norm .* 0.7"):
         TrainerConfig(str(path)).complete(arguments(tmp_path), 50)
+    nested: dict[str, Any] = {}
+    for _ in range(2000):
+        nested = {"optimizer": nested}
+    with pytest.raises(ConfigError, match="nested more than 16 deep"):
+        TrainerConfig(nested)
     with pytest.raises(TypeError, match="takes the path of a JSON file or a dict, got int"):
         TrainerConfig(3)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.errors import shown
 from thinwire.engine.config.json_file import read_json_object
 from thinwire.engine.config.keys import AUTO
+from thinwire.engine.config.limits import check_limits
 from thinwire.optim import registry
 
 __all__ = ["TrainerConfig"]
@@ -40,7 +41,7 @@ _WITHOUT_EFFECT = {
 class TrainerConfig:
     """A configuration for the engine that a Trainer drives, from the path of a JSON file or a dict.
 
-    Raises ConfigError for a file that cannot be read, TypeError for what is neither.
+    Raises ConfigError for a file that cannot be read or nests without end, TypeError for what is neither.
     """
 
     def __init__(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> None:
@@ -53,6 +54,7 @@ class TrainerConfig:
                 f"thinwire_config takes the path of a JSON file or a dict, got {type(source).__name__}: see the "
                 "engine's keys in docs/guides/engine.md"
             )
+        check_limits(self._tree, self._label)
 
     @property
     def names_optimizer(self) -> bool:
