@@ -61,6 +61,7 @@ def study(comm: Communicator, options: argparse.Namespace) -> None:
         steps=options.steps,
         warmup_steps=max(1, options.steps // 10),
         freeze_step=options.freeze_step or max(1, options.steps // 5),
+        block_size=options.block_size,
         batch_size=options.batch_size,
         weight_decay=0.01,
         max_norm=1.0,
@@ -206,6 +207,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--freeze-step", type=positive, metavar="N", help="of 1-bit optimizers; else a fifth of --steps"
     )
+    parser.add_argument("--block-size", type=positive, default=2048, metavar="N", help="elements that share a scale")
     parser.add_argument(
         "--rates",
         nargs="+",

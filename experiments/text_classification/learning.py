@@ -31,6 +31,7 @@ class Recipe:
         steps: of every run.
         warmup_steps: in which the rate rises, before it falls linearly to zero.
         freeze_step: after which 1-bit optimizers send one bit an element.
+        block_size: elements of a 1-bit optimizer's message that share a scale.
         batch_size: passages a rank and step.
         weight_decay: of matrices.
         max_norm: gradients are clipped to it.
@@ -40,6 +41,7 @@ class Recipe:
     steps: int
     warmup_steps: int
     freeze_step: int
+    block_size: int
     batch_size: int
     weight_decay: float
     max_norm: float
@@ -127,8 +129,10 @@ class Classifier:
         if method in COMPRESSED:
             one = COMPRESSED[method]
             kind = hugging_face.Trainer
-            frozen = {} if one.freeze_option is None else {one.freeze_option: recipe.freeze_step}
-            options["optimizer_cls_and_kwargs"] = (getattr(thinwire, one.class_name), frozen)
+            chosen: dict[str, Any] = {"block_size": recipe.block_size}
+            if one.freeze_option is not None:
+                chosen[one.freeze_option] = recipe.freeze_step
+            options["optimizer_cls_and_kwargs"] = (getattr(thinwire, one.class_name), chosen)
         model = self._model(seed if build_seed is None else build_seed)
         trainer = kind(model, arguments, train_dataset=self._training, compute_metrics=_percent_right, **options)
         trainer.remove_callback(transformers.PrinterCallback)

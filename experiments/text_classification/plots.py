@@ -1,4 +1,4 @@
-"""The picture: accuracy by learning rate, accuracy of every seed at the best one, bytes of every step."""
+"""The picture: accuracy by learning rate, accuracy of every seed at the best one, bytes of a step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from experiments.training.reporting import human_bytes
 
 __all__ = ["draw"]
 
-_BARS = 100
-"""Points of the curve of bytes at most: means of steps in a row."""
-
 
 def draw(
     swept: Mapping[str, Mapping[float, float]],
@@ -39,10 +36,11 @@ def draw(
     figure.text(0.05, 0.87, subtitle, fontsize=9.5, color=QUIET)
     _draw_rates(rates, swept, found)
     _draw_seeds(seeds, runs, found)
-    _draw_traffic(traffic, runs)
+    _draw_traffic(traffic, found)
     for panel in (rates, seeds, traffic):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.25)
+        panel.set_axisbelow(True)
     plotting.save(figure, path)
 
 
@@ -70,7 +68,14 @@ def _draw_seeds(panel: Axes, runs: Mapping[str, Sequence[Outcome]], found: Mappi
         across = place + np.linspace(-0.12, 0.12, len(outcomes))
         panel.plot(across, [outcome.test for outcome in outcomes], "o", color=one.colour, markersize=8, alpha=0.8)
         panel.hlines(found[name].test, place - 0.28, place + 0.28, color=one.colour, linewidth=2.5)
-        panel.annotate(f"{found[name].test:.2f}%", (place + 0.3, found[name].test), va="center", color=one.colour)
+        panel.annotate(
+            f"{found[name].test:.2f}%",
+            (place + 0.3, found[name].test),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="left",
+            color=one.colour,
+        )
     panel.set_xlim(-0.6, len(runs) - 0.2)
     panel.set_xticks(range(len(runs)), [OPTIMIZERS[name].label for name in runs])
     panel.set_title(f"seeds at the best rate, lines: means; grey: within {POINTS:g} points", loc="left", fontsize=10.5)
@@ -78,22 +83,22 @@ def _draw_seeds(panel: Axes, runs: Mapping[str, Sequence[Outcome]], found: Mappi
     panel.set_ylabel("test accuracy (%)")
 
 
-def _draw_traffic(panel: Axes, runs: Mapping[str, Sequence[Outcome]]) -> None:
-    for name, outcomes in runs.items():
-        one, sent = OPTIMIZERS[name], np.mean([outcome.interface for outcome in outcomes], axis=0)
-        together = max(1, len(sent) // _BARS)
-        whole = len(sent) // together * together
-        means = sent[:whole].reshape(-1, together).mean(axis=1)
-        panel.plot(np.arange(0, whole, together) + together / 2, means, color=one.colour, linewidth=2, label=one.label)
-    panel.set_xlim(left=0)
-    panel.set_title("bytes through the interface", loc="left", fontsize=10.5)
-    panel.set_xlabel("step")
-    if any(sum(outcome.interface) for outcomes in runs.values() for outcome in outcomes):
-        panel.set_yscale("log")
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
-        panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.set_ylabel("sent by a rank in a step (log scale)")
-    else:
-        panel.set_ylabel("sent: nothing, by a single rank")
-    panel.legend(frameon=False)
+def _draw_traffic(panel: Axes, found: Mapping[str, Finding]) -> None:
+    for place, (name, one) in enumerate(found.items()):
+        colour = OPTIMIZERS[name].colour
+        panel.bar([place], [one.frozen_bytes / 1e6], width=0.55, color=colour)
+        fewer = "" if name == BASELINE or not one.fewer_bytes_frozen else f"\n{one.fewer_bytes_frozen:.0f}x fewer"
+        panel.annotate(
+            human_bytes(one.frozen_bytes) + fewer,
+            (place, one.frozen_bytes / 1e6),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            color=colour,
+        )
+    panel.set_xlim(-0.6, len(found) - 0.4)
+    panel.margins(y=0.12)
+    panel.set_xticks(range(len(found)), [OPTIMIZERS[name].label for name in found])
+    panel.set_title("a step after the freeze", loc="left", fontsize=10.5)
+    panel.set_xlabel("optimizer")
+    panel.set_ylabel("through the interface, a rank (MB)")
