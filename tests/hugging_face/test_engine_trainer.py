@@ -46,7 +46,7 @@ def make(folder: Path, config: Any = ONE_BIT, options: dict[str, Any] | None = N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"torch_compile": True}, "call model.compile\(\) before"),
+        ({"torch_compile": True}, r"call model.compile\(\) before"),
         ({"bf16_full_eval": True}, "the engine evaluates in the precision it trains in; use bf16"),
         ({"save_on_each_node": True}, "whole weights are on rank 0 alone"),
         ({"fsdp": True}, "fsdp divides the model"),
