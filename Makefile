@@ -10,7 +10,7 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test chaos bits lint plots lion stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet gpu wheel clean
+.PHONY: help train test chaos bits lint plots lion stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -28,6 +28,7 @@ help:
 	@echo "make layer-drop      BERT with and without progressive layer drop: loss, time, learning rates (about 40 minutes)"
 	@echo "make ethernet        race DDP, PowerSGD and 1-bit Adam over slow links (as root on Linux; about half an hour)"
 	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present"
+	@echo "make docs            build these pages and the API reference as a site, into site/"
 	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
 
 $(READY): requirements.txt pyproject.toml
@@ -90,8 +91,12 @@ gpu:
 	$(GPU_PYTHON) -m experiments.benchmarks.kernels --device cuda $(ARGS)
 	$(GPU_PYTHON) -m experiments.benchmarks.attention_gpu
 
+# The variable silences a notice about another project.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+
 wheel: $(READY)
 	$(RUN) -m build --wheel
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

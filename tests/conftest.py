@@ -1,14 +1,43 @@
-"""What every test shares: one thread a process, so that ranks on threads do not crowd two cores."""
+"""What every test shares: one thread a process, so that ranks on threads do not crowd two cores, and a Python that
+starts warm, for real ranks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+
+from tests.launching import Jobs
+from tests.warm_python import WarmPython
+
+_OWNER = pytest.StashKey[WarmPython]()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def jobs(request: pytest.FixtureRequest) -> Jobs:
+    """Starts real processes; their interpreter is warm, see `WarmPython` for what that hides."""
+    shared = getattr(request.config, "workerinput", {}).get("warm_python")
+    return Jobs(shared or request.config.stash[_OWNER].path)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_OWNER] = WarmPython()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All of pytest-xdist's workers share the server of the process that started them."""
+    node.workerinput["warm_python"] = node.config.stash[_OWNER].path
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_OWNER].close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,17 +14,22 @@ from thinwire.engine.checkpoint.printing import printable
 from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
 from thinwire.plan.errors import PlanError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, by default those of the process; returns the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's arguments; `run` of what it returns does what they ask for."""
     parser = argparse.ArgumentParser(prog="thinwire", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="checkpoint|plan|probe")
     add_commands(commands.add_parser("checkpoint", help="verify, inspect or export checkpoints"))
     add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))
     add_probe_arguments(commands.add_parser("probe", help="measure the network for plan; under torchrun or mpirun"))
-    parsed = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, by default those of the process; returns the exit code."""
+    parsed = make_parser().parse_args(arguments)
     try:
         exit_code: int = parsed.run(parsed)
     except (UsageError, PlanError) as error:

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from tests.chaos.outcome import Outcome
-from tests.comm.launching import REPOSITORY, environment
 from tests.engine.checkpoint.kill import exit_code, fork, kill_self_at_call
 from tests.engine.tiny import make_engine, settings, train
+from tests.launching import REPOSITORY, environment
 from thinwire import comm as communication
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.compress import make_codec

@@ -22,8 +22,8 @@ import torch
 
 from tests.chaos.kills import digest_of
 from tests.chaos.outcome import Outcome
-from tests.comm.launching import REPOSITORY, environment
 from tests.engine.tiny import loss_of, make_engine, settings
+from tests.launching import REPOSITORY, environment
 from thinwire import comm as communication
 from thinwire.comm import Communicator, launch
 from thinwire.engine import Engine

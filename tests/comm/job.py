@@ -16,6 +16,7 @@ import torch
 from tests.comm.collectives_body import check_everything
 from thinwire import comm
 
+JOB = ("-m", "tests.comm.job")
 FAILURE_TIMEOUT = 2.0
 
 

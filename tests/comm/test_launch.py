@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from tests.comm.launching import LAUNCHER_VARIABLES, environment, run_alone, run_mpirun
+from tests.comm.job import JOB
+from tests.launching import LAUNCHER_VARIABLES, environment
 from thinwire.comm import Launch, init
 from thinwire.comm.torch_launch import choose_backend
 
@@ -106,17 +107,17 @@ def test_srun_variables_are_enough(monkeypatch, capfd):
 
 
 @pytest.mark.launch
-def test_gloo_under_mpirun():
-    done = run_mpirun(2, "join", "gloo")
+def test_gloo_under_mpirun(jobs):
+    done = jobs.mpirun(2, *JOB, "join", "gloo")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "gloo gloo 2\n" * 2
     assert "thinwire: 2 ranks on 1 host, backend gloo, started by mpirun (Open MPI)\n" in done.stderr
 
 
 @pytest.mark.launch
-def test_mpi4py_over_another_mpi_is_recognised():
+def test_mpi4py_over_another_mpi_is_recognised(jobs):
     pytest.importorskip("mpi4py")
-    done = run_alone("join", "", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
+    done = jobs.alone(*JOB, "join", "", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
     assert done.returncode != 0
     assert "mpirun started 2 ranks but mpi4py sees 1" in done.stderr
 

@@ -4,47 +4,47 @@ import secrets
 
 import pytest
 
-from tests.comm.launching import run_alone, run_mpirun
+from tests.comm.job import JOB
 
 pytestmark = pytest.mark.launch
 
 
-def test_body_under_mpirun():
-    done = run_mpirun(3, "mpi_body", str(secrets.randbits(31)))
+def test_body_under_mpirun(jobs):
+    done = jobs.mpirun(3, *JOB, "mpi_body", str(secrets.randbits(31)))
     assert done.returncode == 0, done.stdout + done.stderr
     expected = [f"rank {rank} of 3 passed over {what}" for rank in range(3) for what in ("mpi", "its own")]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
     assert "thinwire: 3 ranks on 1 host, backend mpi, started by mpirun (Open MPI)\n" in done.stderr
 
 
-def test_body_without_mpirun():
+def test_body_without_mpirun(jobs):
     pytest.importorskip("mpi4py")
-    done = run_alone("body", str(secrets.randbits(31)), "mpi")
+    done = jobs.alone(*JOB, "body", str(secrets.randbits(31)), "mpi")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "rank 0 of 1 passed over mpi\n"
 
 
-def test_a_raising_rank_ends_the_job():
-    done = run_mpirun(3, "lose", "raising", "3", "1")
+def test_a_raising_rank_ends_the_job(jobs):
+    done = jobs.mpirun(3, *JOB, "lose", "raising", "3", "1")
     assert done.returncode != 0
     assert "KeyError: 'a bug of the user'" in done.stderr
 
 
-def test_a_stopped_rank_is_named():
-    done = run_mpirun(3, "lose", "stopped", "3", "1")
+def test_a_stopped_rank_is_named(jobs):
+    done = jobs.mpirun(3, *JOB, "lose", "stopped", "3", "1")
     assert done.returncode != 0
     assert "all_to_all of 9 float32" in done.stderr
     assert "rank 1 did not answer" in done.stderr
 
 
-def test_transfers_end_while_nobody_calls_mpi():
-    done = run_mpirun(2, "overlap")
+def test_transfers_end_while_nobody_calls_mpi(jobs):
+    done = jobs.mpirun(2, *JOB, "overlap")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} computed meanwhile" for rank in range(2)]
 
 
-def test_who_never_joins_what_the_thread_drives_is_named():
-    done = run_mpirun(2, "stall")
+def test_who_never_joins_what_the_thread_drives_is_named(jobs):
+    done = jobs.mpirun(2, *JOB, "stall")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "all_to_all of 1048576 float32 (call 3) timed out after 2 s on rank 0 of 2: rank 1 did not answer"
@@ -52,25 +52,25 @@ def test_who_never_joins_what_the_thread_drives_is_named():
     )
 
 
-def test_the_thread_ends_with_the_communicator_and_with_the_process():
+def test_the_thread_ends_with_the_communicator_and_with_the_process(jobs):
     pytest.importorskip("mpi4py")
-    done = run_alone("end_threads")
+    done = jobs.alone(*JOB, "end_threads")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "1 before\n0 at exit\n"
 
 
 @pytest.mark.parametrize("level", ["single", "serialized"])
-def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(level):
+def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(jobs, level):
     pytest.importorskip("mpi4py")
-    done = run_alone("one_thread", level)
+    done = jobs.alone(*JOB, "one_thread", level)
     assert done.returncode == 0, done.stdout + done.stderr
     warning, error = done.stdout.splitlines()
     assert "move only while MPI is called" in warning
     assert "do not ask for progress" in error
 
 
-def test_the_thread_can_be_switched_off():
+def test_the_thread_can_be_switched_off(jobs):
     pytest.importorskip("mpi4py")
-    done = run_alone("switched_off", THINWIRE_MPI_PROGRESS="0")
+    done = jobs.alone(*JOB, "switched_off", THINWIRE_MPI_PROGRESS="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "0 threads\n"

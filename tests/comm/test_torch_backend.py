@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.collectives_body import CHECKS
-from tests.comm.job import FAILURE_TIMEOUT
-from tests.comm.launching import run_ranks, run_torchrun
+from tests.comm.job import FAILURE_TIMEOUT, JOB
 from thinwire.comm import TorchCommunicator, init
 
 
@@ -58,8 +57,8 @@ def test_torch_distributed_must_be_initialised():
 
 
 @pytest.mark.launch
-def test_body_under_torchrun():
-    done = run_torchrun(3, "body", str(secrets.randbits(31)))
+def test_body_under_torchrun(jobs):
+    done = jobs.torchrun(3, *JOB, "body", str(secrets.randbits(31)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3 passed over gloo" for rank in range(3)]
     assert "thinwire: 3 ranks on 1 host, backend gloo, started by torchrun\n" in done.stderr
@@ -69,8 +68,8 @@ def test_body_under_torchrun():
 @pytest.mark.parametrize(
     ("how", "victim", "chunk"), [("killed", 1, 3), ("killed", 0, 100_003), ("stopped", 0, 100_003)]
 )
-def test_a_lost_rank_is_named(how, victim, chunk):
-    for survivor in run_ranks(3, "lose", how, str(chunk), victim=victim):
+def test_a_lost_rank_is_named(jobs, how, victim, chunk):
+    for survivor in jobs.orphans(3, *JOB, "lose", how, str(chunk), str(victim), victim=victim):
         assert survivor.returncode != 0
         lines = survivor.stdout.splitlines()
         error = next(line for line in lines if "thinwire.comm.errors.Communication" in line)
@@ -81,7 +80,7 @@ def test_a_lost_rank_is_named(how, victim, chunk):
 
 
 @pytest.mark.launch
-def test_a_rank_at_another_call_is_named():
-    for survivor in run_ranks(3, "lose", "elsewhere", "3", victim=1):
+def test_a_rank_at_another_call_is_named(jobs):
+    for survivor in jobs.orphans(3, *JOB, "lose", "elsewhere", "3", "1", victim=1):
         assert survivor.returncode != 0
         assert "rank 1 is at all_gather of 5 float32" in survivor.stdout

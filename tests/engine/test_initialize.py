@@ -329,3 +329,28 @@ def test_reports(tmp_path, capsys) -> None:
     rows = next(rows for name, rows in written.items() if "loss" in name and "scale" not in name)
     assert [float(row.split(",")[-1]) for row in rows[-4:]] == pytest.approx(losses, rel=1e-4)
     assert [int(row.split(",")[0]) for row in rows[-4:]] == [MICRO, 2 * MICRO, 3 * MICRO, 4 * MICRO]
+
+
+def test_bytes_and_stage_are_logged(tmp_path) -> None:
+    config = settings(
+        1,
+        optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2, "block_size": 64}},
+        csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    )
+
+    def body(comm) -> list[int]:
+        engine = make_engine(comm, config)
+        sent = []
+        for step in range(4):
+            train(engine, [step])
+            sent.append(engine.optimizer.bytes_sent)
+        engine.close()
+        return sent
+
+    sent = threads.run(body, 2)[0]
+    assert column(tmp_path / "job" / "Train_bytes_sent.csv") == sent
+    assert column(tmp_path / "job" / "Train_frozen.csv") == [0.0, 1.0, 1.0, 1.0]
+
+
+def column(path) -> list[float]:
+    return [float(line.split(",")[1]) for line in path.read_text().splitlines()[1:]]

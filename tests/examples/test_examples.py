@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.launching import environment
+from tests.launching import environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

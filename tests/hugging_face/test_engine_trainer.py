@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +21,8 @@ ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
 
 
 @pytest.mark.launch
-def test_every_stage_on_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.hugging_face.engine_program", str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+def test_every_stage_on_two_processes(jobs, tmp_path: Path) -> None:
+    done = jobs.torchrun(2, "-m", "tests.hugging_face.engine_program", str(tmp_path), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all held with 2 ranks" in done.stdout
 

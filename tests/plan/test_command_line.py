@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.comm.launching import run as launch
 from tests.plan.strategies import GIGABIT
 from tests.plan.test_calibration import calibration
 from thinwire.command_line import main
@@ -164,10 +162,9 @@ def test_a_probe_that_could_not_be_kept_does_not_start(capsys, tmp_path: Path) -
 
 
 @pytest.mark.launch
-def test_probe_under_torchrun_makes_what_plan_reads(capsys, tmp_path: Path) -> None:
+def test_probe_under_torchrun_makes_what_plan_reads(jobs, capsys, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = launch([*torchrun, "-m", "thinwire", "probe", str(path), "--seconds", "1"])
+    done = jobs.torchrun(2, "-m", "thinwire", "probe", str(path), "--seconds", "1")
     assert done.returncode == 0, done.stderr
     assert "inside nodes, all_reduce: " in done.stdout
     found = load_calibration(path)

@@ -33,6 +33,13 @@ for loops in (module, name, renamed):
 WAYS = {"module": ("numbers", "numbers.VALUE"), "name": ("VALUE", "VALUE"), "renamed": ("numbers as it", "it.VALUE")}
 
 
+def run(folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Runs the loops of `folder`, whose machine code is kept there."""
+    paths = {"PYTHONPATH": os.pathsep.join((str(folder), str(REPOSITORY))), "NUMBA_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-B", "-c", PROGRAM]  # -B: what is written twice in a second is read twice
+    return subprocess.run(command, env=os.environ | paths | extra, check=True, capture_output=True, text=True)
+
+
 def test_a_constant_of_another_folder_is_what_it_is_now(tmp_path: Path) -> None:
     """Whichever way it is imported; one process runs the loops of all ways."""
     package = tmp_path / "tiny"
@@ -44,18 +51,17 @@ def test_a_constant_of_another_folder_is_what_it_is_now(tmp_path: Path) -> None:
     for way, (imported, value) in WAYS.items():
         (package / "loops" / f"{way}.py").write_text(LOOP.format(imported=imported, value=value))
 
-    def run() -> list[list[float]]:
+    def found(announced: int, **extra: str) -> list[list[float]]:
         """Of each way: the constant that its machine code has, and how often that came from disk."""
-        paths = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY))), "NUMBA_CACHE_DIR": str(tmp_path)}
-        command = [sys.executable, "-B", "-c", PROGRAM]  # -B: what is written twice in a second is read twice
-        done = subprocess.run(command, env=os.environ | paths, check=True, capture_output=True, text=True)
+        done = run(tmp_path, **extra)
+        assert done.stderr.count("thinwire: compiling kernels") == announced, done.stderr
         return [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
 
     constants.write_text("VALUE = 1.0\n")
-    assert run() == [[1.0, 0.0]] * len(WAYS)
-    assert run() == [[1.0, 1.0]] * len(WAYS)
+    assert found(announced=1) == [[1.0, 0.0]] * len(WAYS)
+    assert found(announced=0) == [[1.0, 1.0]] * len(WAYS)
     constants.write_text("VALUE = 2.0\n")
-    assert run() == [[2.0, 0.0]] * len(WAYS)
+    assert found(announced=0, RANK="1") == [[2.0, 0.0]] * len(WAYS)
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,15 @@ class JobReports:
         self._monitor.close()
 
     def _write(self, summary: StepSummary, loss: float) -> None:
+        # Of optimizers that compress: whether the steps from here on do.
+        frozen = getattr(self._job.optimizer, "frozen", None)
         scalars = {
             "Train/loss": loss,
             "Train/lr": summary.rates[0],
             "Train/grad_norm": summary.grad_norm,
             "Train/loss_scale": summary.loss_scale,
+            "Train/bytes_sent": self._job.optimizer.bytes_sent,
+            "Train/frozen": None if frozen is None else float(frozen),
         }
         known = [(name, value, summary.samples) for name, value in scalars.items() if value is not None]
         self._monitor.write(known)

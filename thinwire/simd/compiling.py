@@ -15,6 +15,8 @@ import llvmlite
 import numba
 from llvmlite import binding
 
+from thinwire.simd.announcing import announce_compiling
+
 __all__ = ["helper", "kernel", "source_files"]
 
 _Parameters = ParamSpec("_Parameters")
@@ -77,6 +79,7 @@ def helper(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
 
 def kernel(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
     """Compile a kernel at its first call; keep the machine code on disk, where there is a folder to write to."""
+    announce_compiling(function)
     function.__qualname__ = f"{function.__name__}_{_cache_key(function.__module__)}"
     try:
         compiled = numba.njit(nogil=True, cache=True)(function)

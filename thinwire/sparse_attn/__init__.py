@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from thinwire.sparse_attn.attention import block_sparse_attention
 from thinwire.sparse_attn.block_index import BlockIndex
+from thinwire.sparse_attn.hugging_face.interface import register_with_transformers
 from thinwire.sparse_attn.hugging_face.padding import pad_to_block_size, unpad_sequence_output
 from thinwire.sparse_attn.hugging_face.positions import extend_position_embedding, update_tokenizer_model_max_length
 from thinwire.sparse_attn.hugging_face.sparsify import (
@@ -12,7 +13,7 @@ from thinwire.sparse_attn.hugging_face.sparsify import (
     replace_model_self_attention_with_sparse_self_attention,
     sparsify,
 )
-from thinwire.sparse_attn.layouts.config import layout_from_config
+from thinwire.sparse_attn.layouts.config import layout_from_config, layout_to_config
 from thinwire.sparse_attn.layouts.named import (
     BigBird,
     BSLongformer,
@@ -41,8 +42,10 @@ __all__ = [
     "densify",
     "extend_position_embedding",
     "layout_from_config",
+    "layout_to_config",
     "pad_to_block_size",
     "reference_attention",
+    "register_with_transformers",
     "replace_model_self_attention_with_sparse_self_attention",
     "sparsify",
     "unpad_sequence_output",

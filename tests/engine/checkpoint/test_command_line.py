@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.comm.launching import environment
 from tests.engine.checkpoint.jobs import Values, same, save
+from tests.launching import environment
 from thinwire.command_line import main
 
 

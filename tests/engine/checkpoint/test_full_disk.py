@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.comm.launching import environment
 from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
+from tests.launching import environment
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
 from thinwire.zero import SavedSlice

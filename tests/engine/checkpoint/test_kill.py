@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.comm.launching import environment
+from tests.launching import environment
 
 
 @pytest.mark.launch

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
 
 from experiments.common.errors import BAD_INPUT, InputError, on_every_rank
 from experiments.common.launching import launch
-from tests.experiments.helpers import run_command, run_module
+from tests.launching import Jobs
 from thinwire.comm import Communicator, Launch, threads
 
 THIS = "tests.experiments.common.refusing"
@@ -61,14 +60,13 @@ def test_other_errors_are_not_the_users() -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("command", ["work", "work-on-last"])
-def test_refusals_in_ranks_end_with_one_message(command: str) -> None:
-    assert_refused_once(run_module(THIS, command, "--ranks", 2))
+def test_refusals_in_ranks_end_with_one_message(command: str, jobs: Jobs) -> None:
+    assert_refused_once(jobs.alone("-m", THIS, command, "--ranks", "2"))
 
 
 @pytest.mark.launch
-def test_another_launchers_ranks_refuse_alike() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", THIS]
-    assert_refused_once(run_command([*torchrun, "parse"]))
+def test_another_launchers_ranks_refuse_alike(jobs: Jobs) -> None:
+    assert_refused_once(jobs.torchrun(2, "-m", THIS, "parse"))
 
 
 def test_ranks_must_be_those_that_the_launcher_started() -> None:

@@ -13,7 +13,8 @@ import pytest
 from experiments.common.errors import BAD_INPUT, InputError
 from experiments.pretrain_bert.__main__ import main, pretrain
 from experiments.pretrain_bert.settings import parse
-from tests.experiments.helpers import run_module, write_text
+from tests.experiments.helpers import write_text
+from tests.launching import Jobs
 from thinwire.comm import Communicator, threads
 
 MODULE = "experiments.pretrain_bert"
@@ -38,8 +39,8 @@ def command_line(folder: Path, corpus: Path, *arguments: str) -> list[str]:
     return [*(str(part) for pair in (OPTIONS | places).items() for part in pair), *arguments]
 
 
-def on_real_ranks(folder: Path, corpus: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_module(MODULE, *command_line(folder, corpus, *arguments))
+def on_real_ranks(jobs: Jobs, folder: Path, corpus: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return jobs.alone("-m", MODULE, *command_line(folder, corpus, *arguments))
 
 
 def on_one_rank(folder: Path, corpus: Path, *arguments: str) -> int:
@@ -58,10 +59,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def finished(
+    jobs: Jobs, tmp_path_factory: pytest.TempPathFactory, corpus: Path
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A whole run of both optimizers."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, on_real_ranks(folder, corpus)
+    return folder, on_real_ranks(jobs, folder, corpus)
 
 
 @pytest.mark.launch
@@ -98,13 +101,13 @@ def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(
 
 @pytest.mark.launch
 def test_a_resumed_run_repeats_the_uninterrupted_one(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], corpus: Path, tmp_path: Path
+    finished: tuple[Path, subprocess.CompletedProcess[str]], corpus: Path, tmp_path: Path, jobs: Jobs
 ) -> None:
     folder, _ = finished
     shutil.copytree(folder / "runs", tmp_path / "runs")
     for run in (tmp_path / "runs" / "pretrain_bert").glob("*/"):
         shutil.rmtree(run / f"step-{STEPS:08}")
-    ended = on_real_ranks(tmp_path, corpus, "--resume")
+    ended = on_real_ranks(jobs, tmp_path, corpus, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert f"continuing after step {STOP}" in ended.stderr
     for optimizer, run in results(folder)["runs"].items():
@@ -114,10 +117,10 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(
 
 
 @pytest.mark.launch
-def test_stage_3_and_a_configuration_file(tmp_path: Path, corpus: Path) -> None:
+def test_stage_3_and_a_configuration_file(tmp_path: Path, corpus: Path, jobs: Jobs) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
-    ended = on_real_ranks(tmp_path, corpus, "--config", str(config))
+    ended = on_real_ranks(jobs, tmp_path, corpus, "--config", str(config))
     assert ended.returncode == 0, ended.stderr
     found = results(tmp_path)
     assert list(found["runs"]) == ["adamw"]

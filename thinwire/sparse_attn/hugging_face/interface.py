@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
+from thinwire.sparse_attn.hugging_face.saved_layout import dense_attention, forget_layout, keep_layout, kept_layout
+from thinwire.sparse_attn.hugging_face.short_inputs import layout_for
 from thinwire.sparse_attn.layouts.named import Layout
 
-__all__ = ["InterfacePlug"]
+__all__ = ["InterfacePlug", "register_with_transformers"]
 
 # Transformers takes names with "flash" or "/" for its own kernels.
 _NAME = "thinwire_block_sparse"
@@ -43,15 +45,23 @@ class InterfacePlug:
 
         return int(transformers.__version__.split(".")[0]) >= 5 and bool(can_set())
 
+    @staticmethod
+    def attends(model: nn.Module) -> bool:
+        """Whether `model` attends over a layout that its configuration holds, whoever chose so."""
+        config = getattr(model, "config", None)
+        return getattr(config, "_attn_implementation", None) == _NAME and kept_layout(config) is not None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickled model may wake in a process that knows no sparse attention yet."""
         vars(self).update(state)
-        _register()
+        register_with_transformers()
 
     def attach(self, model: Any) -> None:
         """Register the functions, and remember what `model`, or the whole that it is a part of, attended with."""
-        _register()
+        register_with_transformers()
         current: str = model.config._attn_implementation
+        if current == _NAME:  # loaded from what a sparse model saved
+            current = dense_attention(model.config) or "sdpa"
         self._dense_implementation = vars(model).get(_DENSE, current)
 
     def set_layout(self, model: Any, layout: Layout) -> None:
@@ -60,16 +70,22 @@ class InterfacePlug:
         for module in model.modules():
             setattr(module, _LAYOUT, layout)
             setattr(module, _DENSE, self._dense_implementation)
+        keep_layout(model.config, layout, _NAME, self._dense_implementation)
 
     def detach(self, model: Any) -> None:
         """Choose the implementation that was there before."""
         model.set_attn_implementation(self._dense_implementation)
+        forget_layout(model.config)
         for module in model.modules():
             vars(module).pop(_LAYOUT, None)
             vars(module).pop(_DENSE, None)
 
 
-def _register() -> None:
+def register_with_transformers() -> None:
+    """Let `from_pretrained` load what a sparse model saved with `save_pretrained`, sparse attention included.
+
+    Needed once, before loading, in a process that has not called `sparsify`.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attention_forward)
@@ -90,12 +106,7 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The interface's attention: query [B, H, S, D], key and value [B, H / groups, S, D] to [B, S, H, D]."""
-    layout = getattr(module, _LAYOUT, None)
-    if layout is None:
-        raise ValueError(
-            f"attn_implementation is {_NAME!r}, but this {type(module).__name__} has no layout; "
-            f"load the model with its usual attention and call sparsify(model, layout)"
-        )
+    layout = getattr(module, _LAYOUT, None) or _wake(module)
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -109,7 +120,7 @@ def _attention_forward(
         query,
         key.repeat_interleave(groups, dim=1) if groups > 1 else key,
         value.repeat_interleave(groups, dim=1) if groups > 1 else value,
-        layout,
+        layout_for(layout, query.shape[2]),
         attn_mask=attention_mask,
         rpe=position_bias,
         causal=_is_causal(module, attention_mask, is_causal),
@@ -117,6 +128,20 @@ def _attention_forward(
         scale=scaling,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _wake(module: Any) -> Layout:
+    """The layout of a module whose model came from `from_pretrained`; kept, and the configuration is ready to be saved
+    again: transformers takes ``attn_implementation`` out of what it reads."""
+    layout = kept_layout(module.config)
+    if layout is None:
+        raise ValueError(
+            f"attn_implementation is {_NAME!r}, but this {type(module).__name__} has no layout: call "
+            f"sparsify(model, layout), or load the model with another attn_implementation"
+        )
+    keep_layout(module.config, layout, _NAME, dense_attention(module.config) or "sdpa")
+    setattr(module, _LAYOUT, layout)
+    return layout
 
 
 def _is_causal(module: nn.Module, attention_mask: Tensor | None, given: bool | None) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.sparse_attn.attention import check_layout
 from thinwire.sparse_attn.hugging_face.interface import InterfacePlug
 from thinwire.sparse_attn.hugging_face.positions import extend_position_embedding
+from thinwire.sparse_attn.hugging_face.saved_layout import kept_layout
 from thinwire.sparse_attn.hugging_face.swap import SwapPlug
 from thinwire.sparse_attn.layouts.named import Layout
 
@@ -25,24 +26,34 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _STATE = "_thinwire_sparse_attention"
 
 
-def sparsify(model: _Model, layout: Layout, max_positions: int | None = None) -> _Model:
+def sparsify(model: _Model, layout: Layout | None = None, max_positions: int | None = None) -> _Model:
     """Make every self-attention of a Hugging Face model attend over the blocks of `layout`; returns `model`, changed.
+
+    Without `layout`, over those that its configuration holds, where a sparse model was saved.
 
     `max_positions` lengthens a learned position table first (`extend_position_embedding`); make the optimizer after
     that. Padding masks, dropout, gradient checkpointing and grouped key/value heads work as before; a decoder stays
     causal to the token, and saves time with a unidirectional layout. A second call replaces the layout, those of parts
-    that were sparsified before included. Weights, `state_dict` and what `save_pretrained` writes stay as they were:
-    call `sparsify` again after loading.
+    that were sparsified before included. Weights and `state_dict` stay as they were. Inputs with fewer blocks than the
+    layout puts into a row are attended densely.
+
+    `save_pretrained` writes the layout with the configuration, and `from_pretrained` gives a sparse model again; a
+    process that has not called `sparsify` calls `register_with_transformers` first, and is refused otherwise. A
+    `Custom` layout, and models of transformers 4, are sparsified again after loading.
 
     The model gets its own copy of its configuration, so that a model that shared it is not changed: give
     `max_positions` to the model that will be saved, not to a part of it.
 
     Raises TypeError for a model that cannot be served, saying why: an encoder-decoder, cross-attention, a model made of
     several (sparsify its parts), or one without the attention interface; ValueError for a layout of another number of
-    heads, `config.output_attentions` (probabilities are never stored) or fewer positions than the model has. The model
-    computes as before then. Later, a call with `output_attentions=True` or a filled key/value cache is a ValueError.
+    heads, no layout given or kept, `config.output_attentions` (probabilities are never stored) or fewer positions than
+    the model has. The model computes as before then. Later, a call with `output_attentions=True` or a filled key/value
+    cache is a ValueError.
     """
     _check_model(model)
+    layout = kept_layout(model.config) if layout is None else layout
+    if layout is None:
+        raise ValueError(f"this {type(model).__name__} was not saved as a sparse model: give sparsify a layout")
     check_layout(layout, model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
     state: _State | None = vars(model).get(_STATE)
     plug = _choose_plug(model) if state is None else state.plug
@@ -66,6 +77,8 @@ def densify(model: _Model) -> _Model:
 
     A dense model is left alone. A lengthened position table stays, with what was learned in it.
     """
+    if _STATE not in vars(model) and InterfacePlug.attends(model):  # `from_pretrained` made it sparse
+        sparsify(model)
     for part in list(model.modules()):
         _restore(part)
     return model

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
+from thinwire.sparse_attn.hugging_face.short_inputs import layout_for
 from thinwire.sparse_attn.layouts.named import Layout
 
 __all__ = ["SwapPlug", "SwappedSelfAttention"]
@@ -69,7 +70,12 @@ class SwappedSelfAttention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         out = block_sparse_attention(
-            q, k, v, self.layout, attn_mask=attention_mask, dropout_p=self.dropout.p if self.training else 0.0
+            q,
+            k,
+            v,
+            layout_for(self.layout, hidden_states.shape[1]),
+            attn_mask=attention_mask,
+            dropout_p=self.dropout.p if self.training else 0.0,
         )
         return (out.transpose(1, 2).flatten(2),)
 

@@ -9,7 +9,7 @@ import reprlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ __all__ = [
     "Layout",
     "at_least",
     "check_global_ranges",
-    "fits",
     "global_ranges",
     "known_attention",
     "whole_number",
@@ -45,6 +44,9 @@ class Layout:
     `num_heads`: of the attention, or 1 for any number of heads alike. `block`: tokens a block, 16, 32,
     64 or 128. `different_layout_per_head`: let patterns that differ between heads, random ones say, do so.
     """
+
+    # Options that count blocks of one row: the sequence must have as many.
+    _counted_in_a_row: ClassVar[tuple[str, ...]] = ()
 
     num_heads: int
     block: int = 16
@@ -67,6 +69,12 @@ class Layout:
     def causal(self) -> bool:
         """Whether no token attends a later one."""
         return getattr(self, "attention", "bidirectional") == "unidirectional"
+
+    def fits(self, seq_len: int) -> bool:
+        """Whether `seq_len` tokens have as many blocks as the pattern puts into a row. `Custom` knows one length only,
+        which it checks by itself."""
+        blocks = math.ceil(seq_len / self.block)
+        return all(getattr(self, name) <= blocks for name in self._counted_in_a_row)
 
     def make_layout(self, seq_len: int) -> Tensor:
         """The blocks of `seq_len` tokens, a multiple of `block`, as int64 [num_heads, blocks, blocks] of 0 and 1.
@@ -143,6 +151,7 @@ class Layout:
         if rows == 0 or columns == 0:
             nothing = torch.zeros(0, dtype=torch.int64)
             return BlockIndex.from_pairs(self.block, rows, columns, [(nothing, nothing)])
+        _check_row(self, rows)
         heads = self.num_heads if self.different_layout_per_head else 1
         pairs = [self._pairs(head, rows) for head in range(heads)]
         if self.causal:
@@ -177,9 +186,9 @@ def _switch(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {reprlib.repr(value)}")
 
 
-def fits(layout: Layout, blocks: int, *names: str) -> None:
+def _check_row(layout: Layout, blocks: int) -> None:
     """Raise ValueError where a number of blocks is larger than the sequence."""
-    for name in names:
+    for name in layout._counted_in_a_row:
         if getattr(layout, name) > blocks:
             raise ValueError(
                 f"{type(layout).__name__} has {name}={getattr(layout, name)}, but the sequence has {blocks} blocks of "

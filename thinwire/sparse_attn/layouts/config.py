@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.sparse_attn.layouts.named import BigBird, BSLongformer, Dense, Fixed, Layout, LocalSlidingWindow, Variable
 
-__all__ = ["layout_from_config"]
+__all__ = ["layout_from_config", "layout_to_config"]
 
 _MODES: dict[str, type[Layout]] = {
     "bigbird": BigBird,
@@ -49,6 +49,18 @@ def layout_from_config(section: Mapping[str, Any], num_heads: int) -> Layout:
         return layout(num_heads, **given)
     except (ValueError, TypeError) as error:
         raise type(error)(f'"sparse_attention": {error}') from error
+
+
+def layout_to_config(layout: Layout) -> dict[str, Any]:
+    """The section of which `layout_from_config` makes `layout` again, of values that JSON holds.
+
+    Raises ValueError for a Custom layout, whose mask of blocks belongs to no configuration.
+    """
+    mode = next((name for name, kind in _MODES.items() if kind is type(layout)), None)
+    if mode is None:
+        raise ValueError(f"a {type(layout).__name__} layout cannot be written into a configuration")
+    values = {name: getattr(layout, name) for name in _parameters(type(layout))}
+    return {"mode": mode} | {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
 
 
 def _parameters(layout: type[Layout]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from thinwire.sparse_attn.layouts.base import (
     Layout,
     at_least,
     check_global_ranges,
-    fits,
     global_ranges,
     known_attention,
     whole_number,
@@ -111,6 +110,8 @@ class Variable(Layout):
     `num_random_blocks`: so many a row besides, drawn from `seed`.
     """
 
+    _counted_in_a_row: ClassVar[tuple[str, ...]] = ("num_random_blocks",)
+
     num_random_blocks: int = 0
     local_window_blocks: tuple[int, ...] = (4,)
     global_block_indices: tuple[int, ...] = (0,)
@@ -132,7 +133,6 @@ class Variable(Layout):
         check_global_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
-        fits(self, blocks, "num_random_blocks")
         columns = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
         parts = [local_windows(blocks, self.local_window_blocks), global_columns(blocks, columns)]
         if self.horizontal_global_attention:
@@ -148,6 +148,12 @@ class BigBird(Layout):
     global blocks, drawn from `seed`.
     """
 
+    _counted_in_a_row: ClassVar[tuple[str, ...]] = (
+        "num_random_blocks",
+        "num_sliding_window_blocks",
+        "num_global_blocks",
+    )
+
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
     num_global_blocks: int = 1
@@ -162,7 +168,6 @@ class BigBird(Layout):
         whole_number("seed", self.seed)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
-        fits(self, blocks, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
         first = range(self.num_global_blocks)
         parts = [
             sliding(blocks, self.num_sliding_window_blocks),
@@ -179,6 +184,8 @@ class BSLongformer(Layout):
     `global_block_indices`: the global blocks, or with `global_block_end_indices` the first of ranges of them.
     """
 
+    _counted_in_a_row: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
+
     num_sliding_window_blocks: int = 3
     global_block_indices: tuple[int, ...] = (0,)
     global_block_end_indices: tuple[int, ...] | None = None
@@ -191,7 +198,6 @@ class BSLongformer(Layout):
         check_global_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
-        fits(self, blocks, "num_sliding_window_blocks")
         every = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
         band = sliding(blocks, self.num_sliding_window_blocks)
         return join([band, global_columns(blocks, every), global_rows(blocks, every)])
@@ -200,6 +206,8 @@ class BSLongformer(Layout):
 @dataclass(frozen=True)
 class LocalSlidingWindow(Layout):
     """A sliding window alone; unidirectional, its lower half."""
+
+    _counted_in_a_row: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
 
     num_sliding_window_blocks: int = 3
     attention: Attention = "unidirectional"
@@ -210,7 +218,6 @@ class LocalSlidingWindow(Layout):
         at_least(self, 1, "num_sliding_window_blocks")
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
-        fits(self, blocks, "num_sliding_window_blocks")
         return sliding(blocks, self.num_sliding_window_blocks)
 
 

@@ -1,0 +1,83 @@
+"""Every Python block of the documentation runs as it is written, on one rank.
+
+A block that begins with an import is run by itself, as a reader would paste it. Any other goes on where the block above
+it stopped. Nothing is set up for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.docs.pages import REPOSITORY, Block, blocks, pages
+
+LANGUAGES = {"bash", "diff", "json", "python", "text"}
+
+
+def python_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language == "python"]
+
+
+WITH_PYTHON = [page for page in pages() if python_blocks(page)]
+
+
+def run_page(page: Path) -> None:
+    """Run its blocks; what they raise names the page and the line, as the file of a traceback."""
+    names: dict[str, Any] = {}
+    for block in python_blocks(page):
+        if block.starts_anew:
+            names = {"__name__": "__main__"}
+        if not names:
+            raise AssertionError(f"{block}: the first block of a page begins with what it imports")
+        above = "\n" * (block.line - 1)  # so that line numbers are the page's
+        exec(compile(above + block.text, str(page), "exec", dont_inherit=True), names)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own, from a seed of its own, leaving no process group behind."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_it_runs(page: Path) -> None:
+    run_page(page)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_every_block_says_what_it_is(page: Path) -> None:
+    strange = [f"{block}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES]
+    assert not strange, f"expected one of {', '.join(sorted(LANGUAGES))} after ```"
+
+
+def test_a_wrong_block_is_named_by_page_and_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    wrong = "```python\ntorch.zeros(2).sum()\ntorch.nil()\n```\n"
+    page.write_text(f"# Page\n\n```python\nimport torch\n```\n\n1. In a list\n\n{indent(wrong, '   ')}")
+    with pytest.raises(AttributeError, match="nil") as caught:
+        run_page(page)
+    assert (page, 11) in [(Path(entry.path), entry.lineno + 1) for entry in caught.traceback]
+
+
+def test_a_page_whose_first_block_cannot_be_pasted_is_named(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\ntorch.zeros(2)\n```\n")
+    with pytest.raises(AssertionError, match=r"page\.md:2: the first block"):
+        run_page(page)
+
+
+def test_a_fence_that_nothing_closes_is_named(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text\n```python\nimport torch\n")
+    with pytest.raises(ValueError, match=r"page\.md:2: nothing closes"):
+        list(blocks(page))

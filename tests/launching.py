@@ -1,0 +1,87 @@
+"""Starts jobs as real processes, as users do: a program alone, under torchrun, under mpirun, or rank by rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
+# Only what hangs should end here, just before the test's own limit would take the output along.
+LIMIT_SECONDS = 280
+
+Done = subprocess.CompletedProcess[str]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Environment without a trace of a launcher, in which the package is found and MPI runs as root."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    clean |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    # Where colorama is installed, numba ends a rank that has a terminal, as mpirun gives it, with an escape sequence.
+    clean |= {"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}
+    clean |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return clean | extra
+
+
+def run(command: list[str], **extra: str) -> Done:
+    return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=LIMIT_SECONDS)
+
+
+def find_mpirun() -> str:
+    """Open MPI's launcher, beside the interpreter or on the path; without it, the test is skipped."""
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("no mpirun on this machine")
+    pytest.importorskip("mpi4py")
+    return mpirun
+
+
+class Jobs:
+    """Jobs whose ranks, and whose torchrun, are programs of one interpreter: ``-m module argument...`` or a script."""
+
+    def __init__(self, python: str) -> None:
+        self.python = python
+
+    def alone(self, *program: str, **extra: str) -> Done:
+        return run([self.python, *program], **extra)
+
+    def torchrun(self, size: int, *program: str, **extra: str) -> Done:
+        launcher = [self.python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        return run([*launcher, *program], **extra)
+
+    def mpirun(self, size: int, *program: str, **extra: str) -> Done:
+        return run([find_mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", str(size), self.python, *program], **extra)
+
+    def orphans(self, size: int, *program: str, victim: int) -> list[Done]:
+        """Ranks as torchrun starts them, but with nobody who looks after them; the results of all but the victim."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes = [
+            subprocess.Popen(
+                [self.python, *program],
+                env=environment(RANK=str(rank), **job),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            survivors = [process for rank, process in enumerate(processes) if rank != victim]
+            outputs = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in survivors]
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        return [
+            subprocess.CompletedProcess(process.args, process.returncode, output)
+            for process, output in zip(survivors, outputs, strict=True)
+        ]

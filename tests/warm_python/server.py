@@ -1,0 +1,180 @@
+"""``python -m tests.warm_python.server LISTENER PYTHON MODULE...``: imports the modules, then forks a process for each
+command that comes in on the listening socket.
+
+It lives until its standard input ends, which is when the tests that own it do. What it forks is an ordinary process:
+it leaves this program by its top, to run the command and to end as any Python does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.warm_python import wire
+
+
+@dataclass(frozen=True)
+class Child:
+    """A running command, and the client who waits for it."""
+
+    process: int
+    handle: int
+    connection: socket.socket
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a forked process has to run."""
+
+    command: wire.Command
+    streams: list[int]
+
+
+class Server:
+    """Watches its owner, its clients and their processes, in one thread: forks nothing that has more."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._children: list[Child] = []
+
+    def serve(self) -> Start | None:
+        """Forks for each client. Returns in each forked process, with what to run, and None once the owner has gone."""
+        self._watch(sys.stdin, lambda: None)
+        self._watch(self._listener, self._accept)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is sys.stdin:
+                    self._end()
+                    return None
+                start = key.data()
+                if start is not None:
+                    self._forget_everything()
+                    return start
+
+    def _watch(self, source: object, react: Callable[[], Start | None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, react)  # type: ignore[arg-type]
+
+    def _accept(self) -> Start | None:
+        connection, _ = self._listener.accept()
+        command, streams = wire.receive_command(connection)
+        process = os.fork()
+        if process == 0:
+            connection.close()
+            return Start(command, streams)
+        for stream in streams:
+            os.close(stream)
+        child = Child(process, os.pidfd_open(process), connection)
+        self._children.append(child)
+        self._watch(child.handle, lambda: self._reap(child))
+        self._watch(connection, lambda: self._hear(child))
+        return None
+
+    def _hear(self, child: Child) -> None:
+        """A signal for the process, or the client's end, which is the process's as well."""
+        try:
+            numbers = child.connection.recv(16)
+        except ConnectionError:
+            numbers = b""
+        if child not in self._children:  # it ended in this round
+            return
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(child.process, number)
+        if not numbers:
+            self._selector.unregister(child.connection)
+
+    def _reap(self, child: Child) -> None:
+        _, status = os.waitpid(child.process, 0)
+        self._children.remove(child)
+        self._selector.unregister(child.handle)
+        os.close(child.handle)
+        if child.connection in self._selector.get_map():
+            self._selector.unregister(child.connection)
+        with child.connection:
+            try:
+                wire.send_status(child.connection, os.waitstatus_to_exitcode(status))
+            except ConnectionError:  # a client who has gone wants to know nothing
+                return
+
+    def _end(self) -> None:
+        for child in self._children:
+            os.kill(child.process, signal.SIGKILL)
+
+    def _forget_everything(self) -> None:
+        """In a forked process: nothing of the server's stays open in it."""
+        self._selector.close()
+        self._listener.close()
+        for child in self._children:
+            os.close(child.handle)
+            child.connection.close()
+
+
+def run(start: Start, python: str) -> None:
+    """Becomes ``python`` with the command's arguments, folder, environment and streams."""
+    for own, given in zip(wire.STREAMS, start.streams, strict=True):
+        os.dup2(given, own)
+        os.close(given)
+    os.chdir(start.command.folder)
+    os.environ.clear()
+    os.environ.update(start.command.environment)
+    sys.executable = python
+    if (threads := os.environ.get("OMP_NUM_THREADS")) and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(int(threads))
+    arguments = start.command.arguments
+    while arguments[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        del arguments[0]
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def warm_up(modules: list[str]) -> None:
+    """Imports what the processes will need."""
+    for name in modules:
+        with contextlib.suppress(ImportError):  # an optional package: who needs it will say so
+            importlib.import_module(name)
+    _await_one_thread()
+    # Collections would touch, and so copy, all that the forks share.
+    gc.collect()
+    gc.freeze()
+
+
+def _await_one_thread() -> None:
+    """Threads that an import started may be about to end. Another one would be missing in every fork."""
+    for _ in range(3000):
+        if len(os.listdir("/proc/self/task")) == 1:
+            return
+        time.sleep(0.01)
+    names = [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
+    raise RuntimeError(f"one of the modules that are loaded for all ranks runs threads, which no fork has: {names}")
+
+
+def main(listener: int, python: str, modules: list[str]) -> None:
+    path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
+    warm_up(modules)
+    sys.path[:] = path
+    start = Server(socket.socket(fileno=listener)).serve()
+    if start is not None:
+        run(start, python)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
