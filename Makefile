@@ -22,7 +22,7 @@ help:
 	@echo "make stages          compare losses by ZeRO stage, sharded or not, resumed or not (about 20 minutes)"
 	@echo "make bench           measure the CPU kernels against this machine's copy bandwidth"
 	@echo "make bench-engine    measure the engine's step time and memory beside torch's"
-	@echo "make text-classification  Hugging Face's Trainer with 1-bit Adam beside AdamW and DDP (about 25 minutes)"
+	@echo "make text-classification  Hugging Face's Trainer with 1-bit Adam beside AdamW and DDP (under an hour)"
 	@echo "make long-sequences  attention by length, dense and block-sparse (about 20 minutes)"
 	@echo "make long-documents  BERT on long documents, sparse, dense and truncated (about an hour)"
 	@echo "make layer-drop      BERT with and without progressive layer drop: loss, time, learning rates (about 40 minutes)"
