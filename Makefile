@@ -10,7 +10,7 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test chaos bits lint plots lion stages bench bench-engine long-sequences long-documents layer-drop ethernet gpu docs wheel clean
+.PHONY: help train test chaos bits lint plots lion stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make stages          compare losses by ZeRO stage, sharded or not, resumed or not (about 20 minutes)"
 	@echo "make bench           measure the CPU kernels against this machine's copy bandwidth"
 	@echo "make bench-engine    measure the engine's step time and memory beside torch's"
+	@echo "make text-classification  Hugging Face's Trainer with 1-bit Adam beside AdamW and DDP (under an hour)"
 	@echo "make long-sequences  attention by length, dense and block-sparse (about 20 minutes)"
 	@echo "make long-documents  BERT on long documents, sparse, dense and truncated (about an hour)"
 	@echo "make layer-drop      BERT with and without progressive layer drop: loss, time, learning rates (about 40 minutes)"
@@ -69,6 +70,9 @@ bench: $(READY)
 
 bench-engine: $(READY)
 	$(RUN) -m experiments.benchmarks.engine $(ARGS)
+
+text-classification: $(READY)
+	$(RUN) -m experiments.text_classification $(ARGS)
 
 long-sequences: $(READY)
 	$(RUN) -m experiments.long_sequences $(ARGS)

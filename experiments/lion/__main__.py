@@ -19,13 +19,13 @@ from experiments.common.launching import launch
 from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.lion.findings import BASELINE, Finding, find, sentences
 from experiments.lion.plots import draw
-from experiments.lion.sweep import best_rate, sweep
 from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, share_text
 from experiments.training.learners import LoopLearner
 from experiments.training.optimizers import OPTIMIZERS, PARENTS
 from experiments.training.plans import Plan
 from experiments.training.reporting import human_bytes, train_to_end
+from experiments.training.sweep import best_rate, sweep
 from experiments.training.trainer import Outcome, Trainer
 from thinwire.comm import Communicator
 

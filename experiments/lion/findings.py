@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import isfinite
 from statistics import mean
 
-from experiments.lion.sweep import best_rate
 from experiments.training.findings import deviation
 from experiments.training.optimizers import OPTIMIZERS, PARENTS
+from experiments.training.sweep import best_rate
 from experiments.training.trainer import Outcome
 
 __all__ = ["BASELINE", "Finding", "find", "sentences"]

@@ -136,6 +136,39 @@ def test_no_sync_adds_up_what_one_backward_gives() -> None:
         threads.run(lambda comm, stage=stage: body(comm, stage), 3)
 
 
+def test_shares_of_a_step_are_not_divided_again(tmp_path) -> None:
+    """Losses that the caller has divided, in steps of other lengths than configured: the same weights and logs."""
+
+    def body(comm, stage):
+        def make(accumulation, name):
+            log = {"enabled": True, "output_path": str(tmp_path), "job_name": f"{name}-{stage}"}
+            return make_engine(comm, settings(stage, gradient_accumulation_steps=accumulation, csv_monitor=log))
+
+        divided, shared = make(2, "divided"), make(3, "shared")
+        for step in range(4):
+            for part in range(2):
+                loss = loss_of(divided, comm.rank, 2 * step + part)
+                divided.backward(loss)
+                divided.step()
+                shared.set_gradient_accumulation_boundary(part == 1)
+                shared.backward(loss_of(shared, comm.rank, 2 * step + part) / 2, scale_wrt_gas=False)
+                shared.step()
+        assert shared.global_steps == divided.global_steps == 4
+        torch.testing.assert_close(shared.module.mix.weight, divided.module.mix.weight)
+        divided.close()
+        shared.close()
+
+    for stage in (0, 2):
+        threads.run(lambda comm, stage=stage: body(comm, stage), 2)
+        losses = [
+            [float(line.split(",")[1]) for line in path.read_text().splitlines()[1:]]
+            for name in ("divided", "shared")
+            for path in (tmp_path / f"{name}-{stage}").glob("*loss.csv")
+        ]
+        assert len(losses) == 2
+        assert losses[0] == pytest.approx(losses[1])
+
+
 def test_a_step_can_be_dropped() -> None:
     def body(comm, stage):
         config = settings(stage, gradient_accumulation_steps=2)

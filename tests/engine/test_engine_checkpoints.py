@@ -354,11 +354,14 @@ def test_the_model_in_one_file(tmp_path, precision) -> None:
         engine = make_engine(comm, settings(2, **precision))
         train(engine, range(3))
         assert engine.save_16bit_model(tmp_path)
+        whole = engine.whole_state_dict()
+        assert (len(whole) > 0) == (comm.rank == 0)
+        assert all(torch.equal(one, engine.module.state_dict()[name]) for name, one in whole.items())
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
     expected = threads.run(body, 2)[0]
     found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == expected.keys() - {"unmix.weight"}
+    assert found.keys() == expected.keys() - {"unmix.weight"}  # the tied one is there once
     assert all(torch.equal(found[name], expected[name]) for name in found)
     model = make_model(1).to(torch.bfloat16 if precision else torch.float32)
     assert model.load_state_dict(found, strict=False).missing_keys == ["unmix.weight"]

@@ -122,11 +122,12 @@ class Engine:
 
     # One step
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss`, one value, and average them over the ranks at the accumulation boundary.
 
         The loss is divided by `gradient_accumulation_steps`, and in fp16 multiplied by the loss scale, for this only:
-        it is returned as it was given. Collective at the boundary.
+        it is returned as it was given. Without `scale_wrt_gas` it is not divided: it is this micro-batch's share of the
+        step's loss already. Collective at the boundary.
 
         Raises TypeError, ValueError or RuntimeError, before anything is sent, for what is no new loss, or where step()
         has not been called since the last backward.
@@ -137,7 +138,7 @@ class Engine:
         self._accumulation.check_backward()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         self.optimizer.loss_scale = scale
-        start = self._losses.start(loss, scale / self.gradient_accumulation_steps())
+        start = self._losses.start(loss, scale, self.gradient_accumulation_steps() if scale_wrt_gas else None)
         only_adds_up = self._accumulation.only_adds_up
         if self._layer_drop is not None and not only_adds_up:
             self.optimizer.leave_out(self._layer_drop.dropped_parameters())
@@ -281,6 +282,13 @@ class Engine:
             if self._layer_drop is not None:
                 self._layer_drop.resume(self.global_steps)
         return restored.path, restored.client_state
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's weights, in the dtype it computes in, and buffers, on rank 0's CPU; empty on other ranks.
+
+        Parameters that are the same tensor are there once. Collective.
+        """
+        return self._checkpoints.whole_weights()
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], filename: str = "model.safetensors") -> bool:
         """Write the whole model, in the dtype it computes in, to one safetensors file. Collective.

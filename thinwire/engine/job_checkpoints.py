@@ -154,6 +154,10 @@ class JobCheckpoints:
         """Write all weights, in the dtypes that the model computes in, and buffers to one file; see `write_weights`."""
         comm = self._job.comm
         on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "write the model", (TypeError, ValueError))
+        return write_weights(Path(folder) / filename, self.whole_weights(), comm)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """All weights, in the dtypes that the model computes in, and buffers, on rank 0; nothing on other ranks."""
         self._job.optimizer.wait_for_weights()
         self._job.optimizer.synchronize_weights()
         tensors = {}
@@ -162,7 +166,9 @@ class JobCheckpoints:
             tensor = whole(parameter, self._job.device).to(dtype)
             if self._job.comm.rank == 0:
                 tensors[name] = tensor.cpu()
-        return write_weights(Path(folder) / filename, tensors | self._buffers(), self._job.comm)
+        if self._job.comm.rank == 0:
+            tensors |= {name: buffer.cpu() for name, buffer in self._buffers().items()}
+        return tensors
 
     def close(self) -> None:
         """Wait for saves that are under way."""

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from thinwire.hugging_face.checks import synchronized
+from thinwire.hugging_face.checks import refuse_clipping_by_value, synchronized
 
 __all__ = ["adapt_accelerator"]
 
@@ -28,7 +28,7 @@ def adapt_accelerator(accelerator: Accelerator, check: Callable[[torch.optim.Opt
     accelerator.prepare_optimizer = plug.prepare_optimizer
     accelerator.no_sync = plug.no_sync
     accelerator.clip_grad_norm_ = plug.clip_grad_norm_
-    accelerator.clip_grad_value_ = plug.clip_grad_value_
+    accelerator.clip_grad_value_ = refuse_clipping_by_value
 
 
 class _Plug:
@@ -85,14 +85,6 @@ class _Plug:
                     "build the optimizer with that max_norm="
                 )
         return torch.tensor(math.nan)
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raise RuntimeError: gradients have left."""
-        del parameters, clip_value
-        raise RuntimeError(
-            "clip_grad_value_() comes after the gradients have left for the other ranks, so that it would change "
-            "nothing: clip by norm, with max_grad_norm of TrainingArguments"
-        )
 
 
 class _ReportingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -8,7 +8,20 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["check_arguments", "check_optimizer", "synchronized"]
+__all__ = [
+    "check_arguments",
+    "check_engine_arguments",
+    "check_optimizer",
+    "refuse_clipping_by_value",
+    "synchronized",
+]
+
+_NOT_WITH_AN_ENGINE = {
+    "torch_compile": "call model.compile() before you pass the model",
+    "fp16_full_eval": "the engine evaluates in the precision it trains in; use fp16",
+    "bf16_full_eval": "the engine evaluates in the precision it trains in; use bf16",
+    "save_on_each_node": "whole weights are on rank 0 alone; save to a file system that all nodes share",
+}
 
 
 def synchronized(optimizer: Any) -> SynchronizedOptimizer:
@@ -30,7 +43,8 @@ def check_arguments(arguments: Any) -> None:
         if getattr(arguments, name, None):
             raise ValueError(
                 f"{name} divides the model or its gradients among ranks itself, and a thinwire optimizer needs both "
-                "whole on every rank: leave it out; stage=1 or stage=2 of OneBitAdam shards the optimizer's state"
+                "whole on every rank: leave it out; stage=1 or stage=2 of OneBitAdam shards the optimizer's state, and "
+                "thinwire_config the model too"
             )
     if arguments.auto_find_batch_size:
         raise ValueError(
@@ -43,6 +57,43 @@ def check_arguments(arguments: Any) -> None:
             "sync_each_batch sends the gradient of every micro-batch, and a compressed gradient can leave once a step: "
             "remove it from gradient_accumulation_kwargs"
         )
+
+
+def check_engine_arguments(arguments: Any, ranks: int, names_schedule: bool) -> None:
+    """Raise ValueError for TrainingArguments that the engine cannot honour.
+
+    `ranks`: the engine's. `names_schedule`: whether its configuration has a schedule.
+    """
+    if ranks != arguments.world_size:
+        raise ValueError(
+            f"the engine has {ranks} ranks and the Trainer {arguments.world_size}, so that ranks would not share the "
+            "data out: start the job with torchrun or accelerate launch"
+        )
+    if arguments.n_gpu > 1:
+        raise ValueError(
+            f"one process with {arguments.n_gpu} GPUs: start one a GPU, with torchrun or accelerate launch"
+        )
+    for name, instead in _NOT_WITH_AN_ENGINE.items():
+        if getattr(arguments, name, None):
+            raise ValueError(f"{name} does not go with thinwire_config: {instead}")
+    if arguments.save_only_model and arguments.load_best_model_at_end:
+        raise ValueError(
+            "save_only_model leaves out the engine's checkpoints, from which load_best_model_at_end loads: choose one"
+        )
+    kind = str(arguments.lr_scheduler_type.value)
+    if kind in ("reduce_lr_on_plateau", "greedy") and not names_schedule:
+        raise ValueError(
+            f"lr_scheduler_type {kind!r} needs a metric, and the engine steps the schedule without one: take another"
+        )
+
+
+def refuse_clipping_by_value(parameters: Any, clip_value: float) -> None:
+    """Raise RuntimeError: gradients have left."""
+    del parameters, clip_value
+    raise RuntimeError(
+        "clip_grad_value_() comes after the gradients have left for the other ranks, so that it would change "
+        "nothing: clip by norm, with max_grad_norm of TrainingArguments"
+    )
 
 
 def check_optimizer(optimizer: Any, arguments: Any) -> None:

@@ -1,5 +1,5 @@
-"""What a Trainer leaves to a thinwire optimizer: synchronising gradients, clipping them, and saving every rank's
-state."""
+"""What a Trainer leaves to a thinwire optimizer, or to the engine: synchronising gradients, clipping them, and saving
+every rank's state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import get_scheduler
 
+from thinwire.engine import Engine
 from thinwire.hugging_face.acceleration import adapt_accelerator
 from thinwire.hugging_face.checks import check_arguments, check_optimizer, synchronized
+from thinwire.hugging_face.engine_acceleration import EngineSchedule, EngineStep, adapt_accelerator_to_engine
+from thinwire.hugging_face.engine_training import EngineTraining, ThinwireConfig
 from thinwire.hugging_face.optimizer_files import load_optimizer, save_optimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -33,15 +37,30 @@ class TrainerMixin(_Trainer):
     to `args.max_grad_norm` by the averaged gradient's norm; and its state, every rank's residuals included, lies beside
     what the Trainer saves in each checkpoint. `grad_norm` in logs is of the averaged gradient.
 
+    With `thinwire_config`, the path of a JSON file or a dict with the engine's keys, the engine does all that, at any
+    ZeRO stage. What the configuration leaves out or has as "auto" is what TrainingArguments say; the optimizer is its
+    own, or without an "optimizer" section the Trainer's.
+
     Raises, on every rank: TypeError for an optimizer that is not thinwire's, or a class that puts the mixin after the
-    Trainer, ValueError for arguments that do not go together.
+    Trainer, ValueError for arguments that do not go together. ConfigError is one: a configuration that cannot work, or
+    says other than TrainingArguments do.
     """
 
     # What thinwire.zero looks for, to tell this from a Trainer that clips each rank's own gradients.
     clips_averaged_gradients = True
 
     model: Any
+    optimizer: Any
     lr_scheduler: Any
+    model_wrapped: Any
+
+    _thinwire_config: ThinwireConfig | None = None
+    _engine_training: EngineTraining | None = None
+
+    def __init__(self, *arguments: Any, thinwire_config: ThinwireConfig | None = None, **options: Any) -> None:
+        self._thinwire_config = thinwire_config
+        super().__init__(*arguments, **options)
+        self.check_given()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise TypeError where a Trainer comes before the mixin, whose methods then never run."""
@@ -59,20 +78,37 @@ class TrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator, and have it leave gradients alone."""
         super().create_accelerator_and_postprocess()
-        self.adapt_accelerator()
+        self.adapt_accelerator(self._thinwire_config)
 
-    def adapt_accelerator(self) -> None:
+    def adapt_accelerator(self, thinwire_config: ThinwireConfig | None) -> None:
         """Have the Trainer's accelerator leave gradients alone; raise ValueError for arguments that cannot be kept."""
         check_arguments(self.args)
-        adapt_accelerator(self.accelerator, lambda optimizer: check_optimizer(optimizer, self.args))
+        if thinwire_config is None:
+            adapt_accelerator(self.accelerator, lambda optimizer: check_optimizer(optimizer, self.args))
+        else:
+            self._engine_training = EngineTraining(thinwire_config, self.args)
+            adapt_accelerator_to_engine(self.accelerator, self._engine_training)
+
+    def check_given(self) -> None:
+        """Raise ValueError where both the Trainer and the engine's configuration have an optimizer, or a schedule."""
+        if self._engine_training is not None:
+            kind, _ = self.optimizer_cls_and_kwargs or (None, {})
+            self._engine_training.check_given(self.optimizer, self.lr_scheduler, kind)
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**options)
+        if self._thinwire_config is not None:
+            built["mixed_precision"] = "no"  # precision is the engine's
+        return built
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer where none was given, with `args.learning_rate` and `args.max_grad_norm`."""
-        if self.is_distributed_loading_by_transformers:
-            raise ValueError(
-                "the model was loaded in shards, and a thinwire optimizer needs it whole on every rank: load it "
-                "without a distributed configuration; stage=1 or stage=2 of OneBitAdam shards the optimizer's state"
-            )
+        """Build the optimizer where none was given, with `args.learning_rate` and `args.max_grad_norm`.
+
+        With an engine, the one that it takes over.
+        """
+        if self._engine_training is not None:
+            return super().create_optimizer(model)
+        self._refuse_a_model_in_shards()
         given = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._with_arguments(given)
@@ -82,6 +118,14 @@ class TrainerMixin(_Trainer):
             self.optimizer_cls_and_kwargs = given
         synchronized(optimizer).attach(self.model)
         return optimizer
+
+    def _refuse_a_model_in_shards(self) -> None:
+        if self.is_distributed_loading_by_transformers:
+            raise ValueError(
+                "the model was loaded in shards, and thinwire begins with it whole on every rank: load it without a "
+                "distributed configuration; stage=1 or stage=2 of OneBitAdam shards the optimizer's state, and "
+                "thinwire_config the model too"
+            )
 
     def _with_arguments(self, given: tuple[Any, Mapping[str, Any]] | None) -> tuple[Any, dict[str, Any]]:
         kind, options = given or (None, {})
@@ -98,20 +142,79 @@ class TrainerMixin(_Trainer):
         }
         return kind, of_arguments | dict(options)
 
+    # The engine
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        training = self._engine_training
+        if training is None:
+            prepare: Any = super()._prepare_for_training
+            return prepare(max_steps, train_dataloader, resume_from_checkpoint)
+        self._refuse_a_model_in_shards()
+        engine = training.start(
+            self.model,
+            max_steps,
+            optimizer=None if training.config.names_optimizer else self.create_optimizer(),
+            parameters=self._parameter_groups() if training.config.names_optimizer else None,
+            schedule=None if training.config.names_schedule else self.lr_scheduler or self._make_schedule(max_steps),
+        )
+        self.model_wrapped = engine
+        self.optimizer = EngineStep(engine)
+        self.lr_scheduler = EngineSchedule(training)
+        self.accelerator._optimizers.append(self.optimizer)  # which it asks whether steps were skipped
+        if resume_from_checkpoint is not None:
+            training.load(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return engine, train_dataloader
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """The Trainer's: what decays, and what does not."""
+        decaying = set(self.get_decay_parameter_names(self.model))
+        named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
+        groups = [
+            {"params": [one for name, one in named if name in decaying], "weight_decay": self.args.weight_decay},
+            {"params": [one for name, one in named if name not in decaying], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def _make_schedule(self, total_steps: int) -> Any:
+        """What builds the schedule that the arguments describe, on the engine's optimizer."""
+        arguments: Any = self.args
+        return lambda optimizer: get_scheduler(
+            arguments.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=arguments.get_warmup_steps(total_steps),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+        )
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self._engine is not None:
+            return self._engine  # for evaluation too: it places inputs, and gives all ranks the same weights
+        return super()._wrap_model(model, training, dataloader)
+
     # Logging
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Log, with the norm of the averaged gradient, which nobody knows before the step."""
         if "grad_norm" in logs:
-            logs["grad_norm"] = self._synchronized.last_step.grad_norm
+            training = self._engine_training
+            logs["grad_norm"] = self._synchronized.last_step.grad_norm if training is None else training.grad_norm
         super().log(logs, *args, **options)
+
+    def _get_learning_rate(self) -> float:
+        if isinstance(self.optimizer, EngineStep):
+            return self.optimizer.rate  # the engine has stepped the schedule already
+        rate: float = super()._get_learning_rate()
+        return rate
 
     # Weights: those that all ranks have in common, where ranks' own differ between syncs
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train; afterwards all ranks hold the same weights."""
         output = super().train(*args, **options)
-        self._synchronized.synchronize_weights()
+        (self._synchronized if self._engine is None else self._engine.optimizer).synchronize_weights()
         return output
 
     def save_model(self, *args: Any, **options: Any) -> None:
@@ -119,13 +222,21 @@ class TrainerMixin(_Trainer):
         with self._common_weights():
             super().save_model(*args, **options)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._engine is not None and state_dict is None:
+            state_dict = self._engine.whole_state_dict()
+        super()._save(output_dir, state_dict)
+
     def _load_best_model(self) -> None:
+        if self._engine_training is not None:
+            self._engine_training.load(str(self.state.best_model_checkpoint), weights_only=True)
+            return
         self._synchronized.synchronize_weights()  # else a sync would come later, and undo what is loaded
         super()._load_best_model()
 
     @contextmanager
     def _common_weights(self) -> Iterator[None]:
-        if self.optimizer is None:
+        if self.optimizer is None or self._engine_training is not None:
             yield
             return
         self._synchronized.eval()
@@ -137,6 +248,9 @@ class TrainerMixin(_Trainer):
     # Checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._engine_training is not None:
+            self._engine_training.save(output_dir)
+            return
         save_optimizer(self._synchronized, output_dir)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULE))
@@ -146,6 +260,14 @@ class TrainerMixin(_Trainer):
             return
         load_optimizer(self._synchronized, checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._engine_training is None:  # else the engine loads the weights with all the rest
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._engine_training is None else self._engine_training.engine
 
     @property
     def _synchronized(self) -> SynchronizedOptimizer:

@@ -8,9 +8,16 @@ import os
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["load_optimizer", "save_optimizer"]
+__all__ = ["NOTHING_TO_GO_ON_FROM", "TAG", "load_optimizer", "save_optimizer"]
 
-_TAG = "thinwire"
+TAG = "thinwire"
+"""The folder's name."""
+
+NOTHING_TO_GO_ON_FROM = (
+    "A checkpoint of a Trainer without TrainerMixin, or with save_only_model=True, holds no state to go on from: load "
+    "its weights with from_pretrained(), and train without resume_from_checkpoint"
+)
+"""What to do where it is missing."""
 
 
 def save_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLike[str]) -> None:
@@ -24,7 +31,7 @@ def save_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
         rank_tensors=optimizer.rank_tensors(),
         shared={"optimizer": optimizer.counters(), "tied": {}},
     )
-    if not CheckpointStore(checkpoint, optimizer.comm).save(_TAG, snapshot):
+    if not CheckpointStore(checkpoint, optimizer.comm).save(TAG, snapshot):
         raise CheckpointError(f"the optimizer's state was not saved to {checkpoint}: rank 0 has warned of what failed")
 
 
@@ -36,12 +43,9 @@ def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
     """
     description = ModelDescription.of(optimizer.saved_parameters())
     try:
-        found = CheckpointStore(checkpoint, optimizer.comm).load(_TAG, description)
+        found = CheckpointStore(checkpoint, optimizer.comm).load(TAG, description)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}. A checkpoint of a Trainer without TrainerMixin, or with save_only_model=True, holds no state to "
-            "go on from: load its weights with from_pretrained(), and train without resume_from_checkpoint"
-        ) from error
+        raise CheckpointError(f"{error}. {NOTHING_TO_GO_ON_FROM}") from error
     assert found is not None, "a tag was given"
     with found:
         optimizer.load(found)

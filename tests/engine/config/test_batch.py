@@ -94,10 +94,9 @@ def test_what_cannot_work_is_told(given_sizes: tuple[int | None, ...], world_siz
 
 @settings(deadline=None)
 @given(micro=st.integers(1, 20), accumulation=st.integers(1, 20), world_size=st.integers(1, 20))
-def test_auto_sizes_follow_from_the_others(micro: int, accumulation: int, world_size: int) -> None:
+def test_sizes_follow_from_the_others(micro: int, accumulation: int, world_size: int) -> None:
     config = load_config(
         {
-            "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": float(accumulation),
         },

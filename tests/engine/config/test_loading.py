@@ -48,6 +48,14 @@ HUGGING_FACE: dict[str, Any] = {
 }
 
 
+def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in tree.items() if value != "auto"}
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+WITHOUT_AUTO = _without_auto(HUGGING_FACE)
+
+
 def load(world_size: int = 2, **keys: Any) -> EngineConfig:
     return load_config({"train_batch_size": 8, **keys}, world_size)
 
@@ -58,13 +66,20 @@ def refusal(world_size: int = 2, **keys: Any) -> str:
     return str(caught.value)
 
 
-def test_a_hugging_face_file_loads_with_auto_resolved() -> None:
-    config = load_config(HUGGING_FACE, 3)
+def test_a_hugging_face_file_without_its_trainer_names_every_auto() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(HUGGING_FACE, 3)
+    told = [problem for problem in caught.value.problems if 'is "auto", which nobody fills in but' in problem]
+    assert len(told) == json.dumps(HUGGING_FACE).count('"auto"') == len(caught.value.problems)
+
+
+def test_a_hugging_face_file_loads_without_what_its_trainer_fills_in() -> None:
+    config = load_config(WITHOUT_AUTO, 3)
     assert (config.train_batch_size, config.gradient_accumulation_steps) == (12, 1)
     assert config.optimizer is not None
     assert config.optimizer.params == {"weight_decay": 0.0}
     assert config.scheduler is not None
-    assert config.scheduler.params == {"warmup_max_lr": None}
+    assert config.scheduler.params == {}
     assert config.zero_optimization.reduce_bucket_size == 200_000_000
     assert config.zero_optimization.offload_optimizer.device == "cpu"
     assert not config.fp16.enabled
@@ -92,7 +107,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     "tree",
     [
-        HUGGING_FACE,
+        WITHOUT_AUTO,
         {"train_batch_size": 6, "optimizer": {"type": "adam", "params": {"adam_w_mode": False, "betas": [0.8, 0.9]}}},
         {
             "train_batch_size": 6,
@@ -117,10 +132,10 @@ def test_describe_is_json_that_loads_as_the_same(tree: dict[str, Any]) -> None:
 
 def test_a_path_and_a_dict_give_the_same(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(HUGGING_FACE))
-    before = json.dumps(HUGGING_FACE)
-    assert load_config(path, 2) == load_config(str(path), 2) == load_config(HUGGING_FACE, 2)
-    assert json.dumps(HUGGING_FACE) == before
+    path.write_text(json.dumps(WITHOUT_AUTO))
+    before = json.dumps(WITHOUT_AUTO)
+    assert load_config(path, 2) == load_config(str(path), 2) == load_config(WITHOUT_AUTO, 2)
+    assert json.dumps(WITHOUT_AUTO) == before
 
 
 def test_a_loaded_configuration_cannot_be_changed() -> None:

@@ -71,10 +71,16 @@ DEEPSPEEDS_DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("given", [{}, {"lr": "auto", "weight_decay": "auto"}], ids=["nothing", "auto"])
 @pytest.mark.parametrize("kind", DEEPSPEEDS_DEFAULTS)
-def test_what_is_not_given_has_deepspeeds_default(kind: str, given: dict[str, Any]) -> None:
-    config = load("optimizer", kind, **given)
+def test_auto_needs_the_trainer(kind: str) -> None:
+    found = refusal("optimizer", kind, lr="auto", weight_decay="auto")
+    for name in ("lr", "weight_decay"):
+        assert f'"optimizer.params.{name}" is "auto", which nobody fills in but thinwire.hugging_face.Trainer(' in found
+
+
+@pytest.mark.parametrize("kind", DEEPSPEEDS_DEFAULTS)
+def test_what_is_not_given_has_deepspeeds_default(kind: str) -> None:
+    config = load("optimizer", kind)
     engine, *_ = initialize(model=torch.nn.Linear(2, 2), config=config)
     (group,) = engine.optimizer.param_groups
     expected = DEEPSPEEDS_DEFAULTS[kind]
@@ -109,7 +115,7 @@ def test_onebit_adam_under_every_spelling(kind: str) -> None:
         "comm_backend_name": "mpi",
     }
     assert optimizer_of(kind, **params) == ("OneBitAdam", {**params, "betas": (0.9, 0.95)})
-    what_happens = {"lr": "auto", "amsgrad": False, "bias_correction": True, "compress": "update", "codec": "sign1"}
+    what_happens = {"amsgrad": False, "bias_correction": True, "compress": "update", "codec": "sign1"}
     assert optimizer_of(kind, freeze_step="auto", **what_happens) == ("OneBitAdam", {"freeze_step": "auto"})
 
 
@@ -131,7 +137,7 @@ def test_onebit_lamb_takes_deepspeeds_parameters(kind: str) -> None:
         "comm_backend_name": "mpi",
     }
     assert optimizer_of(kind, **params) == ("OneBitLamb", {**params, "betas": (0.9, 0.95)})
-    what_happens = {"lr": "auto", "amsgrad": False, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "codec": "sign1"}
+    what_happens = {"amsgrad": False, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "codec": "sign1"}
     assert optimizer_of(kind, freeze_step="auto", **what_happens) == ("OneBitLamb", {"freeze_step": "auto"})
 
 
@@ -150,7 +156,6 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
     }
     assert optimizer_of(kind, **params) == ("ZeroOneAdam", {**params, "betas": (0.9, 0.99)})
     what_happens = {
-        "lr": "auto",
         "amsgrad": False,
         "bias_correction": True,
         "max_grad_norm": 0,
@@ -227,12 +232,8 @@ def test_a_misspelt_parameter_names_the_nearest(name: str, place: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "expected"),
     [
-        (
-            "WarmupLR",
-            {"warmup_num_steps": 1e2, "warmup_max_lr": "auto"},
-            {"warmup_num_steps": 100, "warmup_max_lr": None},
-        ),
-        ("WarmupDecayLR", {"total_num_steps": 2000, "warmup_min_lr": "auto"}, {"total_num_steps": 2000}),
+        ("WarmupLR", {"warmup_num_steps": 1e2}, {"warmup_num_steps": 100}),
+        ("WarmupDecayLR", {"total_num_steps": 2000}, {"total_num_steps": 2000}),
         ("WarmupLR", {"last_batch_iteration": -1, "warmup_max_lr": [0.1, 0.2]}, {"warmup_max_lr": [0.1, 0.2]}),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 0.1}, {"cycle_min_lr": 0, "cycle_max_lr": 0.1}),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": [0.1, 0.2]}, {"cycle_min_lr": 0, "cycle_max_lr": [0.1, 0.2]}),
@@ -264,7 +265,11 @@ def test_schedules_that_work(kind: str, params: dict[str, Any], expected: dict[s
         ("WarmupLR", {"warmup_num_steps": -3}, '"scheduler.params" cannot work: warmup_num_steps must be at least 0'),
         ("WarmupLR", {"last_batch_iteration": 12}, "a checkpoint says where to resume"),
         ("WarmupDecayLR", {}, '"scheduler.params.total_num_steps" is missing: WarmupDecayLR needs it'),
-        ("WarmupDecayLR", {"total_num_steps": "auto"}, '"scheduler.params.total_num_steps" cannot be "auto"'),
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": "auto"},
+            '"scheduler.params.total_num_steps" is "auto", which nobody fills in',
+        ),
         ("WarmupDecayLR", {"total_num_steps": 10}, "total_num_steps must be at least warmup_num_steps 1000, got 10"),
         ("OneCycle", {"cycle_max_lr": 0.1}, '"scheduler.params.cycle_min_lr" is missing'),
         ("CosineAnnealingLR", {"t_max": 3}, 'Did you mean "T_max"?'),

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["CANNOT_WORK", "ConfigError", "did_you_mean", "dotted", "reason", "shown"]
+__all__ = ["CANNOT_WORK", "ConfigError", "did_you_mean", "dotted", "left_auto", "reason", "shown"]
 
 CANNOT_WORK = (ValueError, TypeError, ArithmeticError, RuntimeError)
 """What a class of torch's or of ours raises for values that it cannot work with."""
@@ -37,6 +37,14 @@ class ConfigError(ValueError):
 def dotted(*parts: str) -> str:
     """The path of a key as people write it: `fp16.loss_scale`, without the empty parts; long ones are shortened."""
     return ".".join(_shortened(part) for part in parts if part)
+
+
+def left_auto(path: str) -> str:
+    """The sentence that refuses an "auto" which nobody has filled in."""
+    return (
+        f'"{path}" is "auto", which nobody fills in but thinwire.hugging_face.Trainer(thinwire_config=...), from '
+        "TrainingArguments: write the value, or delete the key for the default"
+    )
 
 
 def shown(value: Any) -> str:

@@ -1,5 +1,5 @@
 """Every key of a configuration is one that has an effect, one that asks for what happens anyway, or an error that
-names the nearest known key. And "auto", as Hugging Face writes it: what it stands for."""
+names the nearest known key. And "auto", as Hugging Face writes it: whoever fills it in has done so before."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from thinwire.engine.config.declined import DECLINED
-from thinwire.engine.config.errors import did_you_mean, dotted
+from thinwire.engine.config.errors import did_you_mean, dotted, left_auto
 from thinwire.engine.config.models import EngineConfig, Section
 
 __all__ = ["AUTO", "keep_known_keys"]
 
-# "auto" stands for the default, and for a batch size for what follows from the other two.
-# In optimizer.params and scheduler.params, every value may be "auto".
+# What is "auto" in files for Hugging Face's Trainer, which fills it in; so are values in optimizer.params and
+# scheduler.params.
 AUTO = frozenset(
     {
         "train_batch_size",
@@ -40,7 +40,7 @@ _OTHER_KNOWN = frozenset({"zero_optimization.allgather_bucket_size"})
 def keep_known_keys(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """A copy of `tree` with only the keys that have an effect; what is wrong with the others joins `problems`.
 
-    "auto" values that stand for a default are left out, as are null sections.
+    Null sections are left out.
     """
     return _keep(tree, "", EngineConfig, problems)
 
@@ -53,8 +53,8 @@ def _keep(tree: Mapping[str, Any], prefix: str, model: type[Section], problems: 
         section = _section_of(model, key)
         auto = isinstance(value, str) and value == "auto"
         if auto and path in AUTO:
-            continue
-        if declined is not None:
+            problems.append(left_auto(path))
+        elif declined is not None:
             if not declined.accepts(value):
                 problems.append(declined.refusal(path, value))
         elif not isinstance(key, str) or (key not in model.model_fields and path not in _OTHER_KNOWN):

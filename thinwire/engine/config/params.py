@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from thinwire.engine.config.declined import Declined
-from thinwire.engine.config.errors import did_you_mean, dotted, shown
+from thinwire.engine.config.errors import did_you_mean, dotted, left_auto, shown
 from thinwire.engine.config.limits import LARGEST_NUMBER
 
 __all__ = ["Expected", "check_params", "expected_by"]
@@ -63,9 +63,10 @@ def check_params(
     declined: Mapping[str, Declined],
     problems: list[str],
 ) -> dict[str, Any]:
-    """`params` as `owner` takes them; "auto" is left out, which is the owner's own default.
+    """`params` as `owner` takes them.
 
-    What does not fit joins `problems`: unknown names, `declined` ones, wrong types, required ones that are missing.
+    What does not fit joins `problems`: unknown names, `declined` ones, wrong types, "auto" where it is no value of the
+    owner's own, required ones that are missing.
     """
     converted: dict[str, Any] = {}
     for name, value in params.items():
@@ -80,13 +81,11 @@ def check_params(
         try:
             converted[name] = expected[name].convert(value)
         except TypeError as error:
-            if value != "auto":
-                problems.append(f'"{where}" must be {error}, got {shown(value)}')
+            auto = isinstance(value, str) and value == "auto"
+            problems.append(left_auto(where) if auto else f'"{where}" must be {error}, got {shown(value)}')
     for name, one in expected.items():
         if one.required and name not in params:
             problems.append(f'"{dotted(path, name)}" is missing: {owner} needs it')
-        elif one.required and params[name] == "auto":
-            problems.append(f'"{dotted(path, name)}" cannot be "auto": {owner} needs it, and thinwire cannot know it')
     return converted
 
 

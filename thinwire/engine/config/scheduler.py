@@ -23,9 +23,6 @@ _DECLINES = {
 
 _NOT_PARAMETERS = frozenset({"self", "optimizer", *_DECLINES})
 
-# "auto" in Hugging Face's files: the optimizer's own rate, where the class would take another by default.
-_OWN_RATE = "warmup_max_lr"
-
 # As many groups are built to check a schedule: an optimizer takes the square of their number to do so.
 _MOST_GROUPS = 1024
 
@@ -33,8 +30,7 @@ _MOST_GROUPS = 1024
 def check_scheduler(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """{"type", "params"} with exactly the keyword arguments that the schedule takes besides the optimizer.
 
-    "auto" is left out, save for `warmup_max_lr`: there it is None, each group's own rate. What cannot work joins
-    `problems`.
+    What cannot work joins `problems`.
     """
     name, params = tree.get("type"), tree.get("params", {})
     if not isinstance(name, str) or not isinstance(params, Mapping):
@@ -51,7 +47,6 @@ def check_scheduler(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
         return dict(tree)
     before = len(problems)
     expected = expected_by(known[name].__init__, _NOT_PARAMETERS)
-    params = {key: None if key == _OWN_RATE and value == "auto" else value for key, value in params.items()}
     params = check_params("scheduler.params", name, params, expected, _DECLINES, problems)
     if len(problems) == before:
         _check_values(name, params, problems)

@@ -27,6 +27,7 @@ class StepLosses:
         """Start another step."""
         self._sum: Tensor | None = None
         self._count = 0
+        self._summed = False
 
     @property
     def empty(self) -> bool:
@@ -55,8 +56,10 @@ class StepLosses:
         if self._last is not None and self._last() is loss:
             raise RuntimeError("backward() was called with this loss before: run the model again for a new one")
 
-    def start(self, loss: Tensor, factor: float) -> Tensor:
-        """Note a loss, and give the gradient that its backward starts from: `factor`.
+    def start(self, loss: Tensor, scale: float, parts: int | None) -> Tensor:
+        """Note a loss, and give the gradient that its backward starts from: `scale` / `parts`.
+
+        `parts`: losses whose mean is the step's; None where that is their sum.
 
         NaN for a loss that is not finite, whose gradients might be: with them every rank's average is not finite
         either, so that all of them skip the step without having to ask each other.
@@ -66,13 +69,14 @@ class StepLosses:
         value = detached.reshape(()).float()
         self._sum = value if self._sum is None else self._sum + value
         self._count += 1
-        start = torch.full_like(detached, factor)
+        self._summed = parts is None
+        start = torch.full_like(detached, scale / (parts or 1))
         return torch.where(detached.isfinite(), start, torch.full_like(detached, math.nan))
 
     def mean(self, comm: Communicator) -> float:
         """The mean over micro-batches and ranks. Collective."""
         assert self._sum is not None, "a step follows a backward"
-        mean = (self._sum / self._count).reshape(1)
+        mean = (self._sum if self._summed else self._sum / self._count).reshape(1)
         comm.all_reduce(mean, op="mean")
         return float(mean)
 

@@ -6,7 +6,7 @@ from math import inf, log, nan
 
 import pytest
 
-from experiments.lion.sweep import best_rate, sweep
+from experiments.training.sweep import best_rate, sweep
 
 
 def bowl(best: float) -> tuple[list[float], object]:

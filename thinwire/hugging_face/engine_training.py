@@ -1,0 +1,158 @@
+"""What a Trainer leaves to the engine: from a configuration to an engine in training, its steps, weights and
+checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from thinwire import comm as communication
+from thinwire.comm.agreement import on_every_rank
+from thinwire.engine import CheckpointError, Engine, EngineConfig, initialize
+from thinwire.engine.given_schedule import GivenSchedule
+from thinwire.hugging_face.checks import check_engine_arguments
+from thinwire.hugging_face.filled_config import TrainerConfig
+from thinwire.hugging_face.optimizer_files import NOTHING_TO_GO_ON_FROM, TAG
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+__all__ = ["EngineTraining", "ThinwireConfig"]
+
+ThinwireConfig = str | os.PathLike[str] | Mapping[str, Any]
+"""The path of a JSON file with the engine's configuration, or a dict."""
+
+_BAD_INPUT = (ValueError, TypeError)
+
+
+class EngineTraining:
+    """The engine of one Trainer. `config`: what it was given; `engine`: None until training begins.
+
+    Collective. Raises, on every rank, ConfigError for a configuration that cannot work or contradicts the arguments,
+    TypeError for none, ValueError for arguments that an engine cannot keep.
+    """
+
+    def __init__(self, source: ThinwireConfig, arguments: Any) -> None:
+        self._arguments = arguments
+        self._comm = communication.init()
+        self.engine: Engine | None = None
+
+        def check() -> TrainerConfig:
+            config = TrainerConfig(source)
+            check_engine_arguments(arguments, self._comm.size, config.names_schedule)
+            settings = config.complete(arguments, arguments.max_steps if arguments.max_steps > 0 else None)
+            if settings.activation_checkpointing.modules and arguments.activation_checkpointing:
+                raise ValueError(
+                    '"activation_checkpointing.modules" and activation_checkpointing=True of TrainingArguments would '
+                    "both run layers again: remove one of them"
+                )
+            return config
+
+        self.config = on_every_rank(self._comm, check, "use its thinwire_config", _BAD_INPUT)
+
+    def check_given(self, optimizer: Any, schedule: Any, optimizer_class: Any) -> None:
+        """Raise ValueError where an optimizer or a schedule is given to the Trainer and in the configuration too."""
+        if self.config.names_optimizer and (optimizer is not None or optimizer_class is not None):
+            raise ValueError(
+                'there are two optimizers: one passed to the Trainer, and the "optimizer" section of thinwire_config. '
+                "Remove one of them"
+            )
+        if self.config.names_schedule and schedule is not None:
+            raise ValueError(
+                'there are two schedules: one passed to the Trainer, and the "scheduler" section of thinwire_config. '
+                "Remove one of them"
+            )
+        kind = type(optimizer) if optimizer is not None else optimizer_class
+        if isinstance(kind, type) and issubclass(kind, SynchronizedOptimizer):
+            raise ValueError(
+                f"with thinwire_config the engine shards and synchronises, and {kind.__name__} would too: name it in "
+                'the configuration\'s "optimizer" section, or leave thinwire_config out'
+            )
+
+    def start(
+        self,
+        model: nn.Module,
+        total_steps: int,
+        *,
+        optimizer: Any,
+        parameters: list[dict[str, Any]] | None,
+        schedule: GivenSchedule | None,
+    ) -> Engine:
+        """The engine that trains `model`; `optimizer` and `schedule` where the configuration names none. Collective.
+
+        Raises RuntimeError for a model that it has trained already, as its weights may be sharded, and what
+        `thinwire.initialize` raises.
+        """
+        if self.engine is not None:
+            if self.engine.module is model:
+                raise RuntimeError(
+                    "train() was called twice with one thinwire_config, and the engine has taken the model over: build "
+                    "a new Trainer, with a new model, or give this one a model_init"
+                )
+            self.engine.close()
+
+        def complete() -> EngineConfig:
+            return self.config.complete(self._arguments, total_steps)
+
+        settings = on_every_rank(self._comm, complete, "complete its thinwire_config", _BAD_INPUT)
+        self.engine, *_ = initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=parameters,
+            lr_scheduler=schedule,
+            config=settings,
+            comm=self._comm,
+        )
+        return self.engine
+
+    # Of a training that has begun
+
+    @property
+    def running(self) -> Engine:
+        """The engine. Raises RuntimeError before the training has begun."""
+        if self.engine is None:
+            raise RuntimeError("there is no engine yet: it is made when train() begins")
+        return self.engine
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the last step's averaged gradient, before clipping; NaN where nobody knows it."""
+        norm = self.running.get_global_grad_norm()
+        return math.nan if norm is None else norm
+
+    @property
+    def schedule(self) -> LRScheduler:
+        """What steers the learning rates: the configuration's, or the Trainer's."""
+        schedule = self.running.lr_scheduler
+        assert schedule is not None, "a Trainer always has one"
+        return schedule
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Take one micro-batch's share of the step's loss; `last`: of this step, which `Engine.step` then ends."""
+        engine = self.running
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            engine.step()
+
+    def save(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Save all that training depends on to `checkpoint`/thinwire. Collective.
+
+        Raises CheckpointError, on every rank, where it could not be written, as on a full disk.
+        """
+        if not self.running.save_checkpoint(checkpoint, TAG):
+            raise CheckpointError(f"the engine's state was not saved to {checkpoint}: rank 0 has warned of what failed")
+
+    def load(self, checkpoint: str | os.PathLike[str], weights_only: bool = False) -> None:
+        """Load what `save` wrote, on any number of ranks, at any ZeRO stage. Collective.
+
+        Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
+        optimizer's or schedule's.
+        """
+        try:
+            self.running.load_checkpoint(checkpoint, TAG, load_module_only=weights_only)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {NOTHING_TO_GO_ON_FROM}") from error
