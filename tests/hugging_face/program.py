@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from tests.hugging_face.lora import accelerates_adapters, trains_adapters
 from tests.hugging_face.tiny import BATCH, RATE, batches, flat, make_arguments, make_model, make_samples
 from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
@@ -47,6 +48,8 @@ def main(folder: Path) -> None:
         adapted_and_given,
         a_stock_trainer,
         accelerate_by_itself,
+        trains_adapters,
+        accelerates_adapters,
         what_is_refused,
         the_example,
         mixed_precision,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, Subset
 
+from tests.lightning.lora import trains_adapters
 from tests.lightning.tiny import (
     BATCH,
     RATE,
@@ -51,6 +52,7 @@ def main(folder: Path) -> None:
         validates_and_keeps_the_best,
         mixed_precision,
         under_ddp,
+        trains_adapters,
         what_is_refused,
     ):
         body(comm, folder / body.__name__)
