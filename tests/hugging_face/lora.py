@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,13 @@ def accelerates_adapters(comm: Communicator, folder: Path) -> None:
         one(**batch).loss.backward()
         stepped.step()
     assert torch.equal(trained(model), trained(resumed))
+
+
+def the_lora_example(comm: Communicator, folder: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "lora.py"
+    trainer = runpy.run_path(str(example))["main"](str(folder), steps=60)
+    curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert curve[-1] < curve[0], curve
+    assert trainer.optimizer.optimizer.frozen
+    assert agree(comm, trained(trainer.model))
+    assert (folder / "adapters" / "checkpoint-60" / "adapter_model.safetensors").exists()

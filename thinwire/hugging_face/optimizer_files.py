@@ -8,9 +8,16 @@ import os
 from thinwire.engine.checkpoint import optimizer_state
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["load_optimizer", "save_optimizer"]
+__all__ = ["NOTHING_TO_GO_ON_FROM", "TAG", "load_optimizer", "save_optimizer"]
 
-_TAG = "thinwire"
+TAG = "thinwire"
+"""The folder's name."""
+
+NOTHING_TO_GO_ON_FROM = (
+    "A checkpoint of a Trainer without TrainerMixin, or with save_only_model=True, holds no state to go on from: load "
+    "its weights with from_pretrained(), and train without resume_from_checkpoint"
+)
+"""What to do where it is missing."""
 
 
 def save_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLike[str]) -> None:
@@ -18,7 +25,7 @@ def save_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
 
     Raises CheckpointError, on every rank, where it could not be written, as on a full disk.
     """
-    optimizer_state.save_optimizer(optimizer, checkpoint, _TAG)
+    optimizer_state.save_optimizer(optimizer, checkpoint, TAG)
 
 
 def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLike[str]) -> None:
@@ -27,10 +34,4 @@ def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
     Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
     optimizer's.
     """
-    optimizer_state.load_optimizer(
-        optimizer,
-        checkpoint,
-        _TAG,
-        "A checkpoint of a Trainer without TrainerMixin, or with save_only_model=True, holds no state to go on from: "
-        "load its weights with from_pretrained(), and train without resume_from_checkpoint",
-    )
+    optimizer_state.load_optimizer(optimizer, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)
