@@ -3,6 +3,7 @@ folder."""
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def main(folder: Path) -> None:
         under_ddp,
         trains_adapters,
         what_is_refused,
+        the_example,
     ):
         body(comm, folder / body.__name__)
     comm.barrier()
@@ -300,6 +302,14 @@ def what_is_refused(comm: Communicator, folder: Path) -> None:
     comm.barrier()
     with pytest.raises(CheckpointError, match=r"missing.ckpt goes with .*thinwire: copy both"):
         make_trainer(pl, folder).fit(Classifier(compressed, ranks=RANKS), ckpt_path=missing)
+
+
+def the_example(comm: Communicator, folder: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "lightning_module.py"
+    trainer = runpy.run_path(str(example))["main"](str(folder), devices=RANKS, epochs=2)
+    assert float(trainer.callback_metrics["accuracy"]) > 0.8
+    assert trainer.optimizers[0].frozen
+    assert same_on_all_ranks(comm, flat(trainer.lightning_module))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@ imports take longest; and on one, here, with the standalone pytorch_lightning.""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,21 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.launching import Jobs
 from tests.lightning.tiny import RATE, flat, make_module_class, make_trainer
 from thinwire import OneBitAdam
 
 
 @pytest.mark.launch
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(jobs: Jobs, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.lightning.program", str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = jobs.alone("-m", "tests.lightning.program", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all held with 2 ranks" in done.stdout
 
