@@ -19,7 +19,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floors of docs/internals/map.md. Rooms that stand apart use the ground floor only; the engine may use them.
 # The modules of thinwire/ itself are doors: they import from every room, and no room imports from them.
-FLOORS = {"simd": 0, "comm": 1, "zero": 2, "compress": 3, "optim": 4, "plan": 5, "engine": 6, "hugging_face": 7}
+FLOORS = {
+    "simd": 0,
+    "comm": 1,
+    "zero": 2,
+    "compress": 3,
+    "optim": 4,
+    "plan": 5,
+    "engine": 6,
+    "hugging_face": 7,
+    "lightning": 7,
+}
 APART = {"sparse_attn", "pld"}
 # What is no room and no door, and imports nothing of thinwire, so that every room may use it.
 GROUND = {"lazy_imports", "version"}

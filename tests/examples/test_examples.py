@@ -1,4 +1,8 @@
-"""Every example runs as its first lines say, and fits on a page."""
+"""Every example runs as its first lines say, and fits on a page.
+
+Those of transformers' Trainer, peft and Lightning run in tests/hugging_face and tests/lightning, on two ranks that have
+imported these for much else too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from pathlib import Path
 import pytest
 from transformers import BertForMaskedLM
 
-from tests.launching import environment
+from tests.launching import Jobs, environment
 from thinwire.sparse_attn import densify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,6 +56,17 @@ def test_layer_drop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     ran = [int(word.rstrip("%")) for word in rates.split() if word.endswith("%")]
     assert len(ran) == 8
     assert ran[-1] < ran[0]
+
+
+@pytest.mark.launch
+def test_accelerate_loop(jobs: Jobs) -> None:
+    """On one process, where Accelerate has nothing to wrap."""
+    pytest.importorskip("accelerate")
+    done = jobs.alone(str(EXAMPLES / "accelerate_loop.py"), "--steps", "100", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.launch

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from tests.hugging_face.lora import accelerates_adapters, the_lora_example, trains_adapters
 from tests.hugging_face.tiny import BATCH, RATE, batches, flat, make_arguments, make_model, make_samples
 from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
@@ -47,8 +48,11 @@ def main(folder: Path) -> None:
         adapted_and_given,
         a_stock_trainer,
         accelerate_by_itself,
+        trains_adapters,
+        accelerates_adapters,
         what_is_refused,
         the_example,
+        the_lora_example,
         mixed_precision,
     ):
         body(comm, folder / body.__name__)
@@ -322,24 +326,28 @@ def accelerate_by_itself(comm: Communicator, folder: Path) -> None:
     assert optimizer.bytes_sent == expected.bytes_sent
 
     prepared.load_state_dict(prepared.state_dict())
-    with accelerator.accumulate(wrapped):
-        pass  # the first of two
-    accelerator.backward(wrapped(**micro[0]).loss)
+    for batch in micro[:2]:
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(wrapped(**batch).loss)
     accelerator.clip_grad_norm_(wrapped.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match=r"To clip, pass max_norm= to the optimizer"):
         optimizer.step()
 
-    # The two lines that leave DDP out.
-    model = make_model()
-    optimizer = OneBitAdam(model.named_parameters(), lr=RATE, freeze_step=3, stage=1)
-    model = accelerator.prepare_model(model, evaluation_mode=True)
+    # The two lines that leave DDP out: accumulate() holds the optimizer back all the same.
+    without = make_model()
+    optimizer = OneBitAdam(without.named_parameters(), lr=RATE, freeze_step=3, max_norm=MAX_NORM)
+    without = accelerator.prepare_model(without, evaluation_mode=True)
     prepared = accelerator.prepare(optimizer)
-    for batch in micro[:4]:
-        accelerator.backward(model(**batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not isinstance(model, DistributedDataParallel)
-    assert same_on_all_ranks(comm, flat(model))
+    for batch in micro:
+        with accelerator.accumulate(without):
+            accelerator.backward(without(**batch).loss)
+            prepared.step()
+            prepared.zero_grad()
+    assert not isinstance(without, DistributedDataParallel)
+    assert optimizer.steps == 6
+    assert same_on_all_ranks(comm, flat(without))
+    torch.testing.assert_close(flat(without), flat(plain), rtol=1e-4, atol=1e-6)
+    assert optimizer.bytes_sent == expected.bytes_sent
 
 
 def what_is_refused(comm: Communicator, folder: Path) -> None:

@@ -121,6 +121,8 @@ def _say_once(line: str) -> None:
 def _found(launch: Launch, communicator: Communicator, hosts: int) -> str:
     if launch.launcher == "single" and communicator.size == 1:
         started = "no launcher found; torchrun, mpirun or srun start more"
+    elif launch.launcher == "single":
+        started = "met in the torch.distributed that was initialised before"
     else:
         started = f"started by {launch.launcher}" + (f" ({launch.detail})" if launch.detail else "")
     ranks = f"{communicator.size} rank{'s' if communicator.size > 1 else ''}"

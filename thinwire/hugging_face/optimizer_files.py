@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot
+from thinwire.engine.checkpoint import optimizer_state
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["NOTHING_TO_GO_ON_FROM", "TAG", "load_optimizer", "save_optimizer"]
@@ -25,14 +25,7 @@ def save_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
 
     Raises CheckpointError, on every rank, where it could not be written, as on a full disk.
     """
-    snapshot = Snapshot(
-        slices=optimizer.saved_slices(),
-        model=ModelDescription.of(optimizer.saved_parameters()),
-        rank_tensors=optimizer.rank_tensors(),
-        shared={"optimizer": optimizer.counters(), "tied": {}},
-    )
-    if not CheckpointStore(checkpoint, optimizer.comm).save(TAG, snapshot):
-        raise CheckpointError(f"the optimizer's state was not saved to {checkpoint}: rank 0 has warned of what failed")
+    optimizer_state.save_optimizer(optimizer, checkpoint, TAG)
 
 
 def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLike[str]) -> None:
@@ -41,11 +34,4 @@ def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
     Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
     optimizer's.
     """
-    description = ModelDescription.of(optimizer.saved_parameters())
-    try:
-        found = CheckpointStore(checkpoint, optimizer.comm).load(TAG, description)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. {NOTHING_TO_GO_ON_FROM}") from error
-    assert found is not None, "a tag was given"
-    with found:
-        optimizer.load(found)
+    optimizer_state.load_optimizer(optimizer, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)

@@ -69,7 +69,8 @@ class CompressedOptimizer(SynchronizedOptimizer):
         self.max_norm = chosen.clips_to
         self._move_in(self._replicated(recipe, chosen) if self.stage == 0 else self._sharded(recipe, chosen))
         freezes = [f"{option}={value!r}" for option, value in recipe.schedule.items() if "freeze_step" in option]
-        uncompressed = ring_bytes(self.comm, [one for group in self.param_groups for one in group["params"]])
+        held = [one for group in self.param_groups for one in group["params"]]
+        uncompressed = ring_bytes(self.comm, [one for one in held if one.requires_grad])
         self._savings = SavingsReport(self, self.comm, freezes="".join(freezes), uncompressed=uncompressed)
 
     def __init_subclass__(cls) -> None:

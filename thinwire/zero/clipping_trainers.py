@@ -1,4 +1,5 @@
-"""Finds the transformers.Trainer that would clip what each rank has by itself, before a step that averages."""
+"""Finds the Trainer, transformers' or Lightning's, that would clip what each rank has by itself, before a step that
+averages."""
 
 from __future__ import annotations
 
@@ -17,19 +18,36 @@ def check_nobody_clips(optimizer: torch.optim.Optimizer) -> None:
     Looked for among all objects of the process, once, as an optimizer does not know who steps it. Clipping would be
     noticed in `step` too, but in the first step that exceeds the norm, hours later perhaps.
     """
-    trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if trainer_class is None:
+    for module, check in _CHECKS.items():
+        trainer_class = getattr(sys.modules.get(module), "Trainer", None)
+        if trainer_class is not None:
+            for trainer in [one for one in gc.get_objects() if issubclass(type(one), trainer_class)]:
+                check(trainer, optimizer)
+
+
+def _check_transformers(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+    adapted = getattr(trainer, "clips_averaged_gradients", False)
+    if not adapted and _inner(getattr(trainer, "optimizer", None)) is optimizer and trainer.args.max_grad_norm > 0:
+        name, limit = type(optimizer).__name__, trainer.args.max_grad_norm
+        raise RuntimeError(
+            f"{type(trainer).__name__} clips gradients to max_grad_norm={limit} (1.0 unless TrainingArguments say "
+            f"otherwise) after {name} has sent them, so that each rank would clip its own: train with "
+            "thinwire.hugging_face.TrainerMixin, which clips the average, or set max_grad_norm=0 and pass "
+            f"max_norm={limit} to {name}"
+        )
+
+
+def _check_lightning(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+    strategy = trainer.strategy
+    if getattr(strategy, "clips_averaged_gradients", False) or not trainer.gradient_clip_val:
         return
-    for trainer in [one for one in gc.get_objects() if issubclass(type(one), trainer_class)]:
-        adapted = getattr(trainer, "clips_averaged_gradients", False)
-        if not adapted and _inner(getattr(trainer, "optimizer", None)) is optimizer and trainer.args.max_grad_norm > 0:
-            name, limit = type(optimizer).__name__, trainer.args.max_grad_norm
-            raise RuntimeError(
-                f"{type(trainer).__name__} clips gradients to max_grad_norm={limit} (1.0 unless TrainingArguments say "
-                f"otherwise) after {name} has sent them, so that each rank would clip its own: train with "
-                "thinwire.hugging_face.TrainerMixin, which clips the average, or set max_grad_norm=0 and pass "
-                f"max_norm={limit} to {name}"
-            )
+    if any(one is optimizer for one in strategy.optimizers):
+        name, limit = type(optimizer).__name__, trainer.gradient_clip_val
+        raise RuntimeError(
+            f"{type(trainer).__name__} clips gradients to gradient_clip_val={limit} after {name} has sent them, so "
+            f"that each rank would clip its own: pass max_norm={limit} to {name}, which clips the average, and train "
+            'with Trainer(strategy="thinwire"), the ThinwireStrategy of thinwire.lightning'
+        )
 
 
 def _inner(optimizer: Any) -> Any:
@@ -37,3 +55,10 @@ def _inner(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+_CHECKS = {
+    "transformers.trainer": _check_transformers,
+    "lightning.pytorch.trainer.trainer": _check_lightning,
+    "pytorch_lightning.trainer.trainer": _check_lightning,
+}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import Communicator
+from thinwire.zero.accumulation import find_accumulation
 from thinwire.zero.clipping_trainers import check_nobody_clips
 from thinwire.zero.ddp import find_ddp, leave_gradients_alone
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, ring_bytes
@@ -313,8 +314,11 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         return type(self).__name__
 
     def _look_for_others(self) -> None:
-        """Find who else has a hand in these gradients: refuse who would clip them, attach to who would send them."""
+        """Find who else has a hand in these gradients: refuse who would clip them, follow who adds them up, attach to
+        who would send them."""
         check_nobody_clips(self)
+        if (sends_now := find_accumulation(self)) is not None:
+            self._home.follow(sends_now)
         if self.comm.size > 1:
             self._attach_to_ddp()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +172,12 @@ class CheckpointFolder:
                     done.removed.append(candidate.tag)
             complete += candidate.has_all_files
         return done
+
+    def remove(self, tag: str, seconds: float) -> str | None:
+        """Remove the checkpoint of this tag; what is in the way, if anything. Raises TimeoutError where another job has
+        the folder locked for more than `seconds`."""
+        with self.locked(seconds):
+            return self._remove_whole(_candidate(tag, self.path / tag), secrets.token_hex(4))
 
     def next_serial(self) -> int:
         """The number of the next save."""
