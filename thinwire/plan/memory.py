@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+
 
 from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.methods import Method
 from thinwire.plan.workload import Workload
-from thinwire.zero.memory import model_state_formula
+from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["memory_by_category"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FP32 = 4
 
 
@@ -26,11 +25,11 @@ def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, 
     """
     parameters = workload.model.parameters
     frozen_on_shards = method.algorithm == "onebit-adam" and method.stage > 0 and not warm
-    dtype = _DTYPES[workload.dtype]
+    size = workload.element_bytes
     if frozen_on_shards:
-        held = frozen_state_formula(parameters, cluster.ranks, dtype=dtype)
+        held = frozen_state_formula(parameters, cluster.ranks, element_bytes=size)
     else:
-        held = model_state_formula(method.stage, parameters, cluster.ranks, dtype=dtype)
+        held = model_state_formula(method.stage, parameters, cluster.ranks, element_bytes=size)
     if method.algorithm in ("ddp-fp32", "ddp-bf16", "powersgd"):
         held["buckets"] = parameters * workload.element_bytes
     if method.rank is not None:
