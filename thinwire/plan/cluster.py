@@ -110,6 +110,11 @@ class Processor:
         if not 0 <= self.overlap <= 1:
             raise PlanError(f"overlap must be from 0 to 1, got {self.overlap!r}")
 
+    def slower(self, times: float) -> Processor:
+        """The same with all rates divided; transfers go on beside computation as before."""
+        rates = {name: getattr(self, name) / times for name in ("memory", "encode", "decode", "average", "adam")}
+        return replace(self, **rates)
+
     @classmethod
     def of_memory(cls, bytes_per_second: float, overlap: float = 1.0) -> Processor:
         """A processor whose passes all run at the speed of its memory."""
@@ -127,15 +132,23 @@ class Processor:
 @dataclass(frozen=True)
 class Cluster:
     """`nodes` of `ranks_per_node` ranks; `between` is the link of a whole node, which its ranks share, and `inside`
-    that of a rank to the others of its node."""
+    that of a rank to the others of its node.
+
+    `cores_per_node`: processors that the ranks of a node share, for ranks that compute on CPUs, a thread each: where
+    there are fewer than ranks, all that a rank computes takes longer. None: one a rank, or more. The processor's rates
+    are a rank's that has one for itself.
+    """
 
     nodes: int
     ranks_per_node: int
     between: Link
     inside: Link
     processor: Processor
+    cores_per_node: float | None = None
 
     def __post_init__(self) -> None:
+        if self.cores_per_node is not None:
+            require_positive("cores_per_node", self.cores_per_node)
         require_whole("nodes", self.nodes)
         require_whole("ranks_per_node", self.ranks_per_node)
 
@@ -143,6 +156,11 @@ class Cluster:
     def ranks(self) -> int:
         """Ranks of the job."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def ranks_a_core(self) -> float:
+        """Ranks that share a processor, at least 1."""
+        return 1.0 if self.cores_per_node is None else max(1.0, self.ranks_per_node / self.cores_per_node)
 
     @property
     def has_hierarchy(self) -> bool:
