@@ -46,12 +46,14 @@ def _headline(plan: Plan, best: Prediction) -> str:
         text += " over the run"
     if plan.cluster.ranks == 1:
         return f"{text}; one rank sends nothing"
-    times = [
-        f"{_times(plan.of(one).step_seconds / best.step_seconds)} {title_of(one)}"
-        for one in (BASELINE, _PLAIN)
-        if one != best.method
-    ]
-    return f"{text}, {' and '.join(times)}"
+    # A model in bf16 sends bf16 in both.
+    others = [one for one in (BASELINE, _PLAIN) if one != best.method and (one == BASELINE or _in_fp32(plan))]
+    times = [f"{_times(plan.of(one).step_seconds / best.step_seconds)} {title_of(one)}" for one in others]
+    return ", ".join([text, *([" and ".join(times)] if times else [])])
+
+
+def _in_fp32(plan: Plan) -> bool:
+    return plan.workload.dtype == "fp32"
 
 
 def _times(factor: float) -> str:
@@ -96,13 +98,17 @@ def _why_not(method: Method) -> str:
 def _subject(plan: Plan) -> str:
     workload, cluster = plan.workload, plan.cluster
     text = f"For {workload.model.name}, {_millions(workload.model.parameters)} parameters in {workload.dtype}, on "
-    text += f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.ranks_per_node}"
+    text += f"{_plural(cluster.nodes, 'node')} of {_plural(cluster.ranks_per_node, 'rank')}"
     if cluster.nodes > 1:
         text += f" at {rate_in_words(cluster.between.speed.bytes_per_second)} a node"
     if cluster.ranks_a_core > 1:
         text += f", {cluster.ranks_a_core:.3g} ranks a core"
     computed = f"forward {seconds_in_words(workload.forward_seconds)}, backward"
     return f"{text}; {computed} {seconds_in_words(workload.backward_seconds)}"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
 
 
 def _millions(parameters: int) -> str:

@@ -54,6 +54,7 @@ def estimate(model: Transformer, batch: Batch, device: Device) -> Estimate:
         a_token += 4.0 * model.blocks.layers * model.blocks.hidden * batch.length
     forward = a_token * batch.tokens / device.sustained_flops
     assumed = (
-        f"{batch.sequences} sequences of {batch.length} tokens a rank, {device.name} at {EFFICIENCY:.0%} of its peak"
+        f"{batch.sequences} sequence{'s' if batch.sequences > 1 else ''} of {batch.length} tokens a rank, "
+        f"{device.name} at {EFFICIENCY:.0%} of its peak"
     )
     return Estimate(forward, 2 * forward, assumed)

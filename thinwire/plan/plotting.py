@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.plan.advice import title_of
@@ -16,6 +17,7 @@ __all__ = ["draw_plan", "finding"]
 
 _AROUND = 100.0  # the picture goes from a hundredth of the link's rate to a hundred times it
 _POINTS = 60
+_ALIKE = 0.02
 _COLOURS = ("#d1495b", "#edae49", "#00798c", "#7a9e3f", "#5a3e85", "#30638e", "#3d348b")
 
 
@@ -44,28 +46,44 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes = figure.add_subplot()
     own = _own_rate(plan)
     rates = [own * _AROUND ** (2 * point / (_POINTS - 1) - 1) for point in range(_POINTS)]
-    methods = _shown(plan)
-    for number, method in enumerate(methods):
-        seconds = [
-            predict(plan.workload, at_rate(plan.cluster, rate), method, plan.schedule).step_seconds for rate in rates
-        ]
-        gigabits = [8 * rate / 1e9 for rate in rates]
-        if method == BASELINE:
-            axes.plot(gigabits, seconds, color="#222222", linewidth=3, label=f"{title_of(method)} (baseline)")
+    gigabits = [8 * rate / 1e9 for rate in rates]
+    for number, (methods, seconds) in enumerate(_curves(plan, rates)):
+        label = ", ".join(map(title_of, methods))
+        if BASELINE in methods:
+            axes.plot(gigabits, seconds, color="#222222", linewidth=3, label=f"{label} (baseline)")
         else:
-            speed_only = method.algorithm == POWERSGD
-            label = f"{title_of(method)} (speed only)" if speed_only else title_of(method)
+            speed_only = all(one.algorithm == POWERSGD for one in methods)
+            label, style = (f"{label} (speed only)", ":") if speed_only else (label, "-")
             colour = _COLOURS[number % len(_COLOURS)]
-            axes.plot(gigabits, seconds, color=colour, linestyle=":" if speed_only else "-", linewidth=2, label=label)
+            axes.plot(gigabits, seconds, color=colour, linewidth=2, linestyle=style, label=label)
     axes.axvline(8 * own / 1e9, color="#999999", linewidth=1, linestyle="--", label=f"your link, {rate_in_words(own)}")
     axes.set(xscale="log", yscale="log", xlabel="link of a node (Gb/s)", ylabel="seconds a step, mean of the run (s)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(True, which="both", color="#eeeeee")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.suptitle(finding(plan))
+    where, _, what = finding(plan).partition(": ")
+    figure.suptitle(f"{where}\n{what}")
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise PlanError(f"the picture {path} cannot be written: {error}") from error
+
+
+def _curves(plan: Plan, rates: Sequence[float]) -> list[tuple[list[Method], list[float]]]:
+    """Seconds at every rate, of the baseline first; those that nobody could tell apart are one curve."""
+    found: list[tuple[list[Method], list[float]]] = []
+    for method in _shown(plan):
+        seconds = [
+            predict(plan.workload, at_rate(plan.cluster, rate), method, plan.schedule).step_seconds for rate in rates
+        ]
+        for methods, others in found:
+            if all(abs(one / other - 1) < _ALIKE for one, other in zip(seconds, others, strict=True)):
+                methods.append(method)
+                break
+        else:
+            found.append(([method], seconds))
+    return found
 
 
 def _shown(plan: Plan) -> list[Method]:
