@@ -11,7 +11,7 @@ from experiments.ethernet.race.contenders import CONTENDERS
 from experiments.ethernet.race.findings import ALONE, Turn
 from thinwire.plan import Calibration, Cluster, Matrices, Schedule, Transformer, Workload, predict
 
-__all__ = ["compare", "median_error"]
+__all__ = ["compare", "foresee", "median_error"]
 
 _SCHEDULE = Schedule(warmup=0.5, warmup_wire="bf16")
 """Phases are looked up by name, so that their shares do not matter."""
@@ -36,6 +36,39 @@ def compare(
         scale * computing["backward"],
         update_seconds=scale * computing["update"],
     )
+    return _beside(turns, workload, cluster)
+
+
+def foresee(
+    turns: Mapping[str, Sequence[Turn]],
+    calibration: Calibration,
+    megabits: float,
+    hosts: int,
+    cores_a_host: float,
+    measured: Mapping[str, Any],
+) -> dict[str, dict[str, float]]:
+    """The same for a cluster, a rate and a model that were not probed.
+
+    Args:
+        turns: by contender.
+        calibration: of a rank a core, at another rate.
+        megabits: the links' rate, in 10⁶ bits a second.
+        hosts: of one rank each.
+        cores_a_host: fewer than one where hosts share a core.
+        measured: of the model: "shapes" of its parameters, and "computing_one_rank", seconds of forward, backward and
+            update of one rank while no other computed.
+    """
+    probed = calibration.link("between")
+    assert probed is not None, "a probe has several hosts"
+    link = probed.with_rate(1e6 * megabits / 8)
+    cluster = Cluster(hosts, 1, link, link, calibration.make_processor(), cores_a_host)
+    computing = measured["computing_one_rank"]
+    model = _model(measured["shapes"])
+    workload = Workload(model, computing["forward"], computing["backward"], update_seconds=computing["update"])
+    return _beside(turns, workload, cluster)
+
+
+def _beside(turns: Mapping[str, Sequence[Turn]], workload: Workload, cluster: Cluster) -> dict[str, dict[str, float]]:
     found = {}
     for name in turns:
         if name == ALONE:
@@ -43,7 +76,8 @@ def compare(
         one = CONTENDERS[name]
         by_node = one.ours and one.by_node and cluster.has_hierarchy
         steps = predict(workload, cluster, replace(one.method, hierarchical=by_node), _SCHEDULE).phases
-        predicted, measured = steps[one.phase].step, median(turn["seconds"] for turn in turns[name])
+        seconds = [turn["seconds"] for turn in turns[name]]
+        predicted, measured = steps[one.phase].step, median(seconds)
         found[name] = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
     return found
 
