@@ -134,7 +134,7 @@ def test_verbose_names_every_method(capsys) -> None:
 def test_nothing_fits(capsys) -> None:
     code, printed, _ = run(capsys, "plan", *COMPUTE, *CLUSTER, "--parameters", "340e9", "--memory", "1GB")
     assert code == 0
-    assert "Nothing fits into 1.00 GB a rank: sharded-adam ZeRO-3 needs least, 453.33 GB" in printed
+    assert "Nothing fits into 1 GB a rank: AdamW on shards at ZeRO stage 3 needs least, 453 GB" in printed
 
 
 def test_only_what_costs_loss_was_asked_for(capsys) -> None:
@@ -201,6 +201,13 @@ def test_what_is_estimated(capsys) -> None:
     code, printed, _ = run(capsys, "plan", *plain, "--layers", 12, "--heads", 12, *LINK, "--json")
     assert json.loads(printed)["predictions"][0]["memory"]["activations"] > 0
     assert json.loads(printed)["forward_seconds"] > 2e8 * 8 * 512 / (0.4 * 312e12)
+
+
+def test_what_compression_takes_is_assumed_too(capsys) -> None:
+    _, printed, _ = run(capsys, "plan", *COMPUTE, "--model", "bert-base", *LINK)
+    assert printed.splitlines()[-1] == "Assumed: 4 nodes; compression at the speed of an a100's memory"
+    _, printed, _ = run(capsys, "plan", *COMPUTE, "--model", "bert-base", *LINK, "--nodes", 4, "--device", "t4")
+    assert "Assumed" not in printed
 
 
 def test_shared_cores(capsys) -> None:

@@ -86,6 +86,11 @@ def test_rates_in_words(value: float, text: str) -> None:
     assert units.rate_in_words(value) == text
 
 
+@pytest.mark.parametrize(("value", "text"), [(22.02e9, "22 GB"), (999.9e6, "1 GB"), (3.3e6, "3.3 MB"), (40, "0.04 kB")])
+def test_sizes_in_words(value: float, text: str) -> None:
+    assert units.size_in_words(value) == text
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(2.104, "2.1 s"), (0.0364, "36.4 ms"), (0.9996, "1 s"), (50e-6, "50 us"), (1234.5, "1234 s"), (0.0, "0 us")],

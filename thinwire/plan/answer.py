@@ -10,7 +10,7 @@ from thinwire.plan.losses import loss_in_words, loss_of
 from thinwire.plan.methods import Method
 from thinwire.plan.prediction import Prediction
 from thinwire.plan.recommendation import BASELINE, WORTH_IT, Plan
-from thinwire.plan.units import rate_in_words, seconds_in_words
+from thinwire.plan.units import rate_in_words, seconds_in_words, size_in_words
 
 __all__ = ["as_answer"]
 
@@ -32,7 +32,7 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
     lines += [
         f"  write    {code_for(best.method, plan.cluster, plan.schedule, steps_given=steps_given)}",
         f"  loss     {loss_in_words(best.method)}",
-        f"  memory   {best.memory_bytes / 1e9:.3g} GB a rank{_activations(plan, best)}",
+        f"  memory   {size_in_words(best.memory_bytes)} a rank{_activations(plan, best)}",
         f"  pays     {_where_it_pays(plan, best.method)}",
     ]
     if plan.faster():
@@ -130,6 +130,6 @@ def _nothing_fits(plan: Plan) -> str:
         )
     least = min(plan.predictions, key=lambda one: one.memory_bytes)
     return (
-        f"Nothing fits into {(plan.memory_limit or 0) / 1e9:.2f} GB a rank: {least.method.name} needs least, "
-        f"{least.memory_bytes / 1e9:.2f} GB"
+        f"Nothing fits into {size_in_words(plan.memory_limit or 0)} a rank: {title_of(least.method)} needs least, "
+        f"{size_in_words(least.memory_bytes)}"
     )

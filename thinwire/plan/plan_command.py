@@ -100,7 +100,7 @@ class _Request:
         typed = self.arguments
         if typed.measure is None:
             return None
-        options = ("forward", "backward", "update", "device", "micro_batch", "sequence")
+        options = ("forward", "backward", "update", "micro_batch", "sequence")
         given = [f"--{one.replace('_', '-')}" for one in options if getattr(typed, one) is not None]
         if given or typed.accumulation != 1:
             raise PlanError(f"--measure finds out itself: leave out {', '.join(given or ['--accumulation'])}")
@@ -194,6 +194,9 @@ class _Request:
         if typed.memory_bandwidth is None and calibration is not None:
             return calibration.make_processor(overlap).slower(1 / calibration.ranks_a_core(typed.cores_per_node))
         memory = device.memory_rate
+        computed = typed.forward is not None or typed.measure is not None
+        if typed.memory_bandwidth is None and typed.device is None and computed:
+            self.assumed.append(f"compression at the speed of an {device.name}'s memory")
         if typed.memory_bandwidth is not None:
             memory = units.rate("--memory-bandwidth", typed.memory_bandwidth)
         return Processor.of_memory(memory, 1.0 if overlap is None else overlap)

@@ -11,7 +11,7 @@ from thinwire.plan.errors import PlanError
 from thinwire.plan.methods import POWERSGD, Method
 from thinwire.plan.prediction import predict
 from thinwire.plan.recommendation import BASELINE, WORTH_IT, Plan, at_rate
-from thinwire.plan.units import rate_in_words
+from thinwire.plan.units import rate_in_words, size_in_words
 
 __all__ = ["draw_plan", "finding"]
 
@@ -26,7 +26,7 @@ def finding(plan: Plan) -> str:
     where = f"{plan.workload.model.name} on {plan.cluster.nodes} nodes"
     best = plan.best
     if best is None:
-        return f"{where}: nothing fits into {plan.memory_limit or 0:.3g} bytes a rank"
+        return f"{where}: nothing fits into {size_in_words(plan.memory_limit or 0)} a rank"
     rate = rate_in_words(_own_rate(plan))
     if best.method == BASELINE:
         return f"{where}: at {rate} {title_of(BASELINE)} is as fast as anything that keeps the loss"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from thinwire.plan.errors import PlanError
 
-__all__ = ["count", "part", "rate", "rate_in_words", "seconds", "seconds_in_words", "size"]
+__all__ = ["count", "part", "rate", "rate_in_words", "seconds", "seconds_in_words", "size", "size_in_words"]
 
 _NUMBER = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([^0-9\s].*?)?\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -75,6 +75,14 @@ def seconds_in_words(duration: float) -> str:
     if duration >= 0.9995e-3:
         return f"{1e3 * duration:.3g} ms"
     return f"{1e6 * duration:.3g} us"
+
+
+def size_in_words(nbytes: float) -> str:
+    """As "22 GB", three digits."""
+    for prefix in ("T", "G", "M"):
+        if nbytes >= 0.9995 * _PREFIXES[prefix]:
+            return f"{nbytes / _PREFIXES[prefix]:.3g} {prefix}B"
+    return f"{nbytes / 1e3:.3g} kB"
 
 
 def _read(name: str, text: str, units: Mapping[str, float], expected: str, *, above_zero: bool = False) -> float:
