@@ -75,7 +75,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     raw = job(cluster, "experiments.ethernet.race.step_times", arguments, options.ranks_a_host, options.limit)
     entries = step_report.at_rates(raw["turns"])
     plans = {
-        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["computing"])
+        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["computing"], os.cpu_count())
         for key, by_name in raw["turns"].items()
     }
     winners = step_report.winning_rates(entries)

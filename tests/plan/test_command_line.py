@@ -219,7 +219,9 @@ def test_shared_cores(capsys) -> None:
     for name in ("ddp-bf16", "onebit-adam", "sharded-adam ZeRO-3"):
         assert of(shared, name)["average"]["compute"] == pytest.approx(2 * of(alone, name)["average"]["compute"])
         assert of(shared, name)["average"]["encode"] == pytest.approx(2 * of(alone, name)["average"]["encode"])
-        assert of(shared, name)["average"]["wire"] == pytest.approx(of(alone, name)["average"]["wire"])
+        # In every collective they wait for those that have no core just then, and send no more.
+        assert of(shared, name)["average"]["wire"] > of(alone, name)["average"]["wire"] + 5e-3
+        assert of(shared, name)["average"]["bytes_sent"] == of(alone, name)["average"]["bytes_sent"]
 
 
 def test_a_calibration_stands_for_the_cluster(capsys, tmp_path: Path) -> None:

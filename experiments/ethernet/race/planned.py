@@ -18,7 +18,11 @@ _SCHEDULE = Schedule(warmup=0.5, warmup_wire="bf16")
 
 
 def compare(
-    turns: Mapping[str, Sequence[Turn]], probe: Mapping[str, Any], shapes: Sequence[Sequence[int]], computing: Turn
+    turns: Mapping[str, Sequence[Turn]],
+    probe: Mapping[str, Any],
+    shapes: Sequence[Sequence[int]],
+    computing: Turn,
+    cores: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Predicted and measured seconds of every contender's step at one rate, and the prediction's relative error.
 
@@ -27,9 +31,11 @@ def compare(
         probe: what `thinwire probe` measured of the same links, before.
         shapes: of the model's parameters, the one whose gradient comes last first.
         computing: seconds of forward, backward and update, of which the proportions count.
+        cores: that all ranks share, while they are probed and while they train; None: enough.
     """
-    cluster = _cluster(Calibration.model_validate(probe))
-    scale = median(turn["seconds"] for turn in turns[ALONE]) / sum(computing.values())
+    cluster = _cluster(Calibration.model_validate(probe), cores)
+    computed = median(turn["seconds"] for turn in turns[ALONE]) / cluster.ranks_a_core
+    scale = computed / sum(computing.values())
     workload = Workload(
         _model(shapes),
         scale * computing["forward"],
@@ -87,12 +93,14 @@ def median_error(rates: Sequence[Mapping[str, Mapping[str, float]]]) -> float:
     return median(abs(one["error"]) for by_name in rates for one in by_name.values())
 
 
-def _cluster(calibration: Calibration) -> Cluster:
+def _cluster(calibration: Calibration, cores: int | None) -> Cluster:
     between, inside = calibration.link("between"), calibration.link("inside")
     link = between or inside
     assert link is not None, "a race has several ranks"
     nodes, ranks = calibration.nodes, calibration.ranks_per_node
-    return Cluster(nodes, ranks, between or link, inside or link, calibration.make_processor())
+    cores_a_node = None if cores is None else cores / nodes
+    processor = calibration.make_processor().slower(1 / calibration.ranks_a_core(cores_a_node))
+    return Cluster(nodes, ranks, between or link, inside or link, processor, cores_a_node)
 
 
 def _model(shapes: Sequence[Sequence[int]]) -> Transformer:

@@ -64,6 +64,7 @@ def test_what_was_not_probed_is_foreseen() -> None:
         return planned.foresee(turns, calibration, megabits, hosts, cores_a_host, measured)["ddp-fp32"]["predicted"]
 
     assert predicted(1e9, 2, 1.0) == pytest.approx(0.4)
-    assert predicted(1e9, 4, 0.5) == pytest.approx(0.8)
+    collectives = 2  # of the embedding's bucket, and of the rest's: in each, ranks wait for a core
+    assert predicted(1e9, 4, 0.5) == pytest.approx(0.8 + collectives * 5e-3, abs=5e-3)
     assert predicted(0.08, 2, 1.0) == pytest.approx(4 * ELEMENTS / 1e4, rel=0.05)
     assert predicted(0.008, 4, 1.0) == pytest.approx(2 * 3 / 4 * 4 * ELEMENTS / 1e3, rel=0.05)
