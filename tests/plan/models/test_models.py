@@ -139,6 +139,12 @@ def test_a_configuration_by_its_path_or_its_folder(tmp_path: Path) -> None:
     assert named_model(str(path)).name == "mine"
 
 
+def test_a_folder_that_is_called_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert named_model("gpt2").parameters == PUBLISHED["gpt2"]
+
+
 def test_hugging_face_s_cache_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--somebody--gpt2"

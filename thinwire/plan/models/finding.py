@@ -34,7 +34,8 @@ def named_model(name: str) -> Transformer:
     if path.is_dir():
         path /= "config.json"
     short = name.rpartition("/")[2].lower()
-    if path.is_file() or path.suffix == ".json":
+    # A folder that happens to be called as a model is none.
+    if path.is_file() or (path.suffix == ".json" and short not in KNOWN):
         return _described(path.parent.name or name if path.name == "config.json" else path.stem, path)
     cached = _in_cache(name)
     if cached is not None:
