@@ -23,7 +23,7 @@ from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize
 from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
-from thinwire.zero.memory import model_state_formula
+from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["main", "measure"]
 

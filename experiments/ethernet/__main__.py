@@ -23,6 +23,7 @@ from experiments.common.results import read_json, write_json
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
 from experiments.ethernet.command_line import parse
+from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race import loss_report, overlap_report, planned, step_plots, step_report
 from experiments.ethernet.race.contenders import CONTENDERS
 from experiments.tasks.corpus import load
@@ -71,10 +72,10 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     arguments += ["--waiting", options.waiting, "--probe-seconds", options.probe_seconds]
     if emulated is not None:
         arguments += ["--rates", *options.rates]
-    raw = _job(cluster, "experiments.ethernet.race.step_times", arguments, options.ranks_a_host, options.limit)
+    raw = job(cluster, "experiments.ethernet.race.step_times", arguments, options.ranks_a_host, options.limit)
     entries = step_report.at_rates(raw["turns"])
     plans = {
-        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["computing"])
+        key: planned.compare(by_name, raw["probes"][key], raw["shapes"], raw["computing"], os.cpu_count())
         for key, by_name in raw["turns"].items()
     }
     winners = step_report.winning_rates(entries)
@@ -113,7 +114,7 @@ def _measure_overlap(options: argparse.Namespace) -> None:
     with EmulatedCluster(alone.hosts).running() as cluster:
         arguments = ["--model", options.overlap_model, "--contenders", *racing, "--balanced"]
         arguments += _stepping(options, cluster, cluster)
-        raw = _job(cluster, "experiments.ethernet.race.step_times", arguments, alone.ranks_a_host, options.limit)
+        raw = job(cluster, "experiments.ethernet.race.step_times", arguments, alone.ranks_a_host, options.limit)
     content = {
         "machine": machine.describe(),
         "subject": _subject(options.overlap_model, raw["shapes"], alone),
@@ -126,7 +127,7 @@ def _measure_overlap(options: argparse.Namespace) -> None:
 
 
 def _stepping(options: argparse.Namespace, emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
-    return ["--batch-size", options.batch_size, "--seconds", options.seconds, *_links(emulated, cluster)]
+    return ["--batch-size", options.batch_size, "--seconds", options.seconds, *links(emulated, cluster)]
 
 
 def _subject(model: str, shapes: Sequence[Sequence[int]], options: argparse.Namespace) -> str:
@@ -136,7 +137,7 @@ def _subject(model: str, shapes: Sequence[Sequence[int]], options: argparse.Name
 
 def _check_fairness(emulated: EmulatedCluster) -> dict[str, float]:
     emulated.shape(_FAIR_RATE)
-    measured = _job(emulated, "experiments.ethernet.race.line_rate", [], 1, _FAIR_SECONDS)
+    measured = job(emulated, "experiments.ethernet.race.line_rate", [], 1, _FAIR_SECONDS)
     emulated.shape(None)
     fair = step_report.fairness(measured, _FAIR_RATE)
     print(f"Gloo's all-reduce of 100 MB at 1 Gb/s: {100 * fair['fraction_of_line_rate']:.0f}% of line rate", flush=True)
@@ -165,10 +166,10 @@ def _race_to_a_loss(
         arguments = ["--model", options.loss_model, "--batch-size", options.batch_size, "--contenders", *racing]
         arguments += ["--tokens", tokens, "--steps", options.steps, "--learning-rate", options.learning_rate]
         arguments += ["--freeze-step", options.freeze_step, "--timed-every", options.timed_every]
-        arguments += _links(emulated, cluster)
+        arguments += links(emulated, cluster)
         if emulated is not None:
             arguments += ["--rate", rate]
-        raw = _job(cluster, "experiments.ethernet.race.loss_times", arguments, options.ranks_a_host, options.limit)
+        raw = job(cluster, "experiments.ethernet.race.loss_times", arguments, options.ranks_a_host, options.limit)
     runs = {**before, **raw["runs"]}
     runs = {name: runs[name] for name in CONTENDERS if name in runs}
     content = {
@@ -212,29 +213,6 @@ def _tokenize(path: Path) -> None:
 def _setting(options: argparse.Namespace) -> str:
     ranks = "one rank" if options.ranks_a_host == 1 else f"{options.ranks_a_host} ranks"
     return f"{options.batch_size} sequences a rank, {options.hosts} hosts of {ranks}, Gloo"
-
-
-def _job(
-    cluster: Cluster, module: str, arguments: Sequence[object], ranks_a_host: int, seconds: float
-) -> dict[str, Any]:
-    """What the module's ranks wrote.
-
-    Raises:
-        ClusterError: the job failed or took too long; with the end of what it printed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "measured.json"
-        program = ["-m", module, *map(str, arguments), "--output", str(output)]
-        finished = cluster.run(program, ranks_a_host=ranks_a_host, seconds=seconds)
-        if finished.code != 0:
-            ended = f"took longer than {seconds:.0f} s" if finished.code is None else f"ended with {finished.code}"
-            raise ClusterError(f"{module} {ended}:\n{finished.output[-4000:]}")
-        return read_json(output)
-
-
-def _links(emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
-    shared: list[object] = ["--hosts", cluster.hosts, "--device", cluster.device]
-    return shared if emulated is None else [*shared, "--cluster", emulated.name]
 
 
 def _finite(rate: float) -> float | str | None:

@@ -12,7 +12,7 @@ from torch import nn
 from tests.plan.strategies import ethernet
 from thinwire import OneBitAdam, ShardedOptimizer
 from thinwire.comm import Communicator, threads
-from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, predict
+from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, methods_for, predict
 from thinwire.zero.live_tensors import live_tensor_bytes
 
 WIDTH, LAYERS = 300, 5
@@ -87,6 +87,43 @@ def test_bytes_of_adam_on_shards(ranks: int, stage: int) -> None:
         ranks,
     )
     assert sent[4] == pytest.approx(predicted(Method("sharded-adam", stage), ranks).average.bytes_sent, rel=0.02)
+
+
+FORMS = [(method.algorithm, method.stage) for method in methods_for(ethernet()) if method.entry is not None]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("algorithm", "stage"), FORMS)
+def test_every_optimizer_of_the_registry(algorithm: str, stage: int, dtype) -> None:
+    """Bytes of a warm and of a compressed step, and what is held afterwards, gradients dropped: to 5%."""
+    ranks, method = 3, Method(algorithm, stage)
+    entry = method.entry
+    assert entry is not None
+    param_dtype = None if dtype == "fp32" else torch.bfloat16
+    freeze = {} if entry.freeze_option is None else {entry.freeze_option: 3}
+
+    def rank(comm: Communicator) -> tuple[list[int], float]:
+        model = make_model()
+        options = {"comm": comm, "stage": stage, "bucket_bytes": BUCKET_BYTES, "param_dtype": param_dtype, **freeze}
+        optimizer = entry.load()(model.parameters(), **options)
+        sent = [optimizer.bytes_sent]
+        for _ in range(6):
+            model(torch.randn(7, WIDTH, dtype=param_dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append(optimizer.bytes_sent)
+        held = sum(live_tensor_bytes(model, optimizer).values())
+        return [after - before for before, after in itertools.pairwise(sent)], held
+
+    (sent, held), *_ = threads.run(rank, ranks)
+    run = Schedule(100, 0.5, bucket_bytes=BUCKET_BYTES, resync_interval=10**9)
+    prediction = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), ethernet(ranks), method, run)
+    first, *_ = prediction.phases.values()
+    compressed = prediction.phases["1-bit gradients" if entry.local_steps else [*prediction.phases][-1]]
+    assert sent[1] == pytest.approx(first.bytes_sent, rel=0.02)
+    assert sent[5] == pytest.approx(compressed.bytes_sent, rel=0.02)
+    frozen = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), ethernet(ranks), method, Schedule(100, 0.0))
+    assert held == pytest.approx(frozen.memory_bytes - frozen.memory["gradients"], rel=0.05)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

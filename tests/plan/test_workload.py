@@ -48,7 +48,7 @@ def test_activations() -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(PlanError, match="'gpt' is not one of bert-tiny"):
+    with pytest.raises(PlanError, match=r"'gpt' is not known here.*Did you mean gpt2"):
         named_model("gpt")
     with pytest.raises(PlanError, match="more elements in its matrices"):
         Transformer("x", 10, (Matrices(4, 4),))

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thinwire.comm import Communicator, threads
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
-from thinwire.zero.memory import MemoryReport, model_state_formula
+from thinwire.zero.memory import MemoryReport
+from thinwire.zero.state_formula import model_state_formula
 
 
 def on_cpu(*roots: Any) -> dict[str, int]:
@@ -164,10 +165,10 @@ def test_formulas(parameters: int, ranks: int) -> None:
     def each(stage: int, **options: Any) -> float:
         return sum(model_state_formula(stage, parameters, ranks, **options).values())
 
-    fp32 = {"dtype": torch.float32}
+    fp32 = {"element_bytes": 4}
     for expected, measured in [
         (16, each(0)),
-        (4 + 12 / ranks, each(1, dtype=torch.float16)),
+        (4 + 12 / ranks, each(1, element_bytes=2)),
         (2 + 14 / ranks, each(2)),
         (16 / ranks, each(3)),
         (16, each(0, **fp32)),
@@ -179,7 +180,7 @@ def test_formulas(parameters: int, ranks: int) -> None:
         assert measured == pytest.approx(parameters * expected)
 
 
-@pytest.mark.parametrize("options", [{"stage": 4}, {"stage": 1, "dtype": torch.int8}])
+@pytest.mark.parametrize("options", [{"stage": 4}, {"stage": 1, "element_bytes": 1}])
 def test_formulas_that_do_not_exist(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="formula"):
         model_state_formula(**options, parameters=1, world_size=1)
@@ -207,7 +208,7 @@ def test_sharded_optimizers_hold_what_the_formula_says(stage: int, dtype: torch.
             optimizer.end_backward()
             optimizer.step()
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        formula = model_state_formula(stage, parameters, comm.size, dtype=dtype)
+        formula = model_state_formula(stage, parameters, comm.size, element_bytes=dtype.itemsize)
         return MemoryReport(live_tensor_bytes(model, optimizer), formula)
 
     for report in threads.run(rank, 3):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from thinwire.compress.codecs import Codec, make_codec
-from thinwire.compress.ddp_hook import CompressionState, ddp_hook
-from thinwire.compress.exchange import Exchange, Outcome
-from thinwire.compress.packet import Flags, Header, PacketError
+from typing import TYPE_CHECKING
+
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "Codec",
@@ -18,3 +17,20 @@ __all__ = [
     "ddp_hook",
     "make_codec",
 ]
+
+# A plan reads the sizes of packets where there is no torch yet.
+if TYPE_CHECKING:
+    from thinwire.compress.codecs import Codec, make_codec
+    from thinwire.compress.data_parallel_hook import CompressionState, ddp_hook
+    from thinwire.compress.exchange import Exchange, Outcome
+    from thinwire.compress.packet import Flags, Header, PacketError
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "codecs": ("Codec", "make_codec"),
+            "data_parallel_hook": ("CompressionState", "ddp_hook"),
+            "exchange": ("Exchange", "Outcome"),
+            "packet": ("Flags", "Header", "PacketError"),
+        },
+    )

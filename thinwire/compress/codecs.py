@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 from thinwire.compress import kernels
-from thinwire.compress.kernels import HEADER_BYTES
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, HEADER_BYTES, CodecName, codec_packet_bytes
 from thinwire.zero import valid_in_shard
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "Codec", "CodecName", "make_codec"]
-
-CodecName = Literal["sign1", "int8", "bf16", "none"]
-
-# One fp32 scale a block: at 2048 elements the scales add 1.6% to sign1's bits.
-DEFAULT_BLOCK_SIZE = 2048
 
 
 class Codec(ABC):
@@ -81,7 +76,7 @@ class _BlockCodec(Codec):
         self.block_size = block_size
 
     def packet_bytes(self, shard: int) -> int:
-        return kernels.packet_bytes(self.name, shard, self.block_size)
+        return codec_packet_bytes(self.name, shard, self.block_size)
 
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
         kernels.encode(self.name, payload, residual, packets, _within(payload, numel), self.block_size)
@@ -131,7 +126,7 @@ class _CastCodec(Codec):
         return packets[:, HEADER_BYTES:].view(self._dtype)
 
     def packet_bytes(self, shard: int) -> int:
-        return HEADER_BYTES + shard * self._dtype.itemsize
+        return codec_packet_bytes(self.name, shard, self.block_size)
 
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
         if residual is not None:

@@ -9,6 +9,7 @@ from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "Activations",
+    "Blocks",
     "Calibration",
     "Cluster",
     "Link",
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
     from thinwire.plan.cluster import Cluster, Link, Processor, Speed
     from thinwire.plan.errors import PlanError
     from thinwire.plan.methods import Method, methods_for
+    from thinwire.plan.models.finding import named_model
     from thinwire.plan.prediction import Prediction, StepPrediction, predict
     from thinwire.plan.probing import probe
     from thinwire.plan.recommendation import Plan, break_even_rate, plan
     from thinwire.plan.schedule import Schedule
-    from thinwire.plan.workload import Activations, Matrices, Transformer, Workload, named_model, plain_model
+    from thinwire.plan.workload import Activations, Blocks, Matrices, Transformer, Workload, plain_model
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -57,6 +59,7 @@ else:
             "probing": ("probe",),
             "recommendation": ("Plan", "break_even_rate", "plan"),
             "schedule": ("Schedule",),
-            "workload": ("Activations", "Matrices", "Transformer", "Workload", "named_model", "plain_model"),
+            "models.finding": ("named_model",),
+            "workload": ("Activations", "Blocks", "Matrices", "Transformer", "Workload", "plain_model"),
         },
     )

@@ -74,6 +74,10 @@ class Calibration(_Section):
         fit: LinkFit | None = getattr(self, which)
         return None if fit is None else _link(fit)
 
+    def ranks_a_core(self, cores_per_node: float | None) -> float:
+        """Ranks that shared a processor while it was measured, at least 1: on so many cores a node."""
+        return 1.0 if cores_per_node is None else max(1.0, self.ranks_per_node / cores_per_node)
+
     def make_processor(self, overlap: float | None = None) -> Processor:
         """The processor for a Cluster; `overlap` in place of the measured one."""
         rates = self.processor

@@ -110,6 +110,11 @@ class Processor:
         if not 0 <= self.overlap <= 1:
             raise PlanError(f"overlap must be from 0 to 1, got {self.overlap!r}")
 
+    def slower(self, times: float) -> Processor:
+        """The same with all rates divided; transfers go on beside computation as before."""
+        rates = {name: getattr(self, name) / times for name in ("memory", "encode", "decode", "average", "adam")}
+        return replace(self, **rates)
+
     @classmethod
     def of_memory(cls, bytes_per_second: float, overlap: float = 1.0) -> Processor:
         """A processor whose passes all run at the speed of its memory."""
@@ -124,18 +129,31 @@ class Processor:
         )
 
 
+# Of a rank that comes back to a core that another one has: about a turn of Linux's scheduler. It was chosen so that
+# `make ethernet`'s steps, of two ranks a core, come out right; docs/measurements/plan.md has others.
+_TURN_SECONDS = 5e-3
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`nodes` of `ranks_per_node` ranks; `between` is the link of a whole node, which its ranks share, and `inside`
-    that of a rank to the others of its node."""
+    that of a rank to the others of its node.
+
+    `cores_per_node`: processors that the ranks of a node share, for ranks that compute on CPUs, a thread each: where
+    there are fewer than ranks, all that a rank computes takes longer, and in each collective ranks wait for those that
+    have no core just then. None: one a rank, or more. The processor's rates are a rank's that has one for itself.
+    """
 
     nodes: int
     ranks_per_node: int
     between: Link
     inside: Link
     processor: Processor
+    cores_per_node: float | None = None
 
     def __post_init__(self) -> None:
+        if self.cores_per_node is not None:
+            require_positive("cores_per_node", self.cores_per_node)
         require_whole("nodes", self.nodes)
         require_whole("ranks_per_node", self.ranks_per_node)
 
@@ -143,6 +161,16 @@ class Cluster:
     def ranks(self) -> int:
         """Ranks of the job."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def ranks_a_core(self) -> float:
+        """Ranks that share a processor, at least 1."""
+        return 1.0 if self.cores_per_node is None else max(1.0, self.ranks_per_node / self.cores_per_node)
+
+    @property
+    def turn_seconds(self) -> float:
+        """That a collective waits for ranks whose core another one has."""
+        return (self.ranks_a_core - 1) * _TURN_SECONDS
 
     @property
     def has_hierarchy(self) -> bool:

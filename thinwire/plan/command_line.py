@@ -1,6 +1,7 @@
 """`thinwire plan` and `thinwire probe`: what a job will cost, before it runs.
 
-Only the arguments, so that `--help` is there at once: what a command needs is imported when it runs.
+Only the arguments, so that `--help` is there at once: what a command needs is imported when it runs. Numbers are read
+as people write them, by `thinwire.plan.units`, when the command runs.
 """
 
 from __future__ import annotations
@@ -8,55 +9,77 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from thinwire.plan.devices import DEFAULT_DEVICE, DEVICES
 from thinwire.plan.methods import ALGORITHMS
 from thinwire.plan.schedule import Schedule
-from thinwire.plan.workload import MODELS
 
 __all__ = ["add_plan_arguments", "add_probe_arguments"]
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe `thinwire plan`; sets `run`, a function of the arguments that returns the exit code."""
-    model = parser.add_argument_group("the model and what it computes")
-    model.add_argument("--model", choices=MODELS, help="a model by name")
-    model.add_argument("--parameters", type=float, help="or its parameter count, as in 340e6")
-    model.add_argument("--hidden", type=int, help="its width; matrices are taken for square")
-    model.add_argument("--layers", type=int, help="with --hidden, --heads and --sequence: activations count as memory")
+    parser.description = "What to train with on a network, and how long a step takes. Needed: a model and a link."
+    _add_model(parser.add_argument_group("the model and what it computes"))
+    _add_cluster(parser.add_argument_group("the cluster"))
+    _add_run(parser.add_argument_group("the run"))
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--verbose", action="store_true", help="all methods, with the phases of each")
+    shown.add_argument("--json", action="store_true", help="for other programs, in seconds and bytes")
+    shown.add_argument("--plot", type=Path, metavar="FILE", help="draw step time against link rate")
+    shown.add_argument("--speed-only", action="store_true", help="recommend the fastest, whatever it costs in loss")
+    parser.set_defaults(run=_plan)
+
+
+def _add_model(model: argparse._ArgumentGroup) -> None:
+    model.add_argument("--model", metavar="NAME", help="as bert-large or meta-llama/Llama-3.1-8B, or a config.json")
+    model.add_argument("--parameters", metavar="N", help="or its size, as 340M")
+    model.add_argument("--hidden", type=int, help="with --parameters, its width; matrices are taken for square")
+    model.add_argument("--layers", type=int, help="with --parameters, --hidden and --heads: activations are counted")
     model.add_argument("--heads", type=int)
-    model.add_argument("--sequence", type=int)
-    model.add_argument("--micro-batch", type=int, default=1)
+    model.add_argument("--sequence", type=int, metavar="TOKENS", help="of one sequence; by default the model's, or 512")
+    model.add_argument("--micro-batch", type=int, metavar="N", help="sequences that a rank computes at once; else 8")
     model.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights; by default fp32")
-    model.add_argument("--forward-ms", type=float, required=True, help="of one micro-batch on one rank")
-    model.add_argument("--backward-ms", type=float, required=True, help="the same")
-    model.add_argument("--update-ms", type=float, help="of AdamW; by default from the processor's rate")
+    devices = ", ".join(DEVICES)
+    model.add_argument("--device", metavar="NAME", help=f"of a rank: {devices}; by default {DEFAULT_DEVICE}")
+    model.add_argument("--forward", metavar="TIME", help="of one micro-batch on one rank, as 36ms; else estimated")
+    model.add_argument("--backward", metavar="TIME", help="the same")
+    model.add_argument("--update", metavar="TIME", help="of AdamW; by default from the processor's rate")
     model.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
-    cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what thinwire probe wrote on it")
-    cluster.add_argument("--nodes", type=int, help="by default the calibration's")
-    cluster.add_argument("--ranks-per-node", type=int, help="the same")
-    cluster.add_argument("--link-gbps", type=float, help="Gb/s of one node's link to the others")
-    cluster.add_argument("--latency-us", type=float, help="of a message between nodes; by default 50")
-    cluster.add_argument("--message-us", type=float, help="that each further message costs; by default 5")
-    cluster.add_argument("--inside-gbps", type=float, help="Gb/s of one rank's link to the others of its node")
-    cluster.add_argument("--inside-latency-us", type=float, help="by default 10")
-    cluster.add_argument("--inside-message-us", type=float, help="by default 1")
-    cluster.add_argument("--memory-bandwidth", type=float, help="GB/s that a rank reads and writes; sets codec rates")
-    cluster.add_argument("--overlap", type=float, help="part of a transfer that computing lets go on; by default 1")
-    cluster.add_argument("--memory-gb", type=float, help="GB a rank may hold")
-    run = parser.add_argument_group("the run")
+    model.add_argument("--measure", type=Path, metavar="SCRIPT", help="run this training on one rank: take its times")
+    model.add_argument("--measure-steps", type=int, default=10, metavar="N", help="steps that are timed; by default 10")
+    model.add_argument("--measure-limit", default="10min", metavar="TIME", help="after which the script is ended")
+
+
+def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
+    cluster.add_argument("--link", metavar="RATE", help="of one node's link to the others, as 1Gb/s or 10GbE")
+    cluster.add_argument("--nodes", type=int, help="by default 4, or the calibration's")
+    cluster.add_argument("--ranks-per-node", type=int, help="by default 1, or the calibration's")
+    cluster.add_argument("--cores-per-node", type=float, help="for ranks on CPUs: those that they share, a thread each")
+    cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what thinwire probe wrote on the cluster")
+    cluster.add_argument("--latency", metavar="TIME", help="of a message between nodes; by default 50us")
+    cluster.add_argument("--message", metavar="TIME", help="that each further message costs; by default 5us")
+    cluster.add_argument("--inside", metavar="RATE", help="of one rank's link inside its node; else the device's")
+    cluster.add_argument("--inside-latency", metavar="TIME", help="by default 10us")
+    cluster.add_argument("--inside-message", metavar="TIME", help="by default 1us")
+    cluster.add_argument("--memory-bandwidth", metavar="RATE", help="that a rank reads and writes, as 900GB/s")
+    cluster.add_argument("--overlap", metavar="PART", help="of a transfer that goes on beside computing; by default 1")
+    cluster.add_argument("--memory", metavar="SIZE", help="that a rank may hold, as 80GB")
+
+
+def _add_run(run: argparse._ArgumentGroup) -> None:
     defaults = Schedule()
     run.add_argument("--methods", nargs="+", choices=ALGORITHMS, default=ALGORITHMS, help="by default all")
     run.add_argument("--powersgd-ranks", nargs="+", type=int, default=[1, 4])
-    run.add_argument("--steps", type=int, default=defaults.steps)
-    run.add_argument("--warmup", type=float, default=defaults.warmup, help="part of the steps before the freeze")
-    run.add_argument("--warmup-wire", choices=("fp32", "bf16"), default=defaults.warmup_wire)
+    run.add_argument("--steps", type=int, help=f"of the run; by default {defaults.steps}")
+    run.add_argument(
+        "--warmup", metavar="PART", default=f"{defaults.warmup:.0%}", help="of the steps, until the freeze"
+    )
+    run.add_argument("--warmup-wire", choices=("fp32", "bf16"), default="bf16", help="by default bf16")
     run.add_argument("--var-freeze-step", type=int, help="0/1 Adam's; by default the warmup's end")
     run.add_argument("--var-update-scaler", type=int, default=defaults.var_update_scaler)
     run.add_argument("--local-step-scaler", type=int, default=defaults.local_step_scaler)
     run.add_argument("--local-step-clipper", type=int, default=defaults.local_step_clipper)
-    run.add_argument("--bucket-mib", type=float, help="of thinwire's optimizers; by default as they have them")
-    parser.add_argument("--json", action="store_true", help="for other programs, in seconds and bytes")
-    parser.set_defaults(run=_plan)
+    run.add_argument("--bucket", metavar="SIZE", help="of thinwire's optimizers, as 16MiB; else as they have them")
 
 
 def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +93,12 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from thinwire.plan.commands import run_plan
+    from thinwire.plan.plan_command import run_plan
 
     return run_plan(arguments)
 
 
 def _probe(arguments: argparse.Namespace) -> int:
-    from thinwire.plan.commands import run_probe
+    from thinwire.plan.probe_command import run_probe
 
     return run_probe(arguments)

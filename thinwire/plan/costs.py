@@ -76,7 +76,7 @@ def everywhere(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
     seconds = cluster.between.seconds(collective, cluster.ranks, crossing)
     if cluster.ranks_per_node > 1:
         seconds = max(seconds, cluster.inside.seconds(collective, cluster.ranks_per_node, sent_inside))
-    return Cost(between=seconds, bytes_sent=sent, bytes_between=crossing)
+    return Cost(between=seconds + cluster.turn_seconds, bytes_sent=sent, bytes_between=crossing)
 
 
 def between_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
@@ -84,7 +84,7 @@ def between_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost
     sent = sent_bytes(collective, nbytes, cluster.nodes)
     crossing = sent * cluster.ranks_per_node
     return Cost(
-        between=cluster.between.seconds(collective, cluster.nodes, crossing),
+        between=cluster.between.seconds(collective, cluster.nodes, crossing) + cluster.turn_seconds,
         bytes_sent=sent,
         bytes_between=crossing,
     )
@@ -93,4 +93,5 @@ def between_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost
 def inside_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
     """A collective of the ranks of one node."""
     sent = sent_bytes(collective, nbytes, cluster.ranks_per_node)
-    return Cost(inside=cluster.inside.seconds(collective, cluster.ranks_per_node, sent), bytes_sent=sent)
+    seconds = cluster.inside.seconds(collective, cluster.ranks_per_node, sent)
+    return Cost(inside=seconds + (cluster.turn_seconds if cluster.ranks_per_node > 1 else 0), bytes_sent=sent)

@@ -3,15 +3,12 @@ and the parts that ZeRO sends. Packet and shard sizes are the library's own."""
 
 from __future__ import annotations
 
-from thinwire.compress import Codec, make_codec
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes
 from thinwire.plan.cluster import Cluster, Processor
 from thinwire.plan.costs import Cost, between_nodes, compute, everywhere, inside_nodes
-from thinwire.zero import shard_numel
+from thinwire.zero.bucket_layout import shard_numel
 
-__all__ = ["BLOCK_SIZE", "gather", "hierarchical_exchange", "reduce", "two_legs"]
-
-_SIGN1 = make_codec("sign1")
-BLOCK_SIZE = _SIGN1.block_size
+__all__ = ["gather", "hierarchical_exchange", "reduce", "two_legs"]
 
 # Memory traffic of the passes that no fused kernel makes, bytes an element.
 _FILL_BYTES = 16  # momentum, gradient and denominator in, payload out
@@ -29,26 +26,26 @@ def reduce(cluster: Cluster, elements: int, element_bytes: int, *, cast: bool) -
 
 def gather(cluster: Cluster, elements: int, element_bytes: int) -> Cost:
     """Every rank gets everybody's shard of `elements`."""
-    shard = shard_numel(elements, cluster.ranks, BLOCK_SIZE)
+    shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
     return everywhere(cluster, "all_gather", shard * element_bytes)
 
 
-def two_legs(cluster: Cluster, elements: int, codec: Codec, *, back: bool = True) -> Cost:
+def two_legs(cluster: Cluster, elements: int, codec: CodecName, *, back: bool = True) -> Cost:
     """The exchange of all ranks: packets to the owners, and with `back` their average to everybody."""
     ranks = cluster.ranks
-    shard = shard_numel(elements, ranks, codec.block_size)
-    packet = codec.packet_bytes(shard)
+    shard = shard_numel(elements, ranks, DEFAULT_BLOCK_SIZE)
+    packet = codec_packet_bytes(codec, shard)
     cost = everywhere(cluster, "all_to_all", ranks * packet)
     if back:
         cost += everywhere(cluster, "all_gather", packet)
     return cost + compute(_codec_seconds(cluster.processor, codec, elements, shard, ranks, back=back))
 
 
-def hierarchical_exchange(cluster: Cluster, elements: int, codec: Codec) -> Cost:
+def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
     """Exact sums inside the node, the codec between the nodes on each rank's shard, exact values inside again."""
-    local = shard_numel(elements, cluster.ranks_per_node, BLOCK_SIZE)
-    shard = shard_numel(local, cluster.nodes, BLOCK_SIZE)
-    packet = codec.packet_bytes(shard)
+    local = shard_numel(elements, cluster.ranks_per_node, DEFAULT_BLOCK_SIZE)
+    shard = shard_numel(local, cluster.nodes, DEFAULT_BLOCK_SIZE)
+    packet = codec_packet_bytes(codec, shard)
     cost = inside_nodes(cluster, "all_to_all", 4 * local * cluster.ranks_per_node)
     cost += between_nodes(cluster, "all_to_all", cluster.nodes * packet)
     cost += between_nodes(cluster, "all_gather", packet)
@@ -57,12 +54,14 @@ def hierarchical_exchange(cluster: Cluster, elements: int, codec: Codec) -> Cost
     return cost + compute(sums + _codec_seconds(cluster.processor, codec, local, shard, cluster.nodes, back=True))
 
 
-def _codec_seconds(processor: Processor, codec: Codec, elements: int, shard: int, owners: int, *, back: bool) -> float:
-    if codec.name == "sign1":
+def _codec_seconds(
+    processor: Processor, codec: CodecName, elements: int, shard: int, owners: int, *, back: bool
+) -> float:
+    if codec == "sign1":
         fill = elements * _FILL_BYTES / processor.memory
         return fill + _kernel_seconds(processor, elements, shard, owners, back)
     sums = owners * shard * _SUM_BYTES / processor.memory
-    return sums + (elements * _CAST_BYTES / processor.memory if codec.name == "bf16" else 0.0)
+    return sums + (elements * _CAST_BYTES / processor.memory if codec == "bf16" else 0.0)
 
 
 def _kernel_seconds(processor: Processor, elements: int, shard: int, owners: int, back: bool) -> float:

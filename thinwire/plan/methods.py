@@ -1,40 +1,43 @@
-"""What can be chosen: who averages what, through which codec, at which ZeRO stage, with or without hierarchy."""
+"""What can be chosen: who averages what, through which codec, at which ZeRO stage, with or without hierarchy.
+
+thinwire's own optimizers are those of the registry: one that is added there is planned here.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
+from thinwire.optim import registry
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.errors import PlanError, require_whole
 
-__all__ = ["ALGORITHMS", "Algorithm", "Method", "methods_for", "stages_of"]
+__all__ = ["ALGORITHMS", "POWERSGD", "SHARDED_ADAM", "Method", "methods_for", "stages_of"]
 
-Algorithm = Literal["ddp-fp32", "ddp-bf16", "powersgd", "sharded-adam", "onebit-adam", "zero-one-adam"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-
-# The ZeRO stages that the cost model knows.
-_STAGES: dict[Algorithm, tuple[int, ...]] = {
-    "ddp-fp32": (0,),
-    "ddp-bf16": (0,),
-    "powersgd": (0,),
-    "sharded-adam": (1, 2, 3),
-    "onebit-adam": (0, 1, 2),
-    "zero-one-adam": (0,),
-}
-
-# thinwire's own, by their names in thinwire.optim.registry.
-_OWN: dict[Algorithm, str] = {"onebit-adam": "OneBitAdam", "zero-one-adam": "ZeroOneAdam"}
+POWERSGD, SHARDED_ADAM = "powersgd", "sharded-adam"
 
 
-def stages_of(algorithm: Algorithm) -> tuple[int, ...]:
-    """The ZeRO stages at which an algorithm works and the cost model knows it."""
-    if algorithm not in _OWN:
-        return _STAGES.get(algorithm, (0,))  # Method refuses what is none
-    from thinwire.optim import registry  # with thinwire.optim comes torch, and `--help` needs neither
+def _name(class_name: str) -> str:
+    """OneBitAdam is "onebit-adam", ZeroOneAdam "zero-one-adam"."""
+    words = re.findall("[A-Z][a-z0-9]*", class_name.replace("OneBit", "Onebit"))
+    return "-".join(words).lower()
 
-    return tuple(stage for stage in _STAGES[algorithm] if stage in registry.entry(_OWN[algorithm]).stages)
+
+# thinwire's own, and what else there is, with the ZeRO stages of each.
+_OWN = {_name(class_name): registry.entry(class_name) for class_name in registry.NAMES}
+_OTHERS: dict[str, tuple[int, ...]] = {"ddp-fp32": (0,), "ddp-bf16": (0,), POWERSGD: (0,), SHARDED_ADAM: (1, 2, 3)}
+
+ALGORITHMS: tuple[str, ...] = (*_OTHERS, *_OWN)
+
+
+def stages_of(algorithm: str) -> tuple[int, ...]:
+    """The ZeRO stages at which an algorithm works. Raises PlanError for one that is not known."""
+    if algorithm in _OWN:
+        return _OWN[algorithm].stages
+    if algorithm not in _OTHERS:
+        raise PlanError(f"method {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+    return _OTHERS[algorithm]
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,21 @@ class Method:
     """One way to train.
 
     `algorithm`: "ddp-fp32" and "ddp-bf16", torch's DDP with Adam, plain and with bf16_compress_hook; "powersgd", DDP
-    with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; "onebit-adam" at stages 0 to 2;
-    "zero-one-adam". `hierarchical`: exact inside nodes, 1 bit between them, at stage 0.
+    with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; or one of thinwire's optimizers, as
+    "onebit-adam". `hierarchical`: exact inside nodes, 1 bit between them, at stage 0.
     """
 
-    algorithm: Algorithm
+    algorithm: str
     stage: int = 0
     rank: int | None = None
     hierarchical: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise PlanError(f"method {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
         known = stages_of(self.algorithm)
         if self.stage not in known:
             stages = " or ".join(map(str, known))
             raise PlanError(f"{self.algorithm} works at ZeRO stage {stages}, not {self.stage}")
-        if (self.rank is not None) != (self.algorithm == "powersgd"):
+        if (self.rank is not None) != (self.algorithm == POWERSGD):
             raise PlanError(
                 f"a rank is given for powersgd and for nothing else, got {self.rank!r} for {self.algorithm}"
             )
@@ -67,6 +68,11 @@ class Method:
         if self.hierarchical and (self.algorithm not in _OWN or self.stage):
             allowed = " and ".join(_OWN)
             raise PlanError(f"hierarchy is for {allowed} at stage 0, not {self.algorithm} at stage {self.stage}")
+
+    @property
+    def entry(self) -> registry.OptimizerEntry | None:
+        """What the registry knows of it; None for what is not thinwire's."""
+        return _OWN.get(self.algorithm)
 
     @property
     def is_one_bit(self) -> bool:
@@ -85,12 +91,12 @@ class Method:
 
 
 def methods_for(
-    cluster: Cluster, algorithms: Sequence[Algorithm] = ALGORITHMS, powersgd_ranks: Sequence[int] = (1, 4)
+    cluster: Cluster, algorithms: Sequence[str] = ALGORITHMS, powersgd_ranks: Sequence[int] = (1, 4)
 ) -> list[Method]:
     """Every method of these algorithms that this cluster can run: hierarchy needs several ranks on several nodes."""
     methods: list[Method] = []
     for algorithm in algorithms:
-        if algorithm == "powersgd":
+        if algorithm == POWERSGD:
             methods += [Method(algorithm, rank=rank) for rank in powersgd_ranks]
             continue
         methods += [Method(algorithm, stage) for stage in stages_of(algorithm)]

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from thinwire.compress import Codec, make_codec
+from thinwire.compress.packet_layout import CodecName
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.costs import Cost, compute, everywhere
 from thinwire.plan.exchanges import gather, hierarchical_exchange, reduce, two_legs
-from thinwire.plan.methods import Method
+from thinwire.plan.methods import POWERSGD, SHARDED_ADAM, Method
 from thinwire.plan.overlap import NO_BUCKETS, Buckets, cut
 from thinwire.plan.schedule import Schedule
 from thinwire.plan.workload import Matrices, Workload
-from thinwire.zero import LARGEST_BUCKET_BYTES, bucket_numel
+from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel
 
 __all__ = ["Phase", "phases"]
 
 _DDP_BUCKET_BYTES = 25 << 20  # torch's
+_FP32 = 4
 
 # Memory traffic, bytes an element, of passes without a rate of their own.
 _APPLY_BYTES = 12  # update and weight in, weight out
 _LOCAL_STEP_BYTES = 40  # gradient, momentum, denominator, weight and sum in; momentum, weight and sum out; scaled twice
 _POWERSGD_BYTES = 44  # error in and out, a copy, two products with factors, their product, the difference
 
-_EXACT = {"fp32": make_codec("none"), "bf16": make_codec("bf16")}
-_SIGN1 = make_codec("sign1")
+_EXACT: dict[str, CodecName] = {"fp32": "none", "bf16": "bf16"}
 _NOTHING = Cost()
 
 
@@ -49,14 +49,10 @@ class Phase:
 
 def phases(method: Method, workload: Workload, cluster: Cluster, schedule: Schedule) -> list[Phase]:
     """The phases of a run with `method`, of which the shares add up to 1; those that no step is in are left out."""
-    make = {
-        "ddp-fp32": _ddp,
-        "ddp-bf16": _ddp,
-        "powersgd": _powersgd,
-        "sharded-adam": _sharded_adam,
-        "onebit-adam": _onebit_adam,
-        "zero-one-adam": _zero_one_adam,
-    }[method.algorithm]
+    make = _MAKERS.get(method.algorithm)
+    if method.entry is not None:
+        make = _local_steps if method.entry.local_steps else _one_bit
+    assert make is not None, method
     everything = make(_Setting(method, workload, cluster, schedule))
     return [phase for phase in everything if phase.share > 0]
 
@@ -91,7 +87,7 @@ class _Setting:
     def _sharded_bucket(self, size: int) -> int:
         return bucket_numel(self.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, self.parameters, size)
 
-    def exchanged(self, codec: Codec) -> Buckets:
+    def exchanged(self, codec: CodecName) -> Buckets:
         """Averages through `codec` as thinwire's unsharded optimizers make them, flat or by node."""
         exchange = hierarchical_exchange if self.method.hierarchical else two_legs
         return self.in_buckets(
@@ -113,8 +109,17 @@ class _Setting:
 
     def gathered_weights(self) -> Buckets:
         """Weights on their way from their owners."""
-        size = self.workload.element_bytes
+        return self.gathered(self.workload.element_bytes)
+
+    def gathered(self, size: int) -> Buckets:
+        """As many elements as there are weights, each of `size` bytes, on their way from their owners."""
         return self.in_buckets(self._sharded_bucket(size), lambda elements: gather(self.cluster, elements, size))
+
+    def resync(self) -> Cost:
+        """A step's share of the owners' weights, which replicas of sharded state take over now and then."""
+        if not self.method.stage:
+            return _NOTHING
+        return self.gathered_weights().total * (1 / self.schedule.resync_interval)
 
 
 def _ddp(setting: _Setting) -> list[Phase]:
@@ -182,30 +187,42 @@ def _sharded_step(setting: _Setting, share: float, name: str, *, warm: bool = Fa
     )
 
 
-def _onebit_adam(setting: _Setting) -> list[Phase]:
+def _one_bit(setting: _Setting) -> list[Phase]:
+    """What freezes once, and then, or from the first step on, sends one bit an element in every step."""
+    entry = setting.method.entry
+    assert entry is not None
+    frozen = Phase("frozen", 1.0, setting.exchanged("sign1"), setting.pass_seconds(_APPLY_BYTES), setting.resync())
+    if entry.freeze_option is None:
+        return [replace(frozen, name="every step")]
     share = setting.schedule.warmup
-    update = setting.pass_seconds(_APPLY_BYTES)
-    if setting.method.stage == 0:
-        return [
-            Phase("warmup", share, setting.exact_buckets(), setting.adam_seconds, warm=True),
-            Phase("frozen", 1 - share, setting.exchanged(_SIGN1), update),
-        ]
-    resync = setting.gathered_weights().total * (1 / setting.schedule.resync_interval)
-    return [
-        _sharded_step(setting, share, "warmup", warm=True),
-        Phase("frozen", 1 - share, setting.exchanged(_SIGN1), update, after=resync),
-    ]
+    if setting.method.stage:
+        warm = _sharded_step(setting, share, "warmup", warm=True)
+    else:
+        warm = Phase("warmup", share, setting.exact_buckets(), setting.adam_seconds, warm=True)
+    return [warm, replace(frozen, share=1 - share)]
 
 
-def _zero_one_adam(setting: _Setting) -> list[Phase]:
+def _local_steps(setting: _Setting) -> list[Phase]:
     steps = setting.schedule.zero_one_steps()
     total = setting.schedule.steps
     local_update = setting.pass_seconds(_LOCAL_STEP_BYTES)
-    one_bit = setting.exchanged(_SIGN1)
+    one_bit, resync = setting.exchanged("sign1"), setting.resync()
+    # Owners of sharded state publish the momentum that local steps begin with.
+    published = setting.gathered(_FP32).total if setting.method.stage else _NOTHING
     return [
-        Phase("exact gradients", steps.exact / total, setting.exact_buckets(), setting.adam_seconds, warm=True),
-        Phase("1-bit gradients", steps.gradients / total, one_bit, setting.adam_seconds),
+        Phase(
+            "exact gradients", steps.exact / total, setting.exact_buckets(), setting.adam_seconds, published, warm=True
+        ),
+        Phase("1-bit gradients", steps.gradients / total, one_bit, setting.adam_seconds, resync),
         # Updates are exchanged once the local step is made, beside nothing.
-        Phase("1-bit updates", steps.updates / total, NO_BUCKETS, local_update, after=one_bit.total),
+        Phase("1-bit updates", steps.updates / total, NO_BUCKETS, local_update, after=one_bit.total + resync),
         Phase("local", steps.local / total, NO_BUCKETS, local_update),
     ]
+
+
+_MAKERS: dict[str, Callable[[_Setting], list[Phase]]] = {
+    "ddp-fp32": _ddp,
+    "ddp-bf16": _ddp,
+    POWERSGD: _powersgd,
+    SHARDED_ADAM: _sharded_adam,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.errors import PlanError
@@ -76,6 +76,7 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
         raise PlanError(
             f"{method.name} needs several nodes of several ranks, not {cluster.nodes} of {cluster.ranks_per_node}"
         )
+    workload, cluster = _with_shared_cores(workload, cluster)
     parts = phases(method, workload, cluster, schedule or Schedule())
     steps = [_step(phase, workload, cluster) for phase in parts]
     shares = [phase.share for phase in parts]
@@ -89,6 +90,21 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
         {phase.name: phase.share for phase in parts},
         max(held, key=lambda categories: sum(categories.values())),
     )
+
+
+def _with_shared_cores(workload: Workload, cluster: Cluster) -> tuple[Workload, Cluster]:
+    """What every rank computes takes as many times as long as ranks share a core."""
+    times = cluster.ranks_a_core
+    if times == 1:
+        return workload, cluster
+    update = None if workload.update_seconds is None else times * workload.update_seconds
+    slower = replace(
+        workload,
+        forward_seconds=times * workload.forward_seconds,
+        backward_seconds=times * workload.backward_seconds,
+        update_seconds=update,
+    )
+    return slower, replace(cluster, processor=cluster.processor.slower(times))
 
 
 def _step(phase: Phase, workload: Workload, cluster: Cluster) -> StepPrediction:

@@ -23,6 +23,9 @@ _SMALLEST, _LARGEST, _GROWTH = 4 << 10, 64 << 20, 4
 _LEAST_SIZES = 3
 _MOST_REPETITIONS, _LEAST_REPETITIONS = 9, 3
 _MESSAGES = 32
+# Training has several buckets under way. One exchange at a time between two ranks, whose messages share a connection,
+# reaches half of what two or more do; so large ones are timed in so many parts that start together.
+_PARTS, _LEAST_PART = 4, 256 << 10
 _PRODUCT_SIDE = 256
 _OVERLAP_REPETITIONS = 3
 
@@ -94,11 +97,12 @@ def _fit_collective(watch: Stopwatch, name: Collective, seconds: float) -> Colle
         expected = times[-1] * _GROWTH if times else 0.0
         if len(times) >= _LEAST_SIZES and spent + _LEAST_REPETITIONS * expected > seconds:
             break
-        start = _operation(watch, name, nbytes)
-        start().wait()
+        start = _operations(watch, name, nbytes)
+        start()
         repetitions = _MOST_REPETITIONS if _MOST_REPETITIONS * expected < seconds / 10 else _LEAST_REPETITIONS
-        times.append(watch.typical(lambda start=start: start().wait(), repetitions))  # type: ignore[misc]
-        inputs.append(_input_bytes(comm, name, nbytes))
+        times.append(watch.typical(start, repetitions))
+        parts = _parts(nbytes)
+        inputs.append(parts * _input_bytes(comm, name, nbytes // parts))
         spent += (repetitions + 1) * times[-1]
         nbytes *= _GROWTH
     sent = [sent_bytes(name, one, comm.size) for one in inputs]
@@ -112,6 +116,21 @@ def _input_bytes(comm: Communicator, name: Collective, nbytes: int) -> int:
     """What a rank puts into a collective about `nbytes` large, whole floats: an all-gather's result is that large."""
     parts = max(1, nbytes // (4 * comm.size))
     return 4 * parts * (1 if name == "all_gather" else comm.size)
+
+
+def _parts(nbytes: int) -> int:
+    return max(1, min(_PARTS, nbytes // _LEAST_PART))
+
+
+def _operations(watch: Stopwatch, name: Collective, nbytes: int) -> Callable[[], None]:
+    """Makes a collective about `nbytes` large, in its parts, and waits for it."""
+    starts = [_operation(watch, name, nbytes // _parts(nbytes)) for _ in range(_parts(nbytes))]
+
+    def run() -> None:
+        for work in [start() for start in starts]:
+            work.wait()
+
+    return run
 
 
 def _operation(watch: Stopwatch, name: Collective, nbytes: int) -> Callable[[], Work]:

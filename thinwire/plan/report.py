@@ -6,19 +6,20 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from thinwire.plan.cluster import Cluster
+from thinwire.plan.losses import loss_of
+from thinwire.plan.methods import Method
 from thinwire.plan.prediction import Prediction, StepPrediction
 from thinwire.plan.recommendation import BASELINE, Plan
-from thinwire.plan.workload import Workload
+from thinwire.plan.units import rate_in_words
 
-__all__ = ["as_json", "as_text"]
+__all__ = ["as_json", "as_table"]
 
 _HEADINGS = ("step ms", "compute", "encode", "wire", "exposed", "MB sent", "MB node", "GB held")
-_BITS = 8
 
 
-def as_text(plan: Plan, workload: Workload, cluster: Cluster) -> str:
-    """The table of all methods, the phases of each that has several, the recommendation and the break-even rates."""
+def as_table(plan: Plan) -> str:
+    """Of all methods, the phases of each that has several, and the break-even rates."""
+    workload, cluster = plan.workload, plan.cluster
     width = max(_longest(plan), len("method")) + 2
     lines = [
         f"{workload.model.name}, {workload.model.parameters:,} parameters in {workload.dtype}, "
@@ -38,14 +39,14 @@ def as_text(plan: Plan, workload: Workload, cluster: Cluster) -> str:
         "Times in ms of one step, averaged over the run; below, its phases. Exposed: the part of the wire that nothing",
         "hides. MB sent by a rank, and by a node to others. GB held by a rank; ! is more than there is.",
         "",
-        _recommendation(plan),
-        *(_break_even(method.name, rate) for method, rate in plan.break_even.items()),
+        *(_break_even(one.method, plan) for one in plan.predictions if one.method.is_one_bit),
     ]
     return "\n".join(lines)
 
 
-def as_json(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """The same in seconds and bytes; a break-even rate that is infinite is null."""
+    workload, cluster = plan.workload, plan.cluster
     return {
         "model": workload.model.name,
         "parameters": workload.model.parameters,
@@ -54,6 +55,8 @@ def as_json(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
         "ranks_per_node": cluster.ranks_per_node,
         "memory_limit": plan.memory_limit,
         "recommended": plan.best.method.name if plan.best is not None else None,
+        "forward_seconds": workload.forward_seconds,
+        "backward_seconds": workload.backward_seconds,
         "predictions": [_prediction_as_json(plan, prediction) for prediction in plan.predictions],
     }
 
@@ -70,8 +73,10 @@ def _prediction_as_json(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "memory_bytes": prediction.memory_bytes,
         "fits": plan.fits(prediction),
     }
-    if prediction.method in plan.break_even:
-        rate = plan.break_even[prediction.method]
+    measured = loss_of(prediction.method)
+    described["measured_loss"] = None if measured is None else asdict(measured)
+    if prediction.method.is_one_bit:
+        rate = plan.break_even(prediction.method)
         described["break_even_bytes_per_second"] = None if math.isinf(rate) else rate
     return described
 
@@ -98,25 +103,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g}% of steps"
 
 
-def _recommendation(plan: Plan) -> str:
-    if plan.best is None:
-        assert plan.memory_limit is not None
-        least = min(plan.predictions, key=lambda one: one.memory_bytes)
-        return (
-            f"Nothing fits into {plan.memory_limit / 1e9:.2f} GB a rank: {least.method.name} needs least, "
-            f"{least.memory_bytes / 1e9:.2f} GB"
-        )
-    best = plan.best
-    text = f"Recommended: {best.method.name}, {1e3 * best.step_seconds:.1f} ms a step, {best.memory_bytes / 1e9:.2f} GB"
-    baseline = next((one for one in plan.predictions if one.method == BASELINE), None)
-    if baseline is not None and baseline is not best:
-        text += f"; {baseline.step_seconds / best.step_seconds:.2f}x as fast as {BASELINE.name}"
-    return text
-
-
-def _break_even(name: str, rate: float) -> str:
+def _break_even(method: Method, plan: Plan) -> str:
+    rate = plan.break_even(method)
     if math.isinf(rate):
-        return f"{name} beats {BASELINE.name} at every link rate"
+        return f"{method.name} beats {BASELINE.name} at every link rate"
     if rate == 0:
-        return f"{name} beats {BASELINE.name} at no link rate"
-    return f"{name} beats {BASELINE.name} below {_BITS * rate / 1e9:.3g} Gb/s a node"
+        return f"{method.name} beats {BASELINE.name} at no link rate"
+    return f"{method.name} beats {BASELINE.name} below {rate_in_words(rate)} a node"

@@ -64,10 +64,14 @@ class Schedule:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise PlanError(f"{name} must be a whole number of steps, at least 0, got {value!r}")
 
+    @property
+    def freeze_step(self) -> int:
+        """The last step of the warmup."""
+        return self.var_freeze_step if self.var_freeze_step is not None else round(self.warmup * self.steps)
+
     def zero_one_steps(self) -> ZeroOneSteps:
         """Count the steps of 0/1 Adam (Lu et al. 2022, arXiv 2202.06009, §4) by kind, without walking the run."""
-        freeze = self.var_freeze_step if self.var_freeze_step is not None else round(self.warmup * self.steps)
-        first_phase = min(freeze, self.steps)
+        first_phase = min(self.freeze_step, self.steps)
         exact = self._variance_updates(first_phase)
         updates = self._synchronisations(first_phase)
         return ZeroOneSteps(exact, first_phase - exact, updates, self.steps - first_phase - updates)

@@ -9,16 +9,7 @@ from typing import Literal
 
 from thinwire.plan.errors import PlanError, require_whole
 
-__all__ = [
-    "MODELS",
-    "Activations",
-    "Matrices",
-    "ParameterDtype",
-    "Transformer",
-    "Workload",
-    "named_model",
-    "plain_model",
-]
+__all__ = ["Activations", "Blocks", "Matrices", "ParameterDtype", "Transformer", "Workload", "plain_model"]
 
 ParameterDtype = Literal["fp32", "bf16"]
 
@@ -49,16 +40,32 @@ class Matrices:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Of a transformer: `layers` of `hidden` units with `heads`; `sequence`: tokens that it is usually trained on."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "sequence"):
+            require_whole(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
 class Transformer:
     """A model: `parameters` trained elements, of which `matrices` are two-dimensional; the rest are vectors.
 
     `last`: the one of the matrices whose gradient is complete at backward's end only, the embedding; it is never cut.
+    `blocks`: its layers, where they are known.
     """
 
     name: str
     parameters: int
     matrices: tuple[Matrices, ...]
     last: Matrices | None = None
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         require_whole("parameters", self.parameters)
@@ -71,32 +78,6 @@ class Transformer:
     def last_elements(self) -> int:
         """Elements of the matrix that comes last."""
         return 0 if self.last is None else self.last.numel
-
-
-def _bert(name: str, layers: int, width: int, vocabulary: int = 30522, positions: int = 512) -> Transformer:
-    """BERT with its masked-language head, whose output matrix is the embedding: Hugging Face's BertForMaskedLM."""
-    matrices = (
-        Matrices(vocabulary, width),
-        Matrices(positions, width),
-        Matrices(2, width),
-        Matrices(width, width, 4 * layers + 1),
-        Matrices(4 * width, width, layers),
-        Matrices(width, 4 * width, layers),
-    )
-    # A layer's biases (4 + 4 + 1) and two norms (4); outside: a norm each for embeddings and head, the head's biases.
-    vectors = layers * 13 * width + 5 * width + vocabulary
-    return Transformer(name, sum(one.numel for one in matrices) + vectors, matrices, matrices[0])
-
-
-_BERTS = {"tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "base": (12, 768), "large": (24, 1024)}
-MODELS = tuple(f"bert-{size}" for size in _BERTS)
-
-
-def named_model(name: str) -> Transformer:
-    """One of `MODELS`: BERT in Google's miniatures and the paper's two sizes. Raises PlanError for another name."""
-    if name not in MODELS:
-        raise PlanError(f"model {name!r} is not one of {', '.join(MODELS)}; give any other by its parameter count")
-    return _bert(name, *_BERTS[name.removeprefix("bert-")])
 
 
 def plain_model(parameters: int, hidden: int | None = None) -> Transformer:

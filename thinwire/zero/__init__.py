@@ -3,19 +3,9 @@ ZeRO stages 0 to 2 for any elementwise torch optimizer."""
 
 from __future__ import annotations
 
-from thinwire.zero.bucket_layout import (
-    LARGEST_BUCKET_BYTES,
-    BucketLayout,
-    Slot,
-    bucket_numel,
-    partition,
-    shard_numel,
-    valid_in_shard,
-)
-from thinwire.zero.home import StepResult
-from thinwire.zero.optimizer import ShardedOptimizer
-from thinwire.zero.replicas import ReplicaDriftError
-from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
+from typing import TYPE_CHECKING
+
+from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "LARGEST_BUCKET_BYTES",
@@ -32,3 +22,38 @@ __all__ = [
     "shard_numel",
     "valid_in_shard",
 ]
+
+# A plan reads the sizes of buckets and shards where there is no torch yet.
+if TYPE_CHECKING:
+    from thinwire.zero.bucket_layout import (
+        LARGEST_BUCKET_BYTES,
+        BucketLayout,
+        Slot,
+        bucket_numel,
+        partition,
+        shard_numel,
+        valid_in_shard,
+    )
+    from thinwire.zero.home import StepResult
+    from thinwire.zero.optimizer import ShardedOptimizer
+    from thinwire.zero.replicas import ReplicaDriftError
+    from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "bucket_layout": (
+                "LARGEST_BUCKET_BYTES",
+                "BucketLayout",
+                "Slot",
+                "bucket_numel",
+                "partition",
+                "shard_numel",
+                "valid_in_shard",
+            ),
+            "home": ("StepResult",),
+            "optimizer": ("ShardedOptimizer",),
+            "replicas": ("ReplicaDriftError",),
+            "saved_slices": ("OwnSlices", "SavedSlice", "SliceSource"),
+        },
+    )

@@ -16,7 +16,6 @@ from thinwire.comm import Communicator, Traffic
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.home import StepResult
-from thinwire.zero.memory import model_state_formula
 from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import (
@@ -29,6 +28,7 @@ from thinwire.zero.saved_state import (
     state_slices,
     take_over_settings,
 )
+from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["FullyShardedOptimizer"]
 
@@ -109,7 +109,9 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         kinds = {one.kind for one in self.saved_slices()} - {"weight", "master"}
         elements = sum(shard.parameter.numel() for shard in self._shards)
         vectors = sum(not kind.startswith("scalar.") for kind in kinds)
-        return model_state_formula(3, elements, self.comm.size, dtype=self._dtype, state_bytes=4 * vectors)
+        return model_state_formula(
+            3, elements, self.comm.size, element_bytes=self._dtype.itemsize, state_bytes=4 * vectors
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

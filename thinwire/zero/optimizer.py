@@ -15,11 +15,11 @@ from thinwire.comm.agreement import raise_together
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.bucket_optimizer import BucketOptimizer, OptimizerClass
 from thinwire.zero.home import NO_GRADIENTS, StepResult
-from thinwire.zero.memory import model_state_formula
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters, Sharding
+from thinwire.zero.state_formula import model_state_formula
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["ShardedOptimizer"]
@@ -158,6 +158,6 @@ class _ElementwiseHome(ShardedHome):
             self._parameters.sharding.stage,
             self._numel,
             self.comm.size,
-            dtype=self._parameters.buckets[0].dtype,
+            element_bytes=self._parameters.buckets[0].dtype.itemsize,
             state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
         )

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> None:
         for step in range(_FIRST_STEPS):
             _advance(learner, options.batch_size, comm.rank, step)
     measured: dict[str, Any] = {"ranks": comm.size, "shapes": [list(one.shape) for one in alone.module.parameters()]}
-    measured["computing"] = _time_computing(alone, options, comm)
+    measured["computing"] = _time_computing(alone, options, comm, comm.size)
+    measured["computing_one_rank"] = _time_computing(alone, options, comm, 1)
     if options.balanced:
         measured["balanced"] = _balanced(learners, measured["computing"]["backward"], options, comm)
     else:
@@ -77,7 +78,8 @@ def _at_rates(learners: Mapping[str, Learner], options: argparse.Namespace, comm
     probes: dict[str, Any] = {}
     for rate in _rates(options, turns, comm):
         shape_together(comm, options.cluster, options.hosts, rate)
-        probes[str(rate)] = probe(comm, options.probe_seconds).model_dump()
+        if options.probe_seconds:
+            probes[str(rate)] = probe(comm, options.probe_seconds).model_dump()
         turns[str(rate)] = _measure(learners, options, comm)
         if comm.rank == 0:
             print(f"step times at {rate} Mb/s measured", file=sys.stderr, flush=True)
@@ -113,19 +115,24 @@ def _rank_0s(value: float, comm: Communicator) -> float:
     return float(agreed)
 
 
-def _time_computing(alone: AloneLearner, options: argparse.Namespace, comm: Communicator) -> dict[str, float]:
-    """Seconds of a step's forward, backward and update on the slowest rank, with nobody to talk to; medians."""
+def _time_computing(
+    alone: AloneLearner, options: argparse.Namespace, comm: Communicator, ranks: int
+) -> dict[str, float]:
+    """Seconds of a step's forward, backward and update on the slowest of the first `ranks`, which compute at once, with
+    nobody to talk to, while the others wait; medians."""
     rounds = []
     for step in range(_COMPUTING_ROUNDS):
         comm.barrier()
-        started = time.perf_counter()
-        total, count = alone(*_batch(options.batch_size, comm.rank, step))
-        loss = total / count
-        forward = time.perf_counter()
-        loss.backward()
-        backward = time.perf_counter()
-        alone.update()
-        seconds = torch.tensor([forward - started, backward - forward, time.perf_counter() - backward])
+        seconds = torch.zeros(3)
+        if comm.rank < ranks:
+            started = time.perf_counter()
+            total, count = alone(*_batch(options.batch_size, comm.rank, step))
+            loss = total / count
+            forward = time.perf_counter()
+            loss.backward()
+            backward = time.perf_counter()
+            alone.update()
+            seconds = torch.tensor([forward - started, backward - forward, time.perf_counter() - backward])
         comm.all_reduce(seconds, "max")
         rounds.append(seconds)
     medians = torch.stack(rounds).median(0).values
@@ -140,6 +147,8 @@ def _rates(
         yield None
         return
     yield from options.rates
+    if not options.waiting:
+        return
     waits = rate_of_waiting({float(rate): by_name[BASELINE] for rate, by_name in turns.items()}, options.waiting)
     found = _rank_0s(waits, comm)
     if isfinite(found) and (rate := round(found)) not in options.rates:
@@ -195,9 +204,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, required=True)
     parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), required=True)
     parser.add_argument("--rates", nargs="+", type=positive, default=[], help="Mb/s")
-    parser.add_argument("--waiting", type=float, default=0.94, help="of the step, by the fp32 baseline")
+    parser.add_argument("--waiting", type=float, default=0.94, help="of its step, by fp32; 0: no such rate")
     parser.add_argument("--seconds", type=positive, required=True, help="a rate")
-    parser.add_argument("--probe-seconds", type=positive, default=20, help="of thinwire probe, a rate")
+    parser.add_argument("--probe-seconds", type=int, default=20, help="of thinwire probe, a rate; 0: none")
     parser.add_argument("--balanced", action="store_true", help="each contender where wire and backward take as long")
     parser.add_argument("--cluster", help="whose links to shape; none: leave the network as it is")
     parser.add_argument("--hosts", type=positive, required=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,7 @@ from thinwire.optim.sharded.memory import frozen_state_formula
 def test_formulas(parameters: int, ranks: int) -> None:
     for expected, formula in [
         (5.125 + 8 / ranks, frozen_state_formula(parameters, ranks)),
-        (9.125 + 4 / ranks, frozen_state_formula(parameters, ranks, dtype=torch.float32)),
-        (9.125 + 8 / ranks, frozen_state_formula(parameters, ranks, dtype=torch.float32, fresh_variance=True)),
+        (9.125 + 4 / ranks, frozen_state_formula(parameters, ranks, element_bytes=4)),
+        (9.125 + 8 / ranks, frozen_state_formula(parameters, ranks, element_bytes=4, fresh_variance=True)),
     ]:
         assert sum(formula.values()) == pytest.approx(parameters * expected)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.kernels.ops import Backend, backends
-from thinwire.compress.kernels.packet_layout import (
+from thinwire.compress.kernels.packet_views import scales, span
+from thinwire.compress.packet_layout import (
     BLOCK_MULTIPLE,
     CODE_BITS,
     HEADER_BYTES,
     MAX_BLOCK_SIZE,
     packet_bytes,
-    scales,
-    span,
 )
 
 __all__ = [

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.packet_layout import check_codec, packet_bytes, span
+from thinwire.compress.kernels.packet_views import span
+from thinwire.compress.packet_layout import check_codec, packet_bytes
 
 __all__ = ["CODEC_OPERATIONS", "OPERATIONS", "ApplySigns", "Call", "Decode", "Encode", "MomentumPayload", "Operation"]
 

@@ -23,7 +23,7 @@ from thinwire.compress.kernels.calls import (
     MomentumPayload,
     Operation,
 )
-from thinwire.compress.kernels.packet_layout import CODE_BITS
+from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = ["Backend", "backends"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
 from thinwire.compress.kernels.noise import random_bits
-from thinwire.compress.kernels.packet_layout import HEADER_BYTES, codes_offset
+from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
 
 __all__ = ["apply_signs", "decode", "encode", "momentum_payload", "store_rounded"]
 

@@ -29,11 +29,11 @@ from thinwire.optim.replicated.weights import weight_and_master
 from thinwire.optim.replicated.wire import Wire
 from thinwire.optim.residuals import LEFT_OUT_STEPS, ranks_to_resume, read_left_out_steps
 from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
-from thinwire.zero.memory import model_state_formula
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.replicas import ComparisonTimes, compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["ReplicatedHome"]
 
@@ -367,8 +367,8 @@ class ReplicatedHome(AlgorithmHome):
         if not self.frozen:
             state = 4 * len(self._recipe.algorithm().state)
             numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
-            dtype = self.parameters[0].dtype
-            return model_state_formula(0, numel, self.comm.size, dtype=dtype, state_bytes=state)
+            size = self.parameters[0].element_size()
+            return model_state_formula(0, numel, self.comm.size, element_bytes=size, state_bytes=state)
         entries = [(name, one) for state in self.torch_state().values() for name, one in state.items()]
         exchanges = [one.compressed for one in self._layout.buckets if one.compresses]
         residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]

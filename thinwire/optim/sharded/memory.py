@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 __all__ = ["frozen_state_formula"]
 
 
 def frozen_state_formula(
-    parameters: int, world_size: int, *, dtype: torch.dtype = torch.bfloat16, fresh_variance: bool = False
+    parameters: int, world_size: int, *, element_bytes: int = 2, fresh_variance: bool = False
 ) -> dict[str, float]:
     """Bytes a rank should hold, by category, at ZeRO stages 1 and 2.
 
@@ -18,16 +16,15 @@ def frozen_state_formula(
     Args:
         parameters: Ψ, trained ones.
         world_size: N.
-        dtype: of the parameters as the model sees them.
+        element_bytes: of a parameter as the model sees it.
         fresh_variance: 1-bit LAMB's: another 4Ψ/N.
     """
-    size = dtype.itemsize
     shared = 1 / world_size
     each = {
-        "weights": size,
-        "masters": (0 if size == 4 else 4) * shared,
+        "weights": element_bytes,
+        "masters": (0 if element_bytes == 4 else 4) * shared,
         "gradients": 0,
-        "residuals": size + 4 * shared,
+        "residuals": element_bytes + 4 * shared,
         "optimizer state": 1 + 1 / 8 + (4 * shared if fresh_variance else 0),
     }
     return {category: parameters * factor for category, factor in each.items()}

@@ -23,11 +23,11 @@ from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.optim.sharded.packed_bucket import PackedBucket
 from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, variance_norm
 from thinwire.zero.home import NO_GRADIENTS, StepResult
-from thinwire.zero.memory import model_state_formula
 from thinwire.zero.replicas import compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters
+from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["PackedHome"]
 
@@ -256,9 +256,9 @@ class PackedHome(AlgorithmShardedHome):
 
     def model_state_bytes(self) -> dict[str, float]:
         """See Home."""
-        dtype, ranks, stage = self._parameters.buckets[0].dtype, self.comm.size, self._parameters.sharding.stage
+        size, ranks, stage = self._parameters.buckets[0].dtype.itemsize, self.comm.size, self._parameters.sharding.stage
         if self.frozen:
             return frozen_state_formula(
-                self._numel, ranks, dtype=dtype, fresh_variance=self._algorithm.follows_variance
+                self._numel, ranks, element_bytes=size, fresh_variance=self._algorithm.follows_variance
             )
-        return model_state_formula(stage, self._numel, ranks, dtype=dtype, state_bytes=8)
+        return model_state_formula(stage, self._numel, ranks, element_bytes=size, state_bytes=8)

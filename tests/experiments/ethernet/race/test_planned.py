@@ -8,6 +8,7 @@ import pytest
 
 from experiments.ethernet.race import planned
 from experiments.ethernet.race.findings import ALONE
+from thinwire.plan import Calibration
 
 SHAPES = [[4096, 64], [64, 64], [64]]
 PARTS = {"forward": 0.1, "backward": 0.2, "update": 0.1}
@@ -51,3 +52,19 @@ def test_a_fast_link_leaves_what_is_computed() -> None:
     assert found["ddp-bf16"]["error"] == pytest.approx(1)
     assert found["onebit-adam"]["predicted"] < 0.8
     assert planned.median_error([found, found]) == pytest.approx((1 + abs(found["onebit-adam"]["error"])) / 2)
+
+
+def test_what_was_not_probed_is_foreseen() -> None:
+    """Another rate scales the link; hosts that share a core compute as many times as long."""
+    calibration = Calibration.model_validate(probe_of(1e6))
+    measured = {"shapes": SHAPES, "computing_one_rank": PARTS}
+
+    def predicted(megabits: float, hosts: int, cores_a_host: float) -> float:
+        turns = {ALONE: [turn(0.4)], "ddp-fp32": [turn(1.0)]}
+        return planned.foresee(turns, calibration, megabits, hosts, cores_a_host, measured)["ddp-fp32"]["predicted"]
+
+    assert predicted(1e9, 2, 1.0) == pytest.approx(0.4)
+    collectives = 2  # of the embedding's bucket, and of the rest's: in each, ranks wait for a core
+    assert predicted(1e9, 4, 0.5) == pytest.approx(0.8 + collectives * 5e-3, abs=5e-3)
+    assert predicted(0.08, 2, 1.0) == pytest.approx(4 * ELEMENTS / 1e4, rel=0.05)
+    assert predicted(0.008, 4, 1.0) == pytest.approx(2 * 3 / 4 * 4 * ELEMENTS / 1e3, rel=0.05)

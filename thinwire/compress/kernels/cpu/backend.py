@@ -17,7 +17,7 @@ from thinwire.compress.kernels.cpu import momentum, rounding
 from thinwire.compress.kernels.cpu.blocks import Layout, Range
 from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.noise import keys
-from thinwire.compress.kernels.packet_layout import CODE_BITS
+from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.simd.workers import Workers
 
 __all__ = ["apply_signs", "decode", "encode", "momentum_payload", "store_rounded"]

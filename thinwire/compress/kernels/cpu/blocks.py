@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels.packet_layout import HEADER_BYTES, SCALE_BYTES
+from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 from thinwire.simd.compiling import helper
 
 __all__ = ["Bytes", "Floats", "Layout", "Place", "Range", "locate"]

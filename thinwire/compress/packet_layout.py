@@ -1,42 +1,37 @@
-"""Where everything sits inside a packet row: the one place that knows byte offsets."""
+"""Where everything sits inside a packet row: the one place that knows byte offsets. No tensors, so that a plan can ask
+how large packets are without torch."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Literal
 
 __all__ = [
     "BLOCK_MULTIPLE",
     "CODE_BITS",
+    "DEFAULT_BLOCK_SIZE",
     "HEADER_BYTES",
     "MAX_BLOCK_SIZE",
     "SCALE_BYTES",
+    "VALUE_BYTES",
+    "CodecName",
     "check_codec",
+    "codec_packet_bytes",
     "codes_offset",
     "packet_bytes",
-    "scales",
-    "span",
 ]
+
+CodecName = Literal["sign1", "int8", "bf16", "none"]
 
 HEADER_BYTES = 16
 SCALE_BYTES = 4
 BLOCK_MULTIPLE = 64
 MAX_BLOCK_SIZE = 65536
+# One fp32 scale a block: at 2048 elements the scales add 1.6% to sign1's bits.
+DEFAULT_BLOCK_SIZE = 2048
 CODE_BITS = {"sign1": 1, "int8": 8}
-
-
-def scales(codec: str, packets: Tensor, block_size: int) -> Tensor:
-    """The scales in `packets`, uint8 [rows, packet_bytes]: fp32 [rows, blocks], a view."""
-    block_bytes = SCALE_BYTES + block_size * CODE_BITS[codec] // 8
-    blocks = (packets.shape[1] - HEADER_BYTES) // block_bytes
-    return packets[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * blocks].view(torch.float32)
-
-
-def span(vector: Tensor) -> int:
-    """Elements from the first of a vector, or of [rows, shard], to its last, what lies between rows included."""
-    if vector.dim() < 2 or not vector.numel():
-        return vector.numel()
-    return (vector.size(0) - 1) * vector.stride(0) + vector.size(1)
+"""Of the codecs that have kernels."""
+VALUE_BYTES = {"bf16": 2, "none": 4}
+"""Of the codecs that send values themselves."""
 
 
 def codes_offset(shard: int, block_size: int) -> int:
@@ -45,7 +40,7 @@ def codes_offset(shard: int, block_size: int) -> int:
 
 
 def packet_bytes(codec: str, shard: int, block_size: int) -> int:
-    """Length in bytes of one packet row that carries `shard` elements.
+    """Length in bytes of one packet row of a codec that has kernels, which carries `shard` elements.
 
     Raises ValueError for an unknown codec, a block size that is not a multiple of 64 between 64 and
     65536, or a shard that is not whole blocks.
@@ -58,6 +53,13 @@ def packet_bytes(codec: str, shard: int, block_size: int) -> int:
             f"pad it to a multiple of block_size"
         )
     return codes_offset(shard, block_size) + shard * CODE_BITS[codec] // 8
+
+
+def codec_packet_bytes(codec: CodecName, shard: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
+    """Length in bytes of one packet row of any codec that carries `shard` elements; raises as `packet_bytes` does."""
+    if codec in VALUE_BYTES:
+        return HEADER_BYTES + shard * VALUE_BYTES[codec]
+    return packet_bytes(codec, shard, block_size)
 
 
 def check_codec(codec: str) -> None:

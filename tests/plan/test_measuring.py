@@ -1,0 +1,134 @@
+"""`--measure` runs a script as it is, and takes its own times; what it cannot measure it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire.plan import Matrices, PlanError
+from thinwire.plan.measured_script import StepTimer
+from thinwire.plan.measured_steps import MeasuredSteps
+from thinwire.plan.measuring import measure_script
+
+# As for torchrun: a process group, DDP, two micro-batches a step, a sleep in forward, and work left to do afterwards.
+SCRIPT = """
+import time
+import helper
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(helper.model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+print("training")
+for step in range(1_000_000):
+    for part in range(2):
+        time.sleep(0.05)
+        model(torch.randint(0, 50, (4, 8))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+HELPER = """
+from torch import nn
+def model():
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.LayerNorm(32))
+"""
+
+
+def test_a_script_for_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "helper.py").write_text(HELPER)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    measured = measure_script(script, 3, 120.0)
+    assert (measured.script, measured.steps, measured.accumulation, measured.dtype) == ("train.py", 3, 2, "fp32")
+    assert 0.05 <= measured.forward < 5
+    assert measured.backward > 0
+    assert measured.update > 0
+    assert measured.shapes == ((50, 16), (32, 16), (32,), (32,), (32,))
+    assert capfd.readouterr() == ("", "training\n")
+    model = measured.model()
+    assert (model.parameters, model.matrices) == (50 * 16 + 32 * 16 + 3 * 32, (Matrices(50, 16), Matrices(32, 16)))
+    assert model.last == Matrices(50, 16)
+    workload = measured.workload()
+    assert (workload.forward_seconds, workload.update_seconds) == (measured.forward, measured.update)
+    assert workload.accumulation == 2
+
+
+def test_a_script_that_fails(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise RuntimeError('no data here')")
+    with pytest.raises(PlanError, match=r"ended with exit code 1 before it could be measured:[\s\S]*no data here"):
+        measure_script(script, 3, 120.0)
+
+
+def test_a_script_that_takes_too_long(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(600)")
+    with pytest.raises(PlanError, match=r"did not make 6 steps in 1 s: give --measure-limit"):
+        measure_script(script, 3, 0.5 + 0.5)
+
+
+def test_no_script() -> None:
+    with pytest.raises(PlanError, match=r"--measure /nowhere/train\.py: there is no such file"):
+        measure_script(Path("/nowhere/train.py"), 3, 1.0)
+
+
+class Training:
+    """A small model under a timer of this process; what the timer found."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, optimizers: int = 1) -> None:
+        monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+        self.found: list[dict[str, Any]] = []
+        self.timer = StepTimer(1, 2, self.found.append)
+        self.handles = self.timer.install()
+        self.model = nn.Linear(3, 2)
+        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1) for _ in range(optimizers)]
+
+    def step(self, backwards: int = 1, which: int = 0) -> None:
+        for _ in range(backwards):
+            self.model(torch.ones(3)).sum().backward()
+        self.optimizers[which].step()
+
+    def end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def test_steps_that_differ_are_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    try:
+        for backwards in (1, 2, 3):
+            training.step(backwards)
+    finally:
+        training.end()
+    assert training.found == [{"problem": "its steps have 2 to 3 backwards: give --forward, --backward"}]
+
+
+def test_several_optimizers_are_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, optimizers=2)
+    try:
+        training.step()
+        training.step(which=1)
+    finally:
+        training.end()
+    assert "it steps several optimizers, SGD and SGD" in training.found[0]["problem"]
+
+
+def test_a_step_without_backward_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    try:
+        training.step(backwards=0)
+    finally:
+        training.end()
+    assert "it steps without a backward before, as with a closure" in training.found[0]["problem"]
+
+
+def test_16_bit_parameters() -> None:
+    measured = MeasuredSteps("x.py", 3, 0.1, 0.2, 0.3, 1, "bf16", ((4,), (3, 4, 5)))
+    assert measured.workload().element_bytes == 2
+    assert measured.model().matrices == (Matrices(3, 20),)
+    assert measured.model().last is None
