@@ -10,7 +10,6 @@ import pytest
 
 from tests.docs.command_lines import check
 from tests.docs.pages import REPOSITORY, blocks, pages, spans
-from thinwire.command_line import main
 from thinwire.engine import load_config
 
 COMMAND = re.compile(r"(make|pip|thinwire|torchrun|mpirun|srun|sbatch|python -[cm]) ")
@@ -28,6 +27,13 @@ def wrong(page: Path) -> list[str]:
     shown = [
         (str(block), line, True) for block in blocks(page) if block.language == "bash" for line in lines(block.text)
     ]
+    shown += [
+        (str(block), line.removeprefix("$ "), True)
+        for block in blocks(page)
+        if block.language == "console"
+        for line in lines(block.text)
+        if line.startswith("$ ")
+    ]
     shown += [(f"{page}:{line}", text, False) for line, text in spans(page) if COMMAND.match(text)]
     found = []
     for place, line, complete in shown:
@@ -41,19 +47,6 @@ def wrong(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_command_lines(page: Path) -> None:
     assert not wrong(page)
-
-
-def test_plans_that_need_no_file_are_made(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [
-        line.split()
-        for block in blocks(REPOSITORY / "docs/guides/planning.md")
-        for line in lines(block.text)
-        if line.startswith("thinwire plan ") and "--calibration" not in line
-    ]
-    assert found
-    for words in found:
-        assert main(words[1:]) == 0
-        assert capsys.readouterr().out
 
 
 def test_engine_configurations() -> None:
@@ -78,7 +71,7 @@ def test_engine_configurations() -> None:
     [
         ("make tests", "no target tests"),
         ("pip install '.[gpu]'", "no extra gpu"),
-        ("thinwire plan --nodes 4", "required: --forward-ms"),
+        ("thinwire plan --nodes 4 --gigabits 1", "unrecognized arguments: --gigabits"),
         ("thinwire checkpoint verify runs --deep", "unrecognized arguments: --deep"),
         ("torchrun --nproc-per-node 2 nothing.py", "no file nothing.py"),
         ("torchrun --processes 2 examples/engine.py", "processes"),

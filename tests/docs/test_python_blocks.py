@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.docs.pages import REPOSITORY, Block, blocks, pages
 
-LANGUAGES = {"bash", "diff", "json", "python", "text"}
+LANGUAGES = {"bash", "console", "diff", "json", "python", "text"}
 
 
 def python_blocks(page: Path) -> list[Block]:
