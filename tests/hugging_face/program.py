@@ -119,6 +119,11 @@ def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
         logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
         assert logged == pytest.approx(norms, rel=1e-3)
         assert sent == bytes_sent
+        steps = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+        assert [entry["bytes_sent"] for entry in steps] == bytes_sent
+        frozen_at = optimizer.frozen_at
+        assert frozen_at is not None
+        assert [entry["frozen"] for entry in steps] == [float(step >= frozen_at) for step in range(1, len(steps) + 1)]
         if accumulation == 1:
             curve = losses(trainer)
             assert sum(curve[-4:]) < 0.8 * sum(curve[:4]), curve

@@ -197,7 +197,13 @@ class TrainerMixin(_Trainer):
     # Logging
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log, with the norm of the averaged gradient, which nobody knows before the step."""
+        """Log, with the norm of the averaged gradient, which nobody knows before the step; and with the bytes that this
+        rank has sent so far, and whether the steps from here on are compressed, where the optimizer has that."""
+        if "learning_rate" in logs:
+            optimizer = self._synchronized if self._engine is None else self._engine.optimizer
+            logs["bytes_sent"] = optimizer.bytes_sent
+            if hasattr(optimizer, "frozen"):
+                logs["frozen"] = float(optimizer.frozen)
         if "grad_norm" in logs:
             training = self._engine_training
             logs["grad_norm"] = self._synchronized.last_step.grad_norm if training is None else training.grad_norm
