@@ -40,7 +40,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     # What truncation alone has, ten times the steps, would press the rest together.
     over_steps.set_xlim(0, 1.05 * max(content["runs"][name]["curve"]["steps"][-1] for name in ("sparse", "dense")))
     over_time.set_xlim(left=0)
-    over_time.set_ylabel("validation loss, whole documents (nats a masked token)")
+    over_time.set_ylabel("validation loss (nats a masked token)")
     over_time.set_xlabel("minutes of training")
     over_steps.set_xlabel("steps: as many documents for all")
     over_time.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
@@ -51,8 +51,8 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
 
 def _title(content: Mapping[str, Any]) -> str:
     losses = content["equal_time"]["losses"]
-    ends = f"{losses['sparse']:.2f} with sparse attention, {losses['dense']:.2f} with dense"
-    return f"Loss after {content['equal_time']['minutes']:g} minutes of training: {ends}"
+    ends = f"{losses['sparse']:.2f} sparse, {losses['dense']:.2f} dense"
+    return f"Loss on whole documents after {content['equal_time']['minutes']:g} minutes of training: {ends}"
 
 
 def _limit(panel: Any, losses: Sequence[Sequence[float]], reference: float) -> None:

@@ -85,7 +85,7 @@ def write_head(figure: Figure, title: str, subtitle: str) -> float:
     margin, down = 0.25, 0.12
     for text, size, width_of_a_letter, style in (
         (title, 15, 0.6, {"fontweight": "bold"}),
-        (subtitle, 9.5, 0.53, {"color": QUIET}),
+        (subtitle, 9.5, 0.505, {"color": QUIET}),
     ):
         for line in textwrap.wrap(text, int((width - 2 * margin) * 72 / (size * width_of_a_letter))):
             down += 1.4 * size / 72

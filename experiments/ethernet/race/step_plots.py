@@ -61,7 +61,8 @@ def _title(entries: Sequence[Mapping[str, Any]], shown: Mapping[str, Any]) -> tu
     if rate is None or rate != rate:
         return title, ""
     limit = f"on links slower than {rate_name(float(f'{rate:.2g}'))}" if isfinite(rate) else "at every rate measured"
-    return title, f"Faster {limit}. "
+    stage = "" if CONTENDERS[best].phase == "warmup" else ", warmup not counted"
+    return title, f"Faster {limit}{stage}. "
 
 
 def _draw_breakdown(panel: Axes, entry: Mapping[str, Any]) -> None:
