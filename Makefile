@@ -10,7 +10,7 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test chaos bits lint plots lion stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet plan-accuracy gpu docs wheel clean
+.PHONY: help train test chaos bits lint plots lion stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet plan-accuracy redraw gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -28,6 +28,7 @@ help:
 	@echo "make layer-drop      BERT with and without progressive layer drop: loss, time, learning rates (about 40 minutes)"
 	@echo "make ethernet        race DDP, PowerSGD and 1-bit Adam over slow links (as root on Linux; about half an hour)"
 	@echo "make plan-accuracy   thinwire plan beside steps at settings it has not seen (as root on Linux; about 15 minutes)"
+	@echo "make redraw          draw the pictures of recorded results again, from their JSON (ARGS=NAME for one)"
 	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present"
 	@echo "make docs            build these pages and the API reference as a site, into site/"
 	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
@@ -89,6 +90,9 @@ ethernet: $(READY)
 
 plan-accuracy: $(READY)
 	$(RUN) -m experiments.ethernet.unseen $(ARGS)
+
+redraw: $(READY)
+	$(RUN) -m experiments.redraw $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu

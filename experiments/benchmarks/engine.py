@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.benchmarks import engine_memory, engine_step_time
+from experiments.benchmarks.engine_plots import draw
 from experiments.benchmarks.engine_step_time import BASELINE, REDUNDANCY
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
@@ -24,13 +24,10 @@ from experiments.common.errors import InputError, refuse
 from experiments.common.launching import refuse_launchers
 from experiments.common.results import RESULTS, check_writable, read_json, write_json
 from experiments.tasks.sizes import SIZES
-from experiments.training import plotting
-from experiments.training.plotting import QUIET
 
 __all__ = ["StepTime", "main", "summarise"]
 
 _NAME = "bench_engine"
-_OURS, _ONEBIT = "#3d6b8f", "#d1495b"
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,9 @@ def _quartiles(values: Any) -> tuple[float, float, float]:
 
 def _write_results(options: argparse.Namespace, times: dict[str, Any], memory: dict[str, Any]) -> None:
     summary = summarise(times["milliseconds"])
-    made_on = machine.describe()
     findings = _time_finding(summary), _memory_finding(memory["systems"])
     content = {
-        "machine": made_on,
+        "machine": machine.describe(),
         "model": options.model,
         "findings": findings,
         "step_time": {
@@ -91,7 +87,7 @@ def _write_results(options: argparse.Namespace, times: dict[str, Any], memory: d
     write_json(options.output / f"{_NAME}.json", content)
     _print_tables(summary, memory)
     print("\n".join(findings))
-    _draw(summary, times, memory, findings, options, made_on)
+    draw(content, options.output / f"{_NAME}.png")
     print(f"Written: {options.output / _NAME}.json and .png", flush=True)
 
 
@@ -119,66 +115,6 @@ def _print_tables(summary: Mapping[str, StepTime], memory: Mapping[str, Any]) ->
     for name, one in memory["systems"].items():
         measured, formula = one["held"] / elements, one["formula"] / elements
         print(f"{name:38} {measured:10.3f} {formula:9.3f} {100 * (measured / formula - 1):+7.1f}%")
-
-
-def _draw(
-    summary: Mapping[str, StepTime],
-    times: Mapping[str, Any],
-    memory: Mapping[str, Any],
-    findings: Sequence[str],
-    options: argparse.Namespace,
-    made_on: Mapping[str, Any],
-) -> None:
-    figure = Figure(figsize=(14, 5.8))
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    figure.subplots_adjust(left=0.2, right=0.945, top=0.82, bottom=0.19, wspace=0.2)
-    figure.text(0.02, 0.94, findings[0], fontsize=14, fontweight="bold")
-    figure.text(0.02, 0.885, findings[1], fontsize=14, fontweight="bold")
-    subject = f"BERT-{options.model}, {memory['elements'] / 1e6:.1f} M parameters"
-    hardware = f"made on {made_on['cpu']}, {made_on['cores']} cores"
-    figure.text(0.02, 0.025, f"{subject}; {hardware}", fontsize=9, color=QUIET)
-    _draw_times(left, summary, times["ranks"])
-    _draw_memory(right, memory)
-    plotting.save(figure, options.output / f"{_NAME}.png")
-
-
-def _draw_times(panel: Any, summary: Mapping[str, StepTime], ranks: int) -> None:
-    for place, (name, one) in enumerate(summary.items()):
-        colour = QUIET if name.startswith("torch") else _ONEBIT if "1-bit" in name else _OURS
-        low, middle, high = one.ratio_to_ddp
-        panel.plot([low, high], [place, place], color=colour, linewidth=7, alpha=0.35, solid_capstyle="butt")
-        panel.plot(middle, place, "o", color=colour, markersize=8)
-        text = f"{middle:.3f}   {one.milliseconds[1]:.0f} ms"
-        panel.annotate(text, (high, place), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
-    panel.axvline(1, color="black", linewidth=1, linestyle="--")
-    lowest = min(one.ratio_to_ddp[0] for one in summary.values())
-    highest = max(one.ratio_to_ddp[2] for one in summary.values())
-    panel.set_xlim(lowest - 0.03, highest + 0.5 * (highest - lowest))
-    panel.set_yticks(range(len(summary)), list(summary))
-    panel.invert_yaxis()
-    panel.grid(axis="x", alpha=0.25)
-    panel.set_xlabel(f"step time on {ranks} ranks, over DDP's in the same round\nmedian and quartiles; less is better")
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_memory(panel: Any, memory: Mapping[str, Any]) -> None:
-    elements = memory["elements"]
-    systems = memory["systems"]
-    places = np.arange(len(systems))
-    measured = [one["held"] / elements for one in systems.values()]
-    formulas = [one["formula"] / elements for one in systems.values()]
-    colours = [_ONEBIT if "1-bit" in name else _OURS for name in systems]
-    bars = panel.bar(places, measured, width=0.62, color=colours, label="measured: live tensors")
-    panel.hlines(formulas, places - 0.42, places + 0.42, color="black", linewidth=1.6, label="formula")
-    panel.bar_label(bars, [f"{value:.2f}" for value in measured], padding=4, fontsize=9)
-    panel.set_xticks(places, [name.replace(", ", "\n").replace("1-bit Adam", "1-bit Adam\nfrozen") for name in systems])
-    panel.tick_params(axis="x", labelsize=9)
-    panel.set_ylim(0, 1.12 * max(measured))
-    panel.set_ylabel(f"bytes an element on each of {memory['ranks']} ranks, bf16")
-    panel.spines["top"].set_visible(False)
-    megabytes = panel.secondary_yaxis("right", functions=(lambda y: y * elements / 1e6, lambda y: y * 1e6 / elements))
-    megabytes.set_ylabel("MB")
-    panel.legend(frameon=False, fontsize=9)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -29,7 +29,6 @@ __all__ = ["main"]
 
 _ELEMENTS = {"cpu": 64 << 20, "cuda": 256 << 20}
 _OUTPUT = {"cpu": RESULTS / "bench_kernels.json", "cuda": RESULTS / "gpu" / "kernels.json"}
-_COLOURS = {"copy": "#8a939e", "kernel": "#d1495b", "eager": "#5b6572"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WARMUP = 2
 
@@ -67,9 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     write_json(options.output, content)
     print(f"{_finding(results)}\nWritten: {options.output}")
-    if importlib.util.find_spec("matplotlib"):
+    # A machine with a GPU may have neither.
+    if all(map(importlib.util.find_spec, ("matplotlib", "rich"))):
+        from experiments.benchmarks.kernel_plots import draw
+
         picture = options.output.with_suffix(".png")
-        _draw(results, made_on, picture)
+        draw(content, picture)
         print(f"Written: {picture}")
     return 0
 
@@ -136,30 +138,6 @@ def _finding(results: Sequence[Result]) -> str:
         f"The fused 1-bit encode moves its bytes at {encode.ratio_to_copy:.2f} of the speed of a memory copy, "
         f"{factor:.1f}x faster than DeepSpeed's passes"
     )
-
-
-def _draw(results: Sequence[Result], made_on: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    copy = max(result.gigabytes_per_second for result in results if result.kind == "copy")
-    figure = Figure(figsize=(9, 0.42 * len(results) + 1.9), layout="constrained")
-    axes = figure.subplots()
-    names = [result.name for result in results]
-    bars = axes.barh(
-        names,
-        [result.gigabytes_per_second for result in results],
-        color=[_COLOURS[result.kind] for result in results],
-    )
-    axes.bar_label(bars, [f"{result.gigabytes_per_second:.1f}" for result in results], padding=4, fontsize=9)
-    axes.axvline(copy, color="black", linewidth=1, linestyle="--")
-    axes.annotate("fastest copy", (copy, -0.9), ha="center", fontsize=9, annotation_clip=False)
-    axes.invert_yaxis()
-    axes.set_xlabel("GB/s, counting only the bytes that the job must move")
-    axes.spines[["top", "right"]].set_visible(False)
-    device = made_on.get("gpu", f"{made_on['cpu']}, {made_on['cores']} cores")
-    figure.suptitle(_finding(results).replace(", ", ",\n"), fontsize=12, fontweight="bold")
-    axes.set_title(f"{device}; medians", fontsize=9, color=_COLOURS["copy"])
-    figure.savefig(path, dpi=140)
 
 
 def _describe(device: str) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["cores", "describe"]
+__all__ = ["cores", "describe", "in_words"]
 
 
 def cores() -> int:
@@ -27,6 +29,12 @@ def describe() -> dict[str, str | int]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def in_words(made_on: Mapping[str, Any]) -> str:
+    """What `describe` gave, for the foot of a picture: "made on AMD EPYC, 2 cores"."""
+    count = made_on["cores"]
+    return f"made on {made_on['cpu']}, {count} {'core' if count == 1 else 'cores'}"
 
 
 def _cpu_model() -> str:

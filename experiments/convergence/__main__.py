@@ -17,9 +17,10 @@ from experiments.common.command_line import Parser, positive
 from experiments.common.errors import on_every_rank
 from experiments.common.launching import launch
 from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.convergence.plots import draw
 from experiments.convergence.subjects import SUBJECTS, Subject
 from experiments.tasks.corpus import load
-from experiments.training import findings, plotting
+from experiments.training import findings
 from experiments.training.learners import LoopLearner
 from experiments.training.optimizers import OPTIMIZERS, PARENTS
 from experiments.training.plans import Plan
@@ -124,37 +125,26 @@ def _write_results(
             "description": subject.description,
             "plans": {optimizer: asdict(subject.plan_of(optimizer)) for optimizer in runs[name]},
             "findings": {onebit: asdict(finding) for (task, onebit), finding in found.items() if task == name},
-            "reference_loss": subject.reference and subject.reference.loss,
+            "reference_loss": subject.reference_loss,
             "runs": {
                 optimizer: [asdict(outcome) for outcome in outcomes] for optimizer, outcomes in runs[name].items()
             },
         }
         for name, subject in subjects.items()
     }
-    _write(output, _NAME, {"tasks": tasks}, comm)
-    seeds = len(next(iter(next(iter(runs.values())).values())))
-    drawn = "one seed" if seeds == 1 else f"mean of {seeds} seeds, band: one standard deviation"
-    hardware = machine.describe()
-    figure, axes = plotting.new_figure(
-        len(found),
-        f"1-bit optimizers against their exact parents, {comm.size} ranks",
-        f"{drawn}; made on {hardware['cpu']}, {hardware['cores']} cores",
-    )
-    for row, ((name, onebit), finding) in zip(axes, found.items(), strict=True):
-        pair = (PARENTS[onebit], onebit)
-        series = [plotting.Series.of(optimizer, runs[name][optimizer]) for optimizer in pair]
-        plotting.draw_comparison(row, series, subjects[name].loss_name, subjects[name].reference)
-        title = f"{subjects[name].description}: {OPTIMIZERS[onebit].label}: {finding.claim}"
-        plotting.title_row(row, title)
-        print(title)
-    plotting.save(figure, output / f"{_NAME}.png")
+    content = _write(output, _NAME, {"tasks": tasks}, comm)
+    draw(content, output / f"{_NAME}.png")
+    for (name, onebit), finding in found.items():
+        print(f"{subjects[name].description}: {OPTIMIZERS[onebit].label}: {finding.claim}")
     print(f"Written: {output / _NAME}.json and .png", flush=True)
 
 
-def _write(output: Path, name: str, content: dict[str, Any], comm: Communicator) -> None:
+def _write(output: Path, name: str, content: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+    """Writes the JSON on rank 0; what it holds."""
+    content = {"ranks": comm.size, "backend": comm.backend, "machine": machine.describe(), **content}
     if comm.rank == 0:
-        about = {"ranks": comm.size, "backend": comm.backend, "machine": machine.describe()}
-        write_json(output / f"{name}.json", {**about, **content})
+        write_json(output / f"{name}.json", content)
+    return content
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -12,7 +12,6 @@ from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import share_tokens, unigram_entropy
 from experiments.training.optimizers import PARENTS
 from experiments.training.plans import Plan
-from experiments.training.plotting import Reference
 from experiments.training.trainer import Task
 from thinwire.comm import Communicator
 
@@ -32,8 +31,7 @@ class Subject:
         rank_items: units that a rank reads in a step.
         unit: what they are.
         description: for the picture.
-        loss_name: for its axis.
-        reference: a loss to compare with, if there is one.
+        reference_loss: of guessing by token frequency, if it learns tokens.
     """
 
     task: Task[Any]
@@ -41,8 +39,7 @@ class Subject:
     rank_items: int
     unit: str
     description: str
-    loss_name: str
-    reference: Reference | None
+    reference_loss: float | None
 
     def plan_of(self, optimizer: str) -> Plan:
         """The plan of an optimizer: its parent's, if it has one."""
@@ -70,8 +67,7 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         rank_items=_SEQUENCES_A_RANK * _LENGTH,
         unit="tokens",
         description=f"BERT-tiny on {corpus_name(corpus)}",
-        loss_name="validation loss (nats a masked token)",
-        reference=Reference(unigram_entropy(tokens), "guessing by token frequency"),
+        reference_loss=unigram_entropy(tokens),
     )
 
 
@@ -94,8 +90,7 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
         rank_items=_IMAGES_A_RANK,
         unit="images",
         description="A small convolutional network on handwritten digits",
-        loss_name="validation loss (nats an image)",
-        reference=None,
+        reference_loss=None,
     )
 
 

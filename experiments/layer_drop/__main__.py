@@ -35,7 +35,7 @@ _SHORTEST_SEQUENCE = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains and measures, prints tables, writes JSON and a picture; the exit code."""
+    """Trains and measures, prints tables, writes JSON and two pictures; the exit code."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         _run(options)
@@ -74,13 +74,11 @@ def _run(options: argparse.Namespace) -> None:
     savings = measure_savings(workload, options.rounds)
     runs = _learn(tokens, recipe, options)
     found = find(runs, options.lr, savings, keep_rates)
-    entropy = unigram_entropy(tokens)
     content = _content(options, recipe, workload, tokens, savings, keep_rates, runs, found)
     write_json(options.output / f"{_NAME}.json", content)
-    subtitle = _subtitle(options, runs[0].parameters, workload, content["machine"])
-    draw(found, runs, savings, keep_rates, recipe, entropy, subtitle, options.output / f"{_NAME}.png")
-    _print_tables(found, savings, entropy)
-    print(f"Written: {options.output / _NAME}.json and .png", flush=True)
+    draw(content, options.output / f"{_NAME}.png")
+    _print_tables(found, savings, content["unigram_entropy"])
+    print(f"Written: {options.output / _NAME}.json, .png and _details.png", flush=True)
 
 
 def _learn(tokens: Tokens, recipe: Recipe, options: argparse.Namespace) -> list[Run]:
@@ -129,18 +127,6 @@ def _content(
         "keep_rates": {"steps": options.keep_rate_steps, **asdict(keep_rates)},
         "runs": [asdict(run) for run in runs],
     }
-
-
-def _subtitle(options: argparse.Namespace, parameters: int, workload: Workload, made_on: dict[str, Any]) -> str:
-    learns = (
-        f"Top: BERT-{options.model} ({parameters / 1e6:.1f} M parameters) learns {corpus_name(options.corpus)}, "
-        f"{options.batch_size} sequences of {options.sequence_length} tokens a step, {options.steps:,} steps"
-    )
-    timed = (
-        f"bottom right: {workload.size.layers} layers of width {workload.size.width}, {workload.sequences} sequences "
-        f"of {workload.length} tokens"
-    )
-    return f"{learns}; {timed}.\nMade on {made_on['cpu']}, {made_on['cores']} cores"
 
 
 def _print_tables(found: Finding, savings: dict[str, Saving], entropy: float) -> None:

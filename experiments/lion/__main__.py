@@ -129,40 +129,31 @@ def _write_results(
     if comm.rank:
         return
     found = find(swept, runs)
-    made_on = machine.describe()
-    write_json(
-        options.output / f"{_NAME}.json",
-        {
-            "ranks": comm.size,
-            "backend": comm.backend,
-            "machine": made_on,
-            "findings": sentences(found),
-            "settings": {
-                "corpus": corpus_name(options.corpus),
-                "model": asdict(_SIZE),
-                "windows_a_rank": _WINDOWS_A_RANK,
-                "validation_windows": options.validation_windows,
-                "steps": options.steps,
-            },
-            "methods": {
-                name: {
-                    **asdict(found[name]),
-                    "final_loss_by_learning_rate": {f"{rate:g}": loss for rate, loss in swept[name].items()},
-                    "options": _recipe(name).options,
-                    "plan": asdict(_plan(name, found[name].learning_rate, 0, options.steps)),
-                    "runs": [asdict(outcome) for outcome in outcomes],
-                }
-                for name, outcomes in runs.items()
-            },
+    content = {
+        "ranks": comm.size,
+        "backend": comm.backend,
+        "machine": machine.describe(),
+        "findings": sentences(found),
+        "settings": {
+            "corpus": corpus_name(options.corpus),
+            "model": asdict(_SIZE),
+            "windows_a_rank": _WINDOWS_A_RANK,
+            "validation_windows": options.validation_windows,
+            "steps": options.steps,
         },
-    )
-    parameters = next(iter(runs.values()))[0].parameters
-    subtitle = (
-        f"A transformer over characters ({parameters / 1e3:.0f} K parameters) learns {corpus_name(options.corpus)}, "
-        f"{comm.size} ranks of {_WINDOWS_A_RANK} windows of {_SIZE.length} characters; made on {made_on['cpu']}, "
-        f"{made_on['cores']} cores"
-    )
-    draw(swept, runs, found, subtitle, options.output / f"{_NAME}.png")
+        "methods": {
+            name: {
+                **asdict(found[name]),
+                "final_loss_by_learning_rate": {f"{rate:g}": loss for rate, loss in swept[name].items()},
+                "options": _recipe(name).options,
+                "plan": asdict(_plan(name, found[name].learning_rate, 0, options.steps)),
+                "runs": [asdict(outcome) for outcome in outcomes],
+            }
+            for name, outcomes in runs.items()
+        },
+    }
+    write_json(options.output / f"{_NAME}.json", content)
+    draw(content, options.output / f"{_NAME}.png")
     _print_table(found)
     print(f"Written: {options.output / _NAME}.json and .png", flush=True)
 

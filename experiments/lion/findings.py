@@ -9,10 +9,11 @@ from statistics import mean
 
 from experiments.training.findings import deviation
 from experiments.training.optimizers import OPTIMIZERS, PARENTS
+from experiments.training.reporting import human_factor
 from experiments.training.sweep import best_rate
 from experiments.training.trainer import Outcome
 
-__all__ = ["BASELINE", "Finding", "find", "sentences"]
+__all__ = ["BASELINE", "Finding", "find", "sentences", "titles"]
 
 BASELINE = "adamw"
 """What everything is compared with."""
@@ -64,8 +65,29 @@ def find(swept: Mapping[str, Mapping[float, float]], outcomes: Mapping[str, Sequ
 
 def sentences(found: Mapping[str, Finding]) -> list[str]:
     """A line for each method that compresses, or where none does for each but the baseline."""
-    told = [name for name in found if name in PARENTS] or [name for name in found if name != BASELINE]
-    return [_sentence(name, found[name]) for name in told]
+    return [_sentence(name, found[name]) for name in _told(found)]
+
+
+def titles(found: Mapping[str, Finding]) -> list[str]:
+    """The same as titles of a picture, beside the exact method of each."""
+    return [_title(name, found[name]) for name in _told(found)] or ["Final loss by learning rate"]
+
+
+def _told(found: Mapping[str, Finding]) -> list[str]:
+    return [name for name in found if name in PARENTS] or [name for name in found if name != BASELINE]
+
+
+def _title(name: str, one: Finding) -> str:
+    label = OPTIMIZERS[name].label
+    if not isfinite(one.final_loss):
+        return f"{label} diverged at every rate"
+    sends = f"sends {human_factor(one.fewer_bytes)} fewer bytes and " if name in PARENTS and one.fewer_bytes else ""
+    other = PARENTS.get(name, BASELINE)
+    apart = one.difference_percent.get(other)
+    if apart is None:
+        return f"{label} {sends}ends at a loss of {one.final_loss:.3f}"
+    side = "below" if apart < 0 else "above"
+    return f"{label} {sends}ends {abs(apart):.1f}% {side} {OPTIMIZERS[other].label}'s loss"
 
 
 def _sentence(name: str, one: Finding) -> str:

@@ -13,17 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
 from experiments.common import machine
 from experiments.common.command_line import Parser, fraction, positive, rate, seed
 from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.long_documents.plots import draw
 from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import Tokens, share_tokens, unigram_entropy
-from experiments.training import plotting
-from experiments.training.plotting import QUIET
 from thinwire.comm.threads import single
 
 if TYPE_CHECKING:
@@ -34,7 +31,6 @@ __all__ = ["main"]
 _NAME = "long_documents"
 _BLOCK = 64
 _FEWEST_BLOCKS = 4
-_COLOURS = {"sparse": "#d1495b", "dense": "#22272e", "truncated": "#3d6b8f"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +70,7 @@ def _run(options: argparse.Namespace) -> None:
     content = _content(options, plan, tokens, systems)
     write_json(options.output / f"{_NAME}.json", content)
     _print_table(content)
-    _draw(content, options.output / f"{_NAME}.png")
+    draw(content, options.output / f"{_NAME}.png")
     print(f"Written: {options.output / _NAME}.json and .png", flush=True)
 
 
@@ -149,49 +145,6 @@ def _print_table(content: Mapping[str, Any]) -> None:
         print(f"{name:10} {done} {losses}")
     print(f"guessing by token frequency: {content['unigram_entropy']:.3f}")
     print("\n".join(content["findings"]))
-
-
-def _draw(content: Mapping[str, Any], path: Path) -> None:
-    settings, made_on = content["settings"], content["machine"]
-    figure = Figure(figsize=(13.5, 6))
-    over_time, over_steps = figure.subplots(1, 2, sharey=True)
-    figure.subplots_adjust(left=0.06, right=0.97, top=0.79, bottom=0.11, wspace=0.07)
-    for line, finding in enumerate(content["findings"]):
-        figure.text(0.02, 0.935 - 0.055 * line, finding, fontsize=13, fontweight="bold")
-    subject = (
-        f"BERT-{settings['model']} learns {settings['corpus']} in documents of {settings['document_length']:,} tokens, "
-        f"{settings['documents_a_step']} a step, after {settings['start_steps']:,} steps on windows of "
-        f"{settings['window']:,}; made on {made_on['cpu']}, {made_on['cores']} cores"
-    )
-    figure.text(0.02, 0.835, subject, fontsize=9.5, color=QUIET)
-    for name, run in content["runs"].items():
-        curve, style = run["curve"], {"color": _COLOURS[name], "linewidth": 2}
-        over_time.plot([seconds / 60 for seconds in curve["seconds"]], curve["losses"], label=name, **style)
-        over_steps.plot(curve["steps"], curve["losses"], **style)
-    for panel in (over_time, over_steps):
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    steps = content["equal_steps"]["steps"]
-    over_steps.axvline(steps, color=QUIET, linewidth=1)
-    _limit(over_time, [run["curve"]["losses"] for run in content["runs"].values()], content["unigram_entropy"])
-    # What truncation alone has, ten times the steps, would press the rest together.
-    over_steps.set_xlim(0, 1.05 * max(content["runs"][name]["curve"]["steps"][-1] for name in ("sparse", "dense")))
-    over_time.set_xlim(left=0)
-    over_time.set_ylabel("validation loss, whole documents (nats a masked token)")
-    over_time.set_xlabel("minutes of training")
-    over_steps.set_xlabel("steps: as many documents for all")
-    over_time.legend(frameon=False)
-    guessing = plotting.Reference(content["unigram_entropy"], "guessing by token frequency")
-    plotting.draw_reference([over_steps, over_time], guessing)
-    plotting.save(figure, path)
-
-
-def _limit(panel: Any, losses: Sequence[Sequence[float]], reference: float) -> None:
-    """Leaves out the fall from the first, untrained loss, which would flatten all the rest."""
-    lowest = min(map(min, losses))
-    highest = max(reference, *(curve[min(2, len(curve) - 1)] for curve in losses))
-    margin = 0.08 * (highest - lowest)
-    panel.set_ylim(lowest - margin, highest + margin)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,10 +12,14 @@ from experiments.long_sequences.bert_memory import Growth
 from experiments.long_sequences.systems import DENSE, FLEX, GATHERED, LAYOUTS, Mode, input_bytes
 from experiments.long_sequences.timing import Times
 
-__all__ = ["findings", "longest_sequences", "summarise", "times_faster", "timings"]
+__all__ = ["OURS", "findings", "longest_sequences", "shown_length", "summarise", "times_faster", "timings"]
 
-_OURS = "BigBird"
+OURS = "BigBird"
+"""The layout that is compared."""
 _SHOWN_LENGTH = 8192
+
+Length = TypeVar("Length", int, str)
+"""A number of tokens; JSON has them as strings."""
 
 Memory = Mapping[int, Mapping[str, Mapping[str, int]]]
 """Extra peak bytes by length, system and mode."""
@@ -61,9 +65,9 @@ def longest_sequences(growths: Mapping[str, Mapping[str, Growth]], memory: Seque
 
 def summarise(times: Times, memory: Memory) -> dict[str, Any]:
     """What BigBird reaches at each length, against its peers; `None` where a peer was not timed."""
-    layout = LAYOUTS[_OURS]
+    layout = LAYOUTS[OURS]
     lengths = times.seconds["training"]
-    speedups = {length: times_faster(times, "training", length, _OURS, DENSE) for length in lengths}
+    speedups = {length: times_faster(times, "training", length, OURS, DENSE) for length in lengths}
     return {
         "density": {length: layout.index(length).density() for length in lengths},
         "training_times_faster_than_dense": speedups,
@@ -71,21 +75,27 @@ def summarise(times: Times, memory: Memory) -> dict[str, Any]:
             length: speedup and speedup * layout.index(length).density() for length, speedup in speedups.items()
         },
         "training_times_faster_than_gather": {
-            length: times_faster(times, "training", length, _OURS, GATHERED) for length in lengths
+            length: times_faster(times, "training", length, OURS, GATHERED) for length in lengths
         },
         "forward_times_faster_than_flex": {
-            length: times_faster(times, "forward", length, _OURS, FLEX) for length in lengths
+            length: times_faster(times, "forward", length, OURS, FLEX) for length in lengths
         },
         "training_memory_over_bytes_of_qkv": {
-            length: systems[_OURS]["training"] / input_bytes(length) for length, systems in memory.items()
+            length: systems[OURS]["training"] / input_bytes(length) for length, systems in memory.items()
         },
     }
 
 
+def shown_length(speedups: Mapping[Length, float | None]) -> Length:
+    """The length that titles speak of: 8192 tokens, else the longest at which dense attention was timed."""
+    timed = [length for length, speedup in speedups.items() if speedup]
+    return next((length for length in timed if int(length) == _SHOWN_LENGTH), max(timed, key=int))
+
+
 def findings(summary: Mapping[str, Any], longest: Mapping[str, Any], model: str) -> tuple[str, str]:
     """Two sentences: time, and memory, for the first of the budgets."""
-    speedups = {length: one for length, one in summary["training_times_faster_than_dense"].items() if one}
-    length = _SHOWN_LENGTH if _SHOWN_LENGTH in speedups else max(speedups)
+    speedups = summary["training_times_faster_than_dense"]
+    length = shown_length(speedups)
     time = (
         f"At {length:,} tokens BigBird trains {speedups[length]:.1f}x faster than dense attention, "
         f"{summary['the_same_times_density'][length]:.2f} of what a density of {summary['density'][length]:.3f} allows"

@@ -7,7 +7,7 @@ launcher (`mpirun -n 4 python -m experiments.pretrain_bert`; torchrun and srun l
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,11 @@ from experiments.common.errors import InputError, on_every_rank
 from experiments.common.launching import launch
 from experiments.common.results import write_json
 from experiments.pretrain_bert.engine_settings import load
+from experiments.pretrain_bert.plots import draw
 from experiments.pretrain_bert.settings import DEFAULT_RANKS, PretrainSettings, parse
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import Tokens, share_tokens, unigram_entropy
-from experiments.training import findings, plotting
+from experiments.training import findings
 from experiments.training.checkpoints import RunCheckpoints
 from experiments.training.learners import EngineLearner
 from experiments.training.optimizers import OPTIMIZERS, PARENTS
@@ -115,56 +116,31 @@ def _write_results(
     if tokens.tokenizer is None:
         return
     tokens.tokenizer.save(str(settings.checkpoints / _NAME / "tokenizer.json"))
-    entropy = unigram_entropy(tokens)
     found = {
         name: findings.compare([runs[PARENTS[name]]], [run])
         for name, run in runs.items()
         if PARENTS.get(name) in runs and comm.size > 1
     }
     tokens_trained = settings.plan.steps * batch_size * settings.sequence_length
-    write_json(
-        settings.output / f"{_NAME}.json",
-        {
-            "settings": settings.describe(batch_size),
-            "ranks": comm.size,
-            "backend": comm.backend,
-            "machine": machine.describe(),
-            "corpus_tokens": tokens.training.size,
-            "unigram_entropy": entropy,
-            "findings": {name: asdict(finding) for name, finding in found.items()},
-            "tokens_per_second": {name: round(tokens_trained / run.seconds) for name, run in runs.items()},
-            "runs": {name: asdict(run) for name, run in runs.items()},
-        },
-    )
-    _draw(runs, entropy, found, settings, comm.size)
+    content = {
+        "settings": settings.describe(batch_size),
+        "ranks": comm.size,
+        "backend": comm.backend,
+        "machine": machine.describe(),
+        "corpus_tokens": tokens.training.size,
+        "unigram_entropy": unigram_entropy(tokens),
+        "findings": {name: asdict(finding) for name, finding in found.items()},
+        "tokens_per_second": {name: round(tokens_trained / run.seconds) for name, run in runs.items()},
+        "runs": {name: asdict(run) for name, run in runs.items()},
+    }
+    write_json(settings.output / f"{_NAME}.json", content)
+    draw(content, settings.output / f"{_NAME}.png")
     for name, run in runs.items():
         sent = human_bytes(run.bytes_sent)
         print(f"{OPTIMIZERS[name].label}: validation loss {run.final_loss:.4f}, {sent} sent by each rank")
     for name, finding in found.items():
         print(f"{OPTIMIZERS[name].label}: {finding.claim}")
     print(f"Written: {settings.output / _NAME}.json and .png", flush=True)
-
-
-def _draw(
-    runs: dict[str, Outcome],
-    entropy: float,
-    found: Mapping[str, findings.Finding],
-    settings: PretrainSettings,
-    ranks: int,
-) -> None:
-    millions = next(iter(runs.values())).parameters / 1e6
-    kind = "pre-LN BERT" if settings.pre_ln else "BERT"
-    subject = f"{kind}-{settings.model} ({millions:.2f} M parameters) learns {settings.corpus_name}"
-    subtitle = f"{subject}, on {ranks} ranks, ZeRO stage {settings.zero}"
-    claims = [f"{OPTIMIZERS[name].label}: {finding.claim}" for name, finding in found.items()]
-    title = claims[0] if len(claims) == 1 else "BERT pretraining"
-    figure, axes = plotting.new_figure(1, title, subtitle)
-    series = [plotting.Series.of(name, [run]) for name, run in runs.items()]
-    reference = plotting.Reference(entropy, "guessing by token frequency")
-    if len(claims) > 1:
-        plotting.title_row(axes[0], "; ".join(claims))
-    plotting.draw_comparison(axes[0], series, "validation loss (nats a masked token)", reference)
-    plotting.save(figure, settings.output / f"{_NAME}.png")
 
 
 if __name__ == "__main__":

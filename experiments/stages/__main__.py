@@ -104,15 +104,14 @@ def sharded_job(steps: int, seeds: int, corpus: Sequence[Path] | None) -> Job:
 def write_results(output: Path, small: Mapping[int, Any], job: Job, sharded: Mapping[str, Any]) -> None:
     """JSON, picture and summary of the losses that were written: of small jobs by ranks, and of the sharded one."""
     found = find({ranks: one["losses"] for ranks, one in small.items()}, sharded["losses"])
-    made_on = machine.describe()
     content = {
-        "machine": made_on,
+        "machine": machine.describe(),
         "finding": asdict(found),
         "sharded": {"ranks": SHARDED_ON, "job": asdict(job) | {"corpus": None, "runs": None}, **sharded},
         "small": {str(ranks): one["losses"] for ranks, one in small.items()},
     }
     write_json(output / f"{_NAME}.json", content)
-    draw(found, sharded, job, made_on, output / f"{_NAME}.png")
+    draw(content, output / f"{_NAME}.png")
     print("\n".join(found.sentences))
     print(f"Written: {output / _NAME}.json and .png", flush=True)
 

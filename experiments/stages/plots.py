@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.stages.findings import SHARDED_ON, SYSTEMS, Finding
-from experiments.stages.losses import Job
+from experiments.common.machine import in_words
+from experiments.stages.findings import SYSTEMS, Finding
 from experiments.training import plotting
 from experiments.training.optimizers import OPTIMIZERS
 from experiments.training.plotting import QUIET
@@ -29,15 +29,19 @@ _STAGE_COLOURS = {"1": "#d1495b", "2": "#3d6b8f", "3": "#e3a34f"}
 _LIMIT_OF_ADAMW, _LIMIT_OF_ONEBIT = 1e-5, 1e-2
 
 
-def draw(found: Finding, sharded: Mapping[str, Any], job: Job, made_on: Mapping[str, Any], path: Path) -> None:
-    """Draws and writes the picture."""
-    figure = Figure(figsize=(14, 5.2))
+def draw(content: Mapping[str, Any], path: Path) -> None:
+    """Draws what the JSON holds."""
+    found, sharded = Finding(**content["finding"]), content["sharded"]
+    job = sharded["job"]
+    figure = Figure(figsize=(12.5, 5.2))
+    largest = max(abs(difference) for difference in found.final_difference.values())
+    title = f"Sharding 1-bit Adam changes its final loss by {100 * largest:.2f}%"
+    seeds = sum(name.startswith("unsharded") for name in sharded["losses"])
+    runs = f"Left: BERT-{job['model']}, {sharded['ranks']} ranks, mean of {seeds} seeds, one standard deviation"
+    subtitle = f"{'. '.join(found.sentences[1:])}. {runs}; {in_words(content['machine'])}"
+    top = plotting.write_head(figure, title, subtitle)
     axes = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
-    figure.subplots_adjust(left=0.055, right=0.985, top=0.76, bottom=0.16, wspace=0.33)
-    first, *others = found.sentences
-    figure.text(0.055, 0.93, first, fontsize=15, fontweight="bold")
-    figure.text(0.055, 0.875, ". ".join(others), fontsize=10, color="#333333")
-    figure.text(0.055, 0.02, f"made on {made_on['cpu']}, {made_on['cores']} cores", fontsize=8.5, color=QUIET)
+    figure.subplots_adjust(left=0.06, right=0.99, top=top - 0.055, bottom=0.11, wspace=0.36)
     _draw_losses(axes[0], sharded, job)
     _draw_stages(axes[1], found)
     _draw_resumed(axes[2], found)
@@ -47,7 +51,7 @@ def draw(found: Finding, sharded: Mapping[str, Any], job: Job, made_on: Mapping[
     plotting.save(figure, path)
 
 
-def _draw_losses(panel: Axes, sharded: Mapping[str, Any], job: Job) -> None:
+def _draw_losses(panel: Axes, sharded: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     losses = sharded["losses"]
     for system in SYSTEMS:
         runs = [run for name, run in losses.items() if name.startswith(f"{system}, seed")]
@@ -66,24 +70,19 @@ def _draw_losses(panel: Axes, sharded: Mapping[str, Any], job: Job) -> None:
     entropy = sharded["unigram_entropy"]
     panel.set_ylim(min(lowest, entropy) - 0.1, max(top, entropy) + 0.1)
     plotting.draw_reference([panel], plotting.Reference(entropy, "guessing by token frequency"))
-    panel.axvline(job.freeze_step, color=QUIET, linewidth=1)
+    panel.axvline(job["freeze_step"], ymax=0.5, color=QUIET, linewidth=1)
     panel.annotate(
         " from here on 1 bit an element",
-        (job.freeze_step, 0.96),
+        (job["freeze_step"], 0.03),
         xycoords=("data", "axes fraction"),
         fontsize=9,
         color=QUIET,
     )
-    panel.set_xlim(0, job.steps)
+    panel.set_xlim(0, job["steps"])
     panel.set_xlabel("steps")
     panel.set_ylabel("validation loss (nats a masked token)")
-    seeds = sum(name.startswith("unsharded") for name in losses)
-    panel.set_title(
-        f"1-bit Adam, BERT-{job.model}, {SHARDED_ON} ranks\nmean of {seeds} seeds, one standard deviation",
-        loc="left",
-        fontsize=10.5,
-    )
-    panel.legend(frameon=False, fontsize=9, loc="lower left")
+    panel.set_title("1-bit Adam, sharded and not", loc="left", fontsize=10.5)
+    panel.legend(frameon=False, fontsize=9, loc="upper right")
 
 
 def _draw_stages(panel: Axes, found: Finding) -> None:
@@ -94,7 +93,7 @@ def _draw_stages(panel: Axes, found: Finding) -> None:
     panel.set_xticks(places, list(found.stages))
     panel.set_xlabel("ranks")
     panel.set_ylabel("largest relative difference of losses")
-    panel.set_title("AdamW in fp32, BERT-tiny\nstages 1, 2, 3 from stage 0", loc="left", fontsize=10.5)
+    panel.set_title("AdamW: from stage 0", loc="left", fontsize=10.5)
     _draw_limit(panel, _LIMIT_OF_ADAMW, "limit 1e-5")
     _scale(panel)
     panel.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.78))
@@ -107,8 +106,9 @@ def _draw_resumed(panel: Axes, found: Finding) -> None:
         colour, label = OPTIMIZERS[optimizer].colour, OPTIMIZERS[optimizer].label
         panel.plot(places, heights, "o-", color=colour, label=label, markersize=8, linewidth=1)
     panel.set_xticks(places, list(found.resumed["adamw"]))
-    panel.set_xlabel("ranks that go on with a checkpoint of 4 ranks")
-    panel.set_title("Resumed on other numbers of ranks\nfrom the uninterrupted run", loc="left", fontsize=10.5)
+    panel.set_xlabel("ranks that resume a checkpoint of 4")
+    panel.set_ylabel("largest relative difference of losses")
+    panel.set_title("Resumed: from the uninterrupted run", loc="left", fontsize=10.5)
     _draw_limit(panel, _LIMIT_OF_ADAMW, "limit of AdamW, 1e-5")
     _draw_limit(panel, _LIMIT_OF_ONEBIT, "limit of 1-bit Adam, 1%")
     _scale(panel)

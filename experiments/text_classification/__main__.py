@@ -159,13 +159,7 @@ def _write_results(
         for name, outcomes in runs.items()
     }
     write_json(options.output / f"{_NAME}.json", content)
-    settings, made_on = content["settings"], content["machine"]
-    subtitle = (
-        f"BERT-{options.model} tells {' from '.join(settings['classes'])} by {options.length} tokens, "
-        f"{comm.size} ranks of {options.batch_size} passages, {options.steps:,} steps; made on {made_on['cpu']}, "
-        f"{made_on['cores']} cores"
-    )
-    draw(swept, runs, found, content["findings"][0], subtitle, options.output / f"{_NAME}.png")
+    draw(content, options.output / f"{_NAME}.png")
     _print_table(content, found)
     print(f"Written: {options.output / _NAME}.json and .png", flush=True)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from experiments.text_classification.findings import BASELINE, POINTS, Finding
-from experiments.text_classification.learning import Outcome
+from experiments.common.machine import in_words
+from experiments.text_classification.findings import BASELINE, POINTS, Finding, sentence
 from experiments.training import plotting
 from experiments.training.optimizers import OPTIMIZERS
 from experiments.training.plotting import QUIET
@@ -20,22 +22,27 @@ from experiments.training.reporting import human_bytes
 __all__ = ["draw"]
 
 
-def draw(
-    swept: Mapping[str, Mapping[float, float]],
-    runs: Mapping[str, Sequence[Outcome]],
-    found: Mapping[str, Finding],
-    title: str,
-    subtitle: str,
-    path: Path,
-) -> None:
-    """Draws and writes the picture; `swept` holds validation errors, percent, by rate."""
+def draw(content: Mapping[str, Any], path: Path) -> None:
+    """Draws what the JSON holds."""
+    methods, settings = content["methods"], content["settings"]
+    found = {
+        name: Finding(**{one.name: method[one.name] for one in fields(Finding)}) for name, method in methods.items()
+    }
+    errors = {name: method["validation_error_by_learning_rate"] for name, method in methods.items()}
+    title = sentence(*next(pair for pair in found.items() if pair[0] != BASELINE))
+    subtitle = (
+        f"BERT-{settings['model']} tells {' from '.join(settings['classes'])} by {settings['passage_tokens']} tokens, "
+        f"{content['ranks']} ranks of {settings['batch_size']} passages, {settings['steps']:,} steps; "
+        f"{in_words(content['machine'])}"
+    )
     figure = Figure(figsize=(15.5, 5.4))
     rates, seeds, traffic = figure.subplots(1, 3)
     figure.subplots_adjust(left=0.05, right=0.985, top=0.77, bottom=0.12, wspace=0.2)
-    figure.text(0.05, 0.93, title, fontsize=14.5, fontweight="bold")
-    figure.text(0.05, 0.87, subtitle, fontsize=9.5, color=QUIET)
-    _draw_rates(rates, swept, found)
-    _draw_seeds(seeds, runs, found)
+    plotting.write_head(figure, title, subtitle)
+    _draw_rates(
+        rates, {name: {float(rate): one for rate, one in tried.items()} for name, tried in errors.items()}, found
+    )
+    _draw_seeds(seeds, {name: [run["test"] for run in method["runs"]] for name, method in methods.items()}, found)
     _draw_traffic(traffic, found)
     for panel in (rates, seeds, traffic):
         panel.spines[["top", "right"]].set_visible(False)
@@ -59,14 +66,14 @@ def _draw_rates(panel: Axes, swept: Mapping[str, Mapping[float, float]], found: 
     panel.legend(frameon=False)
 
 
-def _draw_seeds(panel: Axes, runs: Mapping[str, Sequence[Outcome]], found: Mapping[str, Finding]) -> None:
+def _draw_seeds(panel: Axes, accuracies: Mapping[str, Sequence[float]], found: Mapping[str, Finding]) -> None:
     baseline = found[BASELINE].test
     panel.axhspan(baseline - POINTS, baseline + POINTS, color=QUIET, alpha=0.15, linewidth=0)
     panel.axhline(baseline, color=OPTIMIZERS[BASELINE].colour, linestyle="--", linewidth=1)
-    for place, (name, outcomes) in enumerate(runs.items()):
+    for place, (name, reached) in enumerate(accuracies.items()):
         one = OPTIMIZERS[name]
-        across = place + np.linspace(-0.12, 0.12, len(outcomes))
-        panel.plot(across, [outcome.test for outcome in outcomes], "o", color=one.colour, markersize=8, alpha=0.8)
+        across = place + np.linspace(-0.12, 0.12, len(reached))
+        panel.plot(across, reached, "o", color=one.colour, markersize=8, alpha=0.8)
         panel.hlines(found[name].test, place - 0.28, place + 0.28, color=one.colour, linewidth=2.5)
         panel.annotate(
             f"{found[name].test:.2f}%",
@@ -76,8 +83,8 @@ def _draw_seeds(panel: Axes, runs: Mapping[str, Sequence[Outcome]], found: Mappi
             ha="left",
             color=one.colour,
         )
-    panel.set_xlim(-0.6, len(runs) - 0.2)
-    panel.set_xticks(range(len(runs)), [OPTIMIZERS[name].label for name in runs])
+    panel.set_xlim(-0.6, len(accuracies) - 0.2)
+    panel.set_xticks(range(len(accuracies)), [OPTIMIZERS[name].label for name in accuracies])
     panel.set_title(f"seeds at the best rate, lines: means; grey: within {POINTS:g} points", loc="left", fontsize=10.5)
     panel.set_xlabel("optimizer")
     panel.set_ylabel("test accuracy (%)")

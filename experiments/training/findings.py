@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import mean, stdev
 
+from experiments.training.reporting import human_factor
 from experiments.training.trainer import Outcome
 
-__all__ = ["Finding", "compare", "deviation"]
+__all__ = ["Finding", "compare", "deviation", "headline"]
 
 _TOLERANCE_PERCENT = 1.0
 """Losses this close count as the same."""
@@ -48,10 +49,21 @@ class Finding:
         if abs(self.difference_percent) <= _TOLERANCE_PERCENT:
             loss = f"same loss ({self.difference_percent:+.1f}%)"
         else:
-            loss = f"{self.difference_percent:+.1f}% loss"
+            loss = f"{_apart(self.difference_percent, 'lower', 'higher')} loss"
         if self.fewer_bytes_frozen is None:
             return f"{loss}, no fewer bytes: it never froze its variance"
         return f"{loss}, {self.fewer_bytes:.1f}x fewer bytes, {self.fewer_bytes_frozen:.0f}x fewer once frozen"
+
+
+def headline(onebit: str, exact: str, findings: Sequence[Finding]) -> str:
+    """The title of a picture of these findings, about optimizers of these names: fewest bytes and worst loss of all."""
+    if not all(isfinite(finding.difference_percent) for finding in findings):
+        return f"{onebit} diverged"
+    fewest, most = (human_factor(pick(finding.fewer_bytes for finding in findings)) for pick in (min, max))
+    bytes_saved = fewest if fewest == most else f"{fewest} to {most}"
+    worst = max(finding.difference_percent for finding in findings)
+    limit = "" if len(findings) == 1 else "at most " if worst > 0 else "at least "
+    return f"{onebit} sends {bytes_saved} fewer bytes and ends {limit}{_apart(worst, 'below', 'above')} {exact}'s loss"
 
 
 def compare(exact: Sequence[Outcome], onebit: Sequence[Outcome]) -> Finding:
@@ -72,6 +84,11 @@ def compare(exact: Sequence[Outcome], onebit: Sequence[Outcome]) -> Finding:
         if froze
         else None,
     )
+
+
+def _apart(percent: float, less: str, more: str) -> str:
+    size = abs(percent)
+    return f"{size:.{1 if size < 9.95 else 0}f}% {less if percent < 0 else more}"
 
 
 def _ratio(numerators: Sequence[int], denominators: Sequence[int]) -> float:

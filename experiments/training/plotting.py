@@ -1,8 +1,9 @@
-"""The picture of a comparison: loss over steps and over bytes sent, readable in ten seconds."""
+"""What pictures share: their head, and a comparison's loss over steps and over bytes sent, readable in ten seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from experiments.training.optimizers import OPTIMIZERS
-from experiments.training.reporting import human_bytes
+from experiments.training.reporting import human_bytes, human_factor
 from experiments.training.trainer import Outcome
 
 __all__ = [
@@ -26,11 +27,16 @@ __all__ = [
     "draw_reference",
     "new_figure",
     "save",
+    "spread",
     "title_row",
+    "write_head",
 ]
 
-QUIET = "#8a939e"
+QUIET = "#6b7480"
 """The colour of what explains: references, arrows, notes."""
+
+_MANY_TIMES = 8
+"""Losses that fall to less than this part of the first ones are drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +79,30 @@ class Reference:
     at: Literal["right", "left"] = "right"
 
 
+def write_head(figure: Figure, title: str, subtitle: str) -> float:
+    """Writes the finding on top of a picture and what it was made with below it; returns the height that is left."""
+    width, height = figure.get_size_inches()
+    margin, down = 0.25, 0.12
+    for text, size, width_of_a_letter, style in (
+        (title, 15, 0.6, {"fontweight": "bold"}),
+        (subtitle, 9.5, 0.505, {"color": QUIET}),
+    ):
+        for line in textwrap.wrap(text, int((width - 2 * margin) * 72 / (size * width_of_a_letter))):
+            down += 1.4 * size / 72
+            figure.text(margin / width, 1 - down / height, line, fontsize=size, **style)
+        down += 0.04
+    return float(1 - (down + 0.12) / height)
+
+
 def new_figure(rows: int, title: str, subtitle: str, columns: int = 2) -> tuple[Figure, NDArray[np.object_]]:
     """A figure with panels that share their losses, axes `[rows, columns]`, the finding on top."""
-    width, height = 5.5 * columns, 4.4 * rows + 1.1
+    width, height = 11 if columns < 3 else 4.2 * columns, 3.9 * rows + 1.1
     figure = Figure(figsize=(width, height))
     axes = figure.subplots(rows, columns, sharey="row", squeeze=False)
-    left, right = 0.77 / width, 1 - 0.33 / width
-    top, bottom = 1 - 1.15 / height, 0.62 / height
-    figure.subplots_adjust(left=left, right=right, top=top, bottom=bottom, hspace=0.38, wspace=0.06)
-    figure.text(left, 1 - 0.42 / height, title, fontsize=15, fontweight="bold")
-    figure.text(left, 1 - 0.72 / height, subtitle, fontsize=9.5, color=QUIET)
+    # Room for the title of a row, or of a panel.
+    top = write_head(figure, title, subtitle) - 0.28 / height
+    left, right, bottom = 0.77 / width, 1 - 0.25 / width, 0.58 / height
+    figure.subplots_adjust(left=left, right=right, top=top, bottom=bottom, hspace=0.36, wspace=0.08)
     return figure, axes
 
 
@@ -94,26 +114,24 @@ def draw_comparison(
     for one in series:
         draw_band(over_steps, one.steps, one.losses, colour=OPTIMIZERS[one.optimizer].colour)
         draw_band(over_bytes, one.bytes_sent, one.losses, colour=OPTIMIZERS[one.optimizer].colour)
-        if one.frozen_at is not None:
-            _mark_freeze(over_steps, one.steps, one, one.frozen_at)
-            _mark_freeze(over_bytes, one.bytes_sent, one, one.frozen_at)
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.25)
     if reference is not None:
         draw_reference(axes, reference)
-    _limit_losses(over_steps, series, reference)
-    over_steps.set_ylabel(loss_name)
+    logarithmic = _limit_losses(over_steps, series, reference)
+    over_steps.set_ylabel(f"{loss_name}, log scale" if logarithmic else loss_name)
     over_steps.set_xlabel("steps")
     over_steps.set_xlim(left=0)
+    _mark_freezes(axes, series)
     if all(one.bytes_sent[0] > 0 for one in series):
         over_bytes.set_xscale("log")
-        over_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         over_bytes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
         over_bytes.xaxis.set_minor_formatter(NullFormatter())
         # On the right, room for the last label.
-        sent = [one.bytes_sent for one in series]
-        over_bytes.set_xlim(min(one[0] for one in sent) / 1.3, 1.9 * max(one[-1] for one in sent))
+        first, last = min(one.bytes_sent[0] for one in series), max(one.bytes_sent[-1] for one in series)
+        over_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if last < 300 * first else (1,)))
+        over_bytes.set_xlim(first / 1.3, last * (last / first) ** 0.28)
         over_bytes.set_xlabel("sent by each rank (log scale)")
         _label_ends(over_bytes, series)
         _measure_gap(over_bytes, series)
@@ -125,10 +143,11 @@ def draw_band(
     panel: Axes, places: ArrayLike, losses: NDArray[np.float64], *, colour: str, label: str | None = None, **style: Any
 ) -> None:
     """The mean of `losses`, `[runs, points]`, over `places`, and a band of one standard deviation of the runs."""
-    mean, spread = losses.mean(axis=0), losses.std(axis=0)
+    mean, spread_of_runs = losses.mean(axis=0), losses.std(axis=0)
     panel.plot(places, mean, color=colour, label=label, **{"linewidth": 2} | style)
     if len(losses) > 1:
-        panel.fill_between(places, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+        low, high = mean - spread_of_runs, mean + spread_of_runs
+        panel.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def draw_reference(axes: Sequence[Axes], reference: Reference) -> None:
@@ -152,6 +171,24 @@ def title_row(axes: Sequence[Axes], title: str) -> None:
     axes[0].set_title(title, loc="left", fontsize=11)
 
 
+def spread(heights: Mapping[str, float], apart: float) -> dict[str, float]:
+    """Heights for labels by name, near those given and at least `apart` from one another."""
+    groups: list[list[str]] = []
+    middles: list[float] = []
+    for name in sorted(heights, key=lambda name: heights[name]):
+        group, middle = [name], heights[name]
+        while groups and middle - middles[-1] < apart * (len(group) + len(groups[-1])) / 2:
+            group, _ = groups.pop() + group, middles.pop()
+            middle = sum(heights[one] for one in group) / len(group)
+        groups.append(group)
+        middles.append(middle)
+    return {
+        name: middle + apart * (place - (len(group) - 1) / 2)
+        for group, middle in zip(groups, middles, strict=True)
+        for place, name in enumerate(group)
+    }
+
+
 def save(figure: Figure, path: Path) -> None:
     """Writes the picture, replacing the file in one go."""
     partial = path.with_name(f".{path.name}.partial")
@@ -159,46 +196,72 @@ def save(figure: Figure, path: Path) -> None:
     partial.replace(path)
 
 
-def _mark_freeze(panel: Axes, places: NDArray[np.float64], one: Series, frozen_at: float) -> None:
-    place = np.interp(frozen_at, one.steps, places)
-    loss = np.interp(frozen_at, one.steps, one.losses.mean(axis=0))
-    colour = OPTIMIZERS[one.optimizer].colour
-    panel.plot([place], [loss], marker="o", color=colour, markersize=6)
-    panel.annotate(
-        "from here on 1 bit an element",
-        (place, loss),
-        xytext=(8, 10),
-        textcoords="offset points",
-        color=colour,
-        fontsize=9,
-    )
+def _mark_freezes(axes: Sequence[Axes], series: Sequence[Series]) -> None:
+    """A dot on each curve where it went over to 1 bit, and in the first panel a note, above whatever is drawn there."""
+    over_steps, over_bytes = axes
+    for one in series:
+        if one.frozen_at is None:
+            continue
+        colour = OPTIMIZERS[one.optimizer].colour
+        loss = np.interp(one.frozen_at, one.steps, one.losses.mean(axis=0))
+        over_steps.plot([one.frozen_at], [loss], marker="o", color=colour, markersize=6)
+        sent = np.interp(one.frozen_at, one.steps, one.bytes_sent)
+        over_bytes.plot([sent], [loss], marker="o", color=colour, markersize=6)
+        later = [(each.losses.mean(axis=0) + each.losses.std(axis=0))[each.steps >= one.frozen_at] for each in series]
+        highest = max((losses.max() for losses in later if losses.size), default=loss)
+        over_steps.annotate(
+            "from here on 1 bit an element",
+            (one.frozen_at, max(loss, highest)),
+            xytext=(4, 5),
+            textcoords="offset points",
+            color=colour,
+            fontsize=9,
+        )
 
 
-def _limit_losses(panel: Axes, series: Sequence[Series], reference: Reference | None) -> None:
-    """Leaves the first moments out, where the loss falls from a height that would flatten all the rest."""
+def _limit_losses(panel: Axes, series: Sequence[Series], reference: Reference | None) -> bool:
+    """Leaves the first moments out, where the loss falls from a height that would flatten all the rest.
+
+    Where it still falls to a small part, the axis is logarithmic, and the answer is True.
+    """
     means = [one.losses.mean(axis=0) for one in series]
-    finite = [mean[np.isfinite(mean)] for mean in means if np.isfinite(mean).any()]
-    if not finite:
-        return
-    lowest = min(mean.min() for mean in finite)
-    highest = max(np.quantile(mean, 0.95) for mean in finite)
+    lows = [np.maximum(mean - one.losses.std(axis=0), mean / 2) for mean, one in zip(means, series, strict=True)]
+    if not any(np.isfinite(mean).any() for mean in means):
+        return False
+    lowest = min(np.nanmin(low) for low in lows if np.isfinite(low).any())
+    highest = max(np.quantile(mean[np.isfinite(mean)], 0.95) for mean in means if np.isfinite(mean).any())
     if reference is not None:
         highest = max(highest, reference.loss)
-    margin = 0.08 * (highest - lowest)
-    panel.set_ylim(lowest - 2 * margin, highest + margin)
+    logarithmic = bool(0 < lowest * _MANY_TIMES < highest)
+    if logarithmic:
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        height = highest / lowest
+        panel.set_ylim(lowest / height**0.26, highest * height**0.1)
+    else:
+        height = highest - lowest
+        panel.set_ylim(lowest - 0.2 * height, highest + 0.1 * height)
+    return logarithmic
 
 
 def _label_ends(panel: Axes, series: Sequence[Series]) -> None:
-    for one in series:
-        panel.annotate(
-            OPTIMIZERS[one.optimizer].label,
-            (one.bytes_sent[-1], one.losses[:, -1].mean()),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            color=OPTIMIZERS[one.optimizer].colour,
-            fontweight="bold",
-        )
+    """Names at the ends of curves: left of the one that ends first, where nothing is, and right of the others."""
+    ends = {one.optimizer: (one.bytes_sent[-1], one.losses[:, -1].mean()) for one in series}
+    ends = {name: end for name, end in ends.items() if np.isfinite(end[1])}
+    last = max((sent for sent, _ in ends.values()), default=0)
+    early = min(ends, key=lambda name: ends[name][0], default="")
+    to_axes = panel.transScale + panel.transLimits
+    heights = {name: float(to_axes.transform(end)[1]) for name, end in ends.items()}
+    style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontweight": "bold"}
+    if early and ends[early][0] < 0.8 * last:
+        place, colour = (ends[early][0], heights.pop(early)), OPTIMIZERS[early].colour
+        where = {"xycoords": ("data", "axes fraction"), "xytext": (-7, 0), "ha": "right"}
+        panel.annotate(OPTIMIZERS[early].label, place, color=colour, **where, **style)
+    for name, height in spread(heights, 0.075).items():
+        where = {"xycoords": ("data", "axes fraction"), "xytext": (7, 0)}
+        panel.annotate(OPTIMIZERS[name].label, (ends[name][0], height), color=OPTIMIZERS[name].colour, **where, **style)
 
 
 def _measure_gap(panel: Axes, series: Sequence[Series]) -> None:
@@ -209,16 +272,16 @@ def _measure_gap(panel: Axes, series: Sequence[Series]) -> None:
     across = panel.get_xaxis_transform()
     panel.annotate(
         "",
-        (ends[0], 0.05),
+        (ends[0], 0.04),
         xycoords=across,
-        xytext=(ends[-1], 0.05),
+        xytext=(ends[-1], 0.04),
         textcoords=across,
         arrowprops={"arrowstyle": "->", "color": QUIET, "shrinkA": 0, "shrinkB": 0},
     )
     panel.text(
         np.sqrt(ends[0] * ends[-1]),
-        0.07,
-        f"{ends[-1] / ends[0]:.1f}x fewer bytes",
+        0.055,
+        f"{human_factor(ends[-1] / ends[0])} fewer bytes",
         transform=across,
         ha="center",
         color=QUIET,

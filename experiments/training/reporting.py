@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments.training.trainer import Outcome, StepReport, Trainer
 
-__all__ = ["Reporter", "human_bytes", "reporter", "train_to_end"]
+__all__ = ["Reporter", "human_bytes", "human_factor", "reporter", "train_to_end"]
 
 _SMOOTHING = 0.98
 _LINES_A_RUN = 5
@@ -26,6 +26,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def human_factor(factor: float) -> str:
+    """A factor in two digits or more, for example "4.4x", "31x"."""
+    return f"{factor:.1f}x" if factor < 9.95 else f"{factor:.0f}x"
 
 
 class Reporter(Protocol):

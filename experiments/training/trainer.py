@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any, Protocol, TypeVar
@@ -83,6 +85,13 @@ class Outcome:
     frozen_at: int | None
     seconds: float
     curve: Curve
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Outcome:
+        """From what `asdict` made of it and a JSON file holds, in which null stands for a loss that was not finite."""
+        losses = [_loss(loss) for loss in record["curve"]["losses"]]
+        curve = Curve(**{**record["curve"], "losses": losses})
+        return cls(**{**record, "final_loss": _loss(record["final_loss"]), "curve": curve})
 
 
 class Trainer:
@@ -171,3 +180,7 @@ class Trainer:
         self.curve.bytes_sent.append(self.bytes_sent)
         self.curve.losses.append(loss)
         return loss
+
+
+def _loss(recorded: float | None) -> float:
+    return math.nan if recorded is None else recorded

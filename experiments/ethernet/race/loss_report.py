@@ -9,10 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from experiments.common.machine import in_words
 from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE, POWER_SGD
 from experiments.ethernet.race.step_plots import rate_name
 from experiments.training import plotting
-from experiments.training.plotting import QUIET
 from experiments.training.reporting import human_bytes
 
 __all__ = ["arrivals", "draw", "print_table", "seconds_to", "sentence", "target_loss"]
@@ -76,15 +76,12 @@ def print_table(runs: Mapping[str, Mapping[str, Any]]) -> None:
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds: validation loss over seconds."""
     runs = content["runs"]
-    figure = Figure(figsize=(10, 6))
+    figure = Figure(figsize=(11, 6))
     panel = figure.subplots()
-    figure.subplots_adjust(left=0.08, right=0.97, top=0.83, bottom=0.16)
-    figure.text(0.03, 0.93, content["findings"][0], fontsize=12, fontweight="bold")
-    made_on = content["machine"]
-    hardware = f"made on {made_on['cpu']}, {made_on['cores']} cores"
-    figure.text(0.03, 0.025, f"{content['subject']}; {hardware}", fontsize=9, color=QUIET)
+    top = plotting.write_head(figure, sentence(runs), f"{content['subject']}; {in_words(content['machine'])}")
+    figure.subplots_adjust(left=0.08, right=0.97, top=top, bottom=0.11)
     target = target_loss(runs)
-    panel.axhline(target, color=QUIET, linestyle=(0, (4, 3)), linewidth=1)
+    plotting.draw_reference([panel], plotting.Reference(target, "DDP's final loss in fp32, and 1%", at="left"))
     for name, run in runs.items():
         one = CONTENDERS[name]
         panel.plot(run["seconds"], run["losses"], color=one.colour, linewidth=2.6 if one.ours else 1.6, label=one.label)

@@ -1,55 +1,68 @@
-"""The step race's picture: where the time of a step goes, and who is ahead at which link rate."""
+"""The step race's picture: where the time of a step goes, who is ahead at which link rate, beside DDP in bf16."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import log
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from experiments.ethernet.race.contenders import CONTENDERS, FAIR_BASELINE
-from experiments.ethernet.race.step_report import most_waiting
+from experiments.common.machine import in_words
+from experiments.ethernet.race.contenders import CONTENDERS
+from experiments.ethernet.race.step_report import most_waiting, winning_rates
 from experiments.training import plotting
 from experiments.training.plotting import QUIET
+from experiments.training.reporting import human_factor
 
 __all__ = ["draw", "rate_name"]
 
 _SHARES = {
     "compute": ("computing", "#c9ced4"),
-    "encode": ("encoding and transport", QUIET),
-    "wire": ("waiting while the link is busy", "#d1495b"),
+    "encode": ("encoding and transport", "#8a939e"),
+    "wire": ("waiting for a busy link", "#d1495b"),
     "wait": ("waiting otherwise", "#f0b7bf"),
 }
 
 
 def rate_name(megabits: float) -> str:
-    """For example "50 Mb/s", "2.5 Gb/s"."""
-    return f"{megabits:g} Mb/s" if megabits < 1000 else f"{megabits / 1000:g} Gb/s"
+    """In three digits at most, for example "50 Mb/s", "1.66 Gb/s"."""
+    return f"{megabits:.3g} Mb/s" if megabits < 1000 else f"{megabits / 1000:.3g} Gb/s"
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds."""
-    figure = Figure(figsize=(15, 6.2))
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    figure.subplots_adjust(left=0.145, right=0.865, top=0.76, bottom=0.2, wspace=0.16)
-    for line, finding in enumerate(content["findings"]):
-        figure.text(0.02, 0.935 - 0.052 * line, finding, fontsize=14, fontweight="bold")
-    made_on = content["machine"]
-    figure.text(
-        0.02,
-        0.025,
-        f"{content['subject']}; made on {made_on['cpu']}, {made_on['cores']} cores",
-        fontsize=9,
-        color=QUIET,
-    )
     entries = content["rates"]
-    _draw_breakdown(left, most_waiting(entries, content["waiting"]))
+    shown = most_waiting(entries, content["waiting"])
+    figure = Figure(figsize=(11.5, 5.6))
+    title, where = _title(entries, shown)
+    top = plotting.write_head(figure, title, f"{where}{content['subject']}; {in_words(content['machine'])}")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.05))
+    figure.subplots_adjust(left=0.195, right=0.98, top=top - 0.06, bottom=0.21, wspace=0.23)
+    _draw_breakdown(left, shown)
     _draw_speedups(right, [entry for entry in entries if entry["megabits"] is not None])
     plotting.save(figure, path)
+
+
+def _title(entries: Sequence[Mapping[str, Any]], shown: Mapping[str, Any]) -> tuple[str, str]:
+    """The title, about the fastest of ours where the picture shows a step, and up to which link rate that one wins."""
+    records = {name: record for name, record in shown["contenders"].items() if CONTENDERS[name].ours}
+    place = "without shaped links" if shown["megabits"] is None else f"at {rate_name(shown['megabits'])}"
+    if not records:
+        return f"Where the time of a step goes {place}", ""
+    best = max(records, key=lambda name: float(records[name]["speedup_over_bf16"]))
+    factor = records[best]["speedup_over_bf16"]
+    place = f"{place[0].upper()}{place[1:]}"
+    title = f"{place} {CONTENDERS[best].label}'s steps are {human_factor(factor)} as fast as DDP's in bf16"
+    rate = winning_rates(entries).get(best)
+    if rate is None or rate != rate:
+        return title, ""
+    limit = f"on links slower than {rate_name(float(f'{rate:.2g}'))}" if isfinite(rate) else "at every rate measured"
+    stage = "" if CONTENDERS[best].phase == "warmup" else ", warmup not counted"
+    return title, f"Faster {limit}{stage}. "
 
 
 def _draw_breakdown(panel: Axes, entry: Mapping[str, Any]) -> None:
@@ -60,63 +73,54 @@ def _draw_breakdown(panel: Axes, entry: Mapping[str, Any]) -> None:
         panel.barh(range(len(records)), widths, left=list(offsets.values()), color=colour, label=label, height=0.62)
         offsets = {name: offsets[name] + width for name, width in zip(records, widths, strict=True)}
     for place, (name, record) in enumerate(records.items()):
-        text = f"{offsets[name]:,.0f} ms   {record['speedup_over_fp32']:.1f}x"
+        text = f"{offsets[name]:,.0f} ms, {human_factor(record['speedup_over_bf16'])}"
         panel.annotate(text, (offsets[name], place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     panel.set_yticks(range(len(records)), [CONTENDERS[name].label for name in records])
+    for label, name in zip(panel.get_yticklabels(), records, strict=True):
+        label.set(color=CONTENDERS[name].colour, fontweight="bold" if CONTENDERS[name].ours else "normal")
     panel.invert_yaxis()
-    panel.set_xlim(0, 1.3 * max(offsets.values()))
-    panel.set_xlabel("milliseconds a step")
+    panel.set_xlim(0, 1.4 * max(offsets.values()))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     rate = "without shaped links" if entry["megabits"] is None else f"at {rate_name(entry['megabits'])}"
-    panel.set_title(f"A step {rate}", loc="left", fontsize=11)
-    panel.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.35, -0.12), ncols=2)
+    panel.set_xlabel(f"milliseconds a step {rate}, and speed over DDP in bf16")
+    panel.set_title("Where the time of a step goes", loc="left", fontsize=11)
+    panel.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.35, -0.14), ncols=2)
     panel.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_speedups(panel: Axes, entries: Sequence[Mapping[str, Any]]) -> None:
     panel.spines[["top", "right"]].set_visible(False)
-    panel.set_title(f"Speed over {CONTENDERS[FAIR_BASELINE].label}", loc="left", fontsize=11)
+    panel.set_title("Who is ahead on which link", loc="left", fontsize=11)
     if not entries:
         panel.text(0.5, 0.5, "links were not shaped", ha="center", transform=panel.transAxes, color=QUIET)
         return
     rates = [entry["megabits"] for entry in entries]
-    # A rate next to another keeps its points and gives up its label.
-    labelled = [rate for rate, last in zip(rates, [0, *rates], strict=False) if rate > 1.3 * last]
-    ends = {}
-    for name in entries[0]["contenders"]:
+    # From the fastest on the slowest link down, as the lines lie there.
+    slowest = entries[0]["contenders"]
+    for name in sorted(slowest, key=lambda name: -float(slowest[name]["speedup_over_bf16"])):
         one = CONTENDERS[name]
         values = [entry["contenders"][name]["speedup_over_bf16"] for entry in entries]
-        panel.plot(rates, values, color=one.colour, marker="o", markersize=4, linewidth=2.6 if one.ours else 1.5)
-        ends[name] = values[0]
+        style = {"color": one.colour, "linewidth": 2.6 if one.ours else 1.5, "label": one.label}
+        panel.plot(rates, values, marker="o", markersize=4, **style)
     panel.set_xscale("log")
     panel.set_yscale("log")
-    panel.xaxis.set_major_locator(FixedLocator(labelled))
+    panel.xaxis.set_major_locator(FixedLocator(_apart(rates)))
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: rate_name(value)))
-    panel.tick_params(axis="x", labelrotation=45, labelsize=8)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    panel.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    panel.grid(alpha=0.25, which="both")
-    # Slow links, where the contenders are apart, lie at the right, beside their names.
-    panel.invert_xaxis()
-    low, high = panel.get_ylim()
-    for name, height in _spread(ends, low, high).items():
-        place = (1.01, height)
-        panel.annotate(
-            CONTENDERS[name].label,
-            place,
-            xycoords="axes fraction",
-            va="center",
-            fontsize=9,
-            color=CONTENDERS[name].colour,
-        )
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.set_xlabel("link rate in Mb/s, from slow to fast (log scale)")
+    panel.set_ylabel("speed over DDP in bf16 (log scale)")
+    panel.grid(alpha=0.25)
+    # Lines fall to the right, where links are fast and all are alike: the corner above is free.
+    panel.legend(frameon=False, fontsize=9, loc="upper right")
 
 
-def _spread(values: Mapping[str, float], low: float, high: float) -> dict[str, float]:
-    """Heights for labels, as fractions of a logarithmic axis, near their values and apart from one another."""
-    heights = {name: log(value / low) / log(high / low) for name, value in values.items()}
-    placed: dict[str, float] = {}
-    lowest = 0.0
-    for name in sorted(heights, key=lambda name: heights[name]):
-        placed[name] = max(heights[name], lowest)
-        lowest = placed[name] + 0.05
-    return placed
+def _apart(rates: Sequence[float]) -> list[float]:
+    """Those with room for a label: one next to another keeps its points and gives up its label."""
+    labelled: list[float] = []
+    for rate in rates:
+        if not labelled or rate > 1.6 * labelled[-1]:
+            labelled.append(rate)
+    return labelled

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from experiments.common.results import read_json, write_json
 from experiments.layer_drop.findings import Run, find
 from experiments.layer_drop.learning import DROPPING, POST_LN, PRE_LN, Curve, KeepRates, Recipe
 from experiments.layer_drop.plots import draw
+from experiments.layer_drop.records import read
 from experiments.layer_drop.step_time import Saving
 from experiments.tasks.sizes import BertSize
 
@@ -73,5 +76,22 @@ def test_the_picture_shows_broken_runs_too(tmp_path: Path) -> None:
         theta=0.5,
         evaluate_every=3,
     )
-    draw(find(RUNS, 1e-3, SAVINGS, SETTLED), RUNS, SAVINGS, SETTLED, recipe, 5.2, "made here", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    workload = {"size": asdict(BertSize(12, 32, 2)), "sequences": 2, "length": 8, "theta": 0.5}
+    content = {
+        "machine": {"cpu": "some", "cores": 1},
+        "finding": asdict(find(RUNS, 1e-3, SAVINGS, SETTLED)),
+        "settings": {"model": "tiny", "corpus": "a text", "sequence_length": 8, **asdict(recipe)},
+        "unigram_entropy": 5.2,
+        "step_time": {"workload": workload, **{name: asdict(saving) for name, saving in SAVINGS.items()}},
+        "keep_rates": {"steps": 50, **asdict(SETTLED)},
+        "runs": [asdict(one) for one in RUNS],
+    }
+    write_json(tmp_path / "results.json", content)
+    record = read(read_json(tmp_path / "results.json"))
+    assert record.recipe == recipe
+    assert record.savings == SAVINGS
+    assert record.runs[0] == RUNS[0]
+    assert math.isnan(record.runs[-1].curve.losses[-1])
+    draw(content, path)
+    for picture in (path, tmp_path / "picture_details.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import nan
 from pathlib import Path
 
 import pytest
 
-from experiments.lion.findings import find, sentences
+from experiments.common.results import read_json, write_json
+from experiments.lion.findings import find, sentences, titles
 from experiments.lion.plots import draw
 from experiments.training.trainer import Outcome
 from tests.experiments.training.outcomes import outcome
@@ -42,6 +44,7 @@ def test_methods_are_compared_at_their_best_rates() -> None:
     assert found["adamw"].difference_percent == {}
     assert [one.inside_the_sweep for one in found.values()] == [True, False, True]
     assert sentences(found) == ["1-bit Adam, each at its best rate: loss +5.0% beside AdamW; 32.0x fewer bytes"]
+    assert titles(found) == ["1-bit Adam sends 32x fewer bytes and ends 5.0% above AdamW's loss"]
 
 
 def test_without_compression_the_others_are_told() -> None:
@@ -57,5 +60,13 @@ def test_a_method_that_diverged_is_called_so() -> None:
 @pytest.mark.parametrize("compressed", [(2.08, 2.12), (nan, 2.1)])
 def test_the_picture_is_drawn(tmp_path: Path, compressed: Sequence[float]) -> None:
     runs = outcomes(compressed)
-    draw(SWEPT, runs, find(SWEPT, runs), "made here", tmp_path / "lion.png")
+    methods = {
+        name: {"final_loss_by_learning_rate": SWEPT[name], "runs": [asdict(run) for run in seeds]}
+        for name, seeds in runs.items()
+    }
+    settings = {"corpus": "a text", "windows_a_rank": 2, "model": {"length": 8}}
+    content = {"ranks": 2, "machine": {"cpu": "some", "cores": 1}, "settings": settings, "methods": methods}
+    # As a file has it: rates as strings, and null for what is not finite.
+    write_json(tmp_path / "lion.json", content)
+    draw(read_json(tmp_path / "lion.json"), tmp_path / "lion.png")
     assert (tmp_path / "lion.png").read_bytes().startswith(b"\x89PNG")
