@@ -3,6 +3,8 @@ starts warm, for real ranks."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +19,17 @@ _OWNER = pytest.StashKey[WarmPython]()
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> Iterator[None]:
+    """Leaves what modules and imports have made out of collections, and out of the searches of all objects by which
+    optimizers find trainers: transformers alone makes a million, and tests make thousands of optimizers."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
