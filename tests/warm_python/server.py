@@ -68,7 +68,11 @@ class Server:
 
     def _accept(self) -> Start | None:
         connection, _ = self._listener.accept()
-        command, streams = wire.receive_command(connection)
+        try:
+            command, streams = wire.receive_command(connection)
+        except ConnectionError:  # a client that was killed before it had said what to run
+            connection.close()
+            return None
         process = os.fork()
         if process == 0:
             connection.close()
@@ -83,12 +87,12 @@ class Server:
 
     def _hear(self, child: Child) -> None:
         """A signal for the process, or the client's end, which is the process's as well."""
+        if child not in self._children:  # it ended in this round, and its connection is closed
+            return
         try:
             numbers = child.connection.recv(16)
         except ConnectionError:
             numbers = b""
-        if child not in self._children:  # it ended in this round
-            return
         for number in numbers or [signal.SIGKILL]:
             os.kill(child.process, number)
         if not numbers:

@@ -32,6 +32,8 @@ def send_command(connection: socket.socket, command: Command) -> None:
 def receive_command(connection: socket.socket) -> tuple[Command, list[int]]:
     """The command, and this process's copies of the client's streams."""
     length, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, len(STREAMS))
+    if len(length) < _LENGTH.size:
+        raise ConnectionError("the client has gone")
     return Command(*json.loads(_exactly(connection, *_LENGTH.unpack(length)))), streams
 
 
