@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.errors import InputError, on_every_rank
+from experiments.common.errors import on_every_rank
 from experiments.common.launching import launch
 from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.lion.findings import BASELINE, Finding, find, sentences
@@ -25,7 +25,7 @@ from experiments.training.learners import LoopLearner
 from experiments.training.optimizers import OPTIMIZERS, PARENTS
 from experiments.training.plans import Plan
 from experiments.training.reporting import human_bytes, train_to_end
-from experiments.training.sweep import best_rate, sweep
+from experiments.training.sweep import best_rate, methods_beside, sweep
 from experiments.training.trainer import Outcome, Trainer
 from thinwire.comm import Communicator
 
@@ -182,9 +182,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {_DEFAULT_RANKS}")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
-    options.methods = list(dict.fromkeys(options.methods))
-    if BASELINE not in options.methods or len(options.methods) < 2:
-        raise InputError(f"--methods must name {BASELINE}, and something to compare with it")
+    options.methods = methods_beside(BASELINE, options.methods)
     if options.corpus:
         load(options.corpus)
     check_writable(options.output, "--output")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.common import loopback, machine
 from experiments.common.command_line import Parser, positive, rate
-from experiments.common.errors import InputError, on_every_rank
+from experiments.common.errors import on_every_rank
 from experiments.common.launching import launch
 from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.tasks.passages import Passages, read_texts, share_passages
@@ -25,7 +25,7 @@ from experiments.tasks.sizes import SIZES
 from experiments.text_classification.findings import BASELINE, Finding, find, sentence
 from experiments.training.optimizers import COMPRESSED, OPTIMIZERS
 from experiments.training.reporting import human_bytes
-from experiments.training.sweep import best_rate, sweep
+from experiments.training.sweep import best_rate, methods_beside, sweep
 from thinwire.comm import Communicator
 
 if TYPE_CHECKING:
@@ -214,9 +214,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     options.rates = list(dict.fromkeys(options.rates))
-    options.methods = list(dict.fromkeys(options.methods))
-    if BASELINE not in options.methods or len(options.methods) < 2:
-        raise InputError(f"--methods must name {BASELINE}, and something to compare with it")
+    options.methods = methods_beside(BASELINE, options.methods)
     if options.corpus:
         read_texts(options.corpus)
     check_writable(options.output, "--output")

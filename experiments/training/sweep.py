@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
 
-__all__ = ["best_rate", "sweep"]
+from experiments.common.errors import InputError
+
+__all__ = ["best_rate", "methods_beside", "sweep"]
 
 _MOST_BEYOND = 4
 """Rates to try beyond the grid, on both sides together."""
@@ -32,6 +34,14 @@ def sweep(train: Callable[[float], float], rates: Sequence[float]) -> dict[float
         beyond = float(f"{beyond:.6g}")
         losses[beyond] = train(beyond)
     return dict(sorted(losses.items()))
+
+
+def methods_beside(baseline: str, chosen: Sequence[str]) -> list[str]:
+    """The methods that `--methods` named, each once. Raises `InputError` for too few to compare with `baseline`."""
+    methods = list(dict.fromkeys(chosen))
+    if baseline not in methods or len(methods) < 2:
+        raise InputError(f"--methods must name {baseline}, and something to compare with it")
+    return methods
 
 
 def best_rate(losses: Mapping[float, float]) -> float:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
-from tests.hugging_face.tiny import BATCH, RATE, make_arguments, make_model, make_samples
+from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, make_arguments, make_model, make_samples
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine import Engine
@@ -165,14 +165,8 @@ def keeps_the_best(comm: Communicator, folder: Path) -> None:
     arguments = make_arguments(
         folder,
         max_steps=9,
-        eval_strategy="steps",
-        eval_steps=3,
-        save_strategy="steps",
-        save_steps=3,
         save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_quality",
-        greater_is_better=True,
+        **KEEP_BEST,
     )
     qualities = iter((0.0, 1.0, 0.0, 0.0))
     trainer = Trainer(

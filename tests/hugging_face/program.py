@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.hugging_face.lora import accelerates_adapters, the_lora_example, trains_adapters
-from tests.hugging_face.tiny import BATCH, RATE, batches, flat, make_arguments, make_model, make_samples
+from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, batches, flat, make_arguments, make_model, make_samples
 from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
@@ -171,13 +171,7 @@ def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path
     arguments = make_arguments(
         folder,
         max_steps=12,
-        eval_strategy="steps",
-        eval_steps=3,
-        save_strategy="steps",
-        save_steps=3,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_quality",
-        greater_is_better=True,
+        **KEEP_BEST,
     )
     seen: list[Tensor] = []
     qualities = iter((0.0, 1.0, 0.0, 0.0, 0.0))

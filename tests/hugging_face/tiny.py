@@ -14,6 +14,17 @@ LENGTH = 6
 VOCABULARY = 40
 RATE = 3e-3
 
+# Of arguments: every third step is evaluated and saved, and the best of them is loaded in the end.
+KEEP_BEST: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_quality",
+    "greater_is_better": True,
+}
+
 Samples = list[dict[str, Tensor]]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.hugging_face.checks import refuse_clipping_by_value, synchronized
 
-__all__ = ["adapt_accelerator"]
+__all__ = ["adapt_accelerator", "never_wrap_models"]
 
 
 def adapt_accelerator(accelerator: Accelerator, check: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -24,11 +24,24 @@ def adapt_accelerator(accelerator: Accelerator, check: Callable[[torch.optim.Opt
     `check`: called with each optimizer before it is prepared, on every rank; raises what is wrong with it.
     """
     plug = _Plug(accelerator, check)
-    accelerator.prepare_model = plug.prepare_model
+    never_wrap_models(accelerator)
     accelerator.prepare_optimizer = plug.prepare_optimizer
     accelerator.no_sync = plug.no_sync
     accelerator.clip_grad_norm_ = plug.clip_grad_norm_
     accelerator.clip_grad_value_ = refuse_clipping_by_value
+
+
+def never_wrap_models(accelerator: Accelerator) -> None:
+    """Have an accelerator place models, and wrap their forward for mixed precision, as for evaluation: without DDP."""
+    own: Callable[..., nn.Module] = accelerator.prepare_model
+
+    def prepare_model(
+        model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        del evaluation_mode
+        return own(model, device_placement, evaluation_mode=True)
+
+    accelerator.prepare_model = prepare_model
 
 
 class _Plug:
@@ -36,16 +49,7 @@ class _Plug:
 
     def __init__(self, accelerator: Accelerator, check: Callable[[torch.optim.Optimizer], None]) -> None:
         self._accelerator = accelerator
-        self._prepare_model = accelerator.prepare_model
         self._check = check
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Place the model, and wrap its forward for mixed precision, as for evaluation: without DDP."""
-        del evaluation_mode
-        prepared: nn.Module = self._prepare_model(model, device_placement, evaluation_mode=True)
-        return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.engine import Engine
+from thinwire.hugging_face.acceleration import never_wrap_models
 from thinwire.hugging_face.checks import refuse_clipping_by_value
 from thinwire.hugging_face.engine_training import EngineTraining
 
@@ -24,7 +25,7 @@ def adapt_accelerator_to_engine(accelerator: Accelerator, training: EngineTraini
     # Precision is the engine's.
     accelerator.native_amp = False
     accelerator.scaler = None
-    accelerator.prepare_model = plug.prepare_model
+    never_wrap_models(accelerator)
     accelerator.backward = plug.backward
     accelerator.no_sync = lambda model: nullcontext()
     accelerator.clip_grad_norm_ = plug.clip_grad_norm_
@@ -36,16 +37,7 @@ class _Plug:
 
     def __init__(self, accelerator: Accelerator, training: EngineTraining) -> None:
         self._accelerator = accelerator
-        self._prepare_model = accelerator.prepare_model
         self._training = training
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Place a model that is evaluated before it is trained."""
-        del evaluation_mode
-        prepared: nn.Module = self._prepare_model(model, device_placement, evaluation_mode=True)
-        return prepared
 
     def backward(self, loss: Tensor) -> None:
         """One micro-batch's; the Trainer has divided its loss, and says whether it is the step's last."""

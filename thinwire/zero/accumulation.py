@@ -3,28 +3,32 @@ but DistributedDataParallel."""
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-__all__ = ["find_accumulation"]
+__all__ = ["find_accumulation", "wrapper_classes"]
 
 
-def find_accumulation(optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
+def wrapper_classes() -> list[type]:
+    """What wraps optimizers and knows, where this process has imported it."""
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    return [] if wrapper is None else [wrapper]
+
+
+def find_accumulation(optimizer: torch.optim.Optimizer, wrappers: Iterable[Any]) -> Callable[[], bool] | None:
     """What says whether the running backward is the last one before a step of `optimizer`; None where nobody knows.
 
-    Looks at all objects of the process, once, as an optimizer does not know who has wrapped it.
+    `wrappers`: instances of `wrapper_classes()`; others are passed over.
     """
-    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
-    if wrapper is None:
-        return None
-    for one in [one for one in gc.get_objects() if issubclass(type(one), wrapper)]:
+    kinds = tuple(wrapper_classes())
+    for one in wrappers:
         inner = one
-        while isinstance(inner, wrapper):
+        while issubclass(type(inner), kinds):
             inner = getattr(inner, "optimizer", None)
-        if inner is optimizer:
+        if inner is not one and inner is optimizer:
             state = one.gradient_state
             return lambda: bool(state.sync_gradients)
     return None

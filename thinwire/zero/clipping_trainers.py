@@ -3,25 +3,30 @@ averages."""
 
 from __future__ import annotations
 
-import gc
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["check_nobody_clips"]
+__all__ = ["check_nobody_clips", "trainer_classes"]
 
 
-def check_nobody_clips(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError where a Trainer steps `optimizer` and clips gradients itself.
+def trainer_classes() -> list[type]:
+    """The Trainers that this process has imported."""
+    return [kind for kind, _ in _checks()]
 
-    Looked for among all objects of the process, once, as an optimizer does not know who steps it. Clipping would be
-    noticed in `step` too, but in the first step that exceeds the norm, hours later perhaps.
+
+def check_nobody_clips(optimizer: torch.optim.Optimizer, trainers: Iterable[Any]) -> None:
+    """Raise RuntimeError where one of these steps `optimizer` and clips gradients itself.
+
+    `trainers`: instances of `trainer_classes()`; others are passed over. Clipping would be noticed in `step` too, but
+    in the first step that exceeds the norm, hours later perhaps.
     """
-    for module, check in _CHECKS.items():
-        trainer_class = getattr(sys.modules.get(module), "Trainer", None)
-        if trainer_class is not None:
-            for trainer in [one for one in gc.get_objects() if issubclass(type(one), trainer_class)]:
+    checks = _checks()
+    for trainer in trainers:
+        for kind, check in checks:
+            if issubclass(type(trainer), kind):
                 check(trainer, optimizer)
 
 
@@ -55,6 +60,11 @@ def _inner(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _checks() -> list[tuple[type, Callable[[Any, torch.optim.Optimizer], None]]]:
+    found = ((getattr(sys.modules.get(module), "Trainer", None), check) for module, check in _CHECKS.items())
+    return [(kind, check) for kind, check in found if kind is not None]
 
 
 _CHECKS = {

@@ -1,8 +1,8 @@
 """What keeps DistributedDataParallel from sending gradients that somebody else sends, and finds one that would."""
 
 # No `from __future__ import annotations`: DDP inspects a hook's annotations, which must be the types themselves.
-import gc
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["find_ddp", "leave_gradients_alone"]
 
 
-def find_ddp(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    """Every DistributedDataParallel alive that averages the gradients of some of these parameters.
+def find_ddp(models: Iterable[Any], parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Those of `models` that are a DistributedDataParallel and average the gradients of some of these parameters.
 
-    Looks at all objects of the process, once, some tens of milliseconds a million: DDP leaves no trace on parameters.
+    DDP leaves no trace on parameters: `models` are all that `instances_of` finds.
     """
     wanted = {id(parameter) for parameter in parameters}
     return [
         one
-        for one in gc.get_objects()
+        for one in models
         if issubclass(type(one), DistributedDataParallel)
         and any(id(parameter) in wanted for parameter in one.module.parameters())
     ]

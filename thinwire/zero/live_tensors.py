@@ -3,7 +3,6 @@ without trusting an allocator's counters."""
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator, Work
 from thinwire.zero.gradient_seal import SentGradient
+from thinwire.zero.live_objects import instances_of
 
 __all__ = ["CATEGORIES", "live_tensor_bytes", "process_tensor_bytes"]
 
@@ -85,7 +85,7 @@ def process_tensor_bytes() -> dict[str, int]:
 
     Where ranks are threads this is all of them together. Tensors that only autograd or C++ holds are not seen.
     """
-    everything = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    everything = instances_of([Tensor])
     total: dict[str, int] = {}
     for (_, device), nbytes in live_tensor_bytes(everything).items():
         total[device] = total.get(device, 0) + nbytes

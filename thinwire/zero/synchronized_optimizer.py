@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import Communicator
-from thinwire.zero.accumulation import find_accumulation
-from thinwire.zero.clipping_trainers import check_nobody_clips
+from thinwire.zero.accumulation import find_accumulation, wrapper_classes
+from thinwire.zero.clipping_trainers import check_nobody_clips, trainer_classes
 from thinwire.zero.ddp import find_ddp, leave_gradients_alone
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, ring_bytes
+from thinwire.zero.live_objects import instances_of
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import check_same_optimizer, counters_of, take_over_settings
@@ -316,17 +317,17 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def _look_for_others(self) -> None:
         """Find who else has a hand in these gradients: refuse who would clip them, follow who adds them up, attach to
         who would send them."""
-        check_nobody_clips(self)
-        if (sends_now := find_accumulation(self)) is not None:
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        would_send = [DistributedDataParallel] if self.comm.size > 1 and grouped and not self._attached else []
+        found = instances_of([*trainer_classes(), *wrapper_classes(), *would_send])
+        check_nobody_clips(self, found)
+        if (sends_now := find_accumulation(self, found)) is not None:
             self._home.follow(sends_now)
-        if self.comm.size > 1:
-            self._attach_to_ddp()
+        self._attach_to(find_ddp(found, self._home.parameters))
 
-    def _attach_to_ddp(self) -> None:
+    def _attach_to(self, models: Iterable[nn.Module]) -> None:
         """Attach to what would send all gradients once more; warn where it cannot be stopped."""
-        if self._attached or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
-        for model in find_ddp(self._home.parameters):
+        for model in models:
             try:
                 self.attach(model)
             except (ValueError, RuntimeError) as error:
