@@ -1,0 +1,45 @@
+"""deepspeed.ops.op_builder: what DeepSpeed compiles when it is installed. thinwire compiles kernels when they are first
+used, so that a builder only says what there is."""
+
+from __future__ import annotations
+
+__all__ = ["CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder", "OpBuilder", "SparseAttnBuilder"]
+
+
+class OpBuilder:
+    """The name of an operation, and whether it works here, which it does."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Always."""
+        return True
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """(0, 0): thinwire does not build for ROCm."""
+        return 0, 0
+
+
+class FusedAdamBuilder(OpBuilder):
+    """Adam."""
+
+    NAME = "fused_adam"
+
+
+class CPUAdamBuilder(OpBuilder):
+    """Adam, of state on the host."""
+
+    NAME = "cpu_adam"
+
+
+class FusedLambBuilder(OpBuilder):
+    """LAMB."""
+
+    NAME = "fused_lamb"
+
+
+class SparseAttnBuilder(OpBuilder):
+    """Block-sparse attention."""
+
+    NAME = "sparse_attn"

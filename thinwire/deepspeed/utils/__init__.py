@@ -1,0 +1,22 @@
+"""deepspeed.utils."""
+
+from __future__ import annotations
+
+from thinwire.deepspeed.lazy_names import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    ("groups", "logging", "timer", "torch", "z3_leaf_module", "zero_to_fp32"),
+    {
+        "runtime.dataloader": ("RepeatingLoader",),
+        "utils.init_on_device": ("OnDevice",),
+        "utils.logging": ("log_dist", "log_dist_once", "logger", "set_log_level_from_string"),
+        "utils.nvtx": ("instrument_w_nvtx",),
+        "utils.z3_leaf_module": (
+            "get_z3_leaf_modules",
+            "set_z3_leaf_module",
+            "set_z3_leaf_modules",
+            "unset_z3_leaf_modules",
+        ),
+    },
+)
