@@ -10,7 +10,7 @@ __all__ = ["compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_i
 
 git_hash = git_branch = None
 installed_ops: dict[str, bool] = {}
-compatible_ops = {"fused_adam": True, "cpu_adam": True, "fused_lamb": True, "sparse_attn": True}
+compatible_ops = {"fused_adam": True, "cpu_adam": True, "fused_lamb": True, "sparse_attn": True, "async_io": False}
 
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),

@@ -49,8 +49,8 @@ def initialize(
     `config`. The ranks meet as they were launched, so that `distributed_port` and `dist_init_required` are not needed.
 
     Raises NotOfferedError for an `mpu` with model parallelism and for `mesh_param`, TypeError for any other argument,
-    DeepSpeedUsageError, which is a ValueError and an AssertionError, for no model, and else what
-    `thinwire.initialize` raises.
+    DeepSpeedUsageError, which is a ValueError and an AssertionError, for arguments that cannot work together, and
+    else what `thinwire.initialize` raises.
     """
     config = _only_configuration(args, config, others.pop("config_params", None))
     if others.pop("mesh_param", None) is not None:
@@ -67,16 +67,14 @@ def initialize(
             f"initialize() needs a model, a torch.nn.Module, got {type(model).__name__}: pass it as model=; the first "
             "argument is args, the command line's"
         )
-    return engine.initialize(
-        args=None,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        collate_fn=collate_fn,
-        config=config,
-    )
+    try:
+        return engine.initialize(
+            None, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, config
+        )
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise DeepSpeedUsageError(str(error)) from error
 
 
 def init_distributed(

@@ -8,5 +8,5 @@ from thinwire.deepspeed.lazy_names import lazy_names
 __all__ = ["__compatible_ops__"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, ("adagrad", "adam", "lamb", "lion", "op_builder", "sparse_attention", "transformer")
+    __name__, ("adagrad", "adam", "aio", "lamb", "lion", "op_builder", "sparse_attention", "transformer")
 )

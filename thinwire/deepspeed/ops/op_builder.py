@@ -3,7 +3,7 @@ used, so that a builder only says what there is."""
 
 from __future__ import annotations
 
-__all__ = ["CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder", "OpBuilder", "SparseAttnBuilder"]
+__all__ = ["AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder", "OpBuilder", "SparseAttnBuilder"]
 
 
 class OpBuilder:
@@ -43,3 +43,13 @@ class SparseAttnBuilder(OpBuilder):
     """Block-sparse attention."""
 
     NAME = "sparse_attn"
+
+
+class AsyncIOBuilder(OpBuilder):
+    """Asynchronous files, for swapping to NVMe, which thinwire does not do."""
+
+    NAME = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Never."""
+        return False

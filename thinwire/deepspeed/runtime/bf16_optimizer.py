@@ -1,7 +1,12 @@
-"""deepspeed.runtime.bf16_optimizer: what the engine steps in bf16."""
+"""deepspeed.runtime.bf16_optimizer, whose place the engine's own optimizer takes."""
 
 from __future__ import annotations
 
-from thinwire.zero import ShardedOptimizer as BF16_Optimizer
+from thinwire.deepspeed.lazy_names import not_offered
 
 __all__ = ["BF16_Optimizer"]
+
+BF16_Optimizer = not_offered(
+    "runtime.bf16_optimizer.BF16_Optimizer",
+    'precision is the engine\'s: "fp16" and "bf16" in the configuration; its optimizer is a thinwire.ShardedOptimizer',
+)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from thinwire.engine.config.models import OffloadConfig as DeepSpeedZeroOffloadOptimizerConfig
+from thinwire.engine.config.models import OffloadConfig as DeepSpeedZeroOffloadParamConfig
 from thinwire.engine.config.models import ZeroConfig as DeepSpeedZeroConfig
 
-__all__ = ["DeepSpeedZeroConfig", "ZeroStageEnum"]
+__all__ = [
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "ZeroStageEnum",
+]
 
 
 class ZeroStageEnum(IntEnum):

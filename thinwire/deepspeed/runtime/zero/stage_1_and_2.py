@@ -1,9 +1,8 @@
-"""deepspeed.runtime.zero.stage_1_and_2."""
+"""deepspeed.runtime.zero.stage_1_and_2, whose place the engine's own optimizer takes."""
 
 from __future__ import annotations
 
 from thinwire.deepspeed.lazy_names import not_offered
-from thinwire.zero import ShardedOptimizer as DeepSpeedZeroOptimizer
 
 __all__ = [
     "DeepSpeedZeroOptimizer",
@@ -11,11 +10,15 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_live",
 ]
 
-_INSTEAD = "`thinwire plan --model MODEL` estimates memory and time of every stage"
+_ESTIMATE = "`thinwire plan --model MODEL` estimates memory and time of every stage"
 
+DeepSpeedZeroOptimizer = not_offered(
+    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
+    "sharding is the engine's, zero_optimization in the configuration; without it there is thinwire.ShardedOptimizer",
+)
 estimate_zero2_model_states_mem_needs_all_live = not_offered(
-    "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live", _INSTEAD
+    "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live", _ESTIMATE
 )
 estimate_zero2_model_states_mem_needs_all_cold = not_offered(
-    "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold", _INSTEAD
+    "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold", _ESTIMATE
 )
