@@ -352,7 +352,10 @@ def test_a_changed_configuration_takes_effect_on_resume() -> None:
         (lambda o: OneCycle(o, [0.1, 0.4], 0.3), "cycle_min_lr must be from 0 to cycle_max_lr 0.3, got 0.4"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=1.0), "cycle_max_mom must be from 0 up to, not including, 1"),
         (lambda o: OneCycle(o, 0.1, 0.2, decay_lr_rate=0.5), "decay_step_size must be at least 1, got 0"),
-        (lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=-1), "cycle_second_step_size must be at least 0, got -1"),
+        (
+            lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=-1),
+            "cycle_second_step_size must be at least 0, got -1",
+        ),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=0), "cycle_first_step_size must be at least 1 step"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_min_mom=[0.8]), "cycle_min_mom must be one number, or one for each"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=[0.9, 0.7]), "cycle_min_mom must be from 0 to 0.7, got 0.8"),
