@@ -62,7 +62,6 @@ DECLINED: Mapping[str, Declined] = {
     "managed_gradient_accumulation": _always("the engine counts micro-batches; use engine.no_sync() for your own"),
     "fp16.auto_cast": _off("inputs are yours to cast"),
     "fp16.fused_mode": _always("master weights are always flat"),
-    "fp16.consecutive_hysteresis": _off("hysteresis is refilled when the loss scale changes"),
     "fp16.fp16_master_weights_and_grads": _off("master weights are fp32"),
     "bf16.immediate_grad_update": Declined("gradients leave as soon as their bucket is complete; delete it"),
     "bf16.check_grad_overflow": _always("a step whose gradients are not finite is always skipped"),

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from thinwire.engine.config.errors import CANNOT_WORK, reason, shown
-from thinwire.engine.config.models import EngineConfig, Fp16Config, ThinwireConfig, ZeroConfig
+from thinwire.engine.config.models import EngineConfig, Fp16Config, Section, ThinwireConfig, ZeroConfig
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.sparse_attn.layouts.config import layout_from_config
 
 __all__ = ["check_combinations", "total_steps"]
+
+
+_DYNAMIC_ONLY = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
 def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list[str]:
@@ -38,8 +41,15 @@ def _without_enabled(config: EngineConfig) -> Iterator[str]:
         if "enabled" in section.model_fields_set:
             continue
         for key in sorted(section.model_fields_set):
-            if getattr(section, key) != getattr(type(section)(), key):
+            if not _at_default(section, key):
                 yield f'"{name}.{key}" has no effect without "{name}.enabled": set that to true, or delete the section'
+
+
+def _at_default(section: Section, key: str) -> bool:
+    default = getattr(type(section)(), key)
+    # Every file of DeepSpeed's writes this one, which it ignores at stage 0.
+    written = 2 if isinstance(section, Fp16Config) and key == "hysteresis" else default
+    return getattr(section, key) in (default, written)
 
 
 def _overlap(zero: ZeroConfig) -> Iterator[str]:
@@ -57,9 +67,8 @@ def _precision(config: EngineConfig) -> Iterator[str]:
     if not fp16.enabled:
         return
     if fp16.loss_scale:
-        default = Fp16Config()
-        for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
-            if getattr(fp16, key) != getattr(default, key):
+        for key in _DYNAMIC_ONLY:
+            if not _at_default(fp16, key):
                 yield (
                     f'"fp16.{key}" has no effect while "fp16.loss_scale" is {fp16.loss_scale:g}, a fixed scale: delete '
                     "it, or set loss_scale to 0 for a dynamic one"
