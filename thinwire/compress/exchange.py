@@ -176,6 +176,11 @@ class Exchange:
             leg.work.wait()
             self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number))
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether leg 2 has brought what `read` decodes."""
+        return bool(self._headers) and bool(self._leg_2)
+
     def outcome(self) -> Outcome:
         """Check every header of both legs and say what they said.
 

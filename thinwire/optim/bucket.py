@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -126,6 +126,8 @@ class AlgorithmBucket:
         self.layout = layout
         self.zero_variance: Tensor | None = None
         self.stayed = False
+        self._has_average = False
+        self._rewritten = False
         self.send = Send.EXACT
         self.device = parameters.parameters[layout.slots[0].parameter].device
         self._parameters = parameters
@@ -269,7 +271,7 @@ class AlgorithmBucket:
 
     def end_step(self) -> None:
         """Forget what this step brought, and was not applied."""
-        self.stayed = False
+        self.stayed = self._has_average = self._rewritten = False
         self._incomplete = False
         if self._compressed is not None:
             self._compressed.revert()
@@ -278,7 +280,22 @@ class AlgorithmBucket:
 
     def outcome(self) -> Outcome | None:
         """What the headers said, the same on every rank; None where nothing was sent."""
-        return None if self.stayed or self.send is Send.LOCAL else self.exchange.outcome()
+        if self.stayed or self.send is Send.LOCAL:
+            return None
+        outcome = self.exchange.outcome()
+        return replace(outcome, finite=self.own_is_finite()) if self._rewritten else outcome
+
+    def average(self) -> Tensor | None:
+        """In an EXACT step the averages that have arrived, fp32 [padded_numel], which `receive` leaves as they are
+        then; None before."""
+        if not self._has_average and (self.stayed or not self.exchange.has_arrived):
+            return None
+        self.receive()
+        return self.exchange.payload
+
+    def average_rewritten(self) -> None:
+        """Note that somebody has written into `average`."""
+        self._rewritten = True
 
     def receive(self) -> None:
         """Write what came back into the payload, or the state that the algorithm receives; take the residuals over.
@@ -286,8 +303,9 @@ class AlgorithmBucket:
         Where nothing was sent every rank's gradient was 0, and all hold what their average would be.
         """
         if self.send is Send.EXACT:
-            if not self.stayed:
+            if not (self.stayed or self._has_average):
                 self.exchange.read(self.exchange.payload)
+                self._has_average = True
             return
         if not self.stayed:
             self.exchange.commit()

@@ -196,6 +196,19 @@ class BackwardWatcher:
         self._pipeline.drain()
         self._finished = True
 
+    def bring_home(self) -> None:
+        """Wait until the gradients that have left in this step are averaged, and leave it open. Collective."""
+        if self._keeps_gradients:
+            if self.in_step and not self._finished:
+                self.finish()
+        elif self._arrived:
+            self.end_backward()
+
+    def seal_again(self, number: int) -> None:
+        """Take a parameter's gradient as it is for what was averaged: somebody has written to it who may."""
+        if number in self._arrived:
+            self._arrived[number] = GradientSeal(self.parameters[number])
+
     def send_again(self) -> None:
         """Take and send this step's gradients once more. Collective, after `finish`."""
         self._pipeline.reset()

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.zero.bucket_state import own_fragments
 from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.parameter_state import Fragment
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import group_settings, read_state, state_slices
 
@@ -63,6 +65,18 @@ class BucketOptimizer:
         for view in masters.views:
             view.grad = None
 
+    def kinds(self) -> set[str]:
+        """The kinds of state that have a value for each element, of any parameter."""
+        states = [] if self.optimizer is None else [self.optimizer.state.get(view, {}) for view in self._masters.views]
+        return {kind for state in states for kind, value in state.items() if _is_of_elements(value)}
+
+    def state_of(self, parameter: int, kind: str) -> list[Fragment]:
+        """What this rank keeps of a parameter's state of this kind; nothing where it was never stepped."""
+        if self.optimizer is None:
+            return []
+        states = [self.optimizer.state.get(view, {}).get(kind) for view in self._masters.views]
+        return own_fragments(self._masters, parameter, [one if _is_of_elements(one) else None for one in states])
+
     def saved_slices(self, names: Sequence[str]) -> list[SavedSlice]:
         """The optimizer's state of this rank's shard."""
         slices: list[SavedSlice] = []
@@ -89,3 +103,7 @@ class BucketOptimizer:
         runs = zip(self._masters.runs, self._masters.views, strict=True)
         views = [view for run, view in runs if self._group_of[run.parameter] == number]
         return {**group_settings(self._groups[number]), "params": views}
+
+
+def _is_of_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1

@@ -16,6 +16,7 @@ from thinwire.comm import Communicator, Traffic
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.home import StepResult
+from thinwire.zero.parameter_state import ParameterState, claim
 from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import (
@@ -28,6 +29,7 @@ from thinwire.zero.saved_state import (
     state_slices,
     take_over_settings,
 )
+from thinwire.zero.shard_state import ShardState
 from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["FullyShardedOptimizer"]
@@ -98,6 +100,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             groups, **options
         )
         self.reset_state()
+        claim(self, [shard.parameter for shard in self._shards])
 
     @property
     def bytes_sent(self) -> int:
@@ -145,6 +148,11 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Release the communicator, on every rank."""
         self._vote_comm.close()
+
+    def parameter_state(self) -> ParameterState:
+        """What this rank holds by parameter; see parameter_state.claim."""
+        parameters = [shard.parameter for shard in self._shards]
+        return ShardState(self.comm, parameters, lambda number: self._state_of(self._shards[number]), self._reshard)
 
     # Checkpoints
 
@@ -258,7 +266,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     def _state_of(self, shard: _Shard) -> dict[str, Any]:
         if self._optimizer is None:
             return {}
-        state: dict[str, Any] = self._optimizer.state[shard.values]
+        state: dict[str, Any] = self._optimizer.state.get(shard.values, {})
         return state
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
+from thinwire.zero.parameter_state import ParameterState
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 
 __all__ = ["NOT_STEPPED", "NO_GRADIENTS", "TRAFFIC", "Home", "StepResult", "ring_bytes"]
@@ -138,6 +139,10 @@ class Home(ABC):
 
     def wait_for_weights(self) -> None:
         """Wait until this rank has the last step's weights."""
+
+    @abstractmethod
+    def parameter_state(self) -> ParameterState:
+        """What is held of each of `parameters`, by its number, to be read and written."""
 
     # Checkpoints
 

@@ -3,7 +3,7 @@ gradients are divided among the ranks of any Communicator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.bucket_optimizer import BucketOptimizer, OptimizerClass
+from thinwire.zero.bucket_state import StateOfBuckets
+from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.zero.parameter_state import Held
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, Vote, clip_coefficient
@@ -132,6 +135,9 @@ class _ElementwiseHome(ShardedHome):
     def _find_vote(self) -> Vote:
         return self._vote_on_averages(self._gradients)
 
+    def _state_of_buckets(self) -> StateOfBuckets:
+        return _ElementwiseState(self._gradients, self._optimizers, self._parameters.sharding.stage == 0)
+
     def saved_slices(self) -> list[SavedSlice]:
         """See Home."""
         return super().saved_slices() + [
@@ -161,3 +167,27 @@ class _ElementwiseHome(ShardedHome):
             element_bytes=self._parameters.buckets[0].dtype.itemsize,
             state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
         )
+
+
+class _ElementwiseState(StateOfBuckets):
+    """Averaged gradients, and the state of torch optimizers."""
+
+    def __init__(
+        self, gradients: Sequence[BucketGradients], optimizers: Sequence[BucketOptimizer], everywhere: bool
+    ) -> None:
+        self._gradients = gradients
+        self._optimizers = optimizers
+        self._everywhere = everywhere
+
+    def average(self, bucket: int) -> Tensor | None:
+        """See StateOfBuckets."""
+        return self._gradients[bucket].average if self._gradients[bucket].filled else None
+
+    def state(self, bucket: int, parameter: int, kind: str) -> Held:
+        """See StateOfBuckets."""
+        fragments = self._optimizers[bucket].state_of(parameter, kind)
+        return Held(fragments, self._everywhere, known=kind in self.kinds())
+
+    def kinds(self) -> list[str]:
+        """See StateOfBuckets."""
+        return sorted({kind for one in self._optimizers for kind in one.kinds()})

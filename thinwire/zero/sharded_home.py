@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.zero.backward import BackwardWatcher
+from thinwire.zero.bucket_state import BucketParameterState, StateOfBuckets
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Home, ring_bytes
+from thinwire.zero.parameter_state import ParameterState
 from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_parameters import ShardedParameters
@@ -48,6 +50,7 @@ class ShardedHome(Home):
         self._watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
         self._watcher.watch(parameters.order.parameters)
         self._vote: Vote | None = None  # of the step under way, once it is known
+        self._vote_is_outdated = False  # whether gradients were written after it
         self._stand_in: Tensor | None = None  # a parameter with a gradient that only a GradScaler looks at
 
     @property
@@ -122,6 +125,8 @@ class ShardedHome(Home):
                 "engine's fp16 with its own loss scale, or bf16"
             )
         self._parameters.wait_for_weights()
+        if self._vote_is_outdated:
+            self._vote, self._vote_is_outdated = None, False
         return self._finish()
 
     def _end_step(self) -> None:
@@ -131,6 +136,7 @@ class ShardedHome(Home):
 
     def _end_vote(self) -> None:
         self._vote = None
+        self._vote_is_outdated = False
         if self._stand_in is not None:
             self._stand_in.grad = None
             self._stand_in = None
@@ -172,6 +178,19 @@ class ShardedHome(Home):
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
         norm = math.sqrt(total) if total >= 0 else math.nan
         return Vote(math.isfinite(norm), norm, absent | self._watcher.left_out)
+
+    # By parameter
+
+    def parameter_state(self) -> ParameterState:
+        """See Home."""
+        return BucketParameterState(self._parameters, self._watcher, self._state_of_buckets(), self._forget_vote)
+
+    @abstractmethod
+    def _state_of_buckets(self) -> StateOfBuckets:
+        """What this home keeps beside master weights."""
+
+    def _forget_vote(self) -> None:
+        self._vote_is_outdated = True
 
     # Weights
 

@@ -18,6 +18,7 @@ from thinwire.zero.clipping_trainers import check_nobody_clips, trainer_classes
 from thinwire.zero.ddp import find_ddp, leave_gradients_alone
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, ring_bytes
 from thinwire.zero.live_objects import instances_of
+from thinwire.zero.parameter_state import claim
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import check_same_optimizer, counters_of, take_over_settings
@@ -51,6 +52,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._in_training = True
         self._attached = False
         home.before_first_backward(self._look_for_others)
+        claim(home, home.parameters)
 
     # What it reports
 
@@ -183,6 +185,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             except (ValueError, TypeError):
                 self.param_groups.pop()
                 raise
+            claim(self._home, self._home.parameters)
 
     def train(self) -> None:
         """Show this rank's own weights in the parameters again, after `eval`."""

@@ -23,12 +23,14 @@ from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.replicated.freeze_groups import FreezeGroups
+from thinwire.optim.replicated.parameter_state import ReplicatedParameterState
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
 from thinwire.optim.replicated.weights import weight_and_master
 from thinwire.optim.replicated.wire import Wire
 from thinwire.optim.residuals import LEFT_OUT_STEPS, ranks_to_resume, read_left_out_steps
 from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
+from thinwire.zero.parameter_state import ParameterState
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.replicas import ComparisonTimes, compare_replicas
@@ -272,6 +274,10 @@ class ReplicatedHome(AlgorithmHome):
         """See Home."""
         for group in self.groups:
             group.show_own_weights(own)
+
+    def parameter_state(self) -> ParameterState:
+        """See Home."""
+        return ReplicatedParameterState(self.comm, self._table, self._layout, self._synchronizer)
 
     # Checkpoints
 

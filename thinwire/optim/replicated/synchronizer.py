@@ -134,6 +134,11 @@ class Synchronizer:
         self._under_way.loss_scale = self._loss_scale
         return outcome
 
+    def hear_again(self) -> None:
+        """Find out once more what became of this backward, whose averages somebody has written to."""
+        self.outcome = None
+        self._heard = 0
+
     def end_step(self) -> None:
         """Forget the step; the next backward begins another."""
         self.watcher.end_step()

@@ -26,7 +26,9 @@ from thinwire.optim.sharded.common_weights import CommonWeights
 from thinwire.optim.sharded.full_weights import FullWeights
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.low_memory_wire import LowMemoryWire
+from thinwire.optim.sharded.parameter_state import GroupState
 from thinwire.zero import BucketLayout
+from thinwire.zero.bucket_state import StateOfBuckets
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.replicas import ComparisonTimes, compare_replicas
@@ -213,6 +215,9 @@ class FullHome(AlgorithmShardedHome):
         values = torch.zeros(numel, dtype=dtype, device=bucket.flat.device)
         values[: numel if owned else layout.numel].fill_(self._algorithm.fills.get(name, 0.0))
         return values
+
+    def _state_of_buckets(self) -> StateOfBuckets:
+        return GroupState(self._group, self._parameters.buckets, self._common_weights)
 
     # Checkpoints
 

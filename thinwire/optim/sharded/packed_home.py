@@ -22,6 +22,8 @@ from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.optim.sharded.packed_bucket import PackedBucket
 from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, variance_norm
+from thinwire.optim.sharded.parameter_state import WarmupState
+from thinwire.zero.bucket_state import StateOfBuckets
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.replicas import compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
@@ -223,6 +225,9 @@ class PackedHome(AlgorithmShardedHome):
     @property
     def _group_of(self) -> Sequence[int]:
         return self._parameters.order.group_of
+
+    def _state_of_buckets(self) -> StateOfBuckets:
+        return WarmupState(self._algorithm, self._clock, self._parameters.masters, self._state, self._gradients)
 
     # Checkpoints
 

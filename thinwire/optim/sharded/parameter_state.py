@@ -1,0 +1,109 @@
+"""What the sharded homes of algorithms hold by parameter, while it still is what its name says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from thinwire.optim.algorithm import Algorithm, Clock, Send
+from thinwire.optim.algorithm_home import check_averages, check_in_sync, check_may_write, check_plain
+from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.sharded.common_weights import CommonWeights
+from thinwire.zero.bucket_state import StateOfBuckets, of_whole_bucket, own_fragments
+from thinwire.zero.flat_bucket import FlatBucket
+from thinwire.zero.gradients import BucketGradients
+from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.parameter_state import Held
+
+__all__ = ["GroupState", "WarmupState"]
+
+
+class WarmupState(StateOfBuckets):
+    """Of a packed home: moments of shards until the freeze."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        clock: Clock,
+        masters: Sequence[MasterWeights],
+        state: Sequence[Mapping[str, Tensor]],
+        gradients: Sequence[BucketGradients],
+    ) -> None:
+        self._algorithm = algorithm
+        self._clock = clock
+        self._masters = masters
+        self._state = state
+        self._gradients = gradients
+
+    def check_gradients(self) -> None:
+        """See StateOfBuckets."""
+        check_averages(not self._clock.frozen)
+
+    def average(self, bucket: int) -> Tensor | None:
+        """See StateOfBuckets."""
+        return self._gradients[bucket].average if self._gradients[bucket].filled else None
+
+    def check_may_write(self, kind: str) -> None:
+        """See StateOfBuckets."""
+        check_may_write(self._algorithm, self._clock, kind)
+
+    def state(self, bucket: int, parameter: int, kind: str) -> Held:
+        """See StateOfBuckets."""
+        check_plain(self._algorithm, self._clock, kind)
+        masters, values = self._masters[bucket], self._state[bucket].get(kind)
+        views = [None if values is None else values[run.place] for run in masters.runs]
+        return Held(own_fragments(masters, parameter, views), everywhere=False, known=values is not None)
+
+    def kinds(self) -> list[str]:
+        """See ParameterState."""
+        return [] if self._clock.frozen else sorted(self._algorithm.state)
+
+
+class GroupState(StateOfBuckets):
+    """Of a full home: state of whole buckets, and what owners keep of theirs."""
+
+    def __init__(
+        self, group: FreezeGroup, buckets: Sequence[FlatBucket], common_weights: Sequence[CommonWeights]
+    ) -> None:
+        self._group = group
+        self._buckets = buckets
+        self._common_weights = common_weights
+
+    def check_weights(self) -> None:
+        """See StateOfBuckets."""
+        check_in_sync(self._group.algorithm.in_sync)
+
+    def weights_rewritten(self, bucket: int) -> None:
+        """See StateOfBuckets."""
+        self._common_weights[bucket].adopt()
+
+    def check_gradients(self) -> None:
+        """See StateOfBuckets."""
+        check_averages(self._group.send is Send.EXACT)
+
+    def average(self, bucket: int) -> Tensor | None:
+        """See StateOfBuckets."""
+        return self._group.buckets[bucket].average()
+
+    def gradients_rewritten(self, bucket: int) -> None:
+        """See StateOfBuckets."""
+        self._group.buckets[bucket].average_rewritten()
+
+    def check_may_write(self, kind: str) -> None:
+        """See StateOfBuckets."""
+        check_may_write(self._group.algorithm, self._group.clock, kind)
+
+    def state(self, bucket: int, parameter: int, kind: str) -> Held:
+        """See StateOfBuckets."""
+        check_plain(self._group.algorithm, self._group.clock, kind)
+        kept = self._group.buckets[bucket]
+        if kind in kept.whole_state:
+            return of_whole_bucket(self._buckets[bucket], parameter, kept.whole_state[kind])
+        values, masters = kept.state.get(kind), self._common_weights[bucket].masters
+        views = [None if values is None else values[run.place] for run in masters.runs]
+        return Held(own_fragments(masters, parameter, views), everywhere=False, known=values is not None)
+
+    def kinds(self) -> list[str]:
+        """See ParameterState."""
+        return sorted(self._group.buckets[0].state)
