@@ -5,7 +5,21 @@ from __future__ import annotations
 
 from thinwire.sparse_attn.attention import block_sparse_attention
 from thinwire.sparse_attn.block_index import BlockIndex
+from thinwire.sparse_attn.deepspeed_names import (
+    BertSparseSelfAttention,
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    MatMul,
+    Softmax,
+    SparseAttentionUtils,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 from thinwire.sparse_attn.hugging_face.interface import register_with_transformers
+from thinwire.sparse_attn.hugging_face.layers import replace_self_attention_of_layers
 from thinwire.sparse_attn.hugging_face.padding import pad_to_block_size, unpad_sequence_output
 from thinwire.sparse_attn.hugging_face.positions import extend_position_embedding, update_tokenizer_model_max_length
 from thinwire.sparse_attn.hugging_face.sparsify import (
@@ -25,29 +39,48 @@ from thinwire.sparse_attn.layouts.named import (
     Variable,
 )
 from thinwire.sparse_attn.modules import SparseSelfAttention
+from thinwire.sparse_attn.packed.blocks import pack_blocks, unpack_blocks
+from thinwire.sparse_attn.packed.matmul import block_sparse_matmul
+from thinwire.sparse_attn.packed.softmax import block_sparse_softmax
 from thinwire.sparse_attn.reference import reference_attention
 
 __all__ = [
     "BSLongformer",
+    "BSLongformerSparsityConfig",
+    "BertSparseSelfAttention",
     "BigBird",
+    "BigBirdSparsityConfig",
     "BlockIndex",
     "Custom",
     "Dense",
+    "DenseSparsityConfig",
     "Fixed",
+    "FixedSparsityConfig",
     "Layout",
     "LocalSlidingWindow",
+    "LocalSlidingWindowSparsityConfig",
+    "MatMul",
+    "Softmax",
+    "SparseAttentionUtils",
     "SparseSelfAttention",
+    "SparsityConfig",
     "Variable",
+    "VariableSparsityConfig",
     "block_sparse_attention",
+    "block_sparse_matmul",
+    "block_sparse_softmax",
     "densify",
     "extend_position_embedding",
     "layout_from_config",
     "layout_to_config",
+    "pack_blocks",
     "pad_to_block_size",
     "reference_attention",
     "register_with_transformers",
     "replace_model_self_attention_with_sparse_self_attention",
+    "replace_self_attention_of_layers",
     "sparsify",
+    "unpack_blocks",
     "unpad_sequence_output",
     "update_tokenizer_model_max_length",
 ]

@@ -15,7 +15,7 @@ from thinwire.sparse_attn.masks import attention_bias, key_bias
 from thinwire.sparse_attn.operator import attend
 from thinwire.sparse_attn.pattern import Pattern
 
-__all__ = ["block_sparse_attention", "check_layout"]
+__all__ = ["autocast_like_torch", "block_sparse_attention", "check_layout"]
 
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD_SIZE = 256
@@ -55,7 +55,7 @@ def block_sparse_attention(
     Raises ValueError (shapes, lengths, block, devices, dropout_p), TypeError (dtypes, no layout) or NotImplementedError
     (forward-mode differentiation), saying what was expected.
     """
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    q, k, v = autocast_like_torch(q), autocast_like_torch(k), autocast_like_torch(v)
     _check_tensors(q, k, v)
     batch, heads, query_length, head_size = q.shape
     key_length = k.shape[2]
@@ -78,7 +78,7 @@ def block_sparse_attention(
     return attend(q, k, v, pattern)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast_like_torch(x: Tensor) -> Tensor:
     """`x` as torch's own attention would take it under autocast, which leaves float64 alone."""
     device = x.device.type
     if x.dtype not in _SUPPORTED_DTYPES or not torch.amp.is_autocast_available(device):

@@ -5,14 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["BlockIndex", "BlockPairs"]
+__all__ = ["BlockIndex", "BlockPairs", "EqualLines"]
 
 BlockPairs = tuple[Tensor, Tensor]
 """Rows and columns of blocks, int64 [n] each, in any order, each pair once or more often."""
+
+
+@dataclass(frozen=True, eq=False)
+class EqualLines:
+    """Rows of blocks, or columns, that hold the same number n of blocks, so that one batched product serves them.
+
+    All int64. `lines` [g]: head * lines of a head + line. `others` [g, n]: the column of each block of a row, or the
+    row of each of a column, counted over heads likewise. `entries` [g, n]: the blocks' places in the packed order.
+    """
+
+    lines: Tensor
+    others: Tensor
+    entries: Tensor
+
+    def pieces(self, most_blocks: int) -> list[EqualLines]:
+        """The same in pieces of at most `most_blocks` blocks, or of one line."""
+        lines = max(1, most_blocks // max(1, self.others.size(1)))
+        split = (one.split(lines) for one in (self.lines, self.others, self.entries))
+        return [EqualLines(*one) for one in zip(*split, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +80,29 @@ class BlockIndex:
         moved = [tensor.to(device) for tensor in tensors]
         return BlockIndex(self.block, self.num_heads, self.num_rows, self.num_columns, *moved)
 
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Head, row and column of every block in the packed order, head by head and row by row: int64 [nnz] each."""
+        lines = _line_of_each(self.row_offsets)
+        return lines // max(1, self.num_rows), lines % max(1, self.num_rows), self.columns.long()
+
+    @cached_property
+    def packed_entries(self) -> Tensor:
+        """The place in the packed order of every block of `rows`, column by column: int64 [nnz]."""
+        heads, rows, columns = self.places
+        return torch.argsort((heads * self.num_columns + columns) * self.num_rows + rows)
+
+    @cached_property
+    def equal_rows(self) -> tuple[EqualLines, ...]:
+        """The rows that hold blocks, by how many they hold."""
+        entries = torch.arange(self.columns.numel(), device=self.columns.device)
+        return _equal_lines(self.row_offsets, self.columns, self.num_rows, self.num_columns, entries)
+
+    @cached_property
+    def equal_columns(self) -> tuple[EqualLines, ...]:
+        """The columns that hold blocks, by how many they hold."""
+        return _equal_lines(self.column_offsets, self.rows, self.num_columns, self.num_rows, self.packed_entries)
+
     def density(self) -> float:
         """The part of all blocks that is attended; 0 where there are none."""
         every = self.num_heads * self.num_rows * self.num_columns
@@ -71,6 +114,27 @@ class BlockIndex:
         counts = self.row_offsets.diff().long().cpu()
         mask[torch.repeat_interleave(torch.arange(len(counts)), counts), self.columns.long().cpu()] = True
         return mask.view(self.num_heads, self.num_rows, self.num_columns)
+
+
+def _line_of_each(offsets: Tensor) -> Tensor:
+    counts = offsets.diff().long()
+    return torch.repeat_interleave(torch.arange(len(counts), device=offsets.device), counts)
+
+
+def _equal_lines(
+    offsets: Tensor, others: Tensor, num_lines: int, num_others: int, entries: Tensor
+) -> tuple[EqualLines, ...]:
+    """Lines of `offsets`, `num_lines` a head, whose blocks `others` lie in; `entries` are their packed places."""
+    counts = offsets.diff().long()
+    groups = []
+    for count in torch.unique(counts).tolist():
+        if not count:
+            continue
+        lines = (counts == count).nonzero()[:, 0]
+        run = offsets[lines].long()[:, None] + torch.arange(count, device=offsets.device)
+        first_other = lines[:, None] // num_lines * num_others
+        groups.append(EqualLines(lines, first_other + others[run], entries[run]))
+    return tuple(groups)
 
 
 def _transpose(places: Tensor, num_rows: int, num_columns: int) -> Tensor:

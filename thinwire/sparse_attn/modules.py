@@ -1,18 +1,20 @@
-"""The attention layer whose names DeepSpeed's users know, over any layout of this package.
+"""The attention layers whose names DeepSpeed's users know, over any layout of this package.
 
-It keeps their two mask modes: 'add' (floats added to the scores) and 'mul' (zero means "do not attend").
+They keep their two mask modes: 'add' (floats added to the scores) and 'mul' (zero means "do not attend").
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
+from thinwire.sparse_attn.layouts.made import MadeLayout, SparsityConfig, layout_of
 from thinwire.sparse_attn.layouts.named import Layout
 
-__all__ = ["SparseSelfAttention"]
+__all__ = ["BertSparseSelfAttention", "MaskMode", "SparseSelfAttention", "mask_by_mode"]
 
 MaskMode = Literal["add", "mul"]
 
@@ -20,18 +22,21 @@ MaskMode = Literal["add", "mul"]
 class SparseSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(D) + masks) v over the blocks of a layout; no parameters of its own.
 
-    - `sparsity_config`: the layout, for as many heads as the tensors have, or for 1.
+    - `sparsity_config`: the layout, for as many heads as the tensors have, or for 1; or a `SparsityConfig`.
     - `key_padding_mask_mode`, `attn_mask_mode`: what numbers in that mask mean. 'add': floats added to the scores.
       'mul': 0 is "do not attend", anything else "attend". A boolean mask is True = attend in either mode.
     - `max_seq_length`: longer inputs are refused.
     - `dropout`: the share of probabilities dropped in training.
+
+    A `master_layout` in a state that DeepSpeed saved is taken: attention is over its blocks from then on, whatever
+    random ones this layout would have drawn.
 
     Raises ValueError for an unknown mode, and at a call for an input too long or that `block_sparse_attention` refuses.
     """
 
     def __init__(
         self,
-        sparsity_config: Layout,
+        sparsity_config: Layout | SparsityConfig,
         key_padding_mask_mode: MaskMode = "add",
         attn_mask_mode: MaskMode = "mul",
         max_seq_length: int = 2048,
@@ -40,11 +45,11 @@ class SparseSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
-            if mode not in ("add", "mul"):
-                raise ValueError(f"{name} is {mode!r}, expected 'add' or 'mul'")
+            _check_mode(name, mode)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is {dropout}, expected 0 <= dropout < 1")
         self.sparsity_config = sparsity_config
+        self._layout = layout_of(sparsity_config)
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.max_seq_length = max_seq_length
@@ -59,11 +64,13 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend: query [B, H, Sq, D], key and value [B, H, Sk, D] to [B, H, Sq, D].
+        """Attend: query [B, H, Sq, D], key and value [B, H, Sk, D] to [B, H, Sq, D]. A key [B, H, D, Sk] is turned.
 
         `rpe` [Sq, Sk], [H, Sq, Sk] or [B, H, Sq, Sk] is added to the scores; `key_padding_mask` is [B, Sk] or
         [B, 1, 1, Sk]; `attn_mask` is [Sq, Sk] or 4-D with each size whole or 1.
         """
+        if key.shape != value.shape and key.mT.shape == value.shape:
+            key = key.mT
         longest = max(query.shape[2], key.shape[2])
         if longest > self.max_seq_length:
             raise ValueError(f"the sequence has {longest} tokens, max_seq_length is {self.max_seq_length}; raise it")
@@ -73,22 +80,82 @@ class SparseSelfAttention(nn.Module):
             query,
             key,
             value,
-            self.sparsity_config,
-            key_padding_mask=_by_mode(key_padding_mask, self.key_padding_mask_mode),
-            attn_mask=_by_mode(attn_mask, self.attn_mask_mode),
+            self._layout,
+            key_padding_mask=mask_by_mode("key_padding_mask", key_padding_mask, self.key_padding_mask_mode),
+            attn_mask=mask_by_mode("attn_mask", attn_mask, self.attn_mask_mode),
             rpe=rpe,
             dropout_p=self.dropout if self.training else 0.0,
         )
 
     def extra_repr(self) -> str:
         """Show the settings in `print(model)`."""
-        layout = self.sparsity_config
+        layout = self._layout
         return (
             f"{type(layout).__name__}(num_heads={layout.num_heads}, block={layout.block}), "
             f"key_padding_mask_mode={self.key_padding_mask_mode!r}, attn_mask_mode={self.attn_mask_mode!r}, "
             f"max_seq_length={self.max_seq_length}, dropout={self.dropout}"
         )
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = state_dict.get(f"{prefix}master_layout")
+        if saved is not None:
+            # Out of the copy that torch made for this call: a strict load knows no such key.
+            del state_dict[f"{prefix}master_layout"]
+            block = self._layout.block
+            self._layout = MadeLayout(
+                saved.size(0), block, _SavedBlocks(saved.cpu(), block), causal=self._layout.causal
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
-def _by_mode(mask: Tensor | None, mode: MaskMode) -> Tensor | None:
+
+class BertSparseSelfAttention(nn.Module):
+    """BERT's self-attention with its three projections, over the blocks of `sparsity_config`.
+
+    `config`: whatever has `hidden_size` and `num_attention_heads`. Raises ValueError where heads do not divide it.
+    """
+
+    def __init__(self, config: Any, sparsity_config: Layout | SparsityConfig) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        if width % heads:
+            raise ValueError(f"hidden_size is {width}, expected a multiple of the {heads} attention heads")
+        self.num_attention_heads: int = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.sparse_self_attention = SparseSelfAttention(sparsity_config)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """[B, S, E] to [B, S, E]; `attention_mask` [B, S] or [B, 1, 1, S] is added to the scores of keys."""
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        out: Tensor = self.sparse_self_attention(q, k, v, key_padding_mask=attention_mask)
+        return out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True, eq=False)
+class _SavedBlocks:
+    """What DeepSpeed's module saved, [heads, blocks, blocks] of the longest sequence, cut to shorter ones."""
+
+    master: Tensor
+    block: int
+
+    def __call__(self, length: int) -> Tensor:
+        blocks = length // self.block
+        if blocks > self.master.size(1):
+            raise ValueError(
+                f"the saved layout is for {self.master.size(1) * self.block} tokens, got {length}; load a state "
+                "without master_layout for longer sequences"
+            )
+        return self.master[:, :blocks, :blocks]
+
+
+def mask_by_mode(name: str, mask: Tensor | None, mode: MaskMode) -> Tensor | None:
+    """`mask` as `block_sparse_attention` takes it. Raises ValueError for an unknown mode."""
+    _check_mode(f"{name}_mode", mode)
     return mask != 0 if mask is not None and mode == "mul" else mask
+
+
+def _check_mode(name: str, mode: str) -> None:
+    if mode not in ("add", "mul"):
+        raise ValueError(f"{name} is {mode!r}, expected 'add' or 'mul'")

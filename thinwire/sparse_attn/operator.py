@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.sparse_attn.block_index import BlockIndex
 from thinwire.sparse_attn.pattern import Pattern
 
-__all__ = ["attend"]
+__all__ = ["attend", "packed_kernels"]
 
 _FORWARD = "thinwire::block_sparse_attention"
 _BACKWARD = "thinwire::block_sparse_attention_backward"
@@ -81,6 +81,12 @@ def _kernels(device: torch.device) -> ModuleType:
     if device.type in _KERNELS:
         return importlib.import_module(f"thinwire.sparse_attn.kernels.{_KERNELS[device.type]}")
     raise NotImplementedError(f"block-sparse attention has kernels for cpu and cuda, not for {device}; move q, k and v")
+
+
+def packed_kernels(like: Tensor) -> ModuleType:
+    """The kernels of products and softmaxes of packed blocks for `like`'s device and dtype."""
+    on_gpu = like.is_cuda and like.dtype != torch.float64
+    return importlib.import_module(f"thinwire.sparse_attn.kernels.{'triton.packed' if on_gpu else 'batched'}")
 
 
 torch.library.define(

@@ -46,6 +46,27 @@ class InterfacePlug:
         return int(transformers.__version__.split(".")[0]) >= 5 and bool(can_set())
 
     @staticmethod
+    def serves_layer(attention: nn.Module) -> bool:
+        """Whether `attention` is a self-attention module of transformers 5 that goes through the interface."""
+        if not hasattr(getattr(attention, "config", None), "_attn_implementation"):
+            return False
+        import transformers
+
+        return int(transformers.__version__.split(".")[0]) >= 5
+
+    @staticmethod
+    def set_layout_of_layer(attention: Any, layout: Layout) -> None:
+        """Choose sparse attention for the model that one self-attention module is of, and hang `layout` on that one."""
+        register_with_transformers()
+        config = attention.config
+        before = config._attn_implementation
+        dense = dense_attention(config) or "sdpa" if before == _NAME else before
+        config._attn_implementation = _NAME
+        keep_layout(config, layout, _NAME, dense)
+        setattr(attention, _LAYOUT, layout)
+        setattr(attention, _DENSE, dense)
+
+    @staticmethod
     def attends(model: nn.Module) -> bool:
         """Whether `model` attends over a layout that its configuration holds, whoever chose so."""
         config = getattr(model, "config", None)

@@ -99,6 +99,13 @@ class SwapPlug:
             and getattr(config, "position_embedding_type", "absolute") == "absolute"
         )
 
+    @staticmethod
+    def serves_layer(attention: nn.Module) -> bool:
+        """Whether `attention` is a module that this plug swaps, or has swapped."""
+        kind = type(attention)
+        ours = kind.__name__ in _SWAPPABLE and kind.__module__.startswith("transformers.")
+        return ours or isinstance(attention, SwappedSelfAttention)
+
     def attach(self, model: nn.Module) -> None:
         """Swap every attention module of `model`."""
         for name, module in list(model.named_modules()):

@@ -56,7 +56,7 @@ def layout_to_config(layout: Layout) -> dict[str, Any]:
 
     Raises ValueError for a Custom layout, whose mask of blocks belongs to no configuration.
     """
-    mode = next((name for name, kind in _MODES.items() if kind is type(layout)), None)
+    mode = next((name for name, kind in _MODES.items() if isinstance(layout, kind)), None)
     if mode is None:
         raise ValueError(f"a {type(layout).__name__} layout cannot be written into a configuration")
     values = {name: getattr(layout, name) for name in _parameters(type(layout))}
