@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thinwire import comm as communication
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, LoggedCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.model.precision import Precision
@@ -140,6 +140,8 @@ def _communicator(backend: Literal["gloo", "nccl", "mpi"] | None, comm: Communic
             f'"optimizer.params.comm_backend_name" "{backend}" joins all {joined.size} ranks of the job, and the '
             f"engine's communicator has {comm.size}: leave it out"
         )
+    if isinstance(comm, LoggedCommunicator):
+        return LoggedCommunicator(joined, comm.log)
     return joined
 
 

@@ -22,6 +22,10 @@ SECTIONS = (
     "zero_optimization",
     "tensorboard",
     "csv_monitor",
+    "wandb",
+    "comet",
+    "flops_profiler",
+    "comms_logger",
     "checkpoint",
     "thinwire",
     "activation_checkpointing",
@@ -119,7 +123,7 @@ def test_what_thinwire_does_not_do_is_refused_and_what_it_does_anyway_is_not(pat
     assert declined.instead in message
 
 
-@pytest.mark.parametrize("section", ["wandb", "amp", "flops_profiler", "elasticity", "aio"])
+@pytest.mark.parametrize("section", ["trackio", "amp", "elasticity", "aio"])
 def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
     assert load_config(nested(section, {"enabled": False, "whatever": 1}), 1)
     assert f'"{section}" is not supported' in refusal(nested(section, {"enabled": True}))
@@ -134,7 +138,8 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
         ("zero_optimization.stage3_max_live_parameters", 1e9, "is not supported: stage 3 is FSDP2"),
         ("zero_optimization.offload_optimizer.nvme_path", "/nvme", "offloads to CPU memory only"),
         ("communication_data_type", "fp16", "is not supported: gradients travel in the parameters' dtype"),
-        ("wandb", {"enabled": True}, 'use "tensorboard" or "csv_monitor"'),
+        ("trackio", {"enabled": True}, 'use "tensorboard", "csv_monitor", "wandb" or "comet"'),
+        ("flops_profiler.step", 2, 'can only be 1, got 2: write "profile_step"'),
         ("zero_optimization.cpu_offload", True, 'write "offload_optimizer": {"device": "cpu"}'),
         ("bfloat16", {"enabled": True}, 'is not supported: write "bf16"'),
     ],

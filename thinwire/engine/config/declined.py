@@ -138,13 +138,10 @@ DECLINED: Mapping[str, Declined] = {
     "nebula": Declined('use "checkpoint": {"async_save": true}'),
     "datastates_ckpt": Declined('use "checkpoint": {"async_save": true}'),
     # Logs and measurements
-    "wandb": Declined('use "tensorboard" or "csv_monitor"'),
-    "comet": Declined('use "tensorboard" or "csv_monitor"'),
-    "trackio": Declined('use "tensorboard" or "csv_monitor"'),
+    "trackio": Declined('use "tensorboard", "csv_monitor", "wandb" or "comet"'),
     "dump_state": _off("print engine.settings.describe()"),
     "log_level": Declined("set the level in Python's logging"),
-    "flops_profiler": Declined('use "wall_clock_breakdown", or torch.utils.flop_counter'),
-    "comms_logger": Declined("read bytes_sent of the optimizer"),
+    "flops_profiler.step": Declined('write "profile_step"', (1,)),
     "timers": Declined('use "wall_clock_breakdown"'),
     # What DeepSpeed has and thinwire has not
     "autotuning": Declined("delete it"),
