@@ -131,7 +131,6 @@ DECLINED: Mapping[str, Declined] = {
     "activation_checkpointing.synchronize_checkpoint_boundary": _off(_DELETE),
     "activation_checkpointing.profile": _off('use "wall_clock_breakdown"'),
     # Checkpoints
-    "checkpoint.tag_validation": Declined("ranks that save under different tags are always an error", ("Fail", "FAIL")),
     "checkpoint.load_universal": _always("a checkpoint always loads on any number of ranks"),
     "checkpoint.use_node_local_storage": _off("every rank reads and writes the same folder"),
     "checkpoint.parallel_write": Declined("every rank always writes its own share; delete it"),
