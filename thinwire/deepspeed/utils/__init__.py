@@ -6,12 +6,37 @@ from thinwire.deepspeed.lazy_names import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    ("groups", "logging", "timer", "torch", "z3_leaf_module", "zero_to_fp32"),
+    (
+        "groups",
+        "init_on_device",
+        "logging",
+        "nvtx",
+        "tensor_fragment",
+        "timer",
+        "torch",
+        "z3_leaf_module",
+        "zero_to_fp32",
+    ),
     {
         "runtime.dataloader": ("RepeatingLoader",),
         "utils.init_on_device": ("OnDevice",),
         "utils.logging": ("log_dist", "log_dist_once", "logger", "set_log_level_from_string"),
         "utils.nvtx": ("instrument_w_nvtx",),
+        "utils.tensor_fragment": (
+            "safe_get_full_fp32_param",
+            "safe_get_full_grad",
+            "safe_get_full_optimizer_state",
+            "safe_get_local_fp32_param",
+            "safe_get_local_grad",
+            "safe_get_local_optimizer_state",
+            "safe_set_full_fp32_param",
+            "safe_set_full_grad",
+            "safe_set_full_optimizer_state",
+            "safe_set_local_fp32_param",
+            "safe_set_local_grad",
+            "safe_set_local_optimizer_state",
+            "safe_update_full_grad_vectorized",
+        ),
         "utils.z3_leaf_module": (
             "get_z3_leaf_modules",
             "set_z3_leaf_module",

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from thinwire.deepspeed.lazy_names import lazy_names
-from thinwire.deepspeed.ops.sparse_attention.sparse_self_attention import SparseSelfAttention
-from thinwire.deepspeed.ops.sparse_attention.sparsity_config import (
+from thinwire.sparse_attn import (
+    BertSparseSelfAttention,
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
+    MatMul,
+    Softmax,
+    SparseAttentionUtils,
+    SparseSelfAttention,
     SparsityConfig,
     VariableSparsityConfig,
 )
 
 __all__ = [
     "BSLongformerSparsityConfig",
+    "BertSparseSelfAttention",
     "BigBirdSparsityConfig",
     "DenseSparsityConfig",
     "FixedSparsityConfig",
     "LocalSlidingWindowSparsityConfig",
+    "MatMul",
+    "Softmax",
+    "SparseAttentionUtils",
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",
 ]
-
-__getattr__, __dir__ = lazy_names(__name__, ())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from thinwire.sparse_attn import BigBird as BigBirdSparsityConfig
-from thinwire.sparse_attn import BSLongformer as BSLongformerSparsityConfig
-from thinwire.sparse_attn import Dense as DenseSparsityConfig
-from thinwire.sparse_attn import Fixed as FixedSparsityConfig
-from thinwire.sparse_attn import Layout as SparsityConfig
-from thinwire.sparse_attn import LocalSlidingWindow as LocalSlidingWindowSparsityConfig
-from thinwire.sparse_attn import Variable as VariableSparsityConfig
+from thinwire.sparse_attn import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 
 __all__ = [
     "BSLongformerSparsityConfig",
