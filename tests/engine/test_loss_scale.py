@@ -90,13 +90,3 @@ def test_a_fixed_scale_warns_of_many_overflows_in_a_row() -> None:
         scale.update(overflow=True)
     with pytest.warns(RuntimeWarning, match="20 steps in a row overflowed"):
         scale.update(overflow=True)
-
-
-@pytest.mark.parametrize(("consecutive", "expected"), [(False, 4.0), (True, 8.0)])
-def test_overflows_in_a_row_or_since_the_last_doubling(consecutive, expected) -> None:
-    scale = DynamicLossScale(8.0, 100, 2, 1.0, consecutive)
-    for overflow in (True, False, True):
-        scale.update(overflow)
-    assert scale.value == expected
-    scale.update(True)
-    assert scale.value == expected / 2

@@ -72,15 +72,13 @@ class FixedLossScale:
 
 class DynamicLossScale:
     """Doubles after `window` steps in a row without an overflow; halves at overflows, the first `hysteresis` - 1 of
-    which are let pass. What was let pass is forgiven when the scale doubles, or, where `consecutive`, at every step
-    without an overflow.
+    which are let pass. What was let pass is forgiven when the scale doubles.
 
     `update` raises NonFiniteError where the scale would have to go below `minimum`.
     """
 
-    def __init__(self, initial: float, window: int, hysteresis: int, minimum: float, consecutive: bool = False) -> None:
+    def __init__(self, initial: float, window: int, hysteresis: int, minimum: float) -> None:
         self.value = initial
-        self._consecutive = consecutive
         self._window = window
         self._hysteresis = hysteresis
         self._minimum = minimum
@@ -97,10 +95,8 @@ class DynamicLossScale:
             self._shrink()
             return
         self._steps_without_overflow += 1
-        doubles = self._steps_without_overflow % self._window == 0
-        if doubles:
+        if self._steps_without_overflow % self._window == 0:
             self.value *= 2
-        if doubles or self._consecutive:
             self._forbearance = self._hysteresis
 
     def state(self) -> dict[str, Any]:
@@ -136,9 +132,5 @@ def make_loss_scale(config: Fp16Config) -> LossScale | None:
     if config.loss_scale:
         return FixedLossScale(config.loss_scale)
     return DynamicLossScale(
-        2.0**config.initial_scale_power,
-        config.loss_scale_window,
-        config.hysteresis,
-        config.min_loss_scale,
-        config.consecutive_hysteresis,
+        2.0**config.initial_scale_power, config.loss_scale_window, config.hysteresis, config.min_loss_scale
     )

@@ -98,7 +98,6 @@ def test_defaults() -> None:
         "initial_scale_power": 16,
         "loss_scale_window": 1000,
         "hysteresis": 2,
-        "consecutive_hysteresis": False,
         "min_loss_scale": 1.0,
     }
     assert config.thinwire.resync_interval == 100
