@@ -104,8 +104,8 @@ def test_an_overflow_skips_the_step_on_every_rank() -> None:
             assert (engine.get_lr() == rates) != applied[-1]
         assert applied == [step not in (1, 2, 3) for step in range(10)]
         assert engine.skipped_steps == 3
-        # The first overflow is let pass, the next two halve; four good steps double.
-        assert scales == [256, 256, 256, 128, 64, 64, 64, 64, 128, 128]
+        # The first overflow is let pass, the next two halve; four good steps after a first one double.
+        assert scales == [256, 256, 256, 128, 64, 64, 64, 64, 64, 128]
 
     for stage in (0, 1, 2):
         threads.run(lambda comm, stage=stage: body(comm, stage), 2)
@@ -122,6 +122,22 @@ def test_an_overflow_at_the_smallest_scale() -> None:
         with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
             engine.step()
         assert train(engine, range(2))
+
+    threads.run(body, 2)
+
+
+def test_stage_0_goes_on_skipping_at_the_smallest_scale() -> None:
+    def body(comm):
+        fp16 = {"enabled": True, "initial_scale_power": 1}
+        engine = make_engine(comm, settings(0, fp16=fp16))
+        before = everything(engine)
+        for step in range(4):
+            engine.backward(loss_of(engine, comm.rank, step) * (math.inf if comm.rank == 1 else 1))
+            engine.step()
+        assert torch.equal(everything(engine), before)
+        assert (engine.skipped_steps, engine.optimizer.loss_scale) == (4, 1)
+        assert train(engine, range(2))
+        assert engine.skipped_steps == 4
 
     threads.run(body, 2)
 

@@ -154,7 +154,7 @@ class Engine:
         In fp16, a step whose gradients overflow is skipped on every rank.
 
         Raises NonFiniteError, on every rank, for a loss or gradient that is not finite in fp32 or bf16, or in fp16 at
-        the smallest loss scale: no weight has moved, and the next micro-batch begins another step.
+        the smallest loss scale from stage 1 on: no weight has moved, and the next micro-batch begins another step.
         """
         last = self._accumulation.end_micro_batch()
         self._applied = False

@@ -91,7 +91,7 @@ def initialize(
         schedule = on_every_rank(
             comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", _BAD_INPUT
         )
-        loss_scale = make_loss_scale(settings.fp16)
+        loss_scale = make_loss_scale(settings.fp16, settings.zero_optimization.stage)
         loader = None if training_data is None else _make_loader(training_data, collate_fn, settings, comm, device)
         job = Job(
             trained, sharded, schedule, loader, loss_scale, precision, settings, comm, device, recomputed, layer_drop

@@ -19,9 +19,16 @@ _MANY = 20
 class LossScale(Protocol):
     """What the loss is multiplied by before backward, and how that follows from the outcome of steps."""
 
+    dynamic: bool
+    """Whether it follows from them."""
+
     @property
     def value(self) -> float:
         """The scale of the step to come."""
+
+    @property
+    def iterations(self) -> int:
+        """Steps that were noted, skipped ones included."""
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise ValueError where no loss of this dtype can be scaled."""
@@ -39,8 +46,11 @@ class LossScale(Protocol):
 class FixedLossScale:
     """The same scale for ever; steps that overflow are skipped, with a warning where many do in a row."""
 
+    dynamic = False
+
     def __init__(self, value: float) -> None:
         self.value = value
+        self.iterations = 0
         self._overflows_in_a_row = 0
 
     def check(self, dtype: torch.dtype) -> None:
@@ -53,6 +63,7 @@ class FixedLossScale:
 
     def update(self, overflow: bool) -> None:
         """Note whether a step's gradients overflowed."""
+        self.iterations += 1
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if overflow else 0
         if self._overflows_in_a_row == _MANY:
             warnings.warn(
@@ -63,41 +74,64 @@ class FixedLossScale:
             )
 
     def state(self) -> dict[str, Any]:
-        """Nothing: the configuration says it all."""
-        return {}
+        """How many steps were noted; the configuration says the rest."""
+        return {"iterations": self.iterations}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Nothing to continue."""
+        """Continue from `state`."""
+        self.iterations = state.get("iterations", 0)
 
 
 class DynamicLossScale:
-    """Doubles after `window` steps in a row without an overflow; halves at overflows, the first `hysteresis` - 1 of
-    which are let pass. What was let pass is forgiven when the scale doubles.
+    """Doubles after `window` steps in a row without an overflow, the first of which does not count, as in DeepSpeed;
+    halves at overflows, the first `hysteresis` - 1 of which are let pass. What was let pass is forgiven when the scale
+    doubles, or at every step without an overflow where `forgives_at_once`.
 
-    `update` raises NonFiniteError where the scale would have to go below `minimum`.
+    At `minimum` it halves no more: `update` then raises NonFiniteError, or where `stays_at_minimum` lets steps be
+    skipped for as long as it takes, with a warning where many are in a row.
     """
 
-    def __init__(self, initial: float, window: int, hysteresis: int, minimum: float) -> None:
+    dynamic = True
+
+    def __init__(
+        self,
+        initial: float,
+        window: int,
+        hysteresis: int,
+        minimum: float,
+        *,
+        forgives_at_once: bool = False,
+        stays_at_minimum: bool = False,
+    ) -> None:
         self.value = initial
-        self._window = window
-        self._hysteresis = hysteresis
-        self._minimum = minimum
+        self.window = window
+        self.hysteresis = hysteresis
+        self.minimum = minimum
+        self.iterations = 0
+        self._forgives_at_once = forgives_at_once
+        self._stays_at_minimum = stays_at_minimum
         self._forbearance = hysteresis
         self._steps_without_overflow = 0
+        self._overflows_at_minimum = 0
 
     def check(self, dtype: torch.dtype) -> None:
         """Any dtype: the scale goes down until it can hold it."""
 
     def update(self, overflow: bool) -> None:
         """Note whether a step's gradients overflowed."""
+        self.iterations += 1
         if overflow:
             self._steps_without_overflow = 0
             self._shrink()
             return
+        self._overflows_at_minimum = 0
+        counted = self._steps_without_overflow
         self._steps_without_overflow += 1
-        if self._steps_without_overflow % self._window == 0:
+        doubles = counted > 0 and counted % self.window == 0
+        if doubles:
             self.value *= 2
-            self._forbearance = self._hysteresis
+        if doubles or self._forgives_at_once:
+            self._forbearance = self.hysteresis
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
@@ -105,32 +139,52 @@ class DynamicLossScale:
             "value": self.value,
             "forbearance": self._forbearance,
             "steps_without_overflow": self._steps_without_overflow,
+            "iterations": self.iterations,
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; one of a fixed scale says nothing."""
+        """Continue from `state`; one of a fixed scale says little."""
         self.value = state.get("value", self.value)
-        self._forbearance = min(state.get("forbearance", self._hysteresis), self._hysteresis)
+        self._forbearance = min(state.get("forbearance", self.hysteresis), self.hysteresis)
         self._steps_without_overflow = state.get("steps_without_overflow", 0)
+        self.iterations = state.get("iterations", 0)
 
     def _shrink(self) -> None:
         if self._forbearance > 1:
             self._forbearance -= 1
-        elif self.value > self._minimum:
-            self.value = max(self.value / 2, self._minimum)
+        elif self.value > self.minimum:
+            self.value = max(self.value / 2, self.minimum)
+        elif self._stays_at_minimum:
+            self._overflows_at_minimum += 1
+            if self._overflows_at_minimum == _MANY:
+                warnings.warn(f"{_MANY} steps in a row were skipped: {self._too_large}", RuntimeWarning, stacklevel=5)
         else:
-            raise NonFiniteError(
-                f"gradients overflow in fp16 even at the smallest loss scale, {self._minimum:g}: they are too large or "
-                "not finite whatever the scale. Look at the data and the learning rate, or train in bf16"
-            )
+            raise NonFiniteError(self._too_large)
+
+    @property
+    def _too_large(self) -> str:
+        return (
+            f"gradients overflow in fp16 even at the smallest loss scale, {self.minimum:g}: they are too large or "
+            "not finite whatever the scale. Look at the data and the learning rate, or train in bf16"
+        )
 
 
-def make_loss_scale(config: Fp16Config) -> LossScale | None:
-    """The scale that `config` describes; None where fp16 is off, so that nothing is scaled."""
+def make_loss_scale(config: Fp16Config, stage: int) -> LossScale | None:
+    """The scale that `config` describes; None where fp16 is off, so that nothing is scaled.
+
+    As in DeepSpeed, at ZeRO stage 0 the first overflow halves the scale, unless the configuration says otherwise, and
+    the smallest scale is no error.
+    """
     if not config.enabled:
         return None
     if config.loss_scale:
         return FixedLossScale(config.loss_scale)
+    of_stage = 1 if stage == 0 else 2
     return DynamicLossScale(
-        2.0**config.initial_scale_power, config.loss_scale_window, config.hysteresis, config.min_loss_scale
+        2.0**config.initial_scale_power,
+        config.loss_scale_window,
+        of_stage if config.hysteresis is None else config.hysteresis,
+        config.min_loss_scale,
+        forgives_at_once=config.consecutive_hysteresis,
+        stays_at_minimum=stage == 0,
     )

@@ -97,7 +97,8 @@ def test_defaults() -> None:
         "loss_scale": 0.0,
         "initial_scale_power": 16,
         "loss_scale_window": 1000,
-        "hysteresis": 2,
+        "hysteresis": None,
+        "consecutive_hysteresis": False,
         "min_loss_scale": 1.0,
     }
     assert config.thinwire.resync_interval == 100
@@ -194,7 +195,7 @@ def test_a_source_of_another_kind(source: Any) -> None:
         ({"fp16": {"enabled": "yes"}}, '"fp16.enabled" must be true or false, got "yes"'),
         ({"fp16": {"enabled": 1}}, '"fp16.enabled" must be true or false, got 1'),
         ({"fp16": True}, '"fp16" must be an object, {...}, got true'),
-        ({"fp16": {"hysteresis": 0}}, '"fp16.hysteresis" must be a whole number, at least 1, got 0'),
+        ({"fp16": {"hysteresis": 0}}, '"fp16.hysteresis" must be a whole number or null, at least 1, got 0'),
         ({"fp16": {"loss_scale": -1}}, '"fp16.loss_scale" must be a number, at least 0, at most'),
         ({"fp16": {"initial_scale_power": 65}}, "at least 0, at most 64, got 65"),
         ({"fp16": {"initial_scale_power": 3.5}}, "must be a whole number, at least 0, at most 64, got 3.5"),

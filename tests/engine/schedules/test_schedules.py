@@ -174,7 +174,10 @@ def test_one_cycle_follows_deepspeed(first: int, second: int) -> None:
         else:
             rate, momentum = 0.01 / (1 + 0.5 * (iteration - total + 1) / 3), 0.9
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
-        assert optimizer.param_groups[0]["betas"] == pytest.approx((momentum, 0.95))
+        assert schedule.get_mom() == [pytest.approx((momentum, 0.95))]
+        # DeepSpeed builds the schedule with the lowest momentum.
+        shown = momentum if step else 0.8
+        assert optimizer.param_groups[0]["betas"] == pytest.approx((shown, 0.95))
         optimizer.step()
         schedule.step()
 
@@ -197,6 +200,62 @@ def test_one_cycle_between_bounds_of_each_group() -> None:
     assert seen == [pytest.approx(one) for one in ([0, 0.2], [0.2, 0.6], [0.4, 1.0], [0, 0.2], [0, 0.1])]
 
 
+def test_one_cycle_between_momenta_of_each_group() -> None:
+    optimizer = make_optimizer(1.0, 1.0, betas=(0.5, 0.95))
+    schedule = OneCycle(
+        optimizer, 0.1, 0.2, cycle_first_step_size=2, cycle_min_mom=[0.6, 0.7], cycle_max_mom=[0.8, 0.9]
+    )
+    seen = []
+    for _ in range(5):
+        seen.append([group["betas"][0] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert seen == [pytest.approx(one) for one in ([0.6, 0.7], [0.7, 0.8], [0.6, 0.7], [0.7, 0.8], [0.8, 0.9])]
+
+
+def test_a_cycle_that_falls_at_once() -> None:
+    optimizer = make_optimizer(1.0)
+    schedule = OneCycle(optimizer, 0.1, 0.5, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert schedule.step_ratio == 1.0
+    assert first_group(optimizer, schedule, 7) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("name", ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("batch", [-1, 0, 7, 23])
+def test_a_step_to_a_batch_of_deepspeeds_count(name: str, batch: int) -> None:
+    walked, jumped = make_optimizer(0.2, 0.4), make_optimizer(0.2, 0.4)
+    expected = take(walked, build_schedule(name, PARAMS[name], walked), 25)
+    schedule: Any = build_schedule(name, PARAMS[name], jumped)
+    schedule.step(batch)
+    assert schedule.last_batch_iteration == batch
+    assert schedule.get_lr() == schedule.get_last_lr() == pytest.approx(expected[batch + 1])
+    assert take(jumped, schedule, 24 - batch) == [pytest.approx(one) for one in expected[batch + 1 :]]
+
+
+def test_a_state_that_deepspeed_saved() -> None:
+    optimizer = make_optimizer(1.0)
+    schedule = WarmupLR(optimizer, 0.0, 1.0, 4, "linear")
+    schedule.load_state_dict({"last_batch_iteration": 2})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
+
+
+def test_another_warmup_type_counts_as_log_with_a_warning() -> None:
+    with pytest.warns(RuntimeWarning, match="warmup_type must be 'log' or 'linear', got 'cubic'"):
+        schedule = WarmupCosineLR(make_optimizer(1.0), 20, warmup_num_steps=5, warmup_type="cubic")  # type: ignore[arg-type]
+    assert schedule.warmup_type == "log"
+    schedule.step(3)
+    assert schedule.get_lr_ratio() == pytest.approx(math.log(4) / math.log(5))
+
+
+def test_a_rate_keeps_its_tensor() -> None:
+    rate = torch.full((1,), 0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+    schedule = OneCycle(optimizer, 0.01, 0.1, cycle_first_step_size=10, cycle_momentum=False)
+    schedule.step(1)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.028)
+
+
 def test_one_cycle_moves_the_momentum_of_sgd_and_stops_it_below_one() -> None:
     optimizer = make_optimizer(1.0, 2.0, kind="SGD", momentum=0.5)
     schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=1.0)
@@ -205,7 +264,7 @@ def test_one_cycle_moves_the_momentum_of_sgd_and_stops_it_below_one() -> None:
         seen.append([group["momentum"] for group in optimizer.param_groups])
         optimizer.step()
         schedule.step()
-    assert seen == [pytest.approx([one, one]) for one in (0.9, 0.85, 0.8, 0.85, 0.9, 0.9999, 0.9999)]
+    assert seen == [pytest.approx([one, one]) for one in (0.8, 0.85, 0.8, 0.85, 0.9, 0.9999, 0.9999)]
 
 
 def test_one_cycle_leaves_momentum_alone_when_told() -> None:
@@ -213,6 +272,7 @@ def test_one_cycle_leaves_momentum_alone_when_told() -> None:
     schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=2, cycle_momentum=False)
     take(optimizer, schedule, 6)
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.95)
+    assert schedule.get_mom() is None
     with pytest.raises(ValueError, match="cycle_momentum=False"):
         OneCycle(make_optimizer(1.0, kind="Adagrad"), 0.1, 0.2)
 
@@ -276,8 +336,10 @@ def test_a_changed_configuration_takes_effect_on_resume() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda o: WarmupLR(o, warmup_num_steps=-1), "warmup_num_steps must be at least 0, got -1"),
-        (lambda o: WarmupLR(o, warmup_type="cubic"), "warmup_type must be 'log' or 'linear', got 'cubic'"),
+        (lambda o: WarmupLR(o, warmup_num_steps=-1), "warmup_num_steps must be a whole number of at least 0, got -1"),
+        (lambda o: WarmupDecayLR(o, 9, warmup_num_steps=None), "warmup_num_steps must be a whole .* got None"),
+        (lambda o: WarmupLR(o).step(-2), "batch_iteration must be a whole number of at least -1, got -2"),
+        (lambda o: OneCycle(o, 0.1, 0.2).step(1.5), "batch_iteration must be a whole number of at least -1, got 1.5"),
         (lambda o: WarmupLR(o, warmup_min_lr=-0.1), "warmup_min_lr must be at least 0"),
         (lambda o: WarmupLR(o, warmup_max_lr=[0.1]), "one for each of the 2 parameter groups"),
         (lambda o: WarmupDecayLR(o, 0), "total_num_steps must be at least 1"),
@@ -290,7 +352,13 @@ def test_a_changed_configuration_takes_effect_on_resume() -> None:
         (lambda o: OneCycle(o, [0.1, 0.4], 0.3), "cycle_min_lr must be from 0 to cycle_max_lr 0.3, got 0.4"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=1.0), "cycle_max_mom must be from 0 up to, not including, 1"),
         (lambda o: OneCycle(o, 0.1, 0.2, decay_lr_rate=0.5), "decay_step_size must be at least 1, got 0"),
-        (lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=0), "cycle_second_step_size must be at least 1"),
+        (
+            lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=-1),
+            "cycle_second_step_size must be at least 0, got -1",
+        ),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=0), "cycle_first_step_size must be at least 1 step"),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_min_mom=[0.8]), "cycle_min_mom must be one number, or one for each"),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=[0.9, 0.7]), "cycle_min_mom must be from 0 to 0.7, got 0.8"),
     ],
 )
 def test_bad_parameters_are_told(build: Any, message: str) -> None:

@@ -13,7 +13,7 @@ from thinwire.optim import registry
 __all__ = ["settle_idle_keys", "take_idle_sizes"]
 
 _SWITCHED = ("fp16", "bf16", "tensorboard", "csv_monitor", "progressive_layer_drop")
-_DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+_DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _SomeSection = TypeVar("_SomeSection", bound=Section)
 
 _SIZE = WithoutEffect("int", "stage 3 is FSDP2, which reduces and gathers one layer at a time")

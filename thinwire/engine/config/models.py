@@ -67,13 +67,15 @@ class SchedulerConfig(Section):
 
 class Fp16Config(Section):
     """fp16 with fp32 master weights. `loss_scale` 0 is dynamic: it starts at 2^`initial_scale_power`, doubles after
-    `loss_scale_window` steps without an overflow, halves after `hysteresis` overflows, down to `min_loss_scale`."""
+    `loss_scale_window` steps without an overflow, halves after `hysteresis` overflows (None: 1 at stage 0, else 2),
+    down to `min_loss_scale`. `consecutive_hysteresis`: only overflows in a row count."""
 
     enabled: bool = False
     loss_scale: float = Field(default=0.0, ge=0, le=2.0**64, allow_inf_nan=False)
     initial_scale_power: WholeNumber = Field(default=16, ge=0, le=64)
     loss_scale_window: WholeNumber = Field(default=1000, ge=1)
-    hysteresis: WholeNumber = Field(default=2, ge=1)
+    hysteresis: WholeNumber | None = Field(default=None, ge=1)
+    consecutive_hysteresis: bool = False
     min_loss_scale: float = Field(default=1.0, gt=0, le=2.0**64, allow_inf_nan=False)
 
 

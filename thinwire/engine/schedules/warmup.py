@@ -6,6 +6,7 @@ DeepSpeed counts steps from -1, hence i = t - 1 in the formulas, and two steps a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,7 +23,8 @@ class WarmupLR(ClosedFormSchedule):
     With i = t - 1 at step t, and W = `warmup_num_steps` (1 counts as 2, as in DeepSpeed; 0 is no warmup), the part of
     the way that is gone at i < W is log(i + 1) / log(W), or i / W where `warmup_type` is "linear"; 0 at step 0.
 
-    `warmup_max_lr` None, or "auto" in a configuration, is each group's own rate.
+    `warmup_max_lr` None, or "auto" in a configuration, is each group's own rate. Another `warmup_type` counts as "log",
+    with a warning, as in DeepSpeed; in a configuration it is an error.
     """
 
     def __init__(
@@ -35,16 +37,30 @@ class WarmupLR(ClosedFormSchedule):
     ) -> None:
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
         self.min_lrs = one_each(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs: list[float] | None = None
+        self._max_lrs: list[float] | None = None
         if warmup_max_lr is not None:
-            self.max_lrs = one_each(optimizer, warmup_max_lr, "warmup_max_lr")
+            self._max_lrs = one_each(optimizer, warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer)
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Each group's rate once it is warm."""
+        return [float(base) for base in self.base_lrs] if self._max_lrs is None else self._max_lrs
+
+    @property
+    def warmup_type(self) -> str:
+        """ "log" or "linear"."""
+        return self.warmup.kind
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """Steps of the warmup."""
+        return self.warmup.steps
 
     def rates(self, step: int) -> list[float]:
         """min_lr + (max_lr - min_lr) · the part of the way that is gone."""
         part = self._part(step)
-        highs = self.base_lrs if self.max_lrs is None else self.max_lrs
-        return [low + (float(high) - low) * part for low, high in zip(self.min_lrs, highs, strict=True)]
+        return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _part(self, step: int) -> float:
         return 1.0 if self.warmup.over(step) else self.warmup.part(step)
@@ -93,6 +109,20 @@ class WarmupCosineLR(ClosedFormSchedule):
         self.cos_min_ratio = cos_min_ratio
         super().__init__(optimizer)
 
+    @property
+    def warmup_type(self) -> str:
+        """ "log" or "linear"."""
+        return self.warmup.kind
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """Steps of the warmup."""
+        return self.warmup.steps
+
+    def get_lr_ratio(self) -> float:
+        """The present rate, as a part of the group's own."""
+        return self.ratio(self.last_epoch)
+
     def rates(self, step: int) -> list[float]:
         """Each group's own rate times `ratio(step)`."""
         return [float(base) * self.ratio(step) for base in self.base_lrs]
@@ -109,8 +139,14 @@ class _Warmup:
     """The way from the lowest rate to the highest, shared by the warmup schedules."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
-        require(num_steps >= 0, "warmup_num_steps", "at least 0", num_steps)
-        require(kind in ("log", "linear"), "warmup_type", "'log' or 'linear'", repr(kind))
+        _check_steps(num_steps)
+        if kind not in ("log", "linear"):
+            warnings.warn(
+                f"warmup_type must be 'log' or 'linear', got {kind!r}: the rate rises as with 'log'",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            kind = "log"
         # log(1) is 0: DeepSpeed, too, warms up over at least 2 steps.
         self.steps = max(2, num_steps) if num_steps else 0
         self.kind = kind
@@ -125,7 +161,13 @@ class _Warmup:
         return since / self.steps if self.kind == "linear" else math.log(since + 1) / math.log(self.steps)
 
 
+def _check_steps(warmup_num_steps: object) -> None:
+    whole = isinstance(warmup_num_steps, int) and warmup_num_steps >= 0
+    require(whole, "warmup_num_steps", "a whole number of at least 0", warmup_num_steps)
+
+
 def _total(total_num_steps: int, warmup_num_steps: int) -> int:
+    _check_steps(warmup_num_steps)
     require(total_num_steps >= 1, "total_num_steps", "at least 1", total_num_steps)
     require(
         total_num_steps >= warmup_num_steps,
