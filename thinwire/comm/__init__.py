@@ -14,7 +14,10 @@ __all__ = [
     "CommunicationTimeout",
     "Communicator",
     "Launch",
+    "LoggedCommunicator",
     "MPICommunicator",
+    "OperationLog",
+    "OperationStatistics",
     "TorchCommunicator",
     "Traffic",
     "Work",
@@ -30,7 +33,9 @@ if TYPE_CHECKING:
     from thinwire.comm.errors import CommunicationError, CommunicationTimeout
     from thinwire.comm.launch import init
     from thinwire.comm.launchers import Launch, detect
+    from thinwire.comm.logged import LoggedCommunicator
     from thinwire.comm.mpi_backend import MPICommunicator
+    from thinwire.comm.operation_log import OperationLog, OperationStatistics
     from thinwire.comm.torch_backend import TorchCommunicator
     from thinwire.comm.traffic import Traffic
     from thinwire.comm.work import Work
@@ -43,7 +48,9 @@ else:
             "errors": ("CommunicationError", "CommunicationTimeout"),
             "launch": ("init",),
             "launchers": ("Launch", "detect"),
+            "logged": ("LoggedCommunicator",),
             "mpi_backend": ("MPICommunicator",),
+            "operation_log": ("OperationLog", "OperationStatistics"),
             "torch_backend": ("TorchCommunicator",),
             "traffic": ("Traffic",),
             "work": ("Work",),

@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineConfig",
+    "FlopsProfiler",
     "LRRangeTest",
     "ModelDescription",
     "Monitor",
@@ -24,6 +25,7 @@ __all__ = [
     "WarmupLR",
     "build_schedule",
     "export_weights",
+    "get_model_profile",
     "initialize",
     "load_config",
 ]
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from thinwire.engine.engine import Engine
     from thinwire.engine.errors import NonFiniteError
     from thinwire.engine.initialization import initialize
+    from thinwire.engine.monitoring.flops_profiler import FlopsProfiler, get_model_profile
     from thinwire.engine.monitoring.monitor import Monitor
     from thinwire.engine.schedules import (
         LRRangeTest,
@@ -55,6 +58,7 @@ else:
             "engine": ("Engine",),
             "errors": ("NonFiniteError",),
             "initialization": ("initialize",),
+            "monitoring.flops_profiler": ("FlopsProfiler", "get_model_profile"),
             "monitoring.monitor": ("Monitor",),
             "schedules": ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_schedule"),
         },

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from thinwire import comm as communication
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, LoggedCommunicator
 from thinwire.comm.launchers import detect
 
 __all__ = ["communicator_of"]
@@ -41,7 +41,7 @@ def communicator_of(backend: Named | None, comm: Communicator, device: torch.dev
             f'"optimizer.params.comm_backend_name" "{backend}" joins all {joined.size} ranks of the job, and the '
             f"engine's communicator has {comm.size}: leave it out"
         )
-    return joined
+    return LoggedCommunicator(joined, comm.log) if isinstance(comm, LoggedCommunicator) else joined
 
 
 def _lack(backend: Named, comm: Communicator, device: torch.device) -> str | None:

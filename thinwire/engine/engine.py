@@ -49,7 +49,9 @@ class Engine:
 
     `module`, `optimizer`, `lr_scheduler`, `training_dataloader`, `device`: what it works with. `settings`: the loaded
     configuration. `global_steps`: taken or skipped so far; `skipped_steps` of them moved nothing. `global_samples`:
-    seen in them by all ranks, every micro-batch counted as a full one. `micro_steps`: calls of step().
+    seen in them by all ranks, every micro-batch counted as a full one. `micro_steps`: calls of step(). `monitor`: takes
+    scalars of your own, `engine.monitor.write_events([(name, value, engine.global_samples)])`. `flops_profiler`: of the
+    step that the configuration names, else None.
     """
 
     def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
@@ -73,6 +75,8 @@ class Engine:
         self._checkpoints = checkpoints
         self._reports = reports
         self._timers = reports.timers
+        self.monitor = reports.monitor
+        self.flops_profiler = reports.flops_profiler
         self._losses = StepLosses()
         self._applied = False
         self._seen_batch = False
@@ -279,6 +283,7 @@ class Engine:
                 setattr(self, name, restored.progress[name])
             # Accumulation may be configured otherwise now; checkpoints lie on boundaries.
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+            self._reports.resume(self.global_steps)
             if self._layer_drop is not None:
                 self._layer_drop.resume(self.global_steps)
         return restored.path, restored.client_state

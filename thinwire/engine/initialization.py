@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, LoggedCommunicator, OperationLog
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.config.models import ActivationCheckpointingConfig
+from thinwire.engine.config.models import ActivationCheckpointingConfig, CommsLoggerConfig
 from thinwire.engine.config.rules import total_steps
 from thinwire.engine.data.loader import ResumableLoader
 from thinwire.engine.engine import Engine
@@ -73,6 +75,7 @@ def initialize(
     """
     comm = comm if comm is not None else communication.init()
     settings = _load_settings(args, config, comm)
+    comm = _logged(comm, settings.comms_logger)
     trained, device = on_every_rank(comm, lambda: check_model(model), "train this model", _BAD_INPUT)
     agree_on_model(comm, trained)
 
@@ -110,6 +113,15 @@ def _load_settings(args: Any, config: ConfigSource | None, comm: Communicator) -
     settings = on_every_rank(comm, load, "load its configuration", _BAD_INPUT)
     agree_on_config(comm, settings)
     return settings
+
+
+def _logged(comm: Communicator, section: CommsLoggerConfig) -> Communicator:
+    """`comm`, or one around it that counts and times what `section` asks for."""
+    if not section.enabled:
+        return comm
+    report = partial(print, file=sys.stderr, flush=True) if section.verbose and comm.rank == 0 else None
+    names = None if section.prof_all else section.prof_ops
+    return LoggedCommunicator(comm, OperationLog(names, caller=section.debug, report=report))
 
 
 def _prepare(

@@ -1,4 +1,5 @@
-"""What a training job says about itself: lines on stderr every few steps, scalars for TensorBoard and CSV files."""
+"""What a training job says about itself: lines on stderr every few steps, scalars for files and services that keep
+them, a profile of one step."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import sys
 from dataclasses import dataclass
 
 from thinwire.engine.job import Job
+from thinwire.engine.monitoring.flops_profiler import FlopsProfiler
 from thinwire.engine.monitoring.losses import StepLosses
-from thinwire.engine.monitoring.monitor import Monitor, log_folder
+from thinwire.engine.monitoring.monitor import Monitor
+from thinwire.engine.monitoring.profiled_timers import ProfiledTimers
 from thinwire.engine.monitoring.timers import StepTimers, breakdown_line, progress_line
 from thinwire.zero.live_tensors import live_tensor_bytes
 from thinwire.zero.memory import MemoryReport
@@ -33,21 +36,22 @@ class JobReports:
 
     Every `steps_per_print` steps rank 0 prints a line, and with it what `wall_clock_breakdown` and `memory_breakdown`
     ask for; without `steps_per_print`, times after every step and memory after the first. Logs get every step.
-    `timers` wants the spans of each step.
+    `timers` wants the spans of each step. `monitor` takes scalars of the user's own; `flops_profiler` is None where
+    none was asked for.
 
     Raises, on every rank, OSError, ImportError or ValueError where logs cannot be written.
     """
 
     def __init__(self, job: Job) -> None:
         config = job.config
-        board, files = config.tensorboard, config.csv_monitor
-        self.timers = StepTimers(job.device, enabled=config.wall_clock_breakdown)
+        timers = StepTimers(job.device, enabled=config.wall_clock_breakdown)
+        self.timers: StepTimers | ProfiledTimers = timers
+        self.flops_profiler: FlopsProfiler | None = None
+        if config.flops_profiler.enabled:
+            self.timers = ProfiledTimers(timers, job.model, config, job.comm)
+            self.flops_profiler = self.timers.profiler
         self._job = job
-        self._monitor = Monitor(
-            job.comm,
-            tensorboard=log_folder(board.output_path, board.job_name) if board.enabled else None,
-            csv=log_folder(files.output_path, files.job_name) if files.enabled else None,
-        )
+        self.monitor = Monitor.of(job.comm, config)
         self._reported = False
 
     def report(self, summary: StepSummary, losses: StepLosses) -> None:
@@ -56,7 +60,7 @@ class JobReports:
         self.timers.end_step(config.train_batch_size)
         every = config.steps_per_print
         due = every is not None and summary.step % every == 0
-        if due or self._monitor.enabled:
+        if due or self.monitor.enabled:
             loss = losses.mean(comm)
             self._write(summary, loss)
         lines = []
@@ -81,23 +85,28 @@ class JobReports:
         if lines and comm.rank == 0:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
+    def resume(self, steps: int) -> None:
+        """Go on after `steps` steps of an earlier run."""
+        if isinstance(self.timers, ProfiledTimers):
+            self.timers.resume(steps)
+
     def close(self) -> None:
         """Close the logs."""
-        self._monitor.close()
+        self.monitor.close()
 
     def _write(self, summary: StepSummary, loss: float) -> None:
         # Of optimizers that compress: whether the steps from here on do.
         frozen = getattr(self._job.optimizer, "frozen", None)
         scalars = {
-            "Train/loss": loss,
-            "Train/lr": summary.rates[0],
+            "Train/Samples/train_loss": loss,
+            "Train/Samples/lr": summary.rates[0],
+            "Train/Samples/loss_scale": summary.loss_scale,
             "Train/grad_norm": summary.grad_norm,
-            "Train/loss_scale": summary.loss_scale,
             "Train/bytes_sent": self._job.optimizer.bytes_sent,
             "Train/frozen": None if frozen is None else float(frozen),
         }
         known = [(name, value, summary.samples) for name, value in scalars.items() if value is not None]
-        self._monitor.write(known)
+        self.monitor.write(known)
 
     def _memory(self) -> MemoryReport:
         return MemoryReport(

@@ -23,6 +23,10 @@ SECTIONS = (
     "zero_optimization",
     "tensorboard",
     "csv_monitor",
+    "wandb",
+    "comet",
+    "flops_profiler",
+    "comms_logger",
     "checkpoint",
     "thinwire",
     "activation_checkpointing",
@@ -132,7 +136,7 @@ def test_what_thinwire_does_not_do_is_refused_and_what_it_does_anyway_is_not(pat
     assert declined.instead in message
 
 
-@pytest.mark.parametrize("section", ["wandb", "amp", "flops_profiler", "elasticity"])
+@pytest.mark.parametrize("section", ["trackio", "amp", "elasticity"])
 def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
     assert load_config(nested(section, {"enabled": False, "whatever": 1}), 1)
     assert load_config(nested(section, {}), 1)
@@ -146,7 +150,8 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
     [
         ("prescale_gradients", True, "can only be false, got true: gradients are averaged after they are summed"),
         ("communication_data_type", "fp16", "is not supported: gradients travel in the parameters' dtype"),
-        ("wandb", {"enabled": True}, 'use "tensorboard" or "csv_monitor"'),
+        ("trackio", {"enabled": True}, 'use "tensorboard", "csv_monitor", "wandb" or "comet"'),
+        ("flops_profiler.step", 2, 'can only be 1, got 2: write "profile_step"'),
         ("autotuning", {"enabled": True}, "`thinwire plan` predicts step time and memory"),
         ("zero_optimization.zero_quantized_weights", True, "can only be false, got true: ZeRO++ is not supported"),
     ],

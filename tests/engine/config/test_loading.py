@@ -230,7 +230,7 @@ def test_wrong_types_and_ranges(keys: dict[str, Any], message: str) -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(wandb={"enabled": True}, fp16={"hysteresis": 0, "enabld": True}, optimizer={"type": "Adma"})
+        load(trackio={"enabled": True}, fp16={"hysteresis": 0, "enabld": True}, optimizer={"type": "Adma"})
     assert len(caught.value.problems) == 4
     assert "has 4 problems:\n- " in str(caught.value)
 
@@ -255,6 +255,12 @@ def test_every_problem_is_told_at_once() -> None:
             {"zero_optimization": {"stage": 2}, "optimizer": {"type": "OneBitLamb"}},
             '"zero_optimization.stage" 2 does not go with OneBitLamb',
         ),
+        (
+            {"comms_logger": {"enabled": True, "prof_ops": ["all_redcue"]}},
+            '"comms_logger.prof_ops" names "all_redcue", which is no collective. Did you mean "all_reduce"?',
+        ),
+        ({"comms_logger": {"enabled": True, "prof_all": False}}, "nothing would be counted"),
+        ({"comet": {"enabled": True, "mode": "new"}}, '"comet.mode" must be "get" or "create" or "get_or_create"'),
         (
             {"zero_optimization": {"reduce_bucket_size": 1000, "allgather_bucket_size": 2000}},
             '"zero_optimization.allgather_bucket_size" must be reduce_bucket_size, 1000, got 2000',

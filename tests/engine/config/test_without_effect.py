@@ -93,9 +93,11 @@ def test_remarks_stay_with_a_configuration_that_is_loaded_again() -> None:
         ),
         ({"fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500}}, []),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, ["activation_checkpointing.cpu_checkpointing"]),
+        ({"activation_checkpointing": {"cpu_checkpointing": True, "modules": ["Layer"]}}, []),
+        ({"fp16": {"enabled": False, "loss_scale": 128}}, []),
         (
-            {"activation_checkpointing": {"cpu_checkpointing": True, "modules": ["Layer"]}},
-            [],
+            {"wandb": {"project": "p"}, "flops_profiler": {"profile_step": 5}},
+            ["wandb.project", "flops_profiler.profile_step"],
         ),
         ({"zero_optimization": {"overlap_comm": True}}, ["zero_optimization.overlap_comm"]),
         ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, []),

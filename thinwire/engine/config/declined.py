@@ -68,11 +68,8 @@ DECLINED: Mapping[str, Declined] = {
     "nebula": Declined('use "checkpoint": {"async_save": true}'),
     "datastates_ckpt": Declined('use "checkpoint": {"async_save": true}'),
     # Logs and measurements
-    "wandb": Declined('use "tensorboard" or "csv_monitor"'),
-    "comet": Declined('use "tensorboard" or "csv_monitor"'),
-    "trackio": Declined('use "tensorboard" or "csv_monitor"'),
-    "flops_profiler": Declined('use "wall_clock_breakdown", or torch.utils.flop_counter'),
-    "comms_logger": Declined("read bytes_sent of the optimizer"),
+    "trackio": Declined('use "tensorboard", "csv_monitor", "wandb" or "comet"'),
+    "flops_profiler.step": Declined('write "profile_step"', (1,)),
     # What DeepSpeed has and thinwire has not
     "autotuning": Declined("`thinwire plan` predicts step time and memory and recommends a method; delete it"),
     "elasticity": Declined("a checkpoint resumes on any number of ranks; give the batch sizes"),

@@ -12,7 +12,17 @@ from thinwire.optim import registry
 
 __all__ = ["settle_idle_keys", "take_idle_sizes"]
 
-_SWITCHED = ("fp16", "bf16", "tensorboard", "csv_monitor", "progressive_layer_drop")
+_SWITCHED = (
+    "fp16",
+    "bf16",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "comet",
+    "flops_profiler",
+    "comms_logger",
+    "progressive_layer_drop",
+)
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _SomeSection = TypeVar("_SomeSection", bound=Section)
 

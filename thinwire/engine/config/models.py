@@ -15,7 +15,10 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "Bf16Config",
     "CheckpointConfig",
+    "CometConfig",
+    "CommsLoggerConfig",
     "EngineConfig",
+    "FlopsProfilerConfig",
     "Fp16Config",
     "LayerDropConfig",
     "MonitorConfig",
@@ -24,6 +27,7 @@ __all__ = [
     "SchedulerConfig",
     "Section",
     "ThinwireConfig",
+    "WandbConfig",
     "ZeroConfig",
 ]
 
@@ -114,6 +118,64 @@ class MonitorConfig(Section):
     job_name: str = Field(default="thinwire", min_length=1)
 
 
+class WandbConfig(Section):
+    """Rank 0 logs to a run of Weights & Biases, in `project` of `team`, beside others of its `group`. `WANDB_MODE` and
+    the other variables of that package hold as ever."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = Field(default="thinwire", min_length=1)
+
+
+class CometConfig(Section):
+    """Rank 0 logs to an experiment of Comet. What is null, that package takes from its own settings.
+
+    `samples_log_interval`: samples between two values of one scalar. `online` false writes an archive to upload later.
+    `mode`: whether the experiment of `experiment_key` goes on, a new one begins, or whichever is possible.
+    """
+
+    enabled: bool = False
+    samples_log_interval: WholeNumber = Field(default=100, ge=1)
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: Literal["get", "create", "get_or_create"] | None = None
+
+
+class FlopsProfilerConfig(Section):
+    """Rank 0 counts operations and times one step, the one after `profile_step` steps, and writes what it found to
+    `output_file`, or prints it.
+
+    `module_depth`: of the modules that the summary names, -1 for all; `top_modules` of each depth. `detailed`: every
+    module as well. `recompute_fwd_factor`: the share of the forward that backward computes again.
+    """
+
+    enabled: bool = False
+    profile_step: WholeNumber = Field(default=1, ge=0)
+    module_depth: WholeNumber = Field(default=-1, ge=-1)
+    top_modules: WholeNumber = Field(default=1, ge=1)
+    detailed: bool = True
+    output_file: str | None = None
+    recompute_fwd_factor: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
+class CommsLoggerConfig(Section):
+    """Count and time collectives by kind and size: all, or without `prof_all` those named in `prof_ops`.
+
+    `verbose`: rank 0 prints each. `debug`: the kind is told with the function that called it.
+    """
+
+    enabled: bool = False
+    verbose: bool = False
+    prof_all: bool = True
+    prof_ops: list[str] = Field(default_factory=list)
+    debug: bool = False
+
+
 class ActivationCheckpointingConfig(Section):
     """Recompute the forward of some modules in backward instead of keeping their activations.
 
@@ -171,6 +233,10 @@ class EngineConfig(Section):
     memory_breakdown: bool = False
     tensorboard: MonitorConfig = MonitorConfig()
     csv_monitor: MonitorConfig = MonitorConfig()
+    wandb: WandbConfig = WandbConfig()
+    comet: CometConfig = CometConfig()
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dataloader_drop_last: bool = False
     seed: WholeNumber = Field(default=0, ge=0, lt=2**63)

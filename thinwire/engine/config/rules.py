@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from thinwire.engine.config.errors import CANNOT_WORK, reason, shown
+from thinwire.comm.operation_log import OPERATION_NAMES
+from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
 from thinwire.engine.config.models import EngineConfig, ThinwireConfig, ZeroConfig
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
@@ -26,6 +27,7 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
         *_own_optimizer(config),
         *_sparse_attention(config),
         *_layer_drop(config),
+        *_operations(config),
     ]
 
 
@@ -120,6 +122,21 @@ def _layer_drop(config: EngineConfig) -> Iterator[str]:
         yield (
             '"progressive_layer_drop" does not go with "zero_optimization.stage" 3, which expects every layer to run: '
             "use stage 0, 1 or 2"
+        )
+
+
+def _operations(config: EngineConfig) -> Iterator[str]:
+    logger = config.comms_logger
+    for name in logger.prof_ops:
+        if name not in OPERATION_NAMES:
+            yield (
+                f'"comms_logger.prof_ops" names {shown(name)}, which is no collective.'
+                + did_you_mean(name, tuple(OPERATION_NAMES))
+            )
+    if logger.enabled and not logger.prof_all and not logger.prof_ops:
+        yield (
+            '"comms_logger.prof_all" is false and "prof_ops" names no collective, so that nothing would be counted: '
+            "name some, or delete both"
         )
 
 

@@ -51,6 +51,9 @@ class ScalarFiles:
             _append(scalar, f"{sample},{value!r}\n".encode())
             scalar.last = sample
 
+    def close(self) -> None:
+        """Nothing is open between two writes."""
+
     def _open(self, name: str) -> _Scalar:
         header = _header(name)
         stem = re.sub(r"[^A-Za-z0-9.=+-]", "_", name)

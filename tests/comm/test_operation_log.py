@@ -1,0 +1,141 @@
+"""Collectives are counted by kind and size, exactly, on every rank, in groups too, and change no result."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from thinwire.comm import Communicator, LoggedCommunicator, OperationLog, threads
+from thinwire.comm.operation_log import OperationStatistics
+
+
+def counted(log: OperationLog) -> Counter[tuple[str, int]]:
+    return Counter({(one.name, one.nbytes): one.count for one in log.statistics()})
+
+
+def some_collectives(comm: Communicator) -> list[torch.Tensor]:
+    mine = torch.arange(6.0) + 10 * comm.rank
+    gathered, exchanged = torch.empty(6 * comm.size), torch.empty(6)
+    comm.all_gather(gathered, mine)
+    works = [comm.all_to_all(exchanged, mine, async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+    total, first = mine.clone(), mine.clone().half()
+    for _ in range(3):
+        comm.all_reduce(total, "mean")
+    comm.broadcast(first, root=1)
+    comm.barrier()
+    return [gathered, exchanged, total, first]
+
+
+EXPECTED = {
+    ("all_gather", 24): 1,
+    ("all_to_all", 24): 2,
+    ("all_reduce", 24): 3,
+    ("broadcast", 12): 1,
+    ("barrier", 1): 1,
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_counts_are_exact_and_results_the_same(size: int) -> None:
+    def rank(comm: Communicator) -> None:
+        expected = some_collectives(comm.duplicate())
+        log = OperationLog()
+        logged = LoggedCommunicator(comm, log)
+        sent = logged.traffic.bytes_sent
+        for ours, theirs in zip(some_collectives(logged), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        assert counted(log) == EXPECTED
+        assert logged.traffic.bytes_sent > sent
+        assert all(milliseconds > 0 for one in log.statistics() for milliseconds in one.milliseconds)
+        log.reset()
+        assert not log.statistics()
+
+    threads.run(rank, size)
+
+
+def test_groups_write_to_the_same_log() -> None:
+    def rank(comm: Communicator) -> None:
+        log = OperationLog(["all_reduce"])
+        logged = LoggedCommunicator(comm, log)
+        copy, pair = logged.duplicate(), logged.split(comm.rank % 2)
+        assert pair is not None
+        for each in (logged, copy, pair):
+            each.all_reduce(torch.ones(3))
+        assert counted(log) == {("all_reduce", 12): 3}
+        assert pair.size == 2
+
+    threads.run(rank, 4)
+
+
+def test_only_what_is_named_is_counted_by_any_of_its_names() -> None:
+    def rank(comm: Communicator) -> None:
+        log = OperationLog(["reduce_scatter", "barrier"])
+        some_collectives(LoggedCommunicator(comm, log))
+        assert counted(log) == {("all_to_all", 24): 2, ("barrier", 1): 1}
+
+    threads.run(rank, 2)
+
+
+def test_a_name_of_no_collective_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'all_redcue' is no collective, expected some of all_gather"):
+        OperationLog(["all_gather", "all_redcue"])
+
+
+def test_callers_are_told_apart() -> None:
+    def rank(comm: Communicator) -> None:
+        lines: list[str] = []
+        log = OperationLog(["broadcast", "barrier"], caller=True, report=lines.append)
+        some_collectives(LoggedCommunicator(comm, log))
+        assert counted(log) == {("broadcast in some_collectives", 12): 1, ("barrier in some_collectives", 1): 1}
+        assert [line.partition(":")[0] for line in lines] == [
+            "broadcast in some_collectives of 12 B",
+            "barrier in some_collectives of 1 B",
+        ]
+
+    threads.run(rank, 2)
+
+
+def test_the_summary_has_what_was_counted_and_not_itself(capsys) -> None:
+    def rank(comm: Communicator) -> None:
+        logged = LoggedCommunicator(comm, OperationLog())
+        some_collectives(logged)
+        for _ in range(2):
+            found = logged.log_summary(show_straggler=True, return_dict=True)
+        assert found is not None
+        counts = {(name, size): one["count"] for name, sizes in found["summary"].items() for size, one in sizes.items()}
+        assert counts == EXPECTED
+        for name, sizes in found["straggler_analysis"].items():
+            for size, one in sizes.items():
+                assert one["total_straggler_ms"] >= 0
+                whole = found["summary"][name][size]["total_latency_ms"]
+                assert one["total_comm_lat_ms"] + one["total_straggler_ms"] == pytest.approx(whole)
+        assert found["metadata"] == {"world_size": 2, "rank": comm.rank}
+        assert logged.log_summary() is None
+
+    threads.run(rank, 2)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:4] for row in rows if row[0] == "all_reduce"] == [["all_reduce", "24", "B", "3"]] * 3  # rank 0 only
+
+
+def test_speeds() -> None:
+    """By hand: 4 ranks, 1 MB in 8 ms is 1 Gb/s; the wire carries 3/4 of an all_to_all, 6/4 of an all_reduce."""
+    for name, out, wire in (("all_to_all", 1.0, 0.75), ("all_reduce", 1.0, 1.5), ("all_gather", 4.0, 3.0)):
+        one = OperationStatistics(name, 1_000_000, (4.0, 12.0), ranks=4)
+        assert one.gigabits_per_second == pytest.approx(out)
+        assert one.wire_gigabits_per_second == pytest.approx(wire)
+        assert one.total_bytes == 2_000_000
+
+
+def test_a_failure_names_ranks_as_without_a_log() -> None:
+    def rank(comm: Communicator) -> None:
+        logged = LoggedCommunicator(comm, OperationLog())
+        if comm.rank == 1:
+            raise KeyError("lost")
+        logged.barrier()
+
+    with pytest.raises(KeyError, match="lost"):
+        threads.run(rank, 2)
