@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.engine.tiny import Tiny, loss_of, make_engine, make_model, settings, train
 from thinwire.comm import threads
@@ -185,10 +186,11 @@ def test_another_model(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"best": torch.ones(1)}, r"client_state\['best'\] is a Tensor"),
+        ({"best": nn.Linear(1, 1)}, r"client_state\['best'\] is a Linear"),
         ({"a": {"b": [1, {2}]}}, r"client_state\['a'\]\['b'\]\[1\] is a set"),
-        ({"a": math.nan}, r"client_state\['a'\] is nan"),
-        ({"a": {1: 2}}, r"client_state\['a'\] has the key 1"),
+        ({"a": torch.ones(2).to_sparse()}, r"client_state\['a'\] is a tensor of float32, layout torch.sparse_coo"),
+        ({"a": np.array(["x"])}, r"client_state\['a'\] is of numpy's <U1"),
+        ({"a": {nn.Linear: 2}}, r"client_state\['a'\] has the key <class"),
         ([1], "must be a dict, got list"),
     ],
 )
@@ -261,7 +263,7 @@ def test_no_folder_is_a_clear_error_on_every_rank(folder, error) -> None:
     threads.run(body, 2)
 
 
-@pytest.mark.parametrize("tag", ["", 7, "a/b"])
+@pytest.mark.parametrize("tag", ["", ".hidden", "a/b"])
 def test_no_tag_is_a_clear_error(tmp_path, tag) -> None:
     with pytest.raises(ValueError, match="cannot be a checkpoint's tag"):
         make_engine(None, settings()).save_checkpoint(tmp_path, tag)
@@ -348,22 +350,73 @@ def test_keep_last(tmp_path) -> None:
     assert kept == ["global_step3", "global_step4", "global_step5"]
 
 
+def test_client_state_comes_back_as_it_was(tmp_path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    state = {
+        "best": torch.randn(3, 5, generator=generator).to(torch.bfloat16),
+        "nested": {"a": [1, (torch.tensor(7), None), {"b": torch.empty(0, 2)}], "": "x"},
+        "loss": math.inf,
+        "losses": [math.nan, -math.inf, 0.5],
+        "by epoch": {0: "first", (1, 2): torch.ones(1), True: None},
+        "numpy": [np.float32(1.5), np.arange(6).reshape(2, 3)[:, ::-1], np.bool_(True)],
+    }
+
+    def body(comm):
+        engine = make_engine(comm, settings())
+        # Rank 0's is saved.
+        assert engine.save_checkpoint(tmp_path, client_state=state if comm.rank == 0 else {"other": torch.ones(1)})
+        return make_engine(comm, settings(), seed=1).load_checkpoint(tmp_path)[1]
+
+    for world in (1, 2):
+        for found in threads.run(body, world):
+            assert torch.equal(found.pop("best"), state["best"])
+            nested = found.pop("nested")
+            assert nested[""] == "x"
+            assert nested["a"][0] == 1
+            assert isinstance(nested["a"][1], tuple)
+            assert int(nested["a"][1][0]) == 7
+            assert nested["a"][2]["b"].shape == (0, 2)
+            assert math.isnan(found["losses"][0])
+            assert (found.pop("loss"), *found.pop("losses")[1:]) == (math.inf, -math.inf, 0.5)
+            by_epoch = found.pop("by epoch")
+            assert (by_epoch[0], float(by_epoch[1, 2]), by_epoch[True]) == ("first", 1.0, None)
+            number, array, flag = found.pop("numpy")
+            assert (type(number), number, type(flag)) == (np.float32, 1.5, np.bool_)
+            assert np.array_equal(array, state["numpy"][1])
+            assert not found
+
+
+def test_client_state_keyed_by_numbers(tmp_path) -> None:
+    engine = make_engine(None, settings())
+    engine.save_checkpoint(tmp_path, client_state={3: {4: (5,)}})
+    assert engine.load_checkpoint(tmp_path)[1] == {3: {4: (5,)}}
+
+
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
 def test_the_model_in_one_file(tmp_path, precision) -> None:
     def body(comm):
         engine = make_engine(comm, settings(2, **precision))
         train(engine, range(3))
-        assert engine.save_16bit_model(tmp_path)
+        assert engine.save_16bit_model(tmp_path, "model.safetensors")
+        assert engine.save_fp16_model(tmp_path)
+        assert engine.save_16bit_model(tmp_path, "trained.pt", exclude_frozen_parameters=True)
         whole = engine.whole_state_dict()
         assert (len(whole) > 0) == (comm.rank == 0)
         assert all(torch.equal(one, engine.module.state_dict()[name]) for name, one in whole.items())
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
-    expected = threads.run(body, 2)[0]
+    expected = {
+        name: one.bfloat16() if one.is_floating_point() else one for name, one in threads.run(body, 2)[0].items()
+    }
+    pickled = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert pickled.keys() == expected.keys()
+    assert all(torch.equal(pickled[name], expected[name]) for name in pickled)
+    assert pickled["unmix.weight"].data_ptr() == pickled["mix.weight"].data_ptr()
+    assert torch.load(tmp_path / "trained.pt", weights_only=True).keys() == expected.keys() - {"frozen"}
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys() - {"unmix.weight"}  # the tied one is there once
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    model = make_model(1).to(torch.bfloat16 if precision else torch.float32)
+    model = make_model(1).to(torch.bfloat16)
     assert model.load_state_dict(found, strict=False).missing_keys == ["unmix.weight"]
     assert isinstance(model, Tiny)
 

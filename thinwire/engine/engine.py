@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thinwire.engine.accumulation import Accumulation
 from thinwire.engine.data.batch_size import warn_of_another_size
 from thinwire.engine.job import Job
-from thinwire.engine.job_checkpoints import JobCheckpoints
+from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.monitoring.losses import StepLosses
 
@@ -223,14 +223,22 @@ class Engine:
     # Checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save all that training depends on, for any number of ranks and any ZeRO stage. Collective.
 
         Args:
             save_dir: on a file system that all ranks share.
-            tag: the checkpoint's name, by default "global_step" and the number.
-            client_state: what you want back from `load_checkpoint`: what JSON can hold.
+            tag: the checkpoint's name, by default "global_step" and the number; rank 0's where ranks give several.
+            client_state: what you want back from `load_checkpoint`: a dict of numbers, texts, tensors, numpy's numbers
+                and arrays, and lists, tuples and dicts of them. Rank 0's is saved.
+            save_latest: name this checkpoint in the file `latest`, which says what is loaded without a tag.
+            exclude_frozen_parameters: leave out what requires no gradient; a model that loads this keeps its own.
 
         Returns whether it is saved, or with async_save whether saving has begun. Where the disk is full, say, it is
         not: rank 0 warns, the earlier checkpoints stay, and training goes on.
@@ -238,43 +246,58 @@ class Engine:
         In the middle of a step it is the checkpoint of the last step(): gradients since then go on here, are not in it,
         and a job that loads it takes their micro-batches again. Rank 0 warns of that.
 
-        Raises TypeError for a client state that JSON cannot hold, TypeError or ValueError for no folder or tag.
+        Raises TypeError for a client state of other objects, TypeError or ValueError for no folder or tag.
         """
         position = self._position_of_data()
         if not self._losses.empty:
             self._warn_of_partial_gradients()
             position = self._data_position
         progress = {name: getattr(self, name) for name in _PROGRESS}
-        name = f"global_step{self.global_steps}" if tag is None else tag
-        return self._checkpoints.save(save_dir, name, progress, client_state, position)
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        return self._checkpoints.save(
+            save_dir,
+            name,
+            progress,
+            client_state,
+            position,
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
 
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
-        tag: str | None = None,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Callable[..., object] | None = None,
         load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint, the newest whole one without a `tag`; returns (its path, its client state).
 
         (None, {}) where there is none. Without `load_optimizer_states` the optimizer starts afresh, without
         `load_lr_scheduler_states` or `load_data_position` the schedule or the data loader goes on as it is;
-        `load_module_only` loads weights and buffers and nothing else. Gradients of a step under way are dropped.
-        Collective.
+        `load_module_only` loads weights and buffers and nothing else. Without `load_module_strict`, parameters that the
+        checkpoint lacks keep their values, and what the model lacks is passed over. Gradients of a step under way are
+        dropped. Collective.
+
+        `custom_load_fn` loads the weights in the engine's place: it is called with `src`, the checkpoint's weights and
+        buffers by name, and `dst`, the model, and writes to its parameters; not at stage 3.
 
         Raises CheckpointError where no checkpoint is whole, or the model is another; ValueError where the optimizer,
         the schedule or the order of the data is.
         """
-        restored = self._checkpoints.load(
-            load_dir,
-            tag,
+        parts = Parts(
             optimizer=load_optimizer_states,
             schedule=load_lr_scheduler_states,
             data_position=load_data_position,
             weights_only=load_module_only,
+            strict=load_module_strict,
+            custom=custom_load_fn,
         )
+        restored = self._checkpoints.load(load_dir, None if tag is None else str(tag), parts)
         if restored is None:
             return None, {}
         self._begin_step()
@@ -295,13 +318,24 @@ class Engine:
         """
         return self._checkpoints.whole_weights()
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], filename: str = "model.safetensors") -> bool:
-        """Write the whole model, in the dtype it computes in, to one safetensors file. Collective.
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model in 16 bits, fp32 values as bf16, to one file. Collective.
 
-        Hugging Face's from_pretrained and safetensors.torch.load_model read it. Returns whether it is written: where
-        the disk is full, say, rank 0 warns, and a file of that name that was there before stays.
+        A name that ends with .safetensors is written in that format, for safetensors.torch.load_model; any other by
+        torch.save, for load_state_dict. Hugging Face's from_pretrained reads both. Above 50 GB there are several files
+        and an index.
+
+        Returns whether it is written: where the disk is full, say, rank 0 warns, and a file of that name that was there
+        before stays.
         """
-        return self._checkpoints.export(save_dir, filename)
+        return self._checkpoints.export(save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
 
     def close(self) -> None:
         """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""

@@ -4,18 +4,18 @@ at any ZeRO stage."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
-from thinwire.engine.checkpoint.client_state import check_client_state
+from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, LoadedCheckpoint, Snapshot
+from thinwire.engine.checkpoint.client_state import ClientState, SpecialValue, pack_client_state, unpack_client_state
 from thinwire.engine.checkpoint.folder import check_folder
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.engine.checkpoint.random_state import (
@@ -25,40 +25,35 @@ from thinwire.engine.checkpoint.random_state import (
     random_values,
     reseed,
 )
+from thinwire.engine.checkpoint.tags import one_tag
 from thinwire.engine.checkpoint.weights_file import write_weights
 from thinwire.engine.job import Job
-from thinwire.engine.model.precision import Precision
+from thinwire.engine.kept_weights import KeptWeights
+from thinwire.engine.model_names import ModelNames
 from thinwire.engine.saved_job import fault_of_saved_job
 from thinwire.engine.schedules import load_schedule_state, schedule_state
-from thinwire.zero import SavedSlice
+from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.fsdp import fill, local_run, whole
 
-__all__ = ["JobCheckpoints", "ModelNames", "Restored"]
+__all__ = ["JobCheckpoints", "ModelNames", "Parts", "Restored"]
 
 
 @dataclass(frozen=True)
-class ModelNames:
-    """What a model is called by, found before it is sharded.
+class Parts:
+    """What of a checkpoint is loaded. Without `optimizer` its state starts afresh, without `schedule` or
+    `data_position` those go on as they are; with `weights_only` nothing but weights and buffers is loaded. Without
+    `strict`, parameters that the checkpoint lacks keep their values, and those that the model lacks are passed over.
 
-    `tied`: other names of a parameter -> the one in `description`. `buffers`: names of those that are saved.
+    `custom`: called with `src`, the checkpoint's weights and buffers by name, and `dst`, the model, in place of the
+    loading of weights.
     """
 
-    description: ModelDescription
-    tied: Mapping[str, str]
-    buffers: frozenset[str]
-
-    @classmethod
-    def of(cls, model: nn.Module, precision: Precision) -> ModelNames:
-        """Names, shapes, and the dtypes that `precision` makes of them."""
-        first_name = {id(parameter): name for name, parameter in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        tied = {name: first_name[id(parameter)] for name, parameter in every if first_name[id(parameter)] != name}
-        saved = {name for name, _ in model.named_buffers()} & model.state_dict(keep_vars=True).keys()
-        parameters = {
-            name: (tuple(parameter.shape), precision.dtype_of(parameter))
-            for name, parameter in model.named_parameters()
-        }
-        return cls(ModelDescription(parameters), tied, frozenset(saved))
+    optimizer: bool = True
+    schedule: bool = True
+    data_position: bool = True
+    weights_only: bool = False
+    strict: bool = True
+    custom: Callable[..., object] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,72 +84,68 @@ class JobCheckpoints:
         progress: dict[str, int],
         client_state: Mapping[str, Any] | None,
         data_position: dict[str, Any] | None,
+        *,
+        latest: bool = True,
+        exclude_frozen: bool = False,
     ) -> bool:
         """Save under `tag`; whether that went well, or, with async_save, has begun. A full disk is a warning.
 
-        `data_position`: of the loader, None where there is none.
+        `data_position`: of the loader, None where there is none. `latest`: name it in the file of that name.
+        `exclude_frozen`: leave out the parameters that require no gradient.
 
-        Raises, on every rank, TypeError for a client state that JSON cannot hold, and what `check_folder` raises.
+        Raises, on every rank, TypeError for a client state that cannot be kept, what `check_folder` raises, and
+        TagError where ranks give several tags and "checkpoint.tag_validation" is "Fail".
         """
-        state = {} if client_state is None else client_state
+        given = {} if client_state is None else client_state
         comm = self._job.comm
         on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "save a checkpoint", (TypeError, ValueError))
-        on_every_rank(comm, lambda: check_client_state(state), "save its client_state", (TypeError,))
-        return self._store(folder).save(tag, self._snapshot(progress, state, data_position))
+        state = on_every_rank(comm, lambda: pack_client_state(given), "save its client_state", (TypeError,))
+        tag = one_tag(comm, tag, self._job.config.checkpoint.tag_validation)
+        left_out = self._frozen() if exclude_frozen else []
+        return self._store(folder).save(tag, self._snapshot(progress, state, data_position, left_out), latest)
 
-    def load(
-        self,
-        folder: str | os.PathLike[str],
-        tag: str | None,
-        *,
-        optimizer: bool,
-        schedule: bool,
-        data_position: bool,
-        weights_only: bool,
-    ) -> Restored | None:
-        """Load the checkpoint `tag`, or the newest whole one; None where there is none.
+    def load(self, folder: str | os.PathLike[str], tag: str | None, parts: Parts) -> Restored | None:
+        """Load `parts` of the checkpoint `tag`, or of the newest whole one; None where there is none.
 
-        Without `optimizer` its state starts afresh, without `schedule` or `data_position` those go on as they are; with
-        `weights_only` nothing but weights and buffers is loaded. On another number of ranks than that which saved,
-        generators are seeded afresh from the configuration's seed, the step and the rank.
+        On another number of ranks than that which saved, generators are seeded afresh from the configuration's seed,
+        the step and the rank.
 
         Raises CheckpointError, or ValueError where optimizer, schedule or data are others than those that were saved.
         """
         comm = self._job.comm
         on_every_rank(comm, lambda: check_folder(folder, "load_dir"), "load a checkpoint", (TypeError, ValueError))
-        parts = {
-            "progress": True,
-            "loss_scale": True,
-            "optimizer": optimizer,
-            "schedule": schedule,
-            "data": data_position,
-        }
-        used = [name for name, wanted in parts.items() if wanted and not weights_only]
-        fault_of = partial(self._fault_of, ["client_state", *used])
-        found = self._store(folder).load(tag, self._names.description, not weights_only, fault_of)
+        if parts.custom is not None and self._job.config.zero_optimization.stage == 3:
+            raise ValueError(
+                "custom_load_fn writes to whole parameters, and at ZeRO stage 3 a rank has parts of them: load the "
+                "weights into the model before thinwire.initialize"
+            )
+        fault_of = partial(self._fault_of, parts)
+        found = self._store(folder).load(tag, None, not parts.weights_only, fault_of)
         if found is None:
             return None
         with found:
-            if not weights_only:
-                self._check(found, schedule, data_position)
+            client_state = self._client_state(found)
+            if not parts.weights_only:
+                self._check(found, parts)
             try:
-                self._load_optimizer(found, optimizer, weights_only)
+                self._load_weights(found, parts)
             except KeyError as error:
                 raise CheckpointError(
                     f"checkpoint {found.tag!r} lacks what this optimizer goes on from: {error.args[0]}. Load with "
                     "load_optimizer_states=False, or another checkpoint"
                 ) from error
-            self._load_others(found)
-            if not weights_only:
-                self._load_state(found, schedule, data_position)
-            progress = None if weights_only else found.shared["progress"]
-            return Restored(str(found.path), progress, found.shared["client_state"])
+            if not parts.weights_only:
+                self._load_state(found, parts)
+            progress = None if parts.weights_only else found.shared["progress"]
+            return Restored(str(found.path), progress, client_state)
 
-    def export(self, folder: str | os.PathLike[str], filename: str) -> bool:
-        """Write all weights, in the dtypes that the model computes in, and buffers to one file; see `write_weights`."""
+    def export(self, folder: str | os.PathLike[str], filename: str, exclude_frozen: bool = False) -> bool:
+        """Write all weights and buffers in 16 bits to one file; see `write_weights`."""
         comm = self._job.comm
         on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "write the model", (TypeError, ValueError))
-        return write_weights(Path(folder) / filename, self.whole_weights(), comm)
+        left_out = self._frozen() if exclude_frozen else []
+        tensors = {name: one for name, one in self.whole_weights().items() if name not in left_out}
+        return write_weights(Path(folder) / filename, tensors, self._names.tied, comm)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """All weights, in the dtypes that the model computes in, and buffers, on rank 0; nothing on other ranks."""
@@ -175,11 +166,28 @@ class JobCheckpoints:
         for store in self._stores.values():
             store.close()
 
-    def _fault_of(self, used: Collection[str], manifest: Manifest) -> str | None:
+    def _fault_of(self, parts: Parts, manifest: Manifest) -> str | None:
         """Why this job cannot take up these parts of what a manifest says; None where it can."""
         job = self._job
-        fault = fault_of_saved_job(manifest, used, job.optimizer.counters(), self._schedule())
-        return f"{MANIFEST} does not hold what an engine saves: {fault}" if fault else None
+        others = {
+            "progress": True,
+            "loss_scale": True,
+            "optimizer": parts.optimizer,
+            "schedule": parts.schedule,
+            "data": parts.data_position,
+        }
+        used = [name for name, wanted in others.items() if wanted and not parts.weights_only]
+        always = ["client_state", "client_values", "frozen", "left_out"]
+        fault = fault_of_saved_job(manifest, [*always, *used], job.optimizer.counters(), self._schedule())
+        if fault:
+            return f"{MANIFEST} does not hold what an engine saves: {fault}"
+        if parts.custom is not None:
+            return None
+        left_out = set(manifest.shared.get("left_out", ())) & set(self._frozen())
+        return self._names.fault_of(manifest.model, left_out, parts.strict)
+
+    def _frozen(self) -> list[str]:
+        return [name for name, parameter in self._others.items() if not parameter.requires_grad]
 
     def _schedule(self) -> dict[str, Any] | None:
         schedule = self._job.schedule
@@ -193,7 +201,11 @@ class JobCheckpoints:
         return self._stores[path]
 
     def _snapshot(
-        self, progress: dict[str, int], client_state: Mapping[str, Any], data_position: dict[str, Any] | None
+        self,
+        progress: dict[str, int],
+        client_state: ClientState,
+        data_position: dict[str, Any] | None,
+        left_out: Collection[str],
     ) -> Snapshot:
         job = self._job
         shared = {
@@ -202,17 +214,31 @@ class JobCheckpoints:
             "schedule": self._schedule(),
             "loss_scale": None if job.loss_scale is None else job.loss_scale.state(),
             "data": data_position,
-            "client_state": dict(client_state),
-            "tied": dict(self._names.tied),
+            "client_state": client_state.plain,
+            "client_values": [one.model_dump() for one in client_state.special],
+            "tied": {alias: name for alias, name in self._names.tied.items() if name not in left_out},
+            "frozen": self._frozen(),
+            "left_out": list(left_out),
         }
+        own = client_state.tensors if job.comm.rank == 0 else {}
         return Snapshot(
-            slices=[*job.optimizer.saved_slices(), *self._other_slices()],
-            model=self._names.description,
-            rank_tensors=job.optimizer.rank_tensors() | random_tensors(job.device),
+            slices=[*job.optimizer.saved_slices(), *(one for one in self._other_slices() if one.name not in left_out)],
+            model=self._names.without(left_out),
+            rank_tensors=job.optimizer.rank_tensors() | random_tensors(job.device) | own,
             shared=shared,
             rank_values={"random": random_values()},
             buffers=self._buffers(),
         )
+
+    def _client_state(self, found: LoadedCheckpoint) -> dict[str, Any]:
+        saved = found.shared
+        special = [SpecialValue.model_validate(one) for one in saved.get("client_values", ())]
+        try:
+            return unpack_client_state(saved["client_state"], special, lambda key: found.read_rank(key, 0))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the client_state of checkpoint {found.tag!r} cannot be put together: {error!r}. Load another one"
+            ) from error
 
     def _other_slices(self) -> list[SavedSlice]:
         """Weights that no optimizer holds: this rank's shard where they are sharded, else rank 0's."""
@@ -227,36 +253,55 @@ class JobCheckpoints:
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer for name, buffer in self._job.model.named_buffers() if name in self._names.buffers}
 
-    def _load_optimizer(self, found: LoadedCheckpoint, state: bool, weights_only: bool) -> None:
+    def _load_weights(self, found: LoadedCheckpoint, parts: Parts) -> None:
+        """Weights and buffers, and the optimizer's state with them where it is wanted."""
         optimizer = self._job.optimizer
-        if weights_only:
-            optimizer.load_weights(found)
-        elif state:
-            optimizer.load(found)
-        else:
+        source = self._with_kept(found)
+        if not (parts.weights_only or parts.optimizer):
             optimizer.reset_state()
-            optimizer.load_weights(found)
+        if parts.optimizer and not parts.weights_only:
+            optimizer.load(source)
+        elif parts.custom is None:
+            optimizer.load_weights(source)
+        if parts.custom is None:
+            self._load_others(found)
+        else:
+            with torch.no_grad():
+                parts.custom(src=_state_dict(found), dst=self._job.model)
+
+    def _with_kept(self, found: LoadedCheckpoint) -> SliceSource:
+        """The checkpoint, with the present values of what the optimizer holds and it lacks."""
+        missing = [name for name in self._parameters if name not in found.model.parameters and name not in self._others]
+        if not missing:
+            return found
+        self._job.optimizer.wait_for_weights()
+        weights = {}
+        for name in missing:
+            _, dtype = self._names.description.parameters[name]
+            weights[name] = whole(self._parameters[name], self._job.device).to(dtype).cpu().clone()
+        return KeptWeights(found, weights, self._job.optimizer.saved_slices())
 
     @torch.no_grad()
     def _load_others(self, found: LoadedCheckpoint) -> None:
         for name, parameter in self._others.items():
-            fill(parameter, partial(found.read, "weight", name))
+            if name in found.model.parameters:
+                fill(parameter, partial(found.read, "weight", name))
         saved = found.buffers()
         for name, buffer in self._buffers().items():
             if name in saved:
                 buffer.copy_(saved[name])
 
-    def _check(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
+    def _check(self, found: LoadedCheckpoint, parts: Parts) -> None:
         """Raise what schedule, data and buffers have against this checkpoint, before anything has changed."""
         job, saved = self._job, found.shared
-        if schedule and job.schedule is not None and saved["schedule"] is not None:
+        if parts.schedule and job.schedule is not None and saved["schedule"] is not None:
             mine, theirs = type(job.schedule).__name__, saved["schedule"]["type"]
             if mine != theirs:
                 raise ValueError(
                     f"checkpoint {found.tag!r} was saved with the schedule {theirs}, this job has {mine}: build the "
                     "same one, or load with load_lr_scheduler_states=False"
                 )
-        if data_position and job.loader is not None and saved["data"] is not None:
+        if parts.data_position and job.loader is not None and saved["data"] is not None:
             job.loader.check_state(saved["data"])
         theirs = found.buffers()
         for name, buffer in self._buffers().items():
@@ -266,19 +311,29 @@ class JobCheckpoints:
                     f"{tuple(theirs[name].shape)}: build the model as it was"
                 )
 
-    def _load_state(self, found: LoadedCheckpoint, schedule: bool, data_position: bool) -> None:
+    def _load_state(self, found: LoadedCheckpoint, parts: Parts) -> None:
         job, saved = self._job, found.shared
         if job.schedule is not None:
-            saved_state = saved["schedule"]["state"] if schedule and saved["schedule"] is not None else {}
+            saved_state = saved["schedule"]["state"] if parts.schedule and saved["schedule"] is not None else {}
             load_schedule_state(job.schedule, saved_state)
-        if data_position and job.loader is not None and saved["data"] is not None:
+        if parts.data_position and job.loader is not None and saved["data"] is not None:
             job.loader.load_state(saved["data"])
         if job.loss_scale is not None and saved["loss_scale"] is not None:
             job.loss_scale.load(saved["loss_scale"])
         rank = job.comm.rank
-        if found.world_size == job.comm.size:
+        if found.world_size == job.comm.size and "random" in found.rank_values(rank):
             saved_names = RANDOM_TENSORS & found.manifest.files[rank].rank_tensors.keys()
             tensors = {name: found.read_rank(name, rank) for name in saved_names}
             load_random_state(tensors, found.rank_values(rank)["random"], job.device)
         else:
             reseed(job.config.seed, saved["progress"]["global_steps"], rank)
+
+
+def _state_dict(found: LoadedCheckpoint) -> dict[str, Tensor]:
+    """Weights and buffers as a model's state_dict has them, tied names too."""
+    tensors = {
+        name: found.read("weight", name, 0, found.model.numel(name)).view(shape)
+        for name, (shape, _) in found.model.parameters.items()
+    }
+    tensors |= {alias: tensors[name] for alias, name in found.shared.get("tied", {}).items() if name in tensors}
+    return tensors | found.buffers()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from thinwire.engine.checkpoint.client_state import SpecialValue
 from thinwire.engine.checkpoint.manifest import Manifest
 from thinwire.engine.checkpoint.random_state import check_random_values
 from thinwire.engine.checkpoint.schema import first_fault
@@ -100,7 +101,13 @@ _PARTS: dict[str, TypeAdapter[Any]] = {
     "loss_scale": TypeAdapter(_LossScale | None),
     "data": TypeAdapter(_Data | None),
     "client_state": TypeAdapter(dict[str, Any]),
+    "client_values": TypeAdapter(list[SpecialValue]),
+    "frozen": TypeAdapter(list[str]),
+    "left_out": TypeAdapter(list[str]),
 }
+
+# Without which a checkpoint is of an earlier version, and has nothing to say there.
+_MAY_LACK: dict[str, Any] = {"client_values": [], "frozen": [], "left_out": []}
 
 
 def fault_of_saved_job(
@@ -111,10 +118,10 @@ def fault_of_saved_job(
     `counters`: of this job's optimizer. `schedule`: its schedule as a checkpoint holds it.
     """
     for name in used:
-        if name not in manifest.shared:
+        if name not in manifest.shared and name not in _MAY_LACK:
             return f"shared.{name} is missing"
         try:
-            _PARTS[name].validate_python(manifest.shared[name])
+            _PARTS[name].validate_python(manifest.shared.get(name, _MAY_LACK.get(name)))
         except ValidationError as error:
             return first_fault(error, f"shared.{name}")
     shared = manifest.shared
@@ -125,7 +132,7 @@ def fault_of_saved_job(
         for fault in _unlike(schedule["state"], saved["state"], ".state"):
             return f"shared.schedule{fault}"
     for file in manifest.files if "progress" in used else ():
-        if fault := check_random_values(file.values.get("random")):
+        if "random" in file.values and (fault := check_random_values(file.values["random"])):
             return f"values.random of {file.name}: {fault}"
     return None
 

@@ -16,8 +16,11 @@ from thinwire.comm import threads
 from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
 from thinwire.engine.checkpoint.exporting import export_weights
 from thinwire.engine.checkpoint.folder import Candidate, CheckpointFolder
+from thinwire.engine.checkpoint.fp32_weights import write_fp32_weights
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.engine.checkpoint.printing import printable
+from thinwire.engine.checkpoint.reading import LoadedCheckpoint
+from thinwire.engine.checkpoint.sharded_files import file_size
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import dtype_from_name, dtype_name
 from thinwire.engine.checkpoint.verification import examine
@@ -61,6 +64,8 @@ def export(arguments: argparse.Namespace) -> int:
     _candidates(arguments)
     if arguments.config is not None and not arguments.config.is_file():
         raise UsageError(f"--config {arguments.config} is not a file")
+    if arguments.format != "safetensors":
+        _check_fp32(arguments)
     with warnings.catch_warnings(record=True) as fallbacks:
         warnings.simplefilter("always")
         checkpoint = CheckpointStore(arguments.folder, threads.single(_ALONE_SECONDS)).load(arguments.tag)
@@ -68,9 +73,31 @@ def export(arguments: argparse.Namespace) -> int:
         _say(f"thinwire: {fallback.message}", file=sys.stderr)
     assert checkpoint is not None
     with checkpoint:
+        if arguments.format != "safetensors":
+            return _export_fp32(checkpoint, arguments)
         dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
         path = export_weights(checkpoint, arguments.output, dtype, arguments.config, arguments.tied)
     _say(f"{path}: the weights of {checkpoint.tag}, {path.stat().st_size} bytes")
+    return _WHOLE
+
+
+def _check_fp32(arguments: argparse.Namespace) -> None:
+    for name, given in (("--dtype", arguments.dtype), ("--config", arguments.config), ("--tied", arguments.tied)):
+        if given:
+            raise UsageError(f"{name} is for --format safetensors: deepspeed-fp32 is fp32, under every name")
+    try:
+        file_size(arguments.max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from error
+
+
+def _export_fp32(checkpoint: LoadedCheckpoint, arguments: argparse.Namespace) -> int:
+    largest = file_size(arguments.max_shard_size)
+    paths = write_fp32_weights(
+        checkpoint, arguments.output, largest, arguments.safe_serialization, arguments.exclude_frozen_parameters
+    )
+    for path in paths:
+        _say(f"{path}: of the fp32 weights of {checkpoint.tag}, {path.stat().st_size} bytes")
     return _WHOLE
 
 

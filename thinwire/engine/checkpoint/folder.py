@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from thinwire.engine.checkpoint.deepspeed.layout import looks_like_deepspeed
 from thinwire.engine.checkpoint.durable import sync_folder, write_whole
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.locks import Claim, FolderLock, is_abandoned, is_quiet, lock_folder
@@ -123,8 +124,8 @@ class CheckpointFolder:
                 remove(partial)
                 raise
 
-    def publish(self, tag: str, nonce: str) -> None:
-        """Give a save, complete in its partial folder, its name, then name it in `latest`. Raises OSError.
+    def publish(self, tag: str, nonce: str, latest: bool = True) -> None:
+        """Give a save, complete in its partial folder, its name, then name it in `latest` if asked to. Raises OSError.
 
         A checkpoint of the same tag is moved aside, for `prune` to remove; a load finds it where it was moved to.
         """
@@ -132,7 +133,8 @@ class CheckpointFolder:
         sync_folder(partial)
         # Whatever needs space comes first: from here on there are only renames.
         pointer = self._hidden(LATEST, nonce, "partial")
-        write_whole(pointer, f"{tag}\n".encode())
+        if latest:
+            write_whole(pointer, f"{tag}\n".encode())
         if os.path.lexists(whole):
             os.rename(whole, replaced)
         try:
@@ -142,8 +144,9 @@ class CheckpointFolder:
                 os.rename(replaced, whole)
             raise
         sync_folder(self.path)
-        os.replace(pointer, self.path / LATEST)
-        sync_folder(self.path)
+        if latest:
+            os.replace(pointer, self.path / LATEST)
+            sync_folder(self.path)
 
     def discard(self, tag: str, nonce: str) -> None:
         """Remove what a failed save has left, as far as it lets itself be removed."""
@@ -215,6 +218,8 @@ class CheckpointFolder:
         path = self.path / tag
         if path.is_file() and is_pickle(path):
             raise CheckpointError(f"{path} is no checkpoint but {ADVICE}")
+        if looks_like_deepspeed(path) and not _looks_like_one(path):
+            raise CheckpointError(_of_deepspeed(self.path, tag))
         if path.is_dir() and not _looks_like_one(path) and (pickle := find_pickle(path)):
             raise CheckpointError(f"{path} is no thinwire checkpoint: {pickle} is {ADVICE}")
 
@@ -222,6 +227,8 @@ class CheckpointFolder:
         if self.path.is_file():
             what = ADVICE if is_pickle(self.path) else "a file: give the folder that holds the checkpoints"
             raise CheckpointError(f"{self.path} is no folder of checkpoints but {what}")
+        if looks_like_deepspeed(self.path):
+            raise CheckpointError(_of_deepspeed(self.path))
         if pickle := find_pickle(self.path):
             raise CheckpointError(f"{self.path} holds no thinwire checkpoint: {pickle} is {ADVICE}")
 
@@ -275,6 +282,15 @@ class CheckpointFolder:
 
     def _hidden(self, tag: str, nonce: str, state: str) -> Path:
         return self.path / f".{tag}.{nonce}.{state}"
+
+
+def _of_deepspeed(folder: Path, tag: str | None = None) -> str:
+    """What to do with a checkpoint that DeepSpeed wrote."""
+    which = f" --tag {tag}" if tag is not None else ""
+    return (
+        f"{folder if tag is None else folder / tag} is a checkpoint of DeepSpeed's, made of pickles: turn it into one "
+        f"of thinwire's with `thinwire checkpoint import {folder}{which}`, and load that"
+    )
 
 
 def _candidate(tag: str, path: Path) -> Candidate:

@@ -63,8 +63,10 @@ class CheckpointStore:
         self._claim: Claim | None = None
         self._told: set[str] = set()
 
-    def save(self, tag: str, snapshot: Snapshot) -> bool:
+    def save(self, tag: str, snapshot: Snapshot, latest: bool = True) -> bool:
         """Save under `tag`, replacing a checkpoint of that tag. Returns whether it is published.
+
+        With `latest` the file of that name says that this is the one to load; otherwise it stays as it is.
 
         An asynchronous save waits for the one before, and returns True once the new one is under way; its own outcome
         is what `wait` returns. A save that cannot be written, as on a full disk, leaves the earlier checkpoints as they
@@ -88,7 +90,9 @@ class CheckpointStore:
                 self._folder.discard(tag, nonce)
             raise
         folder = self._folder.partial(tag, nonce)
-        publish = None if self._claim is None else partial(self._publish, tag, nonce, snapshot, self._claim)
+        publish = None
+        if self._claim is not None:
+            publish = partial(self._publish, tag, nonce, snapshot, self._claim, latest)
         self._under_way = SaveUnderWay(tag, nonce, partial(write_rank_file, folder, self._comm.rank, snapshot), publish)
         return True if self._asynchronous else self.wait()
 
@@ -217,7 +221,9 @@ class CheckpointStore:
         raise_together(self._comm, error, "copy its tensors for an asynchronous save")
         return copy
 
-    def _publish(self, tag: str, nonce: str, snapshot: Snapshot, claim: Claim, abandoned: threading.Event) -> ClearedUp:
+    def _publish(
+        self, tag: str, nonce: str, snapshot: Snapshot, claim: Claim, latest: bool, abandoned: threading.Event
+    ) -> ClearedUp:
         folder, comm = self._folder, self._comm
         path = folder.partial(tag, nonce)
         try:
@@ -226,7 +232,7 @@ class CheckpointStore:
                 manifest = Manifest(tag, folder.next_serial(), self._run, snapshot.model, files, snapshot.shared)
                 write_manifest(path, manifest)
                 claim.release()
-                folder.publish(tag, nonce)
+                folder.publish(tag, nonce, latest)
                 try:
                     return folder.prune(tag, nonce, self._keep, self._run)
                 except OSError as error:  # the checkpoint is there all the same

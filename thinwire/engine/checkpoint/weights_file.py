@@ -1,29 +1,38 @@
-"""The model as one safetensors file, for the world outside: what is there stays until the new one is whole."""
+"""The model's weights in 16 bits, for the world outside: what is there stays until the new file is whole."""
 
 from __future__ import annotations
 
-import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.engine.checkpoint.durable import sync_folder
-from thinwire.engine.checkpoint.tensor_file import TensorToWrite, write_tensors
+from thinwire.engine.checkpoint.sharded_files import write_state_dict
+from thinwire.engine.checkpoint.tensor_file import TensorToWrite
 
 __all__ = ["write_weights"]
 
+_LARGEST_FILE = 50 * 10**9
+_ONCE_EACH = ".safetensors"
 
-def write_weights(path: Path, tensors: dict[str, Tensor], comm: Communicator) -> bool:
-    """Rank 0 replaces the file `path` by one with `tensors`; whether that went well, on every rank. Collective."""
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], comm: Communicator) -> bool:
+    """Rank 0 writes its `tensors` under the name `path`; whether that went well, on every rank. Collective.
+
+    fp32 values become bf16. A name that ends with .safetensors asks for that format, which leaves tied names out, as
+    safetensors.torch.save_model does; any other for torch.save's. Above 50 GB there are several files, with an index.
+    """
     problem = b""
     if comm.rank == 0:
+        same = {} if path.suffix == _ONCE_EACH else {alias: name for alias, name in tied.items() if name in tensors}
         try:
-            _replace(path, tensors)
-        except OSError as error:
-            problem = f"{error.strerror or error}".encode()
+            halves = {name: TensorToWrite.of(_in_16_bits(tensor)) for name, tensor in tensors.items()}
+            write_state_dict(path.parent, path.name, halves, same, _LARGEST_FILE)
+        except (OSError, RuntimeError) as error:  # torch.save has RuntimeError for a full disk
+            problem = f"{getattr(error, 'strerror', None) or error}".encode()
             warnings.warn(
                 f"the model could not be written to {path}: {problem.decode()}. A file that was there before stays",
                 RuntimeWarning,
@@ -32,14 +41,5 @@ def write_weights(path: Path, tensors: dict[str, Tensor], comm: Communicator) ->
     return not comm.all_gather_bytes(problem, "export weights")[0]
 
 
-@torch.no_grad()
-def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    unfinished.unlink(missing_ok=True)  # of a process of the same number that was killed
-    try:
-        write_tensors(unfinished, {name: TensorToWrite.of(tensor) for name, tensor in tensors.items()})
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    sync_folder(path.parent)
+def _in_16_bits(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.dtype in (torch.float32, torch.float64) else tensor

@@ -43,6 +43,10 @@ def _never(value: Any) -> Any:
     return None if value == float("inf") else value
 
 
+def _capitalized(value: Any) -> Any:
+    return value.capitalize() if isinstance(value, str) else value
+
+
 WholeNumber = Annotated[int, BeforeValidator(_without_exponent)]
 
 _DEFAULT_BUCKET_ELEMENTS = 4 << 20  # 16 MiB of fp32: large enough for the wire, small enough to overlap with backward
@@ -198,10 +202,12 @@ class LayerDropConfig(Section):
 
 class CheckpointConfig(Section):
     """`keep_last`: whole checkpoints of this job that stay on disk; None keeps all. `async_save`: write while training
-    goes on."""
+    goes on. `tag_validation`, in any case: whether ranks that save under several tags are an error, "Fail", or a
+    warning, "Warn", or nothing; where it is no error, rank 0's tag is the checkpoint's."""
 
     keep_last: WholeNumber | None = Field(default=None, ge=2)
     async_save: bool = False
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized)] = "Warn"
 
 
 class ThinwireConfig(Section):

@@ -107,7 +107,6 @@ _ACTIVATIONS = {
 }
 
 _CHECKPOINTS = {
-    **_off("str", "ranks that save under different tags are always an error", "tag_validation"),
     **_off("bool", "a checkpoint always loads on any number of ranks", "load_universal"),
     **_off("bool", _CHECKPOINT, "use_node_local_storage", "checkpoint_serialization"),
     **_off("dict | None", _CHECKPOINT, "parallel_write", "writer"),

@@ -1,0 +1,195 @@
+"""Turns a checkpoint of DeepSpeed's into one of this engine's, which any number of ranks load at any stage."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thinwire.comm import threads
+from thinwire.engine.checkpoint.client_state import ClientState, pack_client_state
+from thinwire.engine.checkpoint.deepspeed.fields import Entry, number_of
+from thinwire.engine.checkpoint.deepspeed.layout import DeepSpeedFiles, find_files, find_tag
+from thinwire.engine.checkpoint.deepspeed.model_files import ModelFiles
+from thinwire.engine.checkpoint.deepspeed.optimizer_state import OptimizerState
+from thinwire.engine.checkpoint.deepspeed.pickles_apart import Reader, read_apart
+from thinwire.engine.checkpoint.deepspeed.settings import loss_scale_of, optimizer_counters, schedule_of
+from thinwire.engine.checkpoint.deepspeed.sharded_state import read_sharded, stage_of
+from thinwire.engine.checkpoint.deepspeed.stand_ins import Record
+from thinwire.engine.checkpoint.deepspeed.universal_state import read_universal, universal_files
+from thinwire.engine.checkpoint.deepspeed.unsharded_state import read_unsharded
+from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
+from thinwire.engine.checkpoint.snapshot import Snapshot
+from thinwire.engine.checkpoint.store import CheckpointStore
+
+__all__ = ["Imported", "import_checkpoint"]
+
+_ALONE_SECONDS = 3600.0
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass
+class Imported:
+    """What became of a checkpoint: its `path`, the parameters it has, and `notes` of what could not be taken over."""
+
+    path: Path
+    parameters: int
+    optimizer: str | None
+    notes: list[str] = field(default_factory=list)
+
+
+def import_checkpoint(
+    folder: Path,
+    output: Path,
+    tag: str | None = None,
+    *,
+    optimizer: str | None = None,
+    scheduler: str | None = None,
+    weights_only: bool = False,
+    read: Reader = read_apart,
+) -> Imported:
+    """Write DeepSpeed's checkpoint `folder`/`tag`, the one that `latest` names without a tag, to `output`/`tag`.
+
+    Args:
+        folder: where DeepSpeed's save_checkpoint wrote.
+        output: where this engine's load_checkpoint will read; made if need be.
+        tag: one of the folders in `folder`.
+        optimizer: the class that its state is for, where DeepSpeed's configuration does not say.
+        scheduler: likewise of the schedule.
+        weights_only: leave the optimizer's state out.
+        read: reads the pickles; by default a process of its own does.
+
+    Tensors are maps of temporary files in `output`, as large as the checkpoint: they are gone at the end.
+
+    Raises UsageError where there is no such checkpoint, CheckpointError where it cannot be imported, naming the file.
+    """
+    source = find_tag(folder, tag)
+    if folder.absolute() == output.absolute():
+        raise UsageError(f"{output} holds the checkpoint that is imported: give another folder with --output")
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import.", dir=output) as work:
+        files = find_files(source)
+        model, state = _read(files, Path(work), read, weights_only)
+        imported, snapshot = _snapshot(model, state, optimizer, scheduler, weights_only)
+        imported.path = output / source.name
+        store = CheckpointStore(output, threads.single(_ALONE_SECONDS))
+        try:
+            saved = store.save(source.name, snapshot)
+        except ValueError as error:
+            raise CheckpointError(f"{source} is not whole: {error}") from error
+        if not saved:
+            raise CheckpointError(f"{imported.path} could not be written: a warning above says why")
+    return imported
+
+
+def _read(files: DeepSpeedFiles, work: Path, read: Reader, weights_only: bool) -> tuple[ModelFiles, OptimizerState]:
+    """The model and its optimizer; each of the two readings has a folder of its own."""
+    parts = [work / "first", work / "second"]
+    for part in parts:
+        part.mkdir()
+    paths = [*files.models, *files.optimizers]
+    entries = [Entry(path, content) for path, content in zip(paths, read(paths, parts[0]), strict=True)]
+    models, optimizers = entries[: len(files.models)], entries[len(files.models) :]
+    sharded = files.models[0].name.startswith(("zero_pp", "bf16_zero_pp", "fp16_zero_pp"))
+    model = ModelFiles.read(models, sharded)
+    if sharded and files.optimizers and len(models) != len(optimizers):
+        raise CheckpointError(
+            f"{files.folder} holds model files of {len(models)} ranks and optimizer files of {len(optimizers)}: some "
+            "are missing, or of another save"
+        )
+    if files.universal is not None:
+        found = universal_files(model, files.universal)
+        return model, read_universal(model, found, read(list(found.values()), parts[1]))
+    if optimizers:
+        stage = stage_of(optimizers)
+        if (stage == 3) != sharded:
+            raise CheckpointError(
+                f"{files.folder} holds optimizer files of stage {stage} and another stage's model files"
+            )
+        return model, read_sharded(model, optimizers, stage)
+    if model.groups is not None:
+        raise CheckpointError(
+            f"{files.folder} holds no optimizer files, zero_pp_rank_*_optim_states.pt, though it was saved with ZeRO: "
+            "they hold the fp32 weights and the optimizer's state"
+        )
+    return model, OptimizerState() if weights_only else read_unsharded(model)
+
+
+def _snapshot(
+    model: ModelFiles, state: OptimizerState, optimizer: str | None, scheduler: str | None, weights_only: bool
+) -> tuple[Imported, Snapshot]:
+    description = model.description()
+    first = model.files[0]
+    config = first.get("ds_config")
+    config = config if isinstance(config, Mapping) else {}
+    imported = Imported(Path(), len(description.parameters), None)
+    slices = [*model.other_weights(), *_weights_too(state, model)]
+    counters: dict[str, Any] | None = None
+    if not weights_only:
+        counters, why = optimizer_counters(state.groups, config, optimizer)
+        if counters is None:
+            imported.notes.append(
+                f"the optimizer's state is left out: {why}. Name the class with --optimizer, AdamW say"
+            )
+        else:
+            imported.optimizer = counters["optimizer"]
+    if counters is None:
+        slices = [one for one in slices if one.kind in ("weight", "master")]
+        counters = {"optimizer": "none", "groups": []}
+    schedule = schedule_of(first.get("lr_scheduler"), config, scheduler)
+    if schedule is None and first.get("lr_scheduler") is not None:
+        imported.notes.append("the schedule's state is left out: DeepSpeed's configuration names none. Use --scheduler")
+    client = _client_state(model, imported.notes)
+    held = {name for group in model.groups or () for name in group}
+    shared = {
+        "progress": {name: int(number_of(first.get(name, 0), first.where(name))) for name in _COUNTERS},
+        "optimizer": counters,
+        "schedule": schedule,
+        "loss_scale": loss_scale_of(state.loss_scale),
+        "data": None,
+        "client_state": client.plain,
+        "client_values": [one.model_dump() for one in client.special],
+        "tied": {alias: name for alias, name in model.tied.items() if name in description.parameters},
+        "frozen": [name for name in description.parameters if name not in held] if held else [],
+    }
+    return imported, Snapshot(
+        slices, description, rank_tensors=client.tensors, shared=shared, buffers=dict(model.buffers)
+    )
+
+
+def _weights_too(state: OptimizerState, model: ModelFiles) -> list[Any]:
+    """The optimizer's slices, with 16-bit weights made of master weights where no file has them: at stage 3."""
+    slices = list(state.slices)
+    if model.sharded:
+        for one in state.slices:
+            if one.kind == "master":
+                dtype = model.module[one.name].dtype
+                slices.append(type(one)("weight", one.name, one.start, one.tensor.to(dtype)))
+    return slices
+
+
+def _client_state(model: ModelFiles, notes: list[str]) -> ClientState:
+    """What the user saved, entry by entry: one that a checkpoint cannot keep is left out, and said."""
+    kept: dict[str, Any] = {}
+    for key, given in model.client_state().items():
+        value = _without_records(given)
+        try:
+            pack_client_state({key: value})
+        except TypeError as error:
+            notes.append(f"left out: {error}")
+            continue
+        kept[key] = value
+    return pack_client_state(kept)
+
+
+def _without_records(value: Any) -> Any:
+    """`value` with the fields, or the one argument, of an object in its place."""
+    if isinstance(value, Record):
+        return _without_records(value.args[0] if len(value.args) == 1 and not value.fields else value.fields)
+    if isinstance(value, Mapping):
+        return {key: _without_records(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_records(one) for one in value)
+    return value

@@ -1,0 +1,224 @@
+"""ZeRO's optimizer files: every rank's runs of flat groups, given back to the parameters that they are of.
+
+At stages 1 and 2 a group of parameters lies one after the other, and ranks hold equal runs of the whole. At stage 3
+every parameter is divided among the ranks on its own, and a rank's shares lie one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.checkpoint.deepspeed.fields import Entry, flat_tensor, number_of
+from thinwire.engine.checkpoint.deepspeed.model_files import ModelFiles
+from thinwire.engine.checkpoint.deepspeed.optimizer_state import (
+    OptimizerState,
+    moments_of,
+    scalars_of,
+    weight_kind,
+)
+from thinwire.engine.checkpoint.deepspeed.stand_ins import Record
+from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.zero import SavedSlice
+
+__all__ = ["read_sharded", "stage_of"]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A rank's flat tensors of one group: `weights`, and the optimizer's `state` for it, maybe with padding behind."""
+
+    weights: Tensor
+    state: Mapping[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Elements `start` to `start + numel` of a parameter, from `offset` on in a run."""
+
+    start: int
+    numel: int
+    offset: int
+
+
+def stage_of(files: Sequence[Entry]) -> int:
+    """The ZeRO stage of optimizer files. Raises CheckpointError where they are not all of one checkpoint."""
+    stages, counts = set(), set()
+    for file in files:
+        state = file.below("optimizer_state_dict")
+        # The optimizer of bf16 without ZeRO shards as stage 1 does, and names no stage.
+        stages.add(int(number_of(state.get("zero_stage", 1), state.where("zero_stage"))))
+        count = state.take("partition_count", (int, list))
+        counts |= {
+            int(number_of(one, state.where("partition_count")))
+            for one in (count if isinstance(count, list) else [count])
+        }
+    if len(stages) > 1 or len(counts) > 1:
+        raise CheckpointError(
+            f"the optimizer files in {files[0].path.parent} are of several checkpoints: stages {sorted(stages)}, ranks "
+            f"{sorted(counts)}. Remove the older one's files"
+        )
+    (stage,), (world,) = stages, counts
+    if stage not in (1, 2, 3):
+        raise CheckpointError(f"{files[0].path} is of ZeRO stage {stage}: there are 1, 2 and 3")
+    if world != len(files):
+        fault = "are missing" if world > len(files) else "are of another save"
+        numbers = range(min(world, len(files)), max(world, len(files)))
+        ranks = ", ".join(map(str, numbers))
+        raise CheckpointError(
+            f"{files[0].path.parent} was saved by {world} ranks and holds optimizer files of {len(files)}: those of "
+            f"{'rank' if len(numbers) == 1 else 'ranks'} {ranks} {fault}"
+        )
+    return stage
+
+
+def read_sharded(model: ModelFiles, files: Sequence[Entry], stage: int) -> OptimizerState:
+    """What the optimizer files of all ranks hold. Raises CheckpointError for what does not fit the model's files."""
+    if model.groups is None:
+        raise CheckpointError(f"{model.files[0].path} holds no param_shapes, which tell what lies where beside it")
+    states = [file.below("optimizer_state_dict") for file in files]
+    base = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
+    settings = _settings(base, files[0])
+    runs = [list(_runs(state, stage)) for state in states]
+    slices: list[SavedSlice] = []
+    find = _shares if stage == 3 else _spread
+    for name, places in find(model.groups, runs, files):
+        kind = weight_kind(model.module[name].dtype if name in model.module else torch.float32)
+        for rank, number, place in places:
+            run = runs[rank][number]
+            slices += _cut(kind, name, run, place)
+            if place.start == 0:
+                slices += scalars_of(run.state, _settings_of(settings, number, stage), name, run.where)
+    return OptimizerState(slices, settings, states[0].get("loss_scaler"))
+
+
+def _settings(base: Any, file: Entry) -> list[Mapping[str, Any]]:
+    """Of every parameter group; none where only states were saved (elastic checkpoints)."""
+    if not isinstance(base, Mapping):
+        return []
+    groups = Entry(file.path, base, "optimizer_state_dict").take("param_groups", list)
+    return [Entry(file.path, group, f"param_groups.{number}").values for number, group in enumerate(groups)]
+
+
+def _settings_of(settings: Sequence[Mapping[str, Any]], number: int, stage: int) -> Mapping[str, Any]:
+    """Of the group that flat tensor `number` belongs to."""
+    for group in settings:
+        if number in group.get("params", ()):
+            return group
+    return settings[number] if stage < 3 and number < len(settings) else {}
+
+
+def _runs(state: Entry, stage: int) -> Iterator[_Run]:
+    flats = state.take("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", list)
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    for number, flat in enumerate(flats):
+        where = state.where(f"flat group {number}")
+        if isinstance(base, list):  # elastic: without padding, and with nothing but states
+            own = base[number] if number < len(base) else {}
+        else:
+            held = (base or {}).get("state", {})
+            key = _key_of(base, number, stage)
+            own = held.get(key, {})
+        yield _Run(flat_tensor(flat, where), Entry(state.path, own, where).values, where)
+
+
+def _key_of(base: Any, number: int, stage: int) -> int:
+    """Under which number an optimizer that holds one flat tensor for each group, or sub-group, keeps its state."""
+    groups = (base or {}).get("param_groups", [])
+    if stage < 3 and number < len(groups) and groups[number].get("params"):
+        return int(groups[number]["params"][0])
+    return number
+
+
+def _spread(
+    groups: Sequence[Mapping[str, tuple[int, ...]]], runs: Sequence[Sequence[_Run]], files: Sequence[Entry]
+) -> Iterator[tuple[str, list[tuple[int, int, _Place]]]]:
+    """Stages 1 and 2: where on which rank each parameter's elements are."""
+    for number, group in enumerate(groups):
+        if any(number >= len(own) for own in runs):
+            raise CheckpointError(f"{files[0].path} holds {len(runs[0])} flat groups, the model's file {len(groups)}")
+        ends, end = [], 0
+        for own in runs:
+            end += own[number].weights.numel()
+            ends.append(end)
+        begin = 0
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            if begin + numel > end:
+                raise CheckpointError(
+                    f"flat group {number} in {files[0].path.parent} ends at element {end}, within {name}, of which "
+                    f"{numel} from {begin} on were expected: the files are of another model, or cut short"
+                )
+            places = []
+            for rank, stop in enumerate(ends):
+                first = stop - runs[rank][number].weights.numel()
+                low, high = max(begin, first), min(begin + numel, stop)
+                if low < high:
+                    places.append((rank, number, _Place(low - begin, high - low, low - first)))
+                    _check_mapping(files[rank], number, name, places[-1][2])
+            yield name, places
+            begin += numel
+
+
+def _check_mapping(file: Entry, number: int, name: str, place: _Place) -> None:
+    """Compare with where the file itself says that a parameter is, if it does."""
+    mappings = file.below("optimizer_state_dict").get("param_slice_mappings")
+    if not isinstance(mappings, list) or number >= len(mappings) or name not in mappings[number]:
+        return
+    address = mappings[number][name]
+    said = address.fields if isinstance(address, Record) else {}
+    if (said.get("start"), said.get("numel")) != (place.offset, place.numel):
+        raise CheckpointError(
+            f"{file.path} says that it holds {said.get('numel')} elements of {name} from {said.get('start')} on, the "
+            f"model's file that they are {place.numel} from {place.offset} on: they are of different saves"
+        )
+
+
+def _shares(
+    groups: Sequence[Mapping[str, tuple[int, ...]]], runs: Sequence[Sequence[_Run]], files: Sequence[Entry]
+) -> Iterator[tuple[str, list[tuple[int, int, _Place]]]]:
+    """Stage 3: each rank has the same share of every parameter, the last ones with padding; whole ones in a run."""
+    world = len(runs)
+    lengths = [[one.weights.numel() for one in own] for own in runs]
+    if any(other != lengths[0] for other in lengths):
+        raise CheckpointError(f"the ranks' files in {files[0].path.parent} hold flat groups of different lengths")
+    number, offset = 0, 0
+    for group in groups:
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            share = -(-numel // world)
+            while number < len(lengths[0]) and offset == lengths[0][number] and share:
+                number, offset = number + 1, 0
+            if share and (number >= len(lengths[0]) or offset + share > lengths[0][number]):
+                raise CheckpointError(
+                    f"the flat groups in {files[0].path} end within {name}, of which {share} elements a rank were "
+                    "expected: the files are of another model, or cut short"
+                )
+            yield (
+                name,
+                [
+                    (rank, number, _Place(rank * share, min(share, numel - rank * share), offset))
+                    for rank in range(world)
+                    if rank * share < numel
+                ],
+            )
+            offset += share
+    if (number, offset) != (len(lengths[0]) - 1, lengths[0][-1]) and any(lengths[0][number:]):
+        raise CheckpointError(
+            f"the flat groups in {files[0].path} hold more than the model's parameters: another model"
+        )
+
+
+def _cut(kind: str, name: str, run: _Run, place: _Place) -> Iterator[SavedSlice]:
+    """The weights and moments of one parameter in a run."""
+    stop = place.offset + place.numel
+    for what, flat in {kind: run.weights, **moments_of(run.state)}.items():
+        if flat.dim() != 1 or flat.numel() < stop:
+            raise CheckpointError(f"{what} of {run.where} has {tuple(flat.shape)} values, {name} needs {stop}")
+        yield SavedSlice(what, name, place.start, flat[place.offset : stop])

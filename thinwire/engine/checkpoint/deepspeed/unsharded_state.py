@@ -1,0 +1,167 @@
+"""Optimizers without ZeRO, in the model's file: fp32's own, or one over flat or single fp32 copies of 16-bit weights.
+
+These files number parameters and name none. Which is which follows from the model's order, the shapes and, where there
+are fp32 copies, their values; where that leaves a choice nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.checkpoint.deepspeed.fields import Entry, flat_tensor
+from thinwire.engine.checkpoint.deepspeed.model_files import ModelFiles
+from thinwire.engine.checkpoint.deepspeed.optimizer_state import (
+    OptimizerState,
+    moments_of,
+    scalars_of,
+    weight_kind,
+)
+from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.zero import SavedSlice
+
+__all__ = ["read_unsharded"]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One parameter group. `masters`: its fp32 copies, one of the whole group where they are `flat`, or None. `states`:
+    of each of `masters`, or of each parameter."""
+
+    settings: Mapping[str, Any]
+    states: Sequence[Mapping[str, Any]]
+    masters: Sequence[Tensor] | None
+    flat: bool
+
+
+def read_unsharded(model: ModelFiles) -> OptimizerState:
+    """What "optimizer" of the model's file holds. Raises CheckpointError where it cannot be told whose it is."""
+    file = model.files[0]
+    if file.get("optimizer") is None:
+        return OptimizerState()
+    held = file.below("optimizer")
+    packed = held.below("optimizer_state_dict") if "optimizer_state_dict" in held.values else held
+    groups = _groups(held, packed)
+    scaler = held.values if "cur_scale" in held.values else None
+    settings = [group.settings for group in groups]
+    owners = _assign(model, groups, file)
+    slices: list[SavedSlice] = []
+    for group, names in zip(groups, owners, strict=True):
+        offset = 0
+        for number, name in enumerate(names):
+            tensor = model.module[name]
+            at = 0 if group.flat else number
+            state = group.states[at] if at < len(group.states) else {}
+            cut = slice(offset, offset + tensor.numel()) if group.flat else slice(None)
+            kinds = moments_of(state)
+            if group.masters is not None and weight_kind(tensor.dtype) == "master":
+                kinds["master"] = group.masters[at]
+            for kind, one in kinds.items():
+                run = one.reshape(-1)[cut]
+                if run.numel() != tensor.numel():
+                    raise CheckpointError(f"{kind} of {name} in {file.path} has {run.numel()} values")
+                slices.append(SavedSlice(kind, name, 0, run))
+            if state:
+                slices += scalars_of(state, group.settings, name, f"{name} in {file.path}")
+            offset += tensor.numel()
+    return OptimizerState([one for one in slices if one.tensor.numel()], settings, scaler)
+
+
+def _groups(held: Entry, packed: Entry) -> list[_Group]:
+    states = packed.below("state").values
+    flats, singles = held.get("fp32_groups_flat"), held.get("fp32_groups")
+    groups = []
+    for number, one in enumerate(packed.take("param_groups", list)):
+        settings = Entry(held.path, one, f"param_groups.{number}").values
+        keys = settings.get("params", [])
+        own = [states.get(key, {}) for key in keys]
+        masters: Sequence[Tensor] | None = None
+        if isinstance(flats, list) and number < len(flats):
+            masters = [flat_tensor(flats[number], held.where(f"fp32_groups_flat.{number}"))]
+        elif isinstance(singles, list) and number < len(singles):
+            masters = [one for one in singles[number]]
+        groups.append(_Group(settings, own, masters, isinstance(flats, list)))
+    return groups
+
+
+def _assign(model: ModelFiles, groups: Sequence[_Group], file: Entry) -> list[list[str]]:
+    """The names of each group's parameters, in its order, which is the model's within a group.
+
+    Every parameter of the model is tried in turn as the next of each group; what is left of the ways to place all of
+    them must be one.
+    """
+    names = list(model.module)
+    goals = tuple(_length(group) for group in groups)
+    spare = len(names) - sum(goals) if not any(group.flat for group in groups) else None
+    # Where each group stands -> (in how many ways that was reached, from where, the group that took the last name).
+    start = (0,) * len(groups)
+    layers: list[dict[tuple[int, ...], tuple[int, tuple[int, ...], int]]] = [{start: (1, start, -1)}]
+    for name in names:
+        layer: dict[tuple[int, ...], tuple[int, tuple[int, ...], int]] = {}
+        for places, (ways, _, _) in layers[-1].items():
+            for number, after in _moves(model.module[name], groups, places, spare != 0):
+                known = layer.get(after)
+                layer[after] = (min(2, ways + (known[0] if known else 0)), places, number)
+        layers.append(layer)
+    ways = layers[-1].get(goals, (0, start, -1))[0]
+    if ways != 1:
+        which = "no way to tell" if not ways else "more than one way in"
+        raise CheckpointError(
+            f"{file.path} is of stage 0, where optimizers number parameters and name none, and there is {which} which "
+            "its parameters are the optimizer's. Load it in DeepSpeed with ZeRO stage 1, save that, and import it; or "
+            "import the weights alone, with --weights-only"
+        )
+    return _walk_back(names, layers, goals, len(groups))
+
+
+def _length(group: _Group) -> int:
+    if group.flat and group.masters:
+        return group.masters[0].numel()
+    return len(group.settings.get("params", ()))
+
+
+def _moves(
+    tensor: Tensor, groups: Sequence[_Group], places: tuple[int, ...], may_be_left_out: bool
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(group, where all groups stand then) for each group that this parameter can be the next of; -1 for none."""
+    for number, group in enumerate(groups):
+        place = places[number]
+        if _fits(tensor, group, place):
+            step = tensor.numel() if group.flat else 1
+            yield number, (*places[:number], place + step, *places[number + 1 :])
+    if may_be_left_out:
+        yield -1, places
+
+
+def _fits(tensor: Tensor, group: _Group, place: int) -> bool:
+    if group.flat:
+        assert group.masters is not None
+        copy = group.masters[0][place : place + tensor.numel()]
+        return copy.numel() == tensor.numel() > 0 and torch.equal(copy.to(tensor.dtype), tensor.reshape(-1))
+    if place >= len(group.settings.get("params", ())):
+        return False
+    if group.masters is not None:
+        copy = group.masters[place]
+        return copy.shape == tensor.shape and torch.equal(copy.to(tensor.dtype), tensor)
+    shapes = {tuple(one.shape) for one in moments_of(group.states[place]).values()}
+    return not shapes or shapes == {tuple(tensor.shape)} or shapes == {(math.prod(tensor.shape),)}
+
+
+def _walk_back(
+    names: Sequence[str],
+    layers: Sequence[dict[tuple[int, ...], tuple[int, tuple[int, ...], int]]],
+    places: tuple[int, ...],
+    count: int,
+) -> list[list[str]]:
+    owners: list[list[str]] = [[] for _ in range(count)]
+    for name, layer in zip(reversed(names), reversed(layers[1:]), strict=True):
+        _, before, number = layer[places]
+        if number >= 0:
+            owners[number].insert(0, name)
+        places = before
+    return owners

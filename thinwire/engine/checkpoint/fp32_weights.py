@@ -1,0 +1,168 @@
+"""A checkpoint's weights in fp32, by the calls that users of DeepSpeed's zero_to_fp32 know, and the file that its
+script writes. One process does it, with no job running."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm import threads
+from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.reading import LoadedCheckpoint
+from thinwire.engine.checkpoint.sharded_files import file_size, write_state_dict
+from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.checkpoint.tensor_file import TensorToWrite
+
+__all__ = [
+    "LazyWeight",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "write_fp32_weights",
+]
+
+_ALONE_SECONDS = 300.0
+_BIN, _SAFETENSORS = "pytorch_model.bin", "model.safetensors"
+
+Folder = str | os.PathLike[str]
+
+
+class LazyWeight:
+    """A tensor that is in a checkpoint's files: `shape` and `dtype` are known, `contiguous()` reads it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self._read = read
+
+    def contiguous(self) -> Tensor:
+        """The tensor, on the CPU. Raises CheckpointError where it can no longer be read."""
+        return self._read()
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """All weights of an engine's checkpoint in fp32, on the CPU, for `load_state_dict`; buffers and tied names too.
+
+    They are the fp32 master weights where there are any. Buffers of whole numbers stay as they are.
+
+    Args:
+        checkpoint_dir: what `save_checkpoint` was given.
+        tag: by default the newest whole checkpoint.
+        exclude_frozen_parameters: leave out what required no gradient.
+        lazy_mode: `LazyWeight`s, each to be read by `contiguous()`, instead of tensors.
+
+    Raises CheckpointError where there is none, or none that is whole.
+    """
+    lazy = _lazy_weights(_load(checkpoint_dir, tag), exclude_frozen_parameters)
+    if lazy_mode:
+        return dict(lazy)
+    tensors = {id(one): one.contiguous() for one in lazy.values()}  # tied ones once
+    return {name: tensors[id(one)] for name, one in lazy.items()}
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
+    """Move `model` to the CPU and load a checkpoint's fp32 weights into it, those that it has; returns it.
+
+    Raises CheckpointError where there is no whole checkpoint, RuntimeError where a shape is another.
+    """
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Folder,
+    output_dir: Folder,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write what `get_fp32_state_dict_from_zero_checkpoint` gives to `output_dir`/pytorch_model.bin.
+
+    Args:
+        checkpoint_dir: what `save_checkpoint` was given.
+        output_dir: made if need be.
+        max_shard_size: where it is larger, there are several files and an index; None for one file.
+        safe_serialization: model.safetensors instead.
+        tag: by default the newest whole checkpoint.
+        exclude_frozen_parameters: leave out what required no gradient.
+
+    Raises CheckpointError, OSError; ValueError or TypeError for what is no size.
+    """
+    largest = file_size(max_shard_size)
+    with _load(checkpoint_dir, tag) as checkpoint:
+        write_fp32_weights(checkpoint, Path(output_dir), largest, safe_serialization, exclude_frozen_parameters)
+
+
+def write_fp32_weights(
+    checkpoint: LoadedCheckpoint,
+    output: Path,
+    largest: int | None = None,
+    safetensors: bool = False,
+    exclude_frozen: bool = False,
+) -> list[Path]:
+    """Write the fp32 weights of an open checkpoint; the paths of the files. Raises OSError, CheckpointError."""
+    lazy = _lazy_weights(checkpoint, exclude_frozen)
+    first: dict[int, str] = {}
+    same = {}
+    for name, one in lazy.items():
+        known = first.setdefault(id(one), name)
+        if known != name:
+            same[name] = known
+    tensors = {
+        name: TensorToWrite(one.dtype, tuple(one.shape), one.contiguous)
+        for name, one in lazy.items()
+        if name not in same
+    }
+    return write_state_dict(output, _SAFETENSORS if safetensors else _BIN, tensors, same, largest)
+
+
+def _load(folder: Folder, tag: str | None) -> LoadedCheckpoint:
+    checkpoint = CheckpointStore(folder, threads.single(_ALONE_SECONDS)).load(tag if tag is None else str(tag))
+    if checkpoint is None:
+        raise CheckpointError(f"there is no checkpoint in {os.fspath(folder)}")
+    return checkpoint
+
+
+def _lazy_weights(checkpoint: LoadedCheckpoint, exclude_frozen: bool) -> dict[str, LazyWeight]:
+    """By name, tied ones under each of theirs as the same object."""
+    shared = checkpoint.shared
+    frozen = set(shared.get("frozen", ())) if exclude_frozen else set()
+    if exclude_frozen and "frozen" not in shared:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.tag!r} does not say which of its parameters were frozen: it was saved by an "
+            "earlier thinwire, or by an optimizer alone"
+        )
+    lazy = {
+        name: LazyWeight(tuple(buffer.shape), _wide(buffer.dtype), partial(_widened, buffer))
+        for name, buffer in checkpoint.buffers().items()
+    }
+    for name, (shape, dtype) in checkpoint.model.parameters.items():
+        if name not in frozen:
+            lazy[name] = LazyWeight(shape, _wide(dtype), partial(_read, checkpoint, name, shape))
+    for alias, name in shared.get("tied", {}).items():
+        if name in lazy:
+            lazy[alias] = lazy[name]
+    return lazy
+
+
+def _read(checkpoint: LoadedCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    kind = "master" if checkpoint.dtype_of("master", name) else "weight"
+    return _widened(checkpoint.read(kind, name, 0, checkpoint.model.numel(name))).view(shape)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide(tensor.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
