@@ -33,6 +33,7 @@ from thinwire.engine.model.precision import Precision, check_model
 from thinwire.engine.optimizers import EngineOptimizer, build_optimizer
 from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
+from thinwire.engine.start_lines import say_at_start
 from thinwire.sparse_attn import densify
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
@@ -61,11 +62,11 @@ def initialize(
             `config` is not given.
         model: on this rank's device; under NCCL it is moved there. Rank 0's weights and buffers are given to all.
         optimizer: an elementwise torch optimizer that has not stepped yet, whose class, groups and settings are taken
-            over, or a function from parameters to one; None for the configuration's.
+            over, or a function from parameters to one; None for the configuration's, which gives way to it.
         model_parameters: parameters or groups to train, by default all of the model's.
         training_data: a data set for the loader; None for no loader.
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
-            the configuration's. It steps once a step that moves the weights.
+            the configuration's, which gives way to it. It steps once a step that moves the weights.
         collate_fn: makes a batch of samples, as in torch.utils.data.DataLoader.
         config: the path of a JSON file, or a dict.
         comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
@@ -79,10 +80,11 @@ def initialize(
     agree_on_model(comm, trained)
 
     def asked_for() -> Recipe:
-        check_schedule(lr_scheduler, optimizer, settings)
+        check_schedule(lr_scheduler, optimizer)
         return find_recipe(optimizer, trained, model_parameters, settings)
 
     recipe = on_every_rank(comm, asked_for, "build its optimizer", _BAD_INPUT)
+    say_at_start(comm, settings, optimizer, lr_scheduler)
     precision = Precision.of(settings)
     device = _prepare(trained, recipe, precision, comm, device)
     names = ModelNames.of(trained, precision)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire import comm as communication
-from thinwire.comm import Communicator, LoggedCommunicator
+from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
+from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.model.precision import Precision
 from thinwire.engine.recipe import Recipe
@@ -44,7 +44,7 @@ def build_optimizer(
     zero = config.zero_optimization
     optimizer: SynchronizedOptimizer
     if isinstance(recipe.optimizer, OptimizerEntry):
-        optimizer = _build_own(recipe, recipe.optimizer, model, comm, config, precision)
+        optimizer = _build_own(recipe, recipe.optimizer, model, comm, device, config, precision)
     elif zero.stage == 3:
         return _build_stage_3(recipe, recipe.optimizer, model, comm, device, config, precision)
     else:
@@ -60,11 +60,12 @@ def _build_own(
     entry: OptimizerEntry,
     model: nn.Module,
     comm: Communicator,
+    device: torch.device,
     config: EngineConfig,
     precision: Precision,
 ) -> SynchronizedOptimizer:
     options = dict(recipe.options)
-    comm = _communicator(options.pop("comm_backend_name", None), comm)
+    comm = communicator_of(options.pop("comm_backend_name", None), comm, device)
     shared = _common_options(model, config, precision)
     shared["resync_interval"] = config.thinwire.resync_interval
     shared |= _clipping(config)
@@ -128,21 +129,6 @@ def _build_stage_3(
         max_norm=config.gradient_clipping,
         **recipe.options,
     )
-
-
-def _communicator(backend: Literal["gloo", "nccl", "mpi"] | None, comm: Communicator) -> Communicator:
-    """The ranks of `comm` over the backend that the configuration names for its optimizer."""
-    if backend is None or backend == comm.backend:
-        return comm
-    joined = communication.init(backend, comm.timeout, quiet=True)
-    if (joined.rank, joined.size) != (comm.rank, comm.size):
-        raise ValueError(
-            f'"optimizer.params.comm_backend_name" "{backend}" joins all {joined.size} ranks of the job, and the '
-            f"engine's communicator has {comm.size}: leave it out"
-        )
-    if isinstance(comm, LoggedCommunicator):
-        return LoggedCommunicator(joined, comm.log)
-    return joined
 
 
 def _names(groups: list[dict[str, Any]], model: nn.Module) -> list[list[str]]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from thinwire.engine.config.limits import LARGEST_NUMBER
+from thinwire.engine.config.remarks import Remarks
 
 __all__ = [
     "ActivationCheckpointingConfig",
@@ -35,6 +36,11 @@ def _without_exponent(value: Any) -> Any:
     # DeepSpeed's users write 5e8 for a number of elements, which JSON reads as a float.
     whole = isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_NUMBER
     return int(value) if whole else value
+
+
+def _never(value: Any) -> Any:
+    # Other libraries write an infinite number of steps for "never".
+    return None if value == float("inf") else value
 
 
 def _capitalized(value: Any) -> Any:
@@ -228,7 +234,7 @@ class EngineConfig(Section):
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
-    steps_per_print: WholeNumber | None = Field(default=None, ge=1)
+    steps_per_print: Annotated[WholeNumber | None, BeforeValidator(_never)] = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     tensorboard: MonitorConfig = MonitorConfig()
@@ -241,6 +247,22 @@ class EngineConfig(Section):
     dataloader_drop_last: bool = False
     seed: WholeNumber = Field(default=0, ge=0, lt=2**63)
     thinwire: ThinwireConfig = ThinwireConfig()
+    _remarks: Remarks = PrivateAttr(default_factory=Remarks)
+
+    @property
+    def remarks(self) -> Remarks:
+        """What to say once of the source that this was loaded from."""
+        return self._remarks
+
+    def with_remarks(self, remarks: Remarks) -> EngineConfig:
+        """The same configuration with other remarks."""
+        copied = self.model_copy()
+        copied._remarks = remarks
+        return copied
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both train alike; what is to be said of their sources is not compared."""
+        return isinstance(other, EngineConfig) and self.describe() == other.describe()
 
     def describe(self) -> dict[str, Any]:
         """The configuration as JSON can hold it, defaults included; `load_config` reads it back as the same."""
