@@ -35,6 +35,7 @@ from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
 from thinwire.engine.start_lines import say_at_start
 from thinwire.sparse_attn import densify
+from thinwire.zero.built_model import gather_model, hide_shapes, show_shapes
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
 __all__ = ["ConfigSource", "initialize"]
@@ -76,6 +77,8 @@ def initialize(
     comm = comm if comm is not None else communication.init()
     settings = _load_settings(args, config, comm)
     comm = _logged(comm, settings.comms_logger)
+    if settings.zero_optimization.stage < 3:
+        gather_model(model)
     trained, device = on_every_rank(comm, lambda: check_model(model), "train this model", _BAD_INPUT)
     agree_on_model(comm, trained)
 
@@ -87,8 +90,10 @@ def initialize(
     say_at_start(comm, settings, optimizer, lr_scheduler)
     precision = Precision.of(settings)
     device = _prepare(trained, recipe, precision, comm, device)
-    names = ModelNames.of(trained, precision)
     with ExitStack() as undo:
+        show_shapes(trained)
+        undo.callback(hide_shapes, trained)
+        names = ModelNames.of(trained, precision)
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
         sharded = build_optimizer(recipe, trained, comm, device, settings, precision)
         schedule = on_every_rank(

@@ -18,7 +18,9 @@ from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
+from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.rank_checks import broadcast_from_rank_0
+from thinwire.zero.sharded_model import describe_sharded
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["EngineOptimizer", "build_optimizer"]
@@ -106,7 +108,7 @@ def _build_stage_3(
     offload = config.zero_optimization.offload_param
     groups = recipe.groups()
     held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-    broadcast_from_rank_0(comm, held)
+    broadcast_from_rank_0(comm, [parameter for parameter in held if shard_of(parameter) is None])
 
     def plan() -> tuple[torch.dtype, list[list[str]]]:
         return stage3.computing_dtype(model, precision.dtype), _names(groups, model)
@@ -117,6 +119,7 @@ def _build_stage_3(
     sharded = dict(model.named_parameters())
     for group, names_in_group in zip(groups, names, strict=True):
         group["params"] = [sharded[name] for name in names_in_group]
+    describe_sharded(model, joined)
     return FullyShardedOptimizer(
         model,
         groups,

@@ -10,6 +10,8 @@ from thinwire.lazy_imports import lazy_exports
 __all__ = [
     "LARGEST_BUCKET_BYTES",
     "BucketLayout",
+    "GatheredParameters",
+    "Init",
     "OwnSlices",
     "ReplicaDriftError",
     "SavedSlice",
@@ -17,8 +19,10 @@ __all__ = [
     "SliceSource",
     "Slot",
     "StepResult",
+    "ZeroParamStatus",
     "bucket_numel",
     "partition",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -33,6 +37,7 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "shard_numel",
+    "unregister_external_parameter",
     "valid_in_shard",
 ]
 
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
         shard_numel,
         valid_in_shard,
     )
+    from thinwire.zero.external import register_external_parameter, unregister_external_parameter
     from thinwire.zero.fragments import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -62,8 +68,11 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
+    from thinwire.zero.gathering import GatheredParameters
     from thinwire.zero.home import StepResult
+    from thinwire.zero.init import Init
     from thinwire.zero.optimizer import ShardedOptimizer
+    from thinwire.zero.parameter_shard import ZeroParamStatus
     from thinwire.zero.replicas import ReplicaDriftError
     from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
 else:
@@ -96,6 +105,13 @@ else:
             ),
             "home": ("StepResult",),
             "optimizer": ("ShardedOptimizer",),
+            "external": (
+                "register_external_parameter",
+                "unregister_external_parameter",
+            ),
+            "gathering": ("GatheredParameters",),
+            "init": ("Init",),
+            "parameter_shard": ("ZeroParamStatus",),
             "replicas": ("ReplicaDriftError",),
             "saved_slices": ("OwnSlices", "SavedSlice", "SliceSource"),
         },

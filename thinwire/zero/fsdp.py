@@ -4,8 +4,7 @@ it computes. It moves bytes over a torch process group, whatever the other stage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, Traffic
+from thinwire.zero.built_model import stand_ins, values_of
+from thinwire.zero.external import external_parameters
 from thinwire.zero.fsdp_traffic import count_traffic
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from thinwire.zero.parameter_shard import shard_of
+from thinwire.zero.shard_marks import is_sharded
 
 __all__ = ["computing_dtype", "fill", "join_process_group", "local_run", "shard_model", "whole"]
 
@@ -74,15 +74,19 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
 
     Layers, the elements of repeated lists, are gathered one at a time; the rest of the model as one. Gradients are
     averaged over the ranks in fp32 as soon as a layer's are complete. Every rank must use the same parameters in a
-    backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Returns what counts the bytes sent.
+    backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. What zero.Init has built comes here one
+    parameter at a time. Returns what counts the bytes sent.
     """
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     for parameter in model.parameters():
-        whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
-        parameter.data = parameter.to(whole_dtype).contiguous()
+        if shard_of(parameter) is None:
+            whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+            parameter.data = parameter.to(whole_dtype).contiguous()
+    layers = _layers(model)
+    placeholders = stand_ins(model)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -90,14 +94,25 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
     # A parameter of no elements has nothing to gather.
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
-    for module in [*_layers(model), model]:
+    for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
+    if placeholders:
+        _bring_in(model, placeholders, torch.device("cpu") if offload else device)
     return count_traffic(model)
+
+
+def _bring_in(model: nn.Module, placeholders: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    """Give sharded parameters without memory their values."""
+    model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)
+    for name, parameter in model.named_parameters():
+        if name in placeholders:
+            values = values_of(placeholders, name, parameter).view(-1)
+            fill(parameter, lambda start, numel, values=values: values[start : start + numel])  # type: ignore[misc]
 
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:
     """(where it begins within the flattened parameter, this rank's shard as a flat view); of a whole one, all."""
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return 0, parameter.detach().reshape(-1)
     rows, ranks = parameter.shape[0], parameter.device_mesh.size()
     first = min(parameter.device_mesh.get_local_rank() * -(-rows // ranks), rows)
@@ -108,7 +123,7 @@ def local_run(parameter: Tensor) -> tuple[int, Tensor]:
 @torch.no_grad()
 def fill(parameter: Tensor, read: Callable[[int, int], Tensor]) -> None:
     """Give this rank's shard of a parameter the values that `read(start, numel)` returns, flat."""
-    if _is_sharded(parameter):
+    if is_sharded(parameter):
         start, values = local_run(parameter)
         values.copy_(read(start, values.numel()))
     else:
@@ -117,15 +132,11 @@ def fill(parameter: Tensor, read: Callable[[int, int], Tensor]) -> None:
 
 def whole(parameter: Tensor, device: torch.device) -> Tensor:
     """All of a parameter, on `device`. Collective where it is sharded."""
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return parameter.detach()
     on_device = parameter.to(device)
-    assert _is_sharded(on_device)
+    assert is_sharded(on_device)
     return on_device.full_tensor().detach()
-
-
-def _is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
-    return hasattr(parameter, "device_mesh")
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -133,7 +144,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     uses = Counter(
         id(parameter)
         for module in model.modules()
-        for parameter in module._parameters.values()
+        for parameter in (*module._parameters.values(), *external_parameters(module))
         if parameter is not None
     )
     return [layer for layer in dict.fromkeys(_repeated(model)) if _is_closed(layer, uses)]
@@ -159,7 +170,7 @@ def _is_closed(layer: nn.Module, uses: Counter[int]) -> bool:
     inside = Counter(
         id(parameter)
         for module in layer.modules()
-        for parameter in module._parameters.values()
+        for parameter in (*module._parameters.values(), *external_parameters(module))
         if parameter is not None
     )
     return all(uses[one] == count for one, count in inside.items()) and bool(inside)
