@@ -63,9 +63,13 @@ class ModelNames:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held for the engine itself; `progress` is None where only weights were asked for."""
+    """What a checkpoint held for the engine itself; `progress` is None where only weights were asked for.
+
+    `world_size`: ranks that saved it.
+    """
 
     path: str
+    world_size: int
     progress: dict[str, int] | None
     client_state: dict[str, Any]
 
@@ -148,7 +152,7 @@ class JobCheckpoints:
             if not weights_only:
                 self._load_state(found, schedule, data_position)
             progress = None if weights_only else found.shared["progress"]
-            return Restored(str(found.path), progress, found.shared["client_state"])
+            return Restored(str(found.path), found.world_size, progress, found.shared["client_state"])
 
     def export(self, folder: str | os.PathLike[str], filename: str) -> bool:
         """Write all weights, in the dtypes that the model computes in, and buffers to one file; see `write_weights`."""
