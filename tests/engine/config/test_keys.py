@@ -130,10 +130,8 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
     ("path", "value", "message"),
     [
         ("zero_optimization.reduce_scatter", False, "can only be true, got false: sharded gradients are always"),
-        ("prescale_gradients", True, "can only be false, got true: gradients are averaged after they are summed"),
         ("zero_optimization.stage3_max_live_parameters", 1e9, "is not supported: stage 3 is FSDP2"),
         ("zero_optimization.offload_optimizer.nvme_path", "/nvme", "offloads to CPU memory only"),
-        ("communication_data_type", "fp16", "is not supported: gradients travel in the parameters' dtype"),
         ("wandb", {"enabled": True}, 'use "tensorboard" or "csv_monitor"'),
         ("zero_optimization.cpu_offload", True, 'write "offload_optimizer": {"device": "cpu"}'),
         ("bfloat16", {"enabled": True}, 'is not supported: write "bf16"'),

@@ -26,6 +26,7 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
         *_without_enabled(config),
         *_precision(config),
         *_buckets(config.zero_optimization, allgather_bucket_size),
+        *_averaging(config),
         *_overlap(config.zero_optimization),
         *_offload(config.zero_optimization),
         *_own_optimizer(config),
@@ -50,6 +51,14 @@ def _at_default(section: Section, key: str) -> bool:
     # Every file of DeepSpeed's writes this one, which it ignores at stage 0.
     written = 2 if isinstance(section, Fp16Config) and key == "hysteresis" else default
     return getattr(section, key) in (default, written)
+
+
+def _averaging(config: EngineConfig) -> Iterator[str]:
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        yield (
+            '"gradient_predivide_factor" has no effect with "prescale_gradients", which divides by the number of ranks '
+            "before gradients are summed: keep one of them"
+        )
 
 
 def _overlap(zero: ZeroConfig) -> Iterator[str]:
