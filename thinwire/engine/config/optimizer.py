@@ -52,7 +52,7 @@ _TORCH_DECLINES = {
     "adam_w_mode": Declined('use "Adam", which "adam_w_mode" is for', (True,)),
     "differentiable": Declined("a sharded step cannot be differentiated", (False,)),
     "torch_adam": Declined("Adam is always torch's", (True,)),
-    "bias_correction": Declined("torch's Adam always corrects", (True,)),
+    "bias_correction": Declined('use "Adam" or "AdamW", which "bias_correction" is for', (True,)),
     "set_grad_none": Declined("gradients are always set to None after a step", (True,)),
 }
 
@@ -80,7 +80,8 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0
     if len(problems) == before:
         try:
             if own is None:
-                getattr(torch.optim, name)([torch.zeros(1)], **params)
+                options = {key: value for key, value in params.items() if key != "bias_correction"}
+                getattr(torch.optim, name)([torch.zeros(1)], **options)
             else:
                 _build_alone(own, params, stage)
         except CANNOT_WORK as error:
@@ -119,10 +120,14 @@ def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str
     expected = expected_by(getattr(torch.optim, name).__init__, _NOT_PARAMETERS)
     if name == "Adam":
         expected["adam_w_mode"] = Expected("bool")
+    if name in ("Adam", "AdamW"):
+        expected["bias_correction"] = Expected("bool")
     declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES
     params = check_params("optimizer.params", name, params, expected, declined, problems)
     if name == "Adam":
         if "adam_w_mode" in params and "decoupled_weight_decay" in params:
             problems.append('"optimizer.params": "adam_w_mode" and "decoupled_weight_decay" mean the same: give one')
         params.setdefault("decoupled_weight_decay", params.pop("adam_w_mode", True))
+    if params.get("bias_correction"):
+        del params["bias_correction"]  # as torch's own always do
     return {**_DEEPSPEEDS_DEFAULTS.get(name, {}), **params}
