@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from thinwire.comm import Communicator
 from thinwire.engine import initialize
 from thinwire.zero.live_tensors import process_tensor_bytes
 
+T = TypeVar("T")  # whose classes hear of their subclasses too
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -248,12 +250,12 @@ def classes_are_as_before(comm: Communicator) -> None:
     before = nn.Linear.__init__, nn.Module.apply, nn.Module.__init__
     with zero.Init():
 
-        class Inside(nn.Module):
+        class Inside(nn.Module, Generic[T]):
             def __init__(self, inputs: int = 4) -> None:
                 super().__init__()
                 self.linear = nn.Linear(inputs, 3, bias=False)
 
-        assert Inside().linear.weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+        assert Inside[int]().linear.weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
     with pytest.raises(TypeError), zero.Init():
         Inside(inputs="four")  # type: ignore[arg-type]
     assert (nn.Linear.__init__, nn.Module.apply, nn.Module.__init__) == before

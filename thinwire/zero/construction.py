@@ -38,7 +38,7 @@ class Constructions:
 
         def defined(kind: Any, /, **arguments: Any) -> None:
             if before is None:
-                object.__init_subclass__(**arguments)
+                super(nn.Module, kind).__init_subclass__(**arguments)  # type: ignore[misc]
             else:
                 before.__get__(None, kind)(**arguments)
             self._watch(kind)
