@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.optimizer import check_optimizer
+from thinwire.engine.config.optimizer import check_optimizer, uncompressed_class
 from thinwire.optim import registry
+from thinwire.optim.exact.muon import mark_matrices
+from thinwire.optim.exact.names import EXACT
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero.bucket_optimizer import OptimizerClass
 
@@ -62,7 +64,9 @@ def find_recipe(
             )
         if section.type in registry.NAMES:
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
-        return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))
+        if section.type == "Muon":
+            mark_matrices(model.named_parameters())
+        return Recipe(parameters, uncompressed_class(section.type), dict(section.params))
     if section is not None:
         raise ValueError(
             f'there are two optimizers: {_describe(given)} passed to thinwire.initialize, and "{section.type}" in the '
@@ -94,6 +98,11 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
             '"optimizer" section, or pass a torch optimizer'
         )
     if type(optimizer).__module__.startswith("torch.optim"):
+        if name in EXACT:
+            raise ValueError(
+                f"torch.optim.{name} takes nothing but matrices, and cannot be sharded: pass thinwire.optim.{name}, "
+                'which has AdamW for the rest, or name it in the configuration\'s "optimizer" section'
+            )
         problems: list[str] = []
         check_optimizer({"type": name}, problems)
         if problems:

@@ -85,7 +85,8 @@ class BucketGradients:
     def start(self) -> None:
         """Leg 1: send every owner its shard."""
         whole = self._whole()
-        whole[self.bucket.layout.numel :].zero_()
+        for gap in self.bucket.layout.gaps:
+            whole[gap].zero_()
         received = torch.empty_like(whole)
         work = self._comm.all_to_all(received, whole, async_op=True)
         self._leg_1 = (whole, received, work)

@@ -13,9 +13,10 @@ from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
 from thinwire.engine.config.params import Expected, check_params, expected_by
 from thinwire.optim import registry
+from thinwire.optim.exact.names import EXACT
 from thinwire.optim.registry import OptimizerEntry
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_optimizer", "uncompressed_class"]
 
 _ALONE_SECONDS = 60.0
 
@@ -36,10 +37,7 @@ _ELEMENTWISE = (
 
 _REFUSED = {
     "Adafactor": "its variance is factored over a matrix's rows and columns, so that a shard cannot step alone",
-    "Lamb": "its trust ratio is a norm over a whole layer, so that a shard cannot step alone; use OneBitLamb or AdamW",
     "LBFGS": "its line search needs a closure and products over all parameters, so that a shard cannot step alone",
-    "Lion": "torch has none; use OneBitLion, or pass an optimizer of your own to thinwire.initialize",
-    "Muon": "it orthogonalises whole matrices, so that a shard cannot step alone",
     "MuAdam": "scale the learning rate of your parameter groups and use Adam",
     "MuAdamW": "scale the learning rate of your parameter groups and use AdamW",
     "MuSGD": "scale the learning rate of your parameter groups and use SGD",
@@ -54,6 +52,11 @@ _TORCH_DECLINES = {
     "torch_adam": Declined("Adam is always torch's", (True,)),
     "bias_correction": Declined("torch's Adam always corrects", (True,)),
     "set_grad_none": Declined("gradients are always set to None after a step", (True,)),
+}
+
+_EXACT_DECLINES: Mapping[str, dict[str, Declined]] = {
+    "Lamb": {"amsgrad": Declined("LAMB keeps no maximum", (False,))},
+    "Muon": {"ns_method": Declined("it is torch's iteration, on the whole matrix", ("standard",))},
 }
 
 # Where torch's default is not DeepSpeed's: a file that leaves it out trains as it did there. All others are alike.
@@ -80,7 +83,7 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0
     if len(problems) == before:
         try:
             if own is None:
-                getattr(torch.optim, name)([torch.zeros(1)], **params)
+                uncompressed_class(name)([torch.zeros(1)], **params)
             else:
                 _build_alone(own, params, stage)
         except CANNOT_WORK as error:
@@ -88,8 +91,14 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0
     return {**tree, "type": name, "params": params}
 
 
+def uncompressed_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of that name which sends gradients exactly: one of ours or torch's."""
+    found: type[torch.optim.Optimizer] = EXACT.get(name) or getattr(torch.optim, name)
+    return found
+
+
 def _proper_name(given: str, problems: list[str]) -> str | None:
-    names = (*registry.NAMES, *_ELEMENTWISE)
+    names = (*registry.NAMES, *_ELEMENTWISE, *EXACT)
     by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
     name = by_lower.get(given.lower())
     if name is None:
@@ -116,10 +125,10 @@ def _build_alone(entry: OptimizerEntry, params: Mapping[str, Any], stage: Any) -
 
 
 def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    expected = expected_by(getattr(torch.optim, name).__init__, _NOT_PARAMETERS)
+    expected = expected_by(uncompressed_class(name).__init__, _NOT_PARAMETERS)
     if name == "Adam":
         expected["adam_w_mode"] = Expected("bool")
-    declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES
+    declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES | _EXACT_DECLINES.get(name, {})
     params = check_params("optimizer.params", name, params, expected, declined, problems)
     if name == "Adam":
         if "adam_w_mode" in params and "decoupled_weight_decay" in params:
