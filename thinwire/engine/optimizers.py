@@ -16,7 +16,7 @@ from thinwire.engine.recipe import Recipe
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
-from thinwire.zero.averaging import Averaging
+from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.parameter_shard import shard_of
@@ -78,7 +78,9 @@ def shard_for_evaluation(
     dtype = on_every_rank(comm, find_dtype, "shard its model", (ValueError,))
     stage3.join_process_group(comm, device)
     offload = config.zero_optimization.offload_param
-    return stage3.shard_model(model, dtype, device, offload=offload.device == "cpu", pin=offload.pin_memory)
+    return stage3.shard_model(
+        model, dtype, device, PLAIN_AVERAGING, offload=offload.device == "cpu", pin=offload.pin_memory
+    )
 
 
 def _build_own(
