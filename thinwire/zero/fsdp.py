@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, Traffic
+from thinwire.zero.averaging import Averaging
 from thinwire.zero.fsdp_traffic import count_traffic
 
 if TYPE_CHECKING:
@@ -69,12 +70,15 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
 
 
 @torch.no_grad()
-def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, offload: bool, pin: bool) -> Traffic:
+def shard_model(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, averaging: Averaging, *, offload: bool, pin: bool
+) -> Traffic:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
     Layers, the elements of repeated lists, are gathered one at a time; the rest of the model as one. Gradients are
-    averaged over the ranks in fp32 as soon as a layer's are complete. Every rank must use the same parameters in a
-    backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Returns what counts the bytes sent.
+    averaged over the ranks as soon as a layer's are complete, and add up in fp32; they travel in fp32 unless
+    `averaging` says otherwise. Every rank must use the same parameters in a backward. `offload` keeps the shards in CPU
+    memory, page-locked with `pin`. Returns what counts the bytes sent.
     """
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
@@ -83,16 +87,18 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
     for parameter in model.parameters():
         whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
         parameter.data = parameter.to(whole_dtype).contiguous()
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=averaging.wire_dtype or torch.float32,
+        cast_forward_inputs=False,
+    )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # A parameter of no elements has nothing to gather.
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
     for module in [*_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
-    return count_traffic(model)
+    return count_traffic(model, averaging.divide_first)
 
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:
