@@ -16,6 +16,7 @@ from thinwire.engine.recipe import Recipe
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
+from thinwire.zero.averaging import Averaging
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.parameter_shard import shard_of
@@ -29,6 +30,8 @@ EngineOptimizer = SynchronizedOptimizer | FullyShardedOptimizer
 """What the engine steps: one surface, whatever the ZeRO stage."""
 
 _BYTES_OF_FP32 = 4
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
 def build_optimizer(
@@ -50,7 +53,7 @@ def build_optimizer(
     elif zero.stage == 3:
         return _build_stage_3(recipe, recipe.optimizer, model, comm, device, config, precision)
     else:
-        shared = _common_options(model, config, precision) | _clipping(config) | _offloading(config)
+        shared = _common_options(model, config, precision, comm) | _clipping(config) | _offloading(config)
         optimizer = ShardedOptimizer(recipe.parameters, recipe.optimizer, comm=comm, **shared, **recipe.options)
     if zero.overlap_comm:
         optimizer.gather_during_forward(model)
@@ -68,7 +71,7 @@ def _build_own(
 ) -> SynchronizedOptimizer:
     options = dict(recipe.options)
     comm = communicator_of(options.pop("comm_backend_name", None), comm, device)
-    shared = _common_options(model, config, precision)
+    shared = _common_options(model, config, precision, comm)
     shared["resync_interval"] = config.thinwire.resync_interval
     shared |= _clipping(config)
     if entry.offloads:
@@ -77,14 +80,24 @@ def _build_own(
     return optimizer
 
 
-def _common_options(model: nn.Module, config: EngineConfig, precision: Precision) -> dict[str, Any]:
+def _common_options(model: nn.Module, config: EngineConfig, precision: Precision, comm: Communicator) -> dict[str, Any]:
     width = precision.dtype.itemsize if precision.dtype is not None else _BYTES_OF_FP32
     return {
         "stage": config.zero_optimization.stage,
         "named_parameters": model.named_parameters(),
         "param_dtype": precision.dtype,
         "bucket_bytes": config.zero_optimization.reduce_bucket_size * width,
+        "averaging": _averaging(config, comm),
     }
+
+
+def _averaging(config: EngineConfig, comm: Communicator) -> Averaging:
+    return Averaging(
+        wire_dtype=_DTYPES[config.communication_data_type],
+        divide_first=float(comm.size) if config.prescale_gradients else config.gradient_predivide_factor,
+        accumulate_dtype=_DTYPES[config.data_types.grad_accum_dtype],
+        op="sum" if config.gradient_allreduce_op == "sum" else "mean",
+    )
 
 
 def _clipping(config: EngineConfig) -> dict[str, Any]:
@@ -110,12 +123,18 @@ def _build_stage_3(
     held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
     broadcast_from_rank_0(comm, [parameter for parameter in held if shard_of(parameter) is None])
 
+    averaging = _averaging(config, comm)
+
     def plan() -> tuple[torch.dtype, list[list[str]]]:
-        return stage3.computing_dtype(model, precision.dtype), _names(groups, model)
+        dtype = stage3.computing_dtype(model, precision.dtype)
+        averaging.check_parameters(held, dtype)
+        return dtype, _names(groups, model)
 
     dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
     joined = stage3.join_process_group(comm, device)
-    traffic = stage3.shard_model(model, dtype, device, offload=offload.device == "cpu", pin=offload.pin_memory)
+    traffic = stage3.shard_model(
+        model, dtype, device, averaging, offload=offload.device == "cpu", pin=offload.pin_memory
+    )
     sharded = dict(model.named_parameters())
     for group, names_in_group in zip(groups, names, strict=True):
         group["params"] = [sharded[name] for name in names_in_group]
@@ -130,6 +149,7 @@ def _build_stage_3(
         dtype=dtype,
         device=device,
         max_norm=config.gradient_clipping,
+        times_mean=averaging.times_mean(comm.size),
         **recipe.options,
     )
 

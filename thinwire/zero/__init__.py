@@ -9,6 +9,7 @@ from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "LARGEST_BUCKET_BYTES",
+    "Averaging",
     "BucketLayout",
     "GatheredParameters",
     "Init",
@@ -43,6 +44,7 @@ __all__ = [
 
 # A plan reads the sizes of buckets and shards where there is no torch yet.
 if TYPE_CHECKING:
+    from thinwire.zero.averaging import Averaging
     from thinwire.zero.bucket_layout import (
         LARGEST_BUCKET_BYTES,
         BucketLayout,
@@ -79,6 +81,7 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "averaging": ("Averaging",),
             "bucket_layout": (
                 "LARGEST_BUCKET_BYTES",
                 "BucketLayout",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, Traffic
+from thinwire.zero.averaging import Averaging
 from thinwire.zero.built_model import stand_ins, values_of
 from thinwire.zero.external import external_parameters
 from thinwire.zero.fsdp_traffic import count_traffic
@@ -69,13 +70,16 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
 
 
 @torch.no_grad()
-def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, offload: bool, pin: bool) -> Traffic:
+def shard_model(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, averaging: Averaging, *, offload: bool, pin: bool
+) -> Traffic:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
     Layers, the elements of repeated lists, are gathered one at a time; the rest of the model as one. Gradients are
-    averaged over the ranks in fp32 as soon as a layer's are complete. Every rank must use the same parameters in a
-    backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. What zero.Init has built comes here one
-    parameter at a time. Returns what counts the bytes sent.
+    averaged over the ranks as soon as a layer's are complete, and add up in fp32; they travel in fp32 unless
+    `averaging` says otherwise. Every rank must use the same parameters in a backward. `offload` keeps the shards in CPU
+    memory, page-locked with `pin`. What zero.Init has built comes here one parameter at a time. Returns what counts the
+    bytes sent.
     """
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
@@ -87,9 +91,11 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
             parameter.data = parameter.to(whole_dtype).contiguous()
     layers = _layers(model)
     placeholders = stand_ins(model)
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=averaging.wire_dtype or torch.float32,
+        cast_forward_inputs=False,
+    )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # A parameter of no elements has nothing to gather.
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
@@ -98,7 +104,7 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
     if placeholders:
         _bring_in(model, placeholders, torch.device("cpu") if offload else device)
-    return count_traffic(model)
+    return count_traffic(model, averaging.divide_first)
 
 
 def _bring_in(model: nn.Module, placeholders: Mapping[str, nn.Parameter], device: torch.device) -> None:

@@ -42,9 +42,11 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     max_norm: float
     _home: Home
 
-    def _move_in(self, home: Home) -> None:
-        """Begin at step 0 in `home`."""
+    def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
+        """Begin at step 0 in `home`; gradients are `times_mean` the mean over the ranks."""
         self._home = home
+        self._times_mean = times_mean
+        self.loss_scale = 1.0
         self.last_step: StepResult = NOT_STEPPED
         self.skipped_steps = 0
         self.bytes_uncompressed = 0
@@ -84,11 +86,12 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """What gradients are times; set it before backward(). A GradScaler sets it by itself."""
-        return self._home.loss_scale
+        return self._home.loss_scale * self._times_mean
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self._home.loss_scale = scale
+        # A home divides means by it, and so gets as many times the mean.
+        self._home.loss_scale = scale / self._times_mean
 
     def model_state_bytes(self) -> dict[str, float]:
         """Bytes that this rank should hold of weights, master weights, gradients, residuals and optimizer state."""
@@ -264,6 +267,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         check_same_optimizer(saved, self._saved_name, self.param_groups)
         self.zero_grad()
         self._home.load(source)
+        if self._times_mean != 1.0:  # what was saved counts the ranks that there were
+            self.loss_scale = 1.0
         take_over_settings(saved, self.param_groups)
         self.skipped_steps = saved.get("skipped_steps", 0)
         if source.world_size == self.comm.size:

@@ -148,8 +148,6 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("prescale_gradients", True, "can only be false, got true: gradients are averaged after they are summed"),
-        ("communication_data_type", "fp16", "is not supported: gradients travel in the parameters' dtype"),
         ("trackio", {"enabled": True}, 'use "tensorboard", "csv_monitor", "wandb" or "comet"'),
         ("flops_profiler.step", 2, 'can only be 1, got 2: write "profile_step"'),
         ("autotuning", {"enabled": True}, "`thinwire plan` predicts step time and memory"),

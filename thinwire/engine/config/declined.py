@@ -51,12 +51,7 @@ DECLINED: Mapping[str, Declined] = {
     # Precision and gradients
     "amp": Declined('it needs apex; use "bf16" or "fp16"'),
     "torch_autocast": Declined('use "bf16" or "fp16", or torch.autocast in your own forward'),
-    "data_types": Declined("gradients are accumulated in the parameters' dtype and stepped in fp32; delete it"),
-    "communication_data_type": Declined("gradients travel in the parameters' dtype, or through OneBitAdam's codec"),
     "fp32_allreduce": _off('give "communication_data_type": "fp32"'),
-    "prescale_gradients": _off("gradients are averaged after they are summed"),
-    "gradient_predivide_factor": Declined("gradients are averaged after they are summed", (1.0, 1)),
-    "gradient_allreduce_op": Declined("gradients are averaged; scale the loss for another weight", ("mean", "avg")),
     "fp16.auto_cast": _off("inputs are yours to cast: give the model tensors in fp16"),
     # ZeRO
     "zero_optimization.zero_quantized_weights": _off("ZeRO++ is not supported; OneBitAdam sends less"),

@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointConfig",
     "CometConfig",
     "CommsLoggerConfig",
+    "DataTypesConfig",
     "EngineConfig",
     "FlopsProfilerConfig",
     "Fp16Config",
@@ -47,7 +48,20 @@ def _capitalized(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
+def _short_name(value: Any) -> Any:
+    # DeepSpeed's other names for the same types.
+    return _OTHER_NAMES.get(value.lower(), value.lower()) if isinstance(value, str) else value
+
+
+_OTHER_NAMES = {
+    **{name: "fp32" for name in ("float", "float32", "torch.float32")},
+    **{name: "fp16" for name in ("half", "float16", "torch.float16")},
+    **{name: "bf16" for name in ("bfp16", "bfloat16", "torch.bfloat16")},
+}
+
 WholeNumber = Annotated[int, BeforeValidator(_without_exponent)]
+
+FloatName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_short_name)]
 
 _DEFAULT_BUCKET_ELEMENTS = 4 << 20  # 16 MiB of fp32: large enough for the wire, small enough to overlap with backward
 
@@ -91,6 +105,13 @@ class Bf16Config(Section):
     """bf16 with fp32 master weights."""
 
     enabled: bool = False
+
+
+class DataTypesConfig(Section):
+    """`grad_accum_dtype`: in which the micro-batches of a step add up, "fp32" or the parameters' own; None is the
+    latter, at stage 3 fp32."""
+
+    grad_accum_dtype: FloatName | None = None
 
 
 class OffloadConfig(Section):
@@ -230,6 +251,11 @@ class EngineConfig(Section):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
+    data_types: DataTypesConfig = DataTypesConfig()
+    communication_data_type: FloatName | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    gradient_allreduce_op: Literal["mean", "avg", "sum"] = "mean"
     gradient_clipping: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None
