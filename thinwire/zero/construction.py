@@ -36,9 +36,9 @@ class Constructions:
         self._replace(nn.Module, "apply", self._apply)
         before = vars(nn.Module).get("__init_subclass__")
 
-        def defined(kind: type[nn.Module], **arguments: Any) -> None:
+        def defined(kind: Any, /, **arguments: Any) -> None:
             if before is None:
-                super(nn.Module, kind).__init_subclass__(**arguments)
+                super(nn.Module, kind).__init_subclass__(**arguments)  # type: ignore[misc]
             else:
                 before.__get__(None, kind)(**arguments)
             self._watch(kind)
@@ -79,7 +79,7 @@ class Constructions:
 
 def _subclasses(kind: type) -> Iterator[type]:
     seen: set[type] = set()
-    waiting = list(kind.__subclasses__())
+    waiting: list[type] = list(kind.__subclasses__())
     while waiting:
         one = waiting.pop()
         if one not in seen:

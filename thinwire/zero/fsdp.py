@@ -16,6 +16,7 @@ from thinwire.zero.averaging import Averaging
 from thinwire.zero.built_model import stand_ins, values_of
 from thinwire.zero.external import external_parameters
 from thinwire.zero.fsdp_traffic import count_traffic
+from thinwire.zero.gathered_shards import gathered
 from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.shard_marks import is_sharded
 
@@ -109,7 +110,7 @@ def shard_model(
 
 def _bring_in(model: nn.Module, placeholders: Mapping[str, nn.Parameter], device: torch.device) -> None:
     """Give sharded parameters without memory their values."""
-    model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)
+    model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         if name in placeholders:
             values = values_of(placeholders, name, parameter).view(-1)
@@ -138,8 +139,9 @@ def fill(parameter: Tensor, read: Callable[[int, int], Tensor]) -> None:
 
 def whole(parameter: Tensor, device: torch.device) -> Tensor:
     """All of a parameter, on `device`. Collective where it is sharded."""
-    if not is_sharded(parameter):
-        return parameter.detach()
+    shown = gathered(parameter)
+    if shown is not None or not is_sharded(parameter):
+        return parameter.detach() if shown is None else shown.to(device)
     on_device = parameter.to(device)
     assert is_sharded(on_device)
     return on_device.full_tensor().detach()

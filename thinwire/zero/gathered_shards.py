@@ -14,15 +14,16 @@ __all__ = ["gathered", "show_shard", "show_whole"]
 
 _WHOLE = "_thinwire_whole"
 
+_tensor: Any = Tensor  # whose attributes are declared as their values' types, and are descriptors
 _OF_THE_SHARD = frozenset(
     {
-        Tensor.grad.__get__,
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        Tensor.requires_grad_,
-        Tensor.is_leaf.__get__,
+        _tensor.grad.__get__,
+        _tensor.grad.__set__,
+        _tensor.grad.__delete__,
+        _tensor.requires_grad.__get__,
+        _tensor.requires_grad.__set__,
+        _tensor.requires_grad_,
+        _tensor.is_leaf.__get__,
     }
 )
 """What autograd and optimizers ask of the parameter itself."""
