@@ -29,6 +29,7 @@ FLOORS = {
     "engine": 6,
     "hugging_face": 7,
     "lightning": 7,
+    "deepspeed": 7,
 }
 APART = {"sparse_attn", "pld"}
 # What is no room and no door, and imports nothing of thinwire, so that every room may use it.

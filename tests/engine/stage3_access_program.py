@@ -35,6 +35,7 @@ def main() -> None:
     every_rank_sets_its_shard(comm)
     what_scripts_ask_of_parameters(comm)
     gathered_parameters_are_plain_tensors(comm)
+    what_a_forward_has_left_gathered(comm)
     changes_that_nobody_keeps(comm)
     built_models_train_as_others_do(comm)
     a_built_model_takes_the_memory_of_its_shards(comm)
@@ -130,6 +131,21 @@ def gathered_parameters_are_plain_tensors(comm: Communicator) -> None:
     assert torch.equal(zero.safe_get_full_grad(weight), before)
     engine.step()
     train(engine, range(1, 3))
+
+
+def what_a_forward_has_left_gathered(comm: Communicator) -> None:
+    engine = make_engine(comm, settings(3))
+    train(engine, range(1))
+    with torch.no_grad():
+        engine(batch(0, 0)[0])
+    shown = engine.module.mix.weight
+    assert type(shown.data) is Tensor
+    assert shown.ds_status is zero.ZeroParamStatus.AVAILABLE
+    assert torch.equal(zero.safe_get_full_fp32_param(shown), shown)
+    with zero.GatheredParameters(shown, modifier_rank=0), torch.no_grad():
+        shown.fill_(comm.rank + 3.0)
+    assert torch.equal(zero.safe_get_full_fp32_param(engine.module.mix.weight), torch.full((16, 16), 3.0))
+    train(engine, range(1, 2))
 
 
 def changes_that_nobody_keeps(comm: Communicator) -> None:

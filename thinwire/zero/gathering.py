@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.external import register_external_parameter
+from thinwire.zero.fragments import safe_set_full_fp32_param
 from thinwire.zero.fsdp import local_run, whole
 from thinwire.zero.gathered_shards import gathered, show_shard, show_whole
 from thinwire.zero.parameter_shard import ParameterShard, ZeroParamStatus, set_status, shard_of
@@ -242,6 +243,8 @@ class _Whole(_Gathering):
         values = self.parameter.detach().clone(memory_format=torch.contiguous_format)
         comm.broadcast(values, root)
         self.parameter.copy_(values)
+        if self._found is not None and self._found[0].cuts_parameters:  # what a forward has left gathered
+            safe_set_full_fp32_param(self.parameter, values)
 
     def close(self) -> None:
         """See _Gathering."""

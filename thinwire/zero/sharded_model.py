@@ -6,10 +6,12 @@ from torch import nn
 
 from thinwire.comm import Communicator
 from thinwire.zero.fsdp import local_run
-from thinwire.zero.parameter_shard import describe
+from thinwire.zero.parameter_shard import ZeroParamStatus, describe, set_status
 from thinwire.zero.shard_marks import mark
 
 __all__ = ["describe_sharded"]
+
+_OURS = ("ds_", "_thinwire_")
 
 
 def describe_sharded(model: nn.Module, comm: Communicator) -> None:
@@ -22,3 +24,24 @@ def describe_sharded(model: nn.Module, comm: Communicator) -> None:
             for parameter in module.parameters():
                 describe(parameter, parameter.shape, local_run(parameter)[1])
                 mark(parameter, comm, layer)
+    _describe_gathered(model)
+
+
+def _describe_gathered(model: nn.Module) -> None:
+    """Have the whole parameters that a forward leaves in the model, where no backward follows, say the same."""
+    sharded = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+    def describe_once(*_: object) -> None:
+        for module, name, parameter in sharded:
+            shown = module._parameters.get(name)
+            if shown is not None and shown is not parameter:
+                shown.__dict__.update({key: value for key, value in vars(parameter).items() if key.startswith(_OURS)})
+                set_status(shown, ZeroParamStatus.AVAILABLE)
+        hook.remove()
+
+    hook = model.register_forward_hook(describe_once)

@@ -85,6 +85,8 @@ def test_remarks_stay_with_a_configuration_that_is_loaded_again() -> None:
     [
         ({"fp16": {"loss_scale": 128}}, ["fp16.loss_scale"]),
         ({"fp16": {"enabled": False, "loss_scale": 128}}, []),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 8}, ["gradient_predivide_factor"]),
+        ({"gradient_predivide_factor": 8}, []),
         ({"csv_monitor": {"output_path": "logs"}}, ["csv_monitor.output_path"]),
         (
             {"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 500, "hysteresis": 2}},

@@ -52,6 +52,11 @@ def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> En
         without_effect["activation_checkpointing.cpu_checkpointing"] = (
             'nothing is recomputed; "modules" names what to recompute, by class or by name'
         )
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        without_effect["gradient_predivide_factor"] = (
+            '"prescale_gradients" divides by the number of ranks before gradients are summed'
+        )
+        config = _with(config, gradient_predivide_factor=1.0)
     settled = _settled_offload(_settled_overlap(config, without_effect), without_effect)
     return config if settled == config.zero_optimization else _with(config, zero_optimization=settled)
 
