@@ -42,24 +42,21 @@ class Recipe:
 
 def find_recipe(
     given: GivenOptimizer | None, model: nn.Module, model_parameters: ParamsT | None, config: EngineConfig
-) -> Recipe:
-    """What the user asked for, by `given` or by the configuration's optimizer section.
+) -> Recipe | None:
+    """What the user asked for, by `given` or by the configuration's optimizer section; None where that has none.
 
     An optimizer's groups are taken over as the same dicts, so that a schedule built on it goes on steering them.
 
     Parameters that require no gradient may be in one of `model_parameters` and the optimizer alone.
 
-    Raises ValueError where both or neither are given, or where an optimizer has stepped already or cannot be sharded;
+    Raises ValueError where both are given, or where an optimizer has stepped already or cannot be sharded;
     TypeError where `given` is, or returns, no optimizer.
     """
     section = config.optimizer
     parameters: list[Any] = list(model_parameters if model_parameters is not None else model.parameters())
     if given is None:
         if section is None:
-            raise ValueError(
-                'there is no optimizer: pass one to thinwire.initialize, or give the configuration an "optimizer" '
-                'section, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
-            )
+            return None
         if section.type in registry.NAMES:
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
         return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))

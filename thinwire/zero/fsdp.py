@@ -18,7 +18,7 @@ from thinwire.zero.fsdp_traffic import count_traffic
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["computing_dtype", "fill", "join_process_group", "local_run", "shard_model", "whole"]
+__all__ = ["computing_dtype", "fill", "free_gathered", "join_process_group", "local_run", "shard_model", "whole"]
 
 
 def join_process_group(comm: Communicator, device: torch.device) -> Communicator:
@@ -93,6 +93,14 @@ def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, o
     for module in [*_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
     return count_traffic(model)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free what layers of a sharded model have gathered; of one that is whole, nothing."""
+    if any(map(_is_sharded, model.parameters())):
+        for module in model.modules():
+            if (reshard := getattr(module, "reshard", None)) is not None:
+                reshard()
 
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:

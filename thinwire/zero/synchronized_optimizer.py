@@ -90,6 +90,16 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def loss_scale(self, scale: float) -> None:
         self._home.loss_scale = scale
 
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale`, by DeepSpeed's name."""
+        return self._home.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite, on whichever rank."""
+        return self.last_step.overflow
+
     def model_state_bytes(self) -> dict[str, float]:
         """Bytes that this rank should hold of weights, master weights, gradients, residuals and optimizer state."""
         return self._home.model_state_bytes()
