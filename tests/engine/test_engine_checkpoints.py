@@ -77,7 +77,7 @@ def test_fp16_continues_with_its_scale(tmp_path) -> None:
         assert resumed.skipped_steps == 1
         expected = train(engine, range(3, 9))
         assert train(resumed, range(3, 9)) == expected
-        assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale == 1024
+        assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale == 512
 
     threads.run(body, 2)
 

@@ -105,11 +105,13 @@ class SettingsGetters:
     def dynamic_loss_scale_args(self) -> dict[str, float]:
         """How fp16's loss scale follows from overflows."""
         fp16 = self.settings.fp16
+        of_stage = 2 if self.zero_optimization() else 1
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": fp16.loss_scale_window,
             "min_scale": fp16.min_loss_scale,
-            "delayed_shift": fp16.hysteresis,
+            "delayed_shift": of_stage if fp16.hysteresis is None else fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
         }
 
     @property
