@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.engine.test_engine_checkpoints import train_same_data
-from tests.engine.tiny import make_engine, settings, train
+from tests.engine.tiny import make_engine, make_model, settings, train
 from thinwire.comm import threads
-from thinwire.engine import NonFiniteError
+from thinwire.engine import NonFiniteError, initialize
 
 ONEBIT = {"type": "OneBitAdam", "params": {"lr": 3e-3, "freeze_step": 8, "block_size": 64}}
 
@@ -124,5 +124,38 @@ def test_a_group_with_a_mask_is_saved(tmp_path) -> None:
         engine = make_engine(comm, onebit(1))
         engine.optimizer.param_groups[0]["exp_avg_mask"] = torch.ones(3, 1)
         assert engine.save_checkpoint(tmp_path)
+
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_flat_masks_in_groups(tmp_path, stage) -> None:
+    """DeepSpeed's form; a checkpoint is loaded under the masks of the job that loads it."""
+
+    def body(comm):
+        def start(flat):
+            model = make_model()
+            masked = {"params": [model.mix.weight], "weight_decay": 0.0}
+            if flat is not None:
+                masked["exp_avg_mask"] = flat
+            rest = {"params": [one for one in model.parameters() if one is not model.mix.weight]}
+            return initialize(model=model, comm=comm, config=onebit(stage), model_parameters=[masked, rest])[0]
+
+        rows = torch.arange(256) // 16
+        engine = start((rows < 3).float())
+        train(engine, range(12))
+        assert torch.equal(engine.optimizer.param_groups[0]["exp_avg_mask"], (rows < 3).float())
+        engine.save_checkpoint(tmp_path)
+        for flat, moving in (((rows < 2).float(), 2), (None, 3)):
+            again = start(flat)
+            again.load_checkpoint(tmp_path)
+            assert again.optimizer.frozen
+            found = again.optimizer.param_groups[0].get("exp_avg_mask")
+            assert found is None if flat is None else torch.equal(found, flat)
+            before = again.module.mix.weight.detach().clone()
+            train(again, range(12, 18))
+            moved = (again.module.mix.weight != before).any(dim=1).tolist()
+            assert moved == [True] * moving + [False] * (16 - moving)
+            again.close()
 
     threads.run(body, 2)

@@ -187,6 +187,9 @@ class Algorithm(ABC):
         """A mask of the coordinates that do not move; None where there can be none."""
         return None
 
+    def hold_masked(self, state: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Hold one parameter where its `mask` is zero, in state that a checkpoint brought, whichever mask it had."""
+
     def decision(self) -> object:
         """Changes with every decision, but for the freeze, that all ranks have to take alike."""
         return None

@@ -175,6 +175,14 @@ class AlgorithmBucket:
         owned = [name for name, keep in self._algorithm.state.items() if keep is Keep.OWNER and self._shards_state]
         return {name: values for name, values in self.state.items() if name not in owned}
 
+    def hold_masked(self) -> None:
+        """Hold what the parameter groups' masks say, in state that a checkpoint brought."""
+        for slot in (one for one in self.layout.slots if one.numel):
+            mask = self._parameters.mask(self._parameters.group_number(slot.parameter))
+            if mask is not None:
+                state = {name: self.view(values, slot) for name, values in self.whole_state.items()}
+                self._algorithm.hold_masked(state, mask)
+
     def find_zero_variance(self) -> None:
         """Find the coordinates that stay, and forget what compression lost there."""
         mask = self._algorithm.zero_variance(self.state)

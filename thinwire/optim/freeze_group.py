@@ -216,6 +216,7 @@ class FreezeGroup:
     def restore(self) -> None:
         """Go on with what a checkpoint put into the state and the clock."""
         for bucket in self.buckets:
+            bucket.hold_masked()
             bucket.find_zero_variance()
         if self.shows_own_weights:
             self.weights.stand_apart()

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.optim.behaviours.behaviour import alike, behaviour
 from tests.optim.subject import FREEZE, LOCAL, Subject
-from tests.optim.training import make_model, train, weights
+from tests.optim.training import make_model, through_a_file, train, weights
 from thinwire.comm import Communicator
 
 
@@ -114,6 +114,43 @@ def an_exp_avg_mask_holds_coordinates_or_is_refused(comm: Communicator, subject:
         assert (weight != at_freeze).all(dim=0).tolist() == [True] * 20 + [False] * 12
         ends.append(weight.detach().clone())
     assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+@behaviour(2)
+def an_exp_avg_mask_is_the_new_one_after_a_checkpoint(comm: Communicator, subject: Subject) -> None:
+    if subject.entry.freeze_option is None:
+        return
+
+    def build(first_held: int | None) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        weight = nn.Parameter(torch.ones(4, 32))
+        group = {"params": [weight]}
+        if first_held is not None:
+            group["exp_avg_mask"] = (torch.arange(32) < first_held).float().expand(4, 32).flatten()
+        return weight, subject.build_on([group], comm)
+
+    def step(weight: nn.Parameter, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            weight.grad = None
+            (weight * (comm.rank + 1 + number)).sum().backward()
+            optimizer.step()
+
+    weight, optimizer = build(20)
+    step(weight, optimizer, range(LOCAL + 1))
+    saved = through_a_file(optimizer.state_dict())
+    for first_held in (10, 30, None):
+        resumed, again = build(first_held)
+        with torch.no_grad():
+            resumed.copy_(weight)
+        again.load_state_dict(saved)
+        mask = again.param_groups[0].get("exp_avg_mask")
+        assert (None if mask is None else int(mask.sum())) == (None if first_held is None else 4 * first_held)
+        again.synchronize_weights()
+        before = resumed.detach().clone()
+        step(resumed, again, range(LOCAL + 1, LOCAL + 9))
+        again.synchronize_weights()
+        # What was held at the freeze has no variance to move by, whatever the new mask says.
+        moving = min(20, 20 if first_held is None else first_held)
+        assert (resumed != before).all(dim=0).tolist() == [True] * moving + [False] * (32 - moving)
 
 
 @behaviour(2)

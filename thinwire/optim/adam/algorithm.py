@@ -86,6 +86,11 @@ class Adam(Linear):
         """See Linear."""
         return settings.lr / settings.first_correction(clock.steps), 1 - settings.lr * settings.weight_decay
 
+    def hold_masked(self, state: Mapping[str, Tensor], mask: Tensor) -> None:
+        """See Algorithm."""
+        if "denominator" in state:
+            hold_masked([state["denominator"]], mask)
+
     def zero_variance(self, state: Mapping[str, Tensor]) -> Tensor | None:
         """See Algorithm."""
         return torch.isinf(state["denominator"]) if "denominator" in state else None

@@ -21,7 +21,7 @@ from thinwire.optim.sharded import packed_checkpoint
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.optim.sharded.packed_bucket import PackedBucket
-from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, variance_norm
+from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, hold_masked, variance_norm
 from thinwire.optim.sharded.parameter_state import WarmupState
 from thinwire.zero.bucket_state import StateOfBuckets
 from thinwire.zero.home import NO_GRADIENTS, StepResult
@@ -148,22 +148,20 @@ class PackedHome(AlgorithmShardedHome):
         self._watcher.use(self._gradients, self._keeps_gradients)
 
     def _freeze(self) -> None:
-        order = self._parameters.order
-
-        def mask(number: int) -> Tensor | None:
-            of_group: Tensor | None = self._parameters.group(number).get("exp_avg_mask")
-            return of_group
-
         states = freeze(
             self._parameters.exchange_comm,
             self._parameters.masters,
             self._state,
-            FrozenSettings(self._settings_of, mask, self.steps, len(order.parameters)),
+            FrozenSettings(self._settings_of, self._mask_of, self.steps, len(self._parameters.order.parameters)),
             self._codec,
             self._scale_momenta,
         )
         self._clock.frozen_at = self.steps
         self._begin_frozen_stage(states)
+
+    def _mask_of(self, number: int) -> Tensor | None:
+        of_group: Tensor | None = self._parameters.group(number).get("exp_avg_mask")
+        return of_group
 
     def _scale_momenta(self, shards: Sequence[Tensor]) -> None:
         members = MembersByGroup(self._settings)
@@ -250,7 +248,10 @@ class PackedHome(AlgorithmShardedHome):
         if not self.frozen:
             packed_checkpoint.load_warmup(self._parameters.masters, self._state, names, source)
             return
-        self._begin_frozen_stage(packed_checkpoint.read_states(self._parameters.buckets, names, source, self._codec))
+        states = packed_checkpoint.read_states(self._parameters.buckets, names, source, self._codec)
+        for bucket, state in zip(self._parameters.buckets, states, strict=True):
+            hold_masked(bucket, state.codes, self._mask_of)
+        self._begin_frozen_stage(states)
         ranks = self._ranks_to_resume(source)
         packed_checkpoint.load(self._packed, names, source, ranks)
 

@@ -16,7 +16,7 @@ from thinwire.optim.sharded.preconditioner import quantize, table
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.master_weights import MasterWeights
 
-__all__ = ["FrozenSettings", "FrozenState", "freeze", "variance_norm"]
+__all__ = ["FrozenSettings", "FrozenState", "freeze", "hold_masked", "variance_norm"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,15 @@ def freeze(
     shards = [_Shard(one.bucket, of_bucket, ranges) for one, of_bucket in zip(masters, cuts, strict=True)]
     scale([shard.u for shard in shards])
     return [shard.publish(comm, codec) for shard in shards]
+
+
+def hold_masked(bucket: FlatBucket, codes: Tensor, mask: Callable[[int], Tensor | None]) -> None:
+    """Hold every parameter where its mask is zero, in the `codes` of a whole bucket, uint8 [padded_numel]."""
+    for slot in bucket.layout.slots:
+        of_parameter = mask(slot.parameter)
+        if of_parameter is not None:
+            whole = shaped_mask(of_parameter, bucket.shape_of(slot.parameter)).reshape(-1).to(codes.device)
+            codes[slot.offset : slot.offset + slot.numel].masked_fill_(whole == 0, 0)
 
 
 def variance_norm(

@@ -208,6 +208,10 @@ class ZeroOne(Algorithm):
 
     # What else a home asks
 
+    def hold_masked(self, state: Mapping[str, Tensor], mask: Tensor) -> None:
+        """See Algorithm."""
+        hold_masked([state["denominator"]], mask)
+
     def zero_variance(self, state: Mapping[str, Tensor]) -> Tensor | None:
         """See Algorithm."""
         return torch.isinf(state["denominator"])
