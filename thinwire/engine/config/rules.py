@@ -90,10 +90,12 @@ def _precision(config: EngineConfig) -> Iterator[str]:
 
 
 def _buckets(zero: ZeroConfig, allgather_bucket_size: Any) -> Iterator[str]:
-    if allgather_bucket_size is not None and allgather_bucket_size != zero.reduce_bucket_size:
+    # Weights are gathered in the buckets in which gradients are reduced: any other size asks for nothing else.
+    whole = isinstance(allgather_bucket_size, int | float) and float(allgather_bucket_size).is_integer()
+    if allgather_bucket_size is not None and not (whole and allgather_bucket_size >= 1):
         yield (
-            f'"zero_optimization.allgather_bucket_size" must be reduce_bucket_size, {zero.reduce_bucket_size}, got '
-            f"{shown(allgather_bucket_size)}: the same buckets are reduced and gathered; give reduce_bucket_size alone"
+            '"zero_optimization.allgather_bucket_size" must be a whole number, at least 1, got '
+            f"{shown(allgather_bucket_size)}"
         )
     if zero.stage == 3 and zero.reduce_bucket_size != ZeroConfig().reduce_bucket_size:
         yield (
@@ -110,12 +112,6 @@ def _offload(zero: ZeroConfig) -> Iterator[str]:
         yield (
             f'"zero_optimization.offload_param" needs stage 3, got stage {zero.stage}, where every rank computes with '
             "its own whole parameters: use stage 3, or offload_optimizer alone"
-        )
-    if zero.stage == 3 and zero.offload_param != zero.offload_optimizer:
-        yield (
-            '"zero_optimization.offload_param" and "offload_optimizer" must be alike in stage 3, where FSDP2 offloads '
-            f"parameters and optimizer state together, got {shown(zero.offload_param.model_dump())} and "
-            f"{shown(zero.offload_optimizer.model_dump())}"
         )
 
 
