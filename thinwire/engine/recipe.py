@@ -15,6 +15,7 @@ from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.optimizer import check_optimizer
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
+from thinwire.zero import uncorrected_adam
 from thinwire.zero.bucket_optimizer import OptimizerClass
 
 __all__ = ["GivenOptimizer", "Recipe", "find_recipe"]
@@ -62,7 +63,9 @@ def find_recipe(
             )
         if section.type in registry.NAMES:
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
-        return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))
+        options = dict(section.params)
+        corrects = options.pop("bias_correction", True)
+        return Recipe(parameters, getattr(torch.optim if corrects else uncorrected_adam, section.type), options)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
     if model_parameters is not None:

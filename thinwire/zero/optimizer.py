@@ -168,4 +168,5 @@ class _ElementwiseHome(ShardedHome):
             self.comm.size,
             element_bytes=self._parameters.buckets[0].dtype.itemsize,
             state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
+            gradient_bytes=self._parameters.gradient_bytes,
         )

@@ -62,7 +62,7 @@ _EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"'
 _TORCH_DECLINES = {
     "adam_w_mode": Declined('use "Adam", which "adam_w_mode" is for', (True,)),
     "differentiable": Declined("a sharded step cannot be differentiated", (False,)),
-    "bias_correction": Declined("torch's Adam always corrects", (True,)),
+    "bias_correction": Declined('use "Adam" or "AdamW", which "bias_correction" is for', (True,)),
     "fp32_optimizer_states": Declined("optimizer state is fp32", (True,)),
 }
 
@@ -108,7 +108,8 @@ def check_optimizer(
     if len(problems) == before:
         try:
             if own is None:
-                getattr(torch.optim, name)([torch.zeros(1)], **params)
+                options = {key: value for key, value in params.items() if key != "bias_correction"}
+                getattr(torch.optim, name)([torch.zeros(1)], **options)
             else:
                 _build_alone(own, params, stage)
         except CANNOT_WORK as error:
@@ -168,10 +169,14 @@ def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str
     expected = expected_by(getattr(torch.optim, name).__init__, _NOT_PARAMETERS)
     if name == "Adam":
         expected["adam_w_mode"] = Expected("bool")
+    if name in ("Adam", "AdamW"):
+        expected["bias_correction"] = Expected("bool")
     declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES
     params = check_params("optimizer.params", name, params, expected, declined, problems)
     if name == "Adam":
         if "adam_w_mode" in params and "decoupled_weight_decay" in params:
             problems.append('"optimizer.params": "adam_w_mode" and "decoupled_weight_decay" mean the same: give one')
         params.setdefault("decoupled_weight_decay", params.pop("adam_w_mode", True))
+    if params.get("bias_correction"):
+        del params["bias_correction"]  # as torch's own always do
     return {**_DEEPSPEEDS_DEFAULTS.get(name, {}), **params}
