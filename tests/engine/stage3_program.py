@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.engine.tiny import Tiny, batch, loss_of, make_engine, settings, train
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.engine import CallError, Engine, NonFiniteError, initialize
+from thinwire.engine import CallError, Engine, NonFiniteError, initialize, optimizers
 
 
 def main(folder: Path) -> None:
@@ -29,6 +29,7 @@ def main(folder: Path) -> None:
     layers_are_sharded_apart(comm)
     sixteen_bits(comm)
     how_gradients_are_averaged(comm)
+    state_apart_from_the_shards(comm, folder)
     what_is_not_finite(comm)
     evaluation_in_between(comm)
     own_backwards(comm)
@@ -126,6 +127,28 @@ def how_gradients_are_averaged(comm: Communicator) -> None:
             train(engine, range(1))
             norms.append(engine.get_global_grad_norm())
         assert norms[1] == pytest.approx(comm.size * norms[0], rel=1e-5)
+
+
+def state_apart_from_the_shards(comm: Communicator, folder: Path) -> None:
+    """As on a GPU with `offload_optimizer` alone; here both lie in the same memory."""
+    plain = make_engine(comm, settings(3))
+    expected = train(plain, range(6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizers, "_stepped_on", lambda zero, device: torch.device("cpu"))
+        engine, other = make_engine(comm, settings(3)), make_engine(comm, settings(3), seed=5)
+    assert train(engine, range(3)) == expected[:3]
+    engine.save_checkpoint(folder / "apart", tag="apart")
+    assert train(engine, range(3, 6)) == expected[3:]
+    assert torch.equal(everything(engine), everything(plain))
+    other.load_checkpoint(folder / "apart", tag="apart")
+    assert train(other, range(3, 6)) == expected[3:]
+    # What somebody writes into the parameters is what goes on from there.
+    for one in (engine, plain):
+        with torch.no_grad():
+            for parameter in one.module.parameters():
+                parameter.mul_(0.5)
+    assert torch.equal(everything(engine), everything(plain))
+    assert train(engine, range(6, 8)) == train(plain, range(6, 8))
 
 
 def everything(engine: Engine) -> torch.Tensor:

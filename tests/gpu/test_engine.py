@@ -54,7 +54,7 @@ def test_threads_on_one_gpu(stage, offload, tmp_path) -> None:
             assert losses == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("offload", ["none", "cpu", "optimizer", "param"])
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}])
 def test_stage_3_over_nccl(offload, precision) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -63,8 +63,9 @@ def test_stage_3_over_nccl(offload, precision) -> None:
         for stage in (0, 3):
             config = settings(stage, **precision)
             if stage == 3:
-                place = {"device": offload, "pin_memory": offload == "cpu"}
-                config["zero_optimization"] |= {"offload_optimizer": place, "offload_param": place}
+                for part in ("optimizer", "param"):
+                    if offload in ("cpu", part):
+                        config["zero_optimization"][f"offload_{part}"] = {"device": "cpu", "pin_memory": True}
             losses.append(train(make_engine(None, config, "cuda"), 20))
         assert losses[1] == pytest.approx(losses[0], rel=0.05 if precision else 1e-4)
     finally:

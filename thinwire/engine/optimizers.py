@@ -11,6 +11,7 @@ from thinwire.comm import Communicator, Traffic
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import EngineConfig
+from thinwire.engine.config.models import ZeroConfig
 from thinwire.engine.model.precision import Precision
 from thinwire.engine.recipe import Recipe
 from thinwire.optim.registry import OptimizerEntry
@@ -141,7 +142,8 @@ def _build_stage_3(
     config: EngineConfig,
     precision: Precision,
 ) -> FullyShardedOptimizer:
-    offload = config.zero_optimization.offload_param
+    zero = config.zero_optimization
+    offload = zero.offload_param
     groups = recipe.groups()
     held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
     broadcast_from_rank_0(comm, [parameter for parameter in held if shard_of(parameter) is None])
@@ -173,8 +175,18 @@ def _build_stage_3(
         device=device,
         max_norm=config.gradient_clipping,
         times_mean=averaging.times_mean(comm.size),
+        stepped_on=_stepped_on(zero, device),
+        pin=zero.offload_optimizer.pin_memory,
         **recipe.options,
     )
+
+
+def _stepped_on(zero: ZeroConfig, device: torch.device) -> torch.device | None:
+    """Where optimizer state lies at stage 3, if not beside the shards of the parameters."""
+    state, shards = zero.offload_optimizer.device, zero.offload_param.device
+    if device.type == "cpu" or state == shards:
+        return None
+    return torch.device("cpu") if state == "cpu" else device
 
 
 def _names(groups: list[dict[str, Any]], model: nn.Module) -> list[list[str]]:

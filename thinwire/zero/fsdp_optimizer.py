@@ -37,13 +37,20 @@ __all__ = ["FullyShardedOptimizer"]
 
 @dataclass(frozen=True)
 class _Shard:
-    """Of a parameter, what this rank holds: a flat view, from element `start` on."""
+    """Of a parameter, what this rank holds, from element `start` on: `shown`, a flat view of what FSDP2 gathers, and
+    `values`, which is stepped: the same, or a copy on another device."""
 
     name: str
     parameter: Tensor
     group: int
     start: int
+    shown: Tensor
     values: Tensor
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes where somebody writes the parameter, or this rank's part of it."""
+        return self.parameter._version, self.shown._version
 
 
 class FullyShardedOptimizer(torch.optim.Optimizer):
@@ -62,6 +69,8 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         dtype: in which layers are gathered.
         max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
         times_mean: how many times the mean over the ranks the wanted gradient is.
+        stepped_on: where optimizer state lies, beside a copy of the weights, and is stepped, if not where the shards
+            lie: with `pin`, in page-locked memory.
     """
 
     def __init__(
@@ -77,6 +86,8 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         device: torch.device,
         max_norm: float,
         times_mean: float = 1.0,
+        stepped_on: torch.device | None = None,
+        pin: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(groups, optimizer_class([torch.zeros(1)], **options).defaults)
@@ -92,12 +103,14 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         self._dtype = dtype
         self._device = device
         self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
-        self._shards = [
-            _Shard(names[id(parameter)], parameter, number, *local_run(parameter))
-            for number, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        self._stepped_apart = stepped_on is not None
+        self._shards = []
+        for number, group in enumerate(self.param_groups):
+            for parameter in (one for one in group["params"] if one.requires_grad):
+                start, shown = local_run(parameter)
+                values = shown if stepped_on is None else _copy_on(stepped_on, shown, pin)
+                self._shards.append(_Shard(names[id(parameter)], parameter, number, start, shown, values))
+        self._note_versions()
         self._used_groups = sorted({shard.group for shard in self._shards if shard.values.numel()})
         self._build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = lambda groups: optimizer_class(
             groups, **options
@@ -192,6 +205,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
 
     def saved_slices(self) -> list[SavedSlice]:
         """Weights, master weights (where layers are gathered in 16 bits) and optimizer state of this rank."""
+        self._take_over_written()
         slices = []
         for shard in self._shards:
             if shard.values.numel() == 0:
@@ -239,6 +253,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         self._reshard()
         for shard in self._shards:
             shard.values.copy_(read_weight(source, torch.float32, shard.name, shard.start, shard.values.numel()))
+        self._show(self._shards)
 
     # One step
 
@@ -263,15 +278,36 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
         if self._optimizer is None:
             return
+        self._take_over_written()
         for shard, gradient in zip(self._shards, gradients, strict=True):
             if gradient is not None and coefficient != 1.0:
                 gradient.mul_(coefficient)
-            shard.values.grad = gradient
+            shard.values.grad = gradient if gradient is None else gradient.to(shard.values.device)
         for number, inner in zip(self._used_groups, self._optimizer.param_groups, strict=True):
             inner.update(group_settings(self.param_groups[number]))
         self._optimizer.step()
+        self._show(shard for shard, gradient in zip(self._shards, gradients, strict=True) if gradient is not None)
         for shard in self._shards:
             shard.values.grad = None
+
+    def _show(self, shards: Iterable[_Shard]) -> None:
+        """Have FSDP2 gather what is stepped elsewhere."""
+        if self._stepped_apart:
+            for shard in shards:
+                shard.shown.copy_(shard.values)
+            self._note_versions()
+
+    @torch.no_grad()
+    def _take_over_written(self) -> None:
+        """Have what is stepped elsewhere follow what somebody has written into the parameters."""
+        if self._stepped_apart:
+            for shard, version in zip(self._shards, self._versions, strict=True):
+                if shard.version != version:
+                    shard.values.copy_(shard.shown)
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [shard.version for shard in self._shards] if self._stepped_apart else []
 
     def _inner_group(self, number: int) -> dict[str, Any]:
         shards = [shard.values for shard in self._shards if shard.group == number and shard.values.numel()]
@@ -291,6 +327,11 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             return {}
         state: dict[str, Any] = self._optimizer.state.get(shard.values, {})
         return state
+
+
+def _copy_on(device: torch.device, shown: Tensor, pin: bool) -> Tensor:
+    copied = shown.detach().to(device, copy=True)
+    return copied.pin_memory() if pin and device.type == "cpu" and shown.device.type != "cpu" else copied
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

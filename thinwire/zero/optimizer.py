@@ -183,6 +183,7 @@ class _ElementwiseHome(ShardedHome):
             self.comm.size,
             element_bytes=self._parameters.buckets[0].dtype.itemsize,
             state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
+            gradient_bytes=self._parameters.gradient_bytes,
         )
         if self._parameters.sharding.whole_parameters:  # which have state of other kinds, at owners of unequal shares
             found["optimizer state"] = float(sum(one.state_bytes() for one in self._optimizers))

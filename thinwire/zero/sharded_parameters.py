@@ -117,6 +117,11 @@ class ShardedParameters:
         """Of the parameters."""
         return self.buckets[0].flat.device
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of the gradients that add up."""
+        return self.sharding.averaging.accumulated(self.buckets[0].dtype).itemsize
+
     def averaging_gradients(self) -> list[BucketGradients]:
         """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
         stage, averaging = self.sharding.stage, self.sharding.averaging

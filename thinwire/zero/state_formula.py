@@ -12,6 +12,7 @@ def model_state_formula(
     *,
     element_bytes: int = 2,
     state_bytes: float = 8,
+    gradient_bytes: int | None = None,
 ) -> dict[str, float]:
     """Bytes a rank should hold, by category; their sum is the published figure.
 
@@ -25,6 +26,7 @@ def model_state_formula(
         world_size: N.
         element_bytes: of a parameter as the model sees it: 2 or 4.
         state_bytes: of the optimizer a parameter: Adam 8, SGD with momentum 4, without 0.
+        gradient_bytes: of a gradient that adds up, by default those of a parameter.
 
     Raises ValueError for a stage, size or combination that there is no formula for.
     """
@@ -38,7 +40,7 @@ def model_state_formula(
     each = {
         "weights": element_bytes * (shared if stage == 3 else 1),
         "masters": masters * (shared if stage >= 1 else 1),
-        "gradients": element_bytes * (shared if stage >= 2 else 1),
+        "gradients": (gradient_bytes or element_bytes) * (shared if stage >= 2 else 1),
         "optimizer state": state_bytes * (shared if stage >= 1 else 1),
     }
     return {category: parameters * factor for category, factor in each.items()}

@@ -116,7 +116,7 @@ def test_remarks_stay_with_a_configuration_that_is_loaded_again() -> None:
         ),
         (
             {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1e6, "allgather_bucket_size": 0}},
-            ["zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"],
+            ["zero_optimization.allgather_bucket_size", "zero_optimization.reduce_bucket_size"],
         ),
     ],
 )

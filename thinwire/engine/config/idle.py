@@ -10,7 +10,7 @@ from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, 
 from thinwire.engine.config.without_effect import WithoutEffect
 from thinwire.optim import registry
 
-__all__ = ["settle_idle_keys", "take_idle_sizes"]
+__all__ = ["settle_idle_keys", "take_idle_size"]
 
 _SWITCHED = (
     "fp16",
@@ -29,18 +29,16 @@ _SomeSection = TypeVar("_SomeSection", bound=Section)
 _SIZE = WithoutEffect("int", "stage 3 is FSDP2, which reduces and gathers one layer at a time")
 
 
-def take_idle_sizes(tree: dict[str, Any], without_effect: dict[str, str], problems: list[str]) -> None:
-    """Take the bucket sizes out of `tree` at stage 3, where 0 is as good as any."""
+def take_idle_size(tree: dict[str, Any], without_effect: dict[str, str], problems: list[str]) -> None:
+    """Take the bucket size out of `tree` at stage 3, where 0 is as good as any."""
     zero = tree.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") != 3:
+    if not isinstance(zero, dict) or zero.get("stage") != 3 or "reduce_bucket_size" not in zero:
         return
-    for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        if key in zero:
-            path, value = f"zero_optimization.{key}", zero.pop(key)
-            if (problem := _SIZE.problem(path, value)) is not None:
-                problems.append(problem)
-            else:
-                without_effect[path] = _SIZE.why
+    path = "zero_optimization.reduce_bucket_size"
+    if (problem := _SIZE.problem(path, zero.pop("reduce_bucket_size"))) is not None:
+        problems.append(problem)
+    else:
+        without_effect[path] = _SIZE.why
 
 
 def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:

@@ -25,7 +25,6 @@ AUTO = frozenset(
         "fp16.enabled",
         "bf16.enabled",
         "zero_optimization.reduce_bucket_size",
-        "zero_optimization.allgather_bucket_size",
         "zero_optimization.overlap_comm",
         "zero_optimization.offload_optimizer.device",
         "zero_optimization.offload_param.device",
@@ -34,9 +33,6 @@ AUTO = frozenset(
 
 # Where "auto" is a value like others.
 _AUTO_VALUES = frozenset({"progressive_layer_drop.gamma"})
-
-# Not a field, since one bucket size serves both ways: checked against reduce_bucket_size.
-_OTHER_KNOWN = frozenset({"zero_optimization.allgather_bucket_size"})
 
 
 def keep_known_keys(tree: Mapping[str, Any], without_effect: dict[str, str], problems: list[str]) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def _keep(
         elif declined is not None:
             if value is not None and not declined.accepts(value):
                 problems.append(declined.refusal(path, value))
-        elif not isinstance(key, str) or (key not in model.model_fields and path not in _OTHER_KNOWN):
+        elif not isinstance(key, str) or key not in model.model_fields:
             problems.append(_unknown(path, prefix, str(key), model))
         elif auto and path not in _AUTO_VALUES:
             problems.append(f'"{path}" cannot be "auto": write the value, or delete the key for the default')
@@ -93,9 +89,7 @@ def _note(path: str, value: Any, without_effect: dict[str, str], problems: list[
 def _unknown(path: str, prefix: str, key: str, model: type[Section]) -> str:
     known = [*model.model_fields]
     not_fields = [
-        other.rpartition(".")[2]
-        for other in (*DECLINED, *WITHOUT_EFFECT, *_OTHER_KNOWN)
-        if other.rpartition(".")[0] == prefix
+        other.rpartition(".")[2] for other in (*DECLINED, *WITHOUT_EFFECT) if other.rpartition(".")[0] == prefix
     ]
     elsewhere = [other for other in _all_paths("", EngineConfig) if other.rpartition(".")[2] == key and other != path]
     if elsewhere:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from thinwire.engine.config.batch import complete_batch_sizes
 from thinwire.engine.config.errors import ConfigError
-from thinwire.engine.config.idle import settle_idle_keys, take_idle_sizes
+from thinwire.engine.config.idle import settle_idle_keys, take_idle_size
 from thinwire.engine.config.json_file import read_json_object
 from thinwire.engine.config.keys import keep_known_keys
 from thinwire.engine.config.limits import check_limits
@@ -57,15 +57,14 @@ def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
         tree["optimizer"] = check_optimizer(section, problems, _stage(tree), without_effect)
     if isinstance(section := tree.get("scheduler"), Mapping):
         tree["scheduler"] = check_scheduler(section, problems)
-    take_idle_sizes(tree, without_effect, problems)
-    allgather_bucket_size = _take_allgather_bucket_size(tree)
+    take_idle_size(tree, without_effect, problems)
     _fill_batch_sizes(tree, world_size, problems)
     try:
         config = EngineConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(problems + explain(error), label) from None
     config = settle_idle_keys(config, without_effect)
-    problems += check_combinations(config, allgather_bucket_size)
+    problems += check_combinations(config)
     if problems:
         raise ConfigError(problems, label)
     return config.with_remarks(Remarks(without_effect, "gradient_clipping" not in config.model_fields_set))
@@ -75,11 +74,6 @@ def _stage(tree: Mapping[str, Any]) -> Any:
     """ZeRO's, as it was given: it has not been checked yet."""
     section = tree.get("zero_optimization")
     return section.get("stage", 0) if isinstance(section, Mapping) else 0
-
-
-def _take_allgather_bucket_size(tree: dict[str, Any]) -> Any:
-    section = tree.get("zero_optimization")
-    return section.pop("allgather_bucket_size", None) if isinstance(section, dict) else None
 
 
 def _fill_batch_sizes(tree: dict[str, Any], world_size: int, problems: list[str]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from thinwire.comm.operation_log import OPERATION_NAMES
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
-from thinwire.engine.config.models import EngineConfig, ThinwireConfig, ZeroConfig
+from thinwire.engine.config.models import EngineConfig, ThinwireConfig
 from thinwire.optim import registry
 from thinwire.optim.exact.names import needs_whole_parameters
 from thinwire.optim.registry import OptimizerEntry
@@ -16,16 +15,11 @@ from thinwire.sparse_attn.layouts.config import layout_from_config
 __all__ = ["check_combinations", "total_steps"]
 
 
-def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list[str]:
-    """A sentence for each combination in `config` that cannot work.
-
-    `allgather_bucket_size` as it was given, None where it was not: one bucket size serves both ways.
-    """
+def check_combinations(config: EngineConfig) -> list[str]:
+    """A sentence for each combination in `config` that cannot work."""
     return [
         *_precision(config),
-        *_buckets(config.zero_optimization, allgather_bucket_size),
         *_averaging(config),
-        *_offload(config.zero_optimization),
         *_own_optimizer(config),
         *_sparse_attention(config),
         *_layer_drop(config),
@@ -51,23 +45,6 @@ def _precision(config: EngineConfig) -> Iterator[str]:
         yield (
             f'"fp16.min_loss_scale" {fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}: '
             "lower it, or raise fp16.initial_scale_power"
-        )
-
-
-def _buckets(zero: ZeroConfig, allgather_bucket_size: Any) -> Iterator[str]:
-    if allgather_bucket_size is not None and allgather_bucket_size != zero.reduce_bucket_size:
-        yield (
-            f'"zero_optimization.allgather_bucket_size" must be reduce_bucket_size, {zero.reduce_bucket_size}, got '
-            f"{shown(allgather_bucket_size)}: the same buckets are reduced and gathered; give reduce_bucket_size alone"
-        )
-
-
-def _offload(zero: ZeroConfig) -> Iterator[str]:
-    if zero.stage == 3 and zero.offload_param != zero.offload_optimizer:
-        yield (
-            '"zero_optimization.offload_param" and "offload_optimizer" must be alike in stage 3, where FSDP2 offloads '
-            f"parameters and optimizer state together, got {shown(zero.offload_param.model_dump())} and "
-            f"{shown(zero.offload_optimizer.model_dump())}"
         )
 
 

@@ -73,6 +73,7 @@ _ZERO = {
     ),
     **_off("bool", "a bucket's gradients are always contiguous", "contiguous_gradients"),
     **_off("bool", "sharded gradients are always reduce-scattered", "reduce_scatter"),
+    **_off("int", "weights are gathered in the buckets in which gradients are reduced", "allgather_bucket_size"),
     **_off("bool", "a bucket's weights are always gathered at once", "allgather_partitions"),
     **_off("bool", _EVERY_BUCKET, "use_multi_rank_bucket_allreduce", "round_robin_gradients", "legacy_stage1"),
     **_off("bool", "a checkpoint always restores the fp32 master weights", "load_from_fp32_weights"),

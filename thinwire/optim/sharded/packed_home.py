@@ -267,4 +267,5 @@ class PackedHome(AlgorithmShardedHome):
             return frozen_state_formula(
                 self._numel, ranks, element_bytes=size, fresh_variance=self._algorithm.follows_variance
             )
-        return model_state_formula(stage, self._numel, ranks, element_bytes=size, state_bytes=8)
+        held = self._parameters.gradient_bytes
+        return model_state_formula(stage, self._numel, ranks, element_bytes=size, state_bytes=8, gradient_bytes=held)
