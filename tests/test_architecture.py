@@ -29,6 +29,7 @@ FLOORS = {
     "engine": 6,
     "hugging_face": 7,
     "lightning": 7,
+    "deepspeed": 7,
 }
 APART = {"sparse_attn", "pld"}
 # What is no room and no door, and imports nothing of thinwire, so that every room may use it.
@@ -46,6 +47,7 @@ COMPILED = {"triton.jit"}
 LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
     "engine/checkpoint/command_line.py": "--help needs no torch",
+    "engine/config_command.py": "--help needs no torch",
     "optim/registry.py": "it names optimizers to those that need no torch",
     "plan/command_line.py": "--help needs no torch",
     "plan/models/finding.py": "transformers, and torch with it, are for families that have no formula",

@@ -24,6 +24,8 @@ HELP = [
     ("plan", "--help"),
     ("probe", "--help"),
     ("checkpoint", "--help"),
+    ("config", "--help"),
+    ("config", "check", "--help"),
     ("checkpoint", "verify", "--help"),
     ("checkpoint", "inspect", "--help"),
     ("checkpoint", "export", "--help"),

@@ -18,6 +18,7 @@ __all__ = [
     "__version__",
     "comm",
     "compress",
+    "deepspeed",
     "engine",
     "hugging_face",
     "initialize",
@@ -30,7 +31,7 @@ __all__ = [
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
 if TYPE_CHECKING:
-    from thinwire import comm, compress, engine, hugging_face, optim, plan, pld, sparse_attn, zero
+    from thinwire import comm, compress, deepspeed, engine, hugging_face, optim, plan, pld, sparse_attn, zero
     from thinwire.engine import initialize
     from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
     from thinwire.zero import ShardedOptimizer
@@ -38,7 +39,18 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "": ("comm", "compress", "engine", "hugging_face", "optim", "plan", "pld", "sparse_attn", "zero"),
+            "": (
+                "comm",
+                "compress",
+                "deepspeed",
+                "engine",
+                "hugging_face",
+                "optim",
+                "plan",
+                "pld",
+                "sparse_attn",
+                "zero",
+            ),
             "engine": ("initialize",),
             "optim": ("OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
             "zero": ("ShardedOptimizer",),

@@ -11,6 +11,7 @@ from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.command_line import add_commands
 from thinwire.engine.checkpoint.errors import UsageError
 from thinwire.engine.checkpoint.printing import printable
+from thinwire.engine.config_command import add_config_commands
 from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
 from thinwire.plan.errors import PlanError
 
@@ -20,8 +21,9 @@ __all__ = ["main", "make_parser"]
 def make_parser() -> argparse.ArgumentParser:
     """What reads the command's arguments; `run` of what it returns does what they ask for."""
     parser = argparse.ArgumentParser(prog="thinwire", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="checkpoint|plan|probe")
+    commands = parser.add_subparsers(required=True, metavar="checkpoint|config|plan|probe")
     add_commands(commands.add_parser("checkpoint", help="verify, inspect or export checkpoints"))
+    add_config_commands(commands.add_parser("config", help="say what a configuration file will do"))
     add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))
     add_probe_arguments(commands.add_parser("probe", help="measure the network for plan; under torchrun or mpirun"))
     return parser

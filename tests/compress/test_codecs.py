@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from thinwire.compress import make_codec
 
-NAMES = ["sign1", "int8", "bf16", "none"]
+NAMES = ["sign1", "int8", "bf16", "fp16", "none"]
 # Largest relative error of one element, as a part of its block's largest.
 LOSS = {"int8": 0.5 / 127, "bf16": 2**-8, "none": 0.0}
 
@@ -80,11 +80,14 @@ def test_scaled_packets_decode_to_scaled_values(name, rows, blocks, block_size, 
     codec.decode(packets, before, numel)
     codec.scale(packets, factor)
     codec.decode(packets, after, numel)
-    torch.testing.assert_close(after, before * factor, rtol=2**-8 if name == "bf16" else 1e-6, atol=0)
+    rounding = {"bf16": {"rtol": 2**-8, "atol": 0}, "fp16": {"rtol": 2**-10, "atol": 2**-24}}.get(
+        name, {"rtol": 1e-6, "atol": 0}
+    )
+    torch.testing.assert_close(after, before * factor, **rounding)
     assert bool((packets[:, :16] == 7).all())  # the header is not a value
 
 
-@pytest.mark.parametrize(("name", "bits"), [("sign1", 1), ("int8", 8), ("bf16", 16), ("none", 32)])
+@pytest.mark.parametrize(("name", "bits"), [("sign1", 1), ("int8", 8), ("bf16", 16), ("fp16", 16), ("none", 32)])
 def test_packet_bytes(name, bits) -> None:
     scales = 4 * 16 if name in ("sign1", "int8") else 0
     assert make_codec(name, 2048).packet_bytes(16 * 2048) == 16 + scales + 16 * 2048 * bits // 8
@@ -97,5 +100,5 @@ def test_bad_block_sizes_are_refused(block_size) -> None:
 
 
 def test_unknown_codecs_are_refused() -> None:
-    with pytest.raises(ValueError, match="'sign1', 'int8', 'bf16' or 'none', got 'topk'"):
+    with pytest.raises(ValueError, match="'sign1', 'int8', 'bf16', 'fp16' or 'none', got 'topk'"):
         make_codec("topk")

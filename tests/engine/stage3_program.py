@@ -28,6 +28,7 @@ def main(folder: Path) -> None:
     losses_are_those_of_stage_0(comm)
     layers_are_sharded_apart(comm)
     sixteen_bits(comm)
+    how_gradients_are_averaged(comm)
     what_is_not_finite(comm)
     evaluation_in_between(comm)
     own_backwards(comm)
@@ -96,6 +97,34 @@ def sixteen_bits(comm: Communicator) -> None:
         assert {
             saved_slice.tensor.dtype for saved_slice in engine.optimizer.saved_slices() if saved_slice.kind == "master"
         } == {torch.float32}
+
+
+def how_gradients_are_averaged(comm: Communicator) -> None:
+    expected = torch.tensor(train(make_engine(comm, settings(3)), range(6)))
+    plain = make_engine(comm, settings(3))
+    train(plain, range(6))
+    divided: list[dict[str, Any]] = [{"prescale_gradients": True}, {"gradient_predivide_factor": 5.0}]
+    for changes in (*divided, {"data_types": {"grad_accum_dtype": "fp32"}}):
+        found = torch.tensor(train(make_engine(comm, settings(3, **changes)), range(6)))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    narrow = make_engine(comm, settings(3, communication_data_type="bf16"))
+    torch.testing.assert_close(torch.tensor(train(narrow, range(6))), expected, rtol=0.02, atol=0)
+    if comm.size > 1:
+        assert 0.7 < narrow.optimizer.bytes_sent / plain.optimizer.bytes_sent < 0.9
+    # fp16's smallest number does not survive a division.
+    for changes, survives in (({}, True), ({"gradient_predivide_factor": 4.0}, False)):
+        engine = make_engine(comm, settings(3, communication_data_type="fp16", **changes))
+        engine.backward(engine(batch(comm.rank, 0)[0]).sum() * 0 + 2.0**-24 * engine.module.unmix.bias.sum())
+        engine.step()
+        assert (engine.get_global_grad_norm() > 0) == (survives or comm.size == 1)
+    # A gradient of as many times the mean as there are ranks, with its norm and clipping.
+    for max_norm in (0.0, 0.01):
+        norms = []
+        for operation in ("mean", "sum"):
+            engine = make_engine(comm, settings(3, gradient_allreduce_op=operation, gradient_clipping=max_norm))
+            train(engine, range(1))
+            norms.append(engine.get_global_grad_norm())
+        assert norms[1] == pytest.approx(comm.size * norms[0], rel=1e-5)
 
 
 def everything(engine: Engine) -> torch.Tensor:

@@ -87,6 +87,49 @@ def test_the_users_optimizer_and_schedule(form, schedule_form) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("form", ["instance", "function"])
+def test_the_users_optimizer_and_schedule_replace_those_of_the_file(form, capsys) -> None:
+    """As in DeepSpeed: what a script passes wins over what its file names, and that is said once."""
+    model = make_model()
+    optimizer = sgd(model) if form == "instance" else lambda parameters: sgd(model)
+    schedule = decaying(optimizer) if form == "instance" else decaying
+    config = settings(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}, gradient_clipping=0)
+    engine, *_ = initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, comm=speaking())
+    assert engine.get_lr() == [0.01, 0.005]
+    losses = train(engine, range(5))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses(5, decaying)), rtol=1e-5, atol=0)
+    told = capsys.readouterr().err
+    assert told.count('is used in place of "AdamW" in the configuration\'s "optimizer" section') == 1
+    assert told.count('is used in place of "WarmupLR" in the configuration\'s "scheduler" section') == 1
+
+
+def test_an_optimizer_of_the_users_goes_with_a_schedule_of_the_file() -> None:
+    model = make_model()
+    config = settings(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}})
+    engine, _, _, schedule = initialize(model=model, optimizer=sgd(model), config=config)
+    assert type(schedule).__name__ == "WarmupLR"
+    assert engine.lr_scheduler is schedule
+
+
+def test_keys_without_effect_are_said_in_one_line(capsys) -> None:
+    config = settings(dump_state=True, zero_allow_untested_optimizer=True)
+    initialize(model=make_model(), config=config, comm=speaking())
+    lines = [line for line in capsys.readouterr().err.splitlines() if "configuration" in line]
+    assert len(lines) == 1
+    assert "dump_state, zero_allow_untested_optimizer" in lines[0]
+    assert '"gradient_clipping" is not set' in lines[0]
+    quiet = speaking()
+    quiet.speaks = False
+    initialize(model=make_model(), config=config, comm=quiet)
+    assert not capsys.readouterr().err
+
+
+def speaking():
+    comm = threads.single(60)
+    comm.speaks = True
+    return comm
+
+
 def test_parameters_to_train() -> None:
     model = make_model()
     before = model.mix.weight.clone()
@@ -164,7 +207,6 @@ def stepped(model):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (lambda model: {"optimizer": torch.optim.SGD(model.parameters())}, ValueError, "two optimizers: SGD passed"),
         (
             lambda model: {"config": without_optimizer(scheduler={"type": "WarmupLR"})},
             ValueError,
@@ -203,11 +245,6 @@ def stepped(model):
             lambda model: {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
             ValueError,
             "ReduceLROnPlateau cannot be stepped",
-        ),
-        (
-            lambda model: {"lr_scheduler": decaying, "config": settings(scheduler={"type": "WarmupLR"})},
-            ValueError,
-            "two schedules",
         ),
         (lambda model: {"model": None}, TypeError, "must be a torch.nn.Module, got NoneType"),
         (lambda model: {"model": nn.ReLU()}, ValueError, "ReLU has no parameters"),

@@ -108,9 +108,11 @@ def _within(vector: Tensor, numel: int) -> int:
 
 
 class _CastCodec(Codec):
-    """The values themselves in a narrower (`bf16`) or the same (`none`) dtype: torch's own copies do it."""
+    """The values themselves in a narrower (`bf16`, `fp16`) or the same (`none`) dtype: torch's own copies do it."""
 
-    def __init__(self, name: Literal["bf16", "none"], identifier: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: Literal["bf16", "fp16", "none"], identifier: int, block_size: int, dtype: torch.dtype
+    ) -> None:
         self.name = name
         self.identifier = identifier
         self.block_size = block_size
@@ -162,7 +164,7 @@ class _CastCodec(Codec):
 
 
 def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
-    """The codec called `name`: `sign1` (1 bit), `int8`, `bf16` or `none`, with one scale a `block_size` elements.
+    """The codec called `name`: `sign1` (1 bit), `int8`, `bf16`, `fp16` or `none`, a scale each `block_size` elements.
 
     Raises ValueError for another name, or a block size that is not a multiple of 64 from 64 to 65536.
     """
@@ -177,4 +179,6 @@ def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
             return _CastCodec("bf16", 3, block_size, torch.bfloat16)
         case "none":
             return _CastCodec("none", 4, block_size, torch.float32)
-    raise ValueError(f"codec must be 'sign1', 'int8', 'bf16' or 'none', got {name!r}")
+        case "fp16":
+            return _CastCodec("fp16", 5, block_size, torch.float16)
+    raise ValueError(f"codec must be 'sign1', 'int8', 'bf16', 'fp16' or 'none', got {name!r}")

@@ -20,7 +20,7 @@ __all__ = [
     "packet_bytes",
 ]
 
-CodecName = Literal["sign1", "int8", "bf16", "none"]
+CodecName = Literal["sign1", "int8", "bf16", "fp16", "none"]
 
 HEADER_BYTES = 16
 SCALE_BYTES = 4
@@ -30,7 +30,7 @@ MAX_BLOCK_SIZE = 65536
 DEFAULT_BLOCK_SIZE = 2048
 CODE_BITS = {"sign1": 1, "int8": 8}
 """Of the codecs that have kernels."""
-VALUE_BYTES = {"bf16": 2, "none": 4}
+VALUE_BYTES = {"bf16": 2, "fp16": 2, "none": 4}
 """Of the codecs that send values themselves."""
 
 

@@ -16,15 +16,10 @@ __all__ = ["GivenSchedule", "check_schedule", "make_schedule"]
 GivenSchedule = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def check_schedule(given: GivenSchedule | None, optimizer: GivenOptimizer | None, config: EngineConfig) -> None:
+def check_schedule(given: GivenSchedule | None, optimizer: GivenOptimizer | None) -> None:
     """Raise ValueError or TypeError, before anything is built, for a schedule that could not steer the engine."""
     if given is None:
         return
-    if config.scheduler is not None:
-        raise ValueError(
-            f'there are two schedules: one passed to thinwire.initialize, and "{config.scheduler.type}" in the '
-            'configuration\'s "scheduler" section. Remove one of them'
-        )
     if isinstance(given, LRScheduler):
         _check_instance(given)
         if given.optimizer is not optimizer:

@@ -36,7 +36,9 @@ from thinwire.engine.no_optimizer import NoOptimizer
 from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation
 from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
+from thinwire.engine.start_lines import say_at_start
 from thinwire.sparse_attn import densify
+from thinwire.zero.built_model import gather_model, hide_shapes, show_shapes
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
 __all__ = ["ConfigSource", "initialize"]
@@ -72,11 +74,11 @@ def initialize(
             `config` is not given.
         model: on this rank's device; under NCCL it is moved there. Rank 0's weights and buffers are given to all.
         optimizer: an elementwise torch optimizer that has not stepped yet, whose class, groups and settings are taken
-            over, or a function from parameters to one; None for the configuration's, if it has one.
+            over, or a function from parameters to one; None for the configuration's, if it has one, which gives way.
         model_parameters: parameters or groups to train, by default all of the model's.
         training_data: a data set for the loader; None for no loader.
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
-            the configuration's. It steps once a step that moves the weights.
+            the configuration's, which gives way to it. It steps once a step that moves the weights.
         distributed_port: changes nothing: ranks meet where their launcher says.
         mpu: None: there is data parallelism alone.
         dist_init_required: changes nothing: a torch process group is made where one is needed and there is none.
@@ -110,13 +112,18 @@ class _Given:
 def _build(
     given: _Given, settings: EngineConfig, comm: Communicator
 ) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
+    if settings.zero_optimization.stage < 3:
+        gather_model(given.model)
     trained, device = on_every_rank(comm, lambda: check_model(given.model), "train this model", _BAD_INPUT)
     agree_on_model(comm, trained)
     recipe = on_every_rank(comm, lambda: _asked_for(given, trained, settings), "build its optimizer", _BAD_INPUT)
+    say_at_start(comm, settings, given.optimizer, given.lr_scheduler)
     precision = Precision.of(settings)
     device = _prepare(trained, recipe, precision, comm, device)
-    names = ModelNames.of(trained, precision)
     with ExitStack() as undo:
+        show_shapes(trained)
+        undo.callback(hide_shapes, trained)
+        names = ModelNames.of(trained, precision)
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
         sharded, schedule = _build_steps(recipe, given.lr_scheduler, trained, comm, device, settings, precision)
         loader = None
@@ -135,6 +142,8 @@ def _build(
             recomputed=recomputed,
             layer_drop=layer_drop,
             collate_fn=given.collate_fn,
+            given_optimizer=given.optimizer is not None,
+            given_schedule=given.lr_scheduler is not None,
         )
         engine = Engine(job, JobCheckpoints(job, names), JobReports(job))
         undo.pop_all()
@@ -143,7 +152,7 @@ def _build(
 
 def _asked_for(given: _Given, model: nn.Module, settings: EngineConfig) -> Recipe | None:
     """The optimizer to build; None where there is none, and no schedule that would need one."""
-    check_schedule(given.lr_scheduler, given.optimizer, settings)
+    check_schedule(given.lr_scheduler, given.optimizer)
     recipe = find_recipe(given.optimizer, model, given.model_parameters, settings)
     if recipe is None and (given.lr_scheduler is not None or settings.scheduler is not None):
         raise ValueError(

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire import comm as communication
-from thinwire.comm import Communicator, LoggedCommunicator, Traffic
+from thinwire.comm import Communicator, Traffic
 from thinwire.comm.agreement import on_every_rank
+from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.model.precision import Precision
 from thinwire.engine.recipe import Recipe
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
+from thinwire.zero.averaging import Averaging
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
+from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.rank_checks import broadcast_from_rank_0
+from thinwire.zero.sharded_model import describe_sharded
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["EngineOptimizer", "build_optimizer", "shard_for_evaluation"]
@@ -27,6 +30,8 @@ EngineOptimizer = SynchronizedOptimizer | FullyShardedOptimizer
 """What the engine steps: one surface, whatever the ZeRO stage."""
 
 _BYTES_OF_FP32 = 4
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
 def build_optimizer(
@@ -44,11 +49,11 @@ def build_optimizer(
     zero = config.zero_optimization
     optimizer: SynchronizedOptimizer
     if isinstance(recipe.optimizer, OptimizerEntry):
-        optimizer = _build_own(recipe, recipe.optimizer, model, comm, config, precision)
+        optimizer = _build_own(recipe, recipe.optimizer, model, comm, device, config, precision)
     elif zero.stage == 3:
         return _build_stage_3(recipe, recipe.optimizer, model, comm, device, config, precision)
     else:
-        shared = _common_options(model, config, precision) | _clipping(config) | _offloading(config)
+        shared = _common_options(model, config, precision, comm) | _clipping(config) | _offloading(config)
         optimizer = ShardedOptimizer(recipe.parameters, recipe.optimizer, comm=comm, **shared, **recipe.options)
     if zero.overlap_comm:
         optimizer.gather_during_forward(model)
@@ -71,9 +76,13 @@ def shard_for_evaluation(
         return precision.dtype or next(model.parameters()).dtype
 
     dtype = on_every_rank(comm, find_dtype, "shard its model", (ValueError,))
-    stage3.join_process_group(comm, device)
+    joined = stage3.join_process_group(comm, device)
     offload = config.zero_optimization.offload_param
-    return stage3.shard_model(model, dtype, device, offload=offload.device == "cpu", pin=offload.pin_memory)
+    traffic = stage3.shard_model(
+        model, dtype, device, _averaging(config, comm), offload=offload.device == "cpu", pin=offload.pin_memory
+    )
+    describe_sharded(model, joined)
+    return traffic
 
 
 def _build_own(
@@ -81,12 +90,13 @@ def _build_own(
     entry: OptimizerEntry,
     model: nn.Module,
     comm: Communicator,
+    device: torch.device,
     config: EngineConfig,
     precision: Precision,
 ) -> SynchronizedOptimizer:
     options = dict(recipe.options)
-    comm = _communicator(options.pop("comm_backend_name", None), comm)
-    shared = _common_options(model, config, precision)
+    comm = communicator_of(options.pop("comm_backend_name", None), comm, device)
+    shared = _common_options(model, config, precision, comm)
     shared["resync_interval"] = config.thinwire.resync_interval
     shared |= _clipping(config)
     if entry.offloads:
@@ -95,14 +105,24 @@ def _build_own(
     return optimizer
 
 
-def _common_options(model: nn.Module, config: EngineConfig, precision: Precision) -> dict[str, Any]:
+def _common_options(model: nn.Module, config: EngineConfig, precision: Precision, comm: Communicator) -> dict[str, Any]:
     width = precision.dtype.itemsize if precision.dtype is not None else _BYTES_OF_FP32
     return {
         "stage": config.zero_optimization.stage,
         "named_parameters": model.named_parameters(),
         "param_dtype": precision.dtype,
         "bucket_bytes": config.zero_optimization.reduce_bucket_size * width,
+        "averaging": _averaging(config, comm),
     }
+
+
+def _averaging(config: EngineConfig, comm: Communicator) -> Averaging:
+    return Averaging(
+        wire_dtype=_DTYPES[config.communication_data_type],
+        divide_first=float(comm.size) if config.prescale_gradients else config.gradient_predivide_factor,
+        accumulate_dtype=_DTYPES[config.data_types.grad_accum_dtype],
+        op="sum" if config.gradient_allreduce_op == "sum" else "mean",
+    )
 
 
 def _clipping(config: EngineConfig) -> dict[str, Any]:
@@ -126,17 +146,24 @@ def _build_stage_3(
     offload = config.zero_optimization.offload_param
     groups = recipe.groups()
     held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-    broadcast_from_rank_0(comm, held)
+    broadcast_from_rank_0(comm, [parameter for parameter in held if shard_of(parameter) is None])
+
+    averaging = _averaging(config, comm)
 
     def plan() -> tuple[torch.dtype, list[list[str]]]:
-        return stage3.computing_dtype(model, precision.dtype), _names(groups, model)
+        dtype = stage3.computing_dtype(model, precision.dtype)
+        averaging.check_parameters(held, dtype)
+        return dtype, _names(groups, model)
 
     dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
     joined = stage3.join_process_group(comm, device)
-    traffic = stage3.shard_model(model, dtype, device, offload=offload.device == "cpu", pin=offload.pin_memory)
+    traffic = stage3.shard_model(
+        model, dtype, device, averaging, offload=offload.device == "cpu", pin=offload.pin_memory
+    )
     sharded = dict(model.named_parameters())
     for group, names_in_group in zip(groups, names, strict=True):
         group["params"] = [sharded[name] for name in names_in_group]
+    describe_sharded(model, joined)
     return FullyShardedOptimizer(
         model,
         groups,
@@ -147,23 +174,9 @@ def _build_stage_3(
         dtype=dtype,
         device=device,
         max_norm=config.gradient_clipping,
+        times_mean=averaging.times_mean(comm.size),
         **recipe.options,
     )
-
-
-def _communicator(backend: Literal["gloo", "nccl", "mpi"] | None, comm: Communicator) -> Communicator:
-    """The ranks of `comm` over the backend that the configuration names for its optimizer."""
-    if backend is None or backend == comm.backend:
-        return comm
-    joined = communication.init(backend, comm.timeout, quiet=True)
-    if (joined.rank, joined.size) != (comm.rank, comm.size):
-        raise ValueError(
-            f'"optimizer.params.comm_backend_name" "{backend}" joins all {joined.size} ranks of the job, and the '
-            f"engine's communicator has {comm.size}: leave it out"
-        )
-    if isinstance(comm, LoggedCommunicator):
-        return LoggedCommunicator(joined, comm.log)
-    return joined
 
 
 def _names(groups: list[dict[str, Any]], model: nn.Module) -> list[list[str]]:

@@ -43,13 +43,13 @@ class Recipe:
 def find_recipe(
     given: GivenOptimizer | None, model: nn.Module, model_parameters: ParamsT | None, config: EngineConfig
 ) -> Recipe | None:
-    """What the user asked for, by `given` or by the configuration's optimizer section; None where that has none.
+    """What the user asked for, by `given` or else by the configuration's optimizer section; None where that has none.
 
     An optimizer's groups are taken over as the same dicts, so that a schedule built on it goes on steering them.
 
     Parameters that require no gradient may be in one of `model_parameters` and the optimizer alone.
 
-    Raises ValueError where both are given, or where an optimizer has stepped already or cannot be sharded;
+    Raises ValueError where an optimizer has stepped already or cannot be sharded;
     TypeError where `given` is, or returns, no optimizer.
     """
     section = config.optimizer
@@ -60,11 +60,6 @@ def find_recipe(
         if section.type in registry.NAMES:
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
         return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))
-    if section is not None:
-        raise ValueError(
-            f'there are two optimizers: {_describe(given)} passed to thinwire.initialize, and "{section.type}" in the '
-            'configuration\'s "optimizer" section. Remove one of them'
-        )
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
     if model_parameters is not None:

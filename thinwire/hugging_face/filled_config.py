@@ -17,6 +17,7 @@ from thinwire.engine.config.errors import shown
 from thinwire.engine.config.json_file import read_json_object
 from thinwire.engine.config.keys import AUTO
 from thinwire.engine.config.limits import check_limits
+from thinwire.engine.config.old_spellings import respell
 from thinwire.optim import registry
 
 __all__ = ["TrainerConfig"]
@@ -73,7 +74,9 @@ class TrainerConfig:
 
         Raises ConfigError with every contradiction, and all else that is wrong with it.
         """
-        filling = _Filling(copy.deepcopy(dict(self._tree)), arguments)
+        misspelt: list[str] = []
+        filling = _Filling(copy.deepcopy(respell(self._tree, misspelt)), arguments)
+        filling.problems += misspelt
         filling.fill_sizes()
         filling.fill_optimizer()
         filling.fill_schedule(total_steps)

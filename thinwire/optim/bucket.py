@@ -60,7 +60,8 @@ class StepUnderWay:
 
     `number`: of steps that were sent. `loss_scale`: what gradients are taken to be times. `sketch`: where gradients are
     counted whose averaged norm is wanted before leg 2. `clip`: what they are multiplied by because of it. `unplaced`:
-    whether a trainable parameter lies in no bucket yet. `settings_sent`: by parameter group, those that payloads depend
+    whether a trainable parameter lies in no bucket yet. `divide_first`: what gradients that are averaged exactly are
+    divided by before they leave. `settings_sent`: by parameter group, those that payloads depend
     on. `frees_gradients`: let each gradient go once it is in the payload, so that it cannot be sent again. `groups`:
     the parameter groups.
     """
@@ -68,6 +69,7 @@ class StepUnderWay:
     groups: Sequence[Mapping[str, Any]]
     unplaced: Callable[[], bool] = lambda: False
     number: int = 0
+    divide_first: float = 1.0
     loss_scale: float = 1.0
     sketch: NormSketch | None = None
     clip: float = 1.0
@@ -305,6 +307,8 @@ class AlgorithmBucket:
         if self.send is Send.EXACT:
             if not (self.stayed or self._has_average):
                 self.exchange.read(self.exchange.payload)
+                if self._step.divide_first != 1.0:
+                    self.exchange.payload.mul_(self._step.divide_first)
                 self._has_average = True
             return
         if not self.stayed:
@@ -335,6 +339,8 @@ class AlgorithmBucket:
         if self.send is Send.EXACT:
             # As it is, times the loss scale, which the average is divided by.
             out.zero_() if gradient is None else out.copy_(gradient)
+            if self._step.divide_first != 1.0:
+                out.div_(self._step.divide_first)
             return
         if gradient is not None:
             divisor = self._step.loss_scale / self._algorithm.scale(slot.parameter)

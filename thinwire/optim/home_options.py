@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.sharded_parameters import Sharding
 
 __all__ = ["Backend", "HomeKeywords", "HomeOptions", "Nodes", "WarmupWire"]
 
 Backend = Literal["nccl", "gloo", "mpi"]
-WarmupWire = Literal["fp32", "bf16"]
+WarmupWire = Literal["fp32", "bf16", "fp16"]
 Nodes = Literal["auto", "flat"] | Sequence[int]
 
 
@@ -40,6 +41,7 @@ class HomeKeywords(TypedDict, total=False):
     resync_interval: int
     on_drift: Literal["repair", "raise"]
     reversible: bool | None
+    averaging: Averaging
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,11 @@ class HomeOptions:
             rank's own.
         named_parameters: names, for checkpoints and errors; by default those that `params` come with.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
-        codec: what compressed steps go through: "sign1" (1 bit), "int8", "bf16" or "none"; at stage 0.
+        codec: what compressed steps go through: "sign1" (1 bit), "int8", "bf16", "fp16" or "none"; at stage 0.
         block_size: elements that share one scale, a multiple of 64.
         bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 1 to 16 MiB, or at
             stages 1 and 2 16 MiB.
-        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" sends half the bytes; at stage 0.
+        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes; at stage 0.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
             the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else
             the node's number for each rank. At stage 0; sharded state goes between ranks.
@@ -71,6 +73,9 @@ class HomeOptions:
         on_drift: what a comparison that fails does: "repair" with a warning, or "raise" a ReplicaDriftError.
         reversible: at stages 1 and 2, keep the residuals of before a step until it is applied, so that a skipped step
             leaves them untouched; by default for fp16 parameters and with `max_norm`.
+        averaging: the dtype in which a step's backwards add up, and sums over the ranks in place of means; in steps
+            that average exactly, the dtype in which gradients travel too, and division before they are summed. What a
+            compressed step sends, a codec scales by itself.
     """
 
     comm: Communicator | None = None
@@ -89,6 +94,7 @@ class HomeOptions:
     resync_interval: int = 100
     on_drift: Literal["repair", "raise"] = "repair"
     reversible: bool | None = None
+    averaging: Averaging = PLAIN_AVERAGING
 
     @property
     def clips_to(self) -> float:
@@ -106,8 +112,10 @@ class HomeOptions:
             )
         if self.bucket_bytes is not None and not self.bucket_bytes >= 4:
             raise ValueError(f"bucket_bytes must be at least 4, one element, or None, got {self.bucket_bytes}")
-        if self.warmup_wire not in ("fp32", "bf16"):
-            raise ValueError(f"warmup_wire must be 'fp32' or 'bf16', got {self.warmup_wire!r}")
+        if self.warmup_wire not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"warmup_wire must be 'fp32', 'bf16' or 'fp16', got {self.warmup_wire!r}")
+        if self.warmup_wire != "fp32" and self.averaging.wire_dtype is not None:
+            raise ValueError("warmup_wire and averaging's wire_dtype say the same: give one of them")
         if isinstance(self.resync_interval, bool) or not self.resync_interval >= 1:
             raise ValueError(f"resync_interval must be at least 1 step, got {self.resync_interval!r}")
         if self.on_drift not in ("repair", "raise"):
@@ -129,14 +137,23 @@ class HomeOptions:
             self.clips_to,
             self.offload,
             self.pin_memory,
+            self.averaging,
         )
+
+    @property
+    def exact_codec(self) -> CodecName:
+        """What gradients that are averaged exactly go through, where a codec carries them."""
+        wire = self.averaging.wire_dtype
+        return _EXACT_CODECS[self.warmup_wire] if wire is None else _EXACT_CODECS[_NAMES[wire]]
 
     def compared(self) -> dict[str, Any]:
         """What has to be the same on every rank."""
         own = ("comm", "comm_backend_name", "named_parameters")
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
         nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
-        return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes}
+        return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes} | {
+            "averaging": self.averaging.compared()
+        }
 
     def _check_home(self, packs: bool) -> None:
         """Refuse what only the other home has, rather than ignore it."""
@@ -146,6 +163,9 @@ class HomeOptions:
             if getattr(self, name) != getattr(default, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
 
+
+_NAMES: Mapping[torch.dtype, WarmupWire] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_EXACT_CODECS: Mapping[WarmupWire, CodecName] = {"fp32": "none", "bf16": "bf16", "fp16": "fp16"}
 
 _ONLY_PACKED: dict[str, str] = {
     "offload": "every rank uses all of its state at every step; leave it out",
@@ -157,7 +177,7 @@ _ONLY_SHARDED: dict[str, str] = {
 }
 _ONLY_REPLICATED: dict[str, str] = {
     "codec": "sharded state is kept as signs; use stage 0, or codec='sign1'",
-    "warmup_wire": "sharded state is averaged in the gradients' own dtype; use bf16 parameters",
+    "warmup_wire": "give averaging=Averaging(wire_dtype=...)",
     "nodes": "shards go between ranks, not nodes; use stage 0, or leave it out",
 }
 

@@ -67,7 +67,8 @@ class CompressedOptimizer(SynchronizedOptimizer):
         check_same_kind(self.comm, name, chosen.stage)
         self.stage = chosen.stage
         self.max_norm = chosen.clips_to
-        self._move_in(self._replicated(recipe, chosen) if self.stage == 0 else self._sharded(recipe, chosen))
+        home = self._replicated(recipe, chosen) if self.stage == 0 else self._sharded(recipe, chosen)
+        self._move_in(home, chosen.averaging.times_mean(self.comm.size))
         freezes = [f"{option}={value!r}" for option, value in recipe.schedule.items() if "freeze_step" in option]
         held = [one for group in self.param_groups for one in group["params"]]
         uncompressed = ring_bytes(self.comm, [one for one in held if one.requires_grad])

@@ -89,10 +89,6 @@ def _declines(name: str) -> dict[str, Decline]:
             f"in the engine it is the update, which every stage has; thinwire.{name} takes the momentum too at stage 0",
             ("update",),
         ),
-        "cuda_aware": Decline(
-            "thinwire finds out itself whether MPI can send from GPU memory; to overrule it, set "
-            "THINWIRE_MPI_CUDA_AWARE"
-        ),
         "eps_inside_sqrt": Decline(f"use thinwire.{name} without the engine", (False,)),
         "exp_avg_mask": Decline(f"give it in a parameter group of thinwire.{name}"),
     }

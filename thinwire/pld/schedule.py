@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import numpy as np
+
 __all__ = ["ProgressiveLayerDrop", "keep_probability"]
 
 
@@ -55,8 +57,8 @@ class ProgressiveLayerDrop:
         self._begun = True
 
     def get_theta(self) -> float:
-        """θ in the step under way."""
-        return (1.0 - self.theta) * math.exp(-self.gamma * self._step) + self.theta
+        """θ in the step under way, in DeepSpeed's arithmetic, to the bit."""
+        return float((1.0 - self.theta) * np.exp(-self.gamma * self._step) + self.theta)
 
     def get_state(self) -> dict[str, Any]:
         """The forward's keyword arguments of models that drop layers by themselves."""

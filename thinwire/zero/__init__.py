@@ -9,7 +9,10 @@ from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
     "LARGEST_BUCKET_BYTES",
+    "Averaging",
     "BucketLayout",
+    "GatheredParameters",
+    "Init",
     "OwnSlices",
     "ReplicaDriftError",
     "SavedSlice",
@@ -17,8 +20,10 @@ __all__ = [
     "SliceSource",
     "Slot",
     "StepResult",
+    "ZeroParamStatus",
     "bucket_numel",
     "partition",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -33,11 +38,13 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "shard_numel",
+    "unregister_external_parameter",
     "valid_in_shard",
 ]
 
 # A plan reads the sizes of buckets and shards where there is no torch yet.
 if TYPE_CHECKING:
+    from thinwire.zero.averaging import Averaging
     from thinwire.zero.bucket_layout import (
         LARGEST_BUCKET_BYTES,
         BucketLayout,
@@ -47,6 +54,7 @@ if TYPE_CHECKING:
         shard_numel,
         valid_in_shard,
     )
+    from thinwire.zero.external import register_external_parameter, unregister_external_parameter
     from thinwire.zero.fragments import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -62,14 +70,18 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
+    from thinwire.zero.gathering import GatheredParameters
     from thinwire.zero.home import StepResult
+    from thinwire.zero.init import Init
     from thinwire.zero.optimizer import ShardedOptimizer
+    from thinwire.zero.parameter_shard import ZeroParamStatus
     from thinwire.zero.replicas import ReplicaDriftError
     from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "averaging": ("Averaging",),
             "bucket_layout": (
                 "LARGEST_BUCKET_BYTES",
                 "BucketLayout",
@@ -96,6 +108,13 @@ else:
             ),
             "home": ("StepResult",),
             "optimizer": ("ShardedOptimizer",),
+            "external": (
+                "register_external_parameter",
+                "unregister_external_parameter",
+            ),
+            "gathering": ("GatheredParameters",),
+            "init": ("Init",),
+            "parameter_shard": ("ZeroParamStatus",),
             "replicas": ("ReplicaDriftError",),
             "saved_slices": ("OwnSlices", "SavedSlice", "SliceSource"),
         },

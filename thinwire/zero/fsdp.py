@@ -4,8 +4,7 @@ it computes. It moves bytes over a torch process group, whatever the other stage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,13 @@ from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, Traffic
+from thinwire.zero.averaging import Averaging
+from thinwire.zero.built_model import stand_ins, values_of
+from thinwire.zero.external import external_parameters
 from thinwire.zero.fsdp_traffic import count_traffic
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from thinwire.zero.gathered_shards import gathered
+from thinwire.zero.parameter_shard import shard_of
+from thinwire.zero.shard_marks import is_sharded
 
 __all__ = ["computing_dtype", "fill", "free_gathered", "join_process_group", "local_run", "shard_model", "whole"]
 
@@ -69,35 +71,55 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
 
 
 @torch.no_grad()
-def shard_model(model: nn.Module, dtype: torch.dtype, device: torch.device, *, offload: bool, pin: bool) -> Traffic:
+def shard_model(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, averaging: Averaging, *, offload: bool, pin: bool
+) -> Traffic:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
     Layers, the elements of repeated lists, are gathered one at a time; the rest of the model as one. Gradients are
-    averaged over the ranks in fp32 as soon as a layer's are complete. Every rank must use the same parameters in a
-    backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Returns what counts the bytes sent.
+    averaged over the ranks as soon as a layer's are complete, and add up in fp32; they travel in fp32 unless
+    `averaging` says otherwise. Every rank must use the same parameters in a backward. `offload` keeps the shards in CPU
+    memory, page-locked with `pin`. What zero.Init has built comes here one parameter at a time. Returns what counts the
+    bytes sent.
     """
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     for parameter in model.parameters():
-        whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
-        parameter.data = parameter.to(whole_dtype).contiguous()
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if shard_of(parameter) is None:
+            whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+            parameter.data = parameter.to(whole_dtype).contiguous()
+    layers = _layers(model)
+    placeholders = stand_ins(model)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=averaging.wire_dtype or torch.float32,
+        cast_forward_inputs=False,
+    )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # A parameter of no elements has nothing to gather.
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
-    for module in [*_layers(model), model]:
+    for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
-    return count_traffic(model)
+    if placeholders:
+        _bring_in(model, placeholders, torch.device("cpu") if offload else device)
+    return count_traffic(model, averaging.divide_first)
+
+
+def _bring_in(model: nn.Module, placeholders: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    """Give sharded parameters without memory their values."""
+    model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if name in placeholders:
+            values = values_of(placeholders, name, parameter).view(-1)
+            fill(parameter, lambda start, numel, values=values: values[start : start + numel])  # type: ignore[misc]
 
 
 def free_gathered(model: nn.Module) -> None:
     """Free what layers of a sharded model have gathered; of one that is whole, nothing."""
-    if any(map(_is_sharded, model.parameters())):
+    if any(map(is_sharded, model.parameters())):
         for module in model.modules():
             if (reshard := getattr(module, "reshard", None)) is not None:
                 reshard()
@@ -105,7 +127,7 @@ def free_gathered(model: nn.Module) -> None:
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:
     """(where it begins within the flattened parameter, this rank's shard as a flat view); of a whole one, all."""
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return 0, parameter.detach().reshape(-1)
     rows, ranks = parameter.shape[0], parameter.device_mesh.size()
     first = min(parameter.device_mesh.get_local_rank() * -(-rows // ranks), rows)
@@ -116,7 +138,7 @@ def local_run(parameter: Tensor) -> tuple[int, Tensor]:
 @torch.no_grad()
 def fill(parameter: Tensor, read: Callable[[int, int], Tensor]) -> None:
     """Give this rank's shard of a parameter the values that `read(start, numel)` returns, flat."""
-    if _is_sharded(parameter):
+    if is_sharded(parameter):
         start, values = local_run(parameter)
         values.copy_(read(start, values.numel()))
     else:
@@ -125,15 +147,12 @@ def fill(parameter: Tensor, read: Callable[[int, int], Tensor]) -> None:
 
 def whole(parameter: Tensor, device: torch.device) -> Tensor:
     """All of a parameter, on `device`. Collective where it is sharded."""
-    if not _is_sharded(parameter):
-        return parameter.detach()
+    shown = gathered(parameter)
+    if shown is not None or not is_sharded(parameter):
+        return parameter.detach() if shown is None else shown.to(device)
     on_device = parameter.to(device)
-    assert _is_sharded(on_device)
+    assert is_sharded(on_device)
     return on_device.full_tensor().detach()
-
-
-def _is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
-    return hasattr(parameter, "device_mesh")
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -141,7 +160,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     uses = Counter(
         id(parameter)
         for module in model.modules()
-        for parameter in module._parameters.values()
+        for parameter in (*module._parameters.values(), *external_parameters(module))
         if parameter is not None
     )
     return [layer for layer in dict.fromkeys(_repeated(model)) if _is_closed(layer, uses)]
@@ -167,7 +186,7 @@ def _is_closed(layer: nn.Module, uses: Counter[int]) -> bool:
     inside = Counter(
         id(parameter)
         for module in layer.modules()
-        for parameter in module._parameters.values()
+        for parameter in (*module._parameters.values(), *external_parameters(module))
         if parameter is not None
     )
     return all(uses[one] == count for one, count in inside.items()) and bool(inside)

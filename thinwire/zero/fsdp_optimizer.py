@@ -61,7 +61,10 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         names: by parameter's id.
         dtype: in which layers are gathered.
         max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
+        times_mean: how many times the mean over the ranks the wanted gradient is.
     """
+
+    loss_scale_config: Any = None
 
     def __init__(
         self,
@@ -75,11 +78,13 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         dtype: torch.dtype,
         device: torch.device,
         max_norm: float,
+        times_mean: float = 1.0,
         **options: Any,
     ) -> None:
         super().__init__(groups, optimizer_class([torch.zeros(1)], **options).defaults)
         self.comm = comm
         self.max_norm = max_norm
+        self._times_mean = times_mean
         self.loss_scale = 1.0
         self.last_step = NOT_STEPPED
         self._reshard: Any = model.reshard
@@ -101,6 +106,16 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         )
         self.reset_state()
         claim(self, [shard.parameter for shard in self._shards])
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are times; set it before backward()."""
+        return self._divisor * self._times_mean
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        # Means divided by it are as many times the mean.
+        self._divisor = scale / self._times_mean
 
     @property
     def bytes_sent(self) -> int:
@@ -150,7 +165,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         norm = self._norm(gradients)
         applied = math.isfinite(norm) and any(gradient is not None for gradient in gradients)
         if applied:
-            self._apply(gradients, self._clip(norm) / self.loss_scale)
+            self._apply(gradients, self._clip(norm) / self._divisor)
         self.last_step = StepResult(applied, norm)
         self._steps += 1
         self._reshard()  # what a forward without backward has left gathered is out of date
@@ -241,7 +256,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         self._vote_comm.all_reduce(votes)
         total, digests, squares = votes.tolist()
         check_settings_votes(self._vote_comm, self.param_groups, digests, squares)
-        return math.sqrt(total) / self.loss_scale if total >= 0 else math.nan
+        return math.sqrt(total) / self._divisor if total >= 0 else math.nan
 
     def _clip(self, norm: float) -> float:
         """What a gradient of this norm is multiplied by: torch's clip_grad_norm_."""

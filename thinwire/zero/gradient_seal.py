@@ -64,7 +64,8 @@ class SentGradient(Tensor):
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str) -> Self:
         """`name`: how error messages call the parameter."""
-        made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=parameter.device)
         return made
 
     def __init__(self, parameter: Tensor, name: str) -> None:

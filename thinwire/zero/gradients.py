@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, Work
+from thinwire.zero.averaging import Averaging
 from thinwire.zero.bucket_layout import Slot
 from thinwire.zero.flat_bucket import FlatBucket
 
@@ -16,27 +17,32 @@ __all__ = ["BucketGradients"]
 
 
 class BucketGradients:
-    """The gradients of one bucket's parameters, in the parameters' dtype.
+    """The gradients of one bucket's parameters, in the dtype in which they add up.
 
     Leg 1 sends every owner its shard, an all-to-all; the owner sums in rank order, in fp32, so that every stage and
     every backend gets the same bits. Leg 2, at stage 0 only, gives the averages back to all.
 
     Stages 0 and 1 keep `.grad` of every parameter as a view of one flat tensor; stage 2 frees each bucket once it has
-    left, and adds what further backwards bring to its shard.
+    left, in the parameters' dtype, and adds what further backwards bring to its shard. `averaging` says in which dtype
+    gradients add up and travel, and by what they are divided first.
 
     `filled`: whether this step has brought an average.
     """
 
-    def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int) -> None:
+    def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int, averaging: Averaging) -> None:
         self.bucket = bucket
         self.stage = stage
         self._comm = comm
+        self._sum_dtype = averaging.accumulated(bucket.dtype)
+        self._flat_dtype = bucket.dtype if stage == 2 else self._sum_dtype
+        self._wire_dtype = averaging.wire_dtype or self._flat_dtype
+        self._divide_first = averaging.divide_first
         self._flat: Tensor | None = None
-        self._shard = torch.empty_like(bucket.own_shard) if stage == 2 else None
+        self._shard = self._new_shard() if stage == 2 else None
         self.filled = False
         self.layout = bucket.layout
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
-        self._leg_2: tuple[Tensor, Work] | None = None
+        self._leg_2: tuple[Tensor, Tensor, Work] | None = None
 
     @property
     def average(self) -> Tensor:
@@ -86,21 +92,25 @@ class BucketGradients:
         """Leg 1: send every owner its shard."""
         whole = self._whole()
         whole[self.bucket.layout.numel :].zero_()
-        received = torch.empty_like(whole)
-        work = self._comm.all_to_all(received, whole, async_op=True)
-        self._leg_1 = (whole, received, work)
+        sent = self._to_send(whole)
+        received = torch.empty_like(sent)
+        work = self._comm.all_to_all(received, sent, async_op=True)
+        self._leg_1 = (sent, received, work)
 
     def advance(self) -> None:
         """Average what leg 1 brought; at stage 0 start leg 2."""
         assert self._leg_1 is not None, "advance() follows start()"
-        whole, received, work = self._leg_1
+        _, received, work = self._leg_1
         work.wait()
         self._leg_1 = None
-        average = _mean(received.view(self._comm.size, -1))
+        average = _mean(received.view(self._comm.size, -1), self._divide_first)
         again, self.filled = self.filled, True
+        whole = self._whole()
         if self.stage == 0:
-            average = average.to(whole.dtype)
-            self._leg_2 = (average, self._comm.all_gather(whole, average, async_op=True))
+            narrower = self._wire_dtype.itemsize < whole.dtype.itemsize
+            average = average.to(self._wire_dtype if narrower else whole.dtype)
+            gathered = torch.empty_like(whole, dtype=average.dtype) if narrower else whole
+            self._leg_2 = (average, gathered, self._comm.all_gather(gathered, average, async_op=True))
         elif self.stage == 1:
             self.bucket.shard_of(whole).copy_(average)
         else:
@@ -110,8 +120,11 @@ class BucketGradients:
     def wait(self) -> None:
         """Wait for leg 2, where there is one."""
         if self._leg_2 is not None:
-            self._leg_2[1].wait()
+            _, gathered, work = self._leg_2
+            work.wait()
             self._leg_2 = None
+            if gathered is not self._flat:
+                self._whole().copy_(gathered)
 
     def end_step(self) -> None:
         """Forget the averages; the next backward starts new ones."""
@@ -124,7 +137,7 @@ class BucketGradients:
 
     def _keep_in_shard(self, average: Tensor, add: bool) -> None:
         if self._shard is None:  # after `release`, where a warmup begins anew
-            self._shard = torch.empty_like(self.bucket.own_shard)
+            self._shard = self._new_shard()
         if add:
             self._shard.add_(average)
         else:
@@ -132,15 +145,25 @@ class BucketGradients:
 
     def _whole(self) -> Tensor:
         if self._flat is None:
-            self._flat = torch.empty_like(self.bucket.flat)
+            self._flat = torch.empty_like(self.bucket.flat, dtype=self._flat_dtype)
         return self._flat
 
+    def _new_shard(self) -> Tensor:
+        return torch.empty_like(self.bucket.own_shard, dtype=self._sum_dtype)
 
-def _mean(rows: Tensor) -> Tensor:
-    """The mean of `rows`, [ranks, shard], summed in rank order: fp32 [shard]."""
+    def _to_send(self, whole: Tensor) -> Tensor:
+        """What leaves for `whole`, which stays as it is where something else leaves."""
+        if self._divide_first == 1.0:
+            return whole.to(self._wire_dtype)
+        sent = torch.empty_like(whole, dtype=self._wire_dtype)
+        return torch.div(whole, self._divide_first, out=sent)
+
+
+def _mean(rows: Tensor, divided_by: float) -> Tensor:
+    """The mean of `rows`, [ranks, shard], which were `divided_by` before, summed in rank order: fp32 [shard]."""
     if len(rows) == 1:
-        return rows[0].float()
+        return rows[0].float() if divided_by == 1.0 else rows[0].float() * divided_by
     total = torch.add(rows[0], rows[1]) if rows.dtype == torch.float32 else rows[0].float().add_(rows[1])
     for row in rows[2:]:
         total.add_(row)
-    return total.div_(len(rows))
+    return total.div_(len(rows) / divided_by)

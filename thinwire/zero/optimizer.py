@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
+from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.bucket_optimizer import BucketOptimizer, OptimizerClass
 from thinwire.zero.bucket_state import StateOfBuckets
@@ -49,6 +50,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
         max_norm: the averaged gradient's global norm is clipped to it; 0 and None do not clip.
         offload: keep master weights and optimizer state in CPU memory, for parameters on a GPU; with `pin_memory` the
             master weights are page-locked, for faster copies.
+        averaging: the dtypes in which gradients add up and travel, division before they are summed, and sums in place
+            of means; by default none of it.
         options: for the optimizer class: lr, betas, ...
 
     A parameter without a gradient on some ranks counts as zero there; without one on any rank it is left alone, as in
@@ -71,13 +74,14 @@ class ShardedOptimizer(SynchronizedOptimizer):
         offload: bool = False,
         pin_memory: bool = True,
         block_size: int = 2048,
+        averaging: Averaging = PLAIN_AVERAGING,
         **options: Any,
     ) -> None:
         self.comm = comm if comm is not None else communication.init()
         self.stage = stage
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
-        sharding = Sharding(stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory)
+        sharding = Sharding(stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging)
         error: Exception | None = None
         try:
             sharding.check()
@@ -89,7 +93,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
         parameters = ShardedParameters(
             self.comm, self.param_groups, named_parameters, sharding, optimizer=type(self).__name__, settings={}
         )
-        self._move_in(_ElementwiseHome(parameters, lambda groups: optimizer_class(groups, **options)))
+        home = _ElementwiseHome(parameters, lambda groups: optimizer_class(groups, **options))
+        self._move_in(home, averaging.times_mean(self.comm.size))
 
     @property
     def _saved_name(self) -> str:
@@ -102,6 +107,9 @@ class _ElementwiseHome(ShardedHome):
     def __init__(self, parameters: ShardedParameters, optimizer_class: OptimizerClass) -> None:
         super().__init__(parameters)
         self._steps = 0
+        sharding = parameters.sharding
+        # At stage 2 every backward's gradients leave, and add up on their owners.
+        (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
         self._gradients = parameters.averaging_gradients()
         self._optimizers = [
             BucketOptimizer(masters, parameters.groups, parameters.order.group_of, optimizer_class)

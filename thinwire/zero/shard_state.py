@@ -49,7 +49,7 @@ class ShardState(ParameterState):
         """See ParameterState."""
         start, _ = local_run(self._parameters[number])
         values = self._state_of(number).get(kind)
-        held = [Fragment(start, values)] if _is_of_elements(values) else []
+        held = [Fragment(start, values)] if values is not None and _is_of_elements(values) else []
         return Held(held, self.comm.size == 1, known=kind in self.kinds())
 
     def gradient(self, number: int) -> Held | None:

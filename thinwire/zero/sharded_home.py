@@ -155,7 +155,8 @@ class ShardedHome(Home):
             gradient[(0,) * gradient.dim()] = math.inf
         elif not held and (candidates := [parameter for parameter in self.parameters if parameter.numel()]):
             self._stand_in = min(candidates, key=Tensor.numel)
-            self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if finite else math.inf)
+            dtype = self._parameters.sharding.averaging.accumulated(self._stand_in.dtype)
+            self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if finite else math.inf, dtype=dtype)
 
     def _vote_on_averages(self, gradients: Sequence[BucketGradients]) -> Vote:
         """The vote on gradients that were averaged exactly. Collective."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
+from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.gradients import BucketGradients
@@ -39,6 +40,7 @@ class Sharding:
     max_norm: float = 0.0
     offload: bool = False
     pin_memory: bool = True
+    averaging: Averaging = PLAIN_AVERAGING
 
     def check(self) -> None:
         """See the class."""
@@ -57,6 +59,11 @@ class Sharding:
             )
         if isinstance(self.block_size, bool) or not self.block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
+        self.averaging.check()
+
+    def compared(self) -> dict[str, Any]:
+        """What has to be the same on every rank, as JSON can hold it."""
+        return {**asdict(self), "param_dtype": str(self.param_dtype), "averaging": self.averaging.compared()}
 
 
 class ShardedParameters:
@@ -85,10 +92,11 @@ class ShardedParameters:
         try:
             self.order = Placement(groups, named_parameters)
             check_parameters(self.order.parameters, optimizer)
+            sharding.averaging.check_parameters(self.order.parameters, sharding.param_dtype)
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(comm, error, "build its optimizer")
-        compared = {**asdict(sharding), "param_dtype": str(sharding.param_dtype), "names": self.names, **settings}
+        compared = {**sharding.compared(), "names": self.names, **settings}
         check_same_on_every_rank(comm, self.order.parameters, groups, compared)
         broadcast_from_rank_0(comm, self.order.parameters)
         self.exchange_comm = comm.duplicate()
@@ -110,7 +118,8 @@ class ShardedParameters:
 
     def averaging_gradients(self) -> list[BucketGradients]:
         """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
-        return [BucketGradients(bucket, self.exchange_comm, self.sharding.stage) for bucket in self.buckets]
+        stage, averaging = self.sharding.stage, self.sharding.averaging
+        return [BucketGradients(bucket, self.exchange_comm, stage, averaging) for bucket in self.buckets]
 
     def group(self, number: int) -> Mapping[str, Any]:
         """The parameter group that a parameter is in."""

@@ -32,7 +32,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     A subclass makes its home, `_home`, and calls `_move_in`. `comm`: the ranks. `max_norm`: the averaged gradient's
     2-norm is clipped to it; 0 does not clip. `last_step`: what became of the last step. `skipped_steps`: steps skipped
     because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
-    own dtype would have sent for the same steps.
+    own dtype would have sent for the same steps. `loss_scale_config`: an engine's loss scale; None without an engine.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -40,11 +40,14 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     comm: Communicator
     max_norm: float
+    loss_scale_config: Any = None
     _home: Home
 
-    def _move_in(self, home: Home) -> None:
-        """Begin at step 0 in `home`."""
+    def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
+        """Begin at step 0 in `home`; gradients are `times_mean` the mean over the ranks."""
         self._home = home
+        self._times_mean = times_mean
+        self.loss_scale = 1.0
         self.last_step: StepResult = NOT_STEPPED
         self.skipped_steps = 0
         self.bytes_uncompressed = 0
@@ -84,16 +87,17 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """What gradients are times; set it before backward(). A GradScaler sets it by itself."""
-        return self._home.loss_scale
+        return self._home.loss_scale * self._times_mean
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self._home.loss_scale = scale
+        # A home divides means by it, and so gets as many times the mean.
+        self._home.loss_scale = scale / self._times_mean
 
     @property
     def cur_scale(self) -> float:
         """`loss_scale`, by DeepSpeed's name."""
-        return self._home.loss_scale
+        return self.loss_scale
 
     @property
     def overflow(self) -> bool:
@@ -274,6 +278,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         check_same_optimizer(saved, self._saved_name, self.param_groups)
         self.zero_grad()
         self._home.load(source)
+        if self._times_mean != 1.0:  # what was saved counts the ranks that there were
+            self.loss_scale = 1.0
         take_over_settings(saved, self.param_groups)
         self.skipped_steps = saved.get("skipped_steps", 0)
         if source.world_size == self.comm.size:

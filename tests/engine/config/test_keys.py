@@ -14,6 +14,7 @@ from thinwire.engine.config import ConfigError, load_config
 from thinwire.engine.config.declined import DECLINED
 from thinwire.engine.config.keys import AUTO
 from thinwire.engine.config.models import EngineConfig, Section
+from thinwire.engine.config.without_effect import WITHOUT_EFFECT
 
 WORKS: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "SGD"}}
 SECTIONS = (
@@ -29,6 +30,12 @@ SECTIONS = (
     "checkpoint",
     "thinwire",
     "activation_checkpointing",
+)
+
+
+OLD = tuple(
+    f"zero_optimization.{key}"
+    for key in ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
 )
 
 
@@ -95,7 +102,8 @@ def test_a_misspelt_key_is_told_with_its_path_and_the_nearest_known_one(pair: tu
 @given(st.sampled_from(all_keys()), st.text(min_size=1, max_size=12))
 def test_no_other_key_is_accepted_in_any_section(path: str, key: str) -> None:
     parent, dot, _ = path.rpartition(".")
-    known = {name.rpartition(".")[2] for name in (*all_keys(), *DECLINED) if name.rpartition(".")[0] == parent}
+    every = (*all_keys(), *DECLINED, *WITHOUT_EFFECT, *OLD)
+    known = {name.rpartition(".")[2] for name in every if name.rpartition(".")[0] == parent}
     assume(key not in known and "." not in key and key != "allgather_bucket_size")
     assert f'"{parent}{dot}{key}" is not a known key' in refusal(nested(parent + dot + key, 0))
 
@@ -107,6 +115,11 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs() -> None:
 
 def test_a_key_like_no_other_is_told_what_there_is() -> None:
     assert "Known here: device, pin_memory." in refusal(nested("zero_optimization.offload_param.xyzzy", 1))
+
+
+def test_each_key_stands_in_one_table() -> None:
+    assert not DECLINED.keys() & WITHOUT_EFFECT.keys()
+    assert not {*all_keys()} & {*DECLINED, *WITHOUT_EFFECT}
 
 
 def test_a_key_that_is_no_string() -> None:
@@ -123,9 +136,11 @@ def test_what_thinwire_does_not_do_is_refused_and_what_it_does_anyway_is_not(pat
     assert declined.instead in message
 
 
-@pytest.mark.parametrize("section", ["trackio", "amp", "elasticity", "aio"])
+@pytest.mark.parametrize("section", ["trackio", "amp", "elasticity"])
 def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
     assert load_config(nested(section, {"enabled": False, "whatever": 1}), 1)
+    assert load_config(nested(section, {}), 1)
+    assert load_config(nested(section, None), 1)
     assert f'"{section}" is not supported' in refusal(nested(section, {"enabled": True}))
     assert f'"{section}" is not supported' in refusal(nested(section, {"whatever": 1}))
 
@@ -133,19 +148,29 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("zero_optimization.reduce_scatter", False, "can only be true, got false: sharded gradients are always"),
-        ("prescale_gradients", True, "can only be false, got true: gradients are averaged after they are summed"),
-        ("zero_optimization.stage3_max_live_parameters", 1e9, "is not supported: stage 3 is FSDP2"),
-        ("zero_optimization.offload_optimizer.nvme_path", "/nvme", "offloads to CPU memory only"),
-        ("communication_data_type", "fp16", "is not supported: gradients travel in the parameters' dtype"),
         ("trackio", {"enabled": True}, 'use "tensorboard", "csv_monitor", "wandb" or "comet"'),
         ("flops_profiler.step", 2, 'can only be 1, got 2: write "profile_step"'),
-        ("zero_optimization.cpu_offload", True, 'write "offload_optimizer": {"device": "cpu"}'),
-        ("bfloat16", {"enabled": True}, 'is not supported: write "bf16"'),
+        ("autotuning", {"enabled": True}, "`thinwire plan` predicts step time and memory"),
+        ("zero_optimization.zero_quantized_weights", True, "can only be false, got true: ZeRO++ is not supported"),
     ],
 )
 def test_refusals_say_what_to_do(path: str, value: Any, message: str) -> None:
     assert message in refusal(nested(path, value))
+
+
+COMPRESSED_NOWHERE: dict[str, Any] = {
+    "layer_reduction": {"enabled": False, "keep_number_layer": 5},
+    "weight_quantization": {
+        "shared_parameters": {"enabled": False, "quantization_type": "symmetric"},
+        "different_groups": {"wq1": {"params": {"start_bits": 8}, "modules": ["attention"]}},
+    },
+}
+
+
+def test_a_section_is_off_where_all_its_parts_are() -> None:
+    assert load_config(nested("compression_training", COMPRESSED_NOWHERE), 1)
+    on = COMPRESSED_NOWHERE | {"layer_reduction": {"enabled": True}}
+    assert '"compression_training" is not supported: use torchao' in refusal(nested("compression_training", on))
 
 
 @pytest.mark.parametrize("path", sorted(AUTO))

@@ -159,7 +159,7 @@ def test_a_loaded_configuration_does_not_share_the_callers_values() -> None:
     ("text", "message"),
     [
         ("{", "is not JSON, at line 1 column 2"),
-        ('{"train_batch_size": 4, // four\n}', "is not JSON, at line 1 column 25: .* JSON has no comments"),
+        ('{"train_batch_size": 4, /* four\n}', "is not JSON, at line 1 column 25: this comment does not end"),
         ("[1, 2]", "must hold a JSON object, {...}, not a list"),
         ("4", "must hold a JSON object"),
         ('{"fp16": {"enabled": true, "enabled": false}}', '"enabled" is there twice in one object: true and false'),
@@ -207,7 +207,7 @@ def test_a_source_of_another_kind(source: Any) -> None:
             '"zero_optimization.stage" must be a whole number, at least 0, at most 3',
         ),
         ({"zero_optimization": {"stage": "auto"}}, '"zero_optimization.stage" cannot be "auto"'),
-        ({"zero_optimization": True}, '"zero_optimization" must be an object'),
+        ({"zero_optimization": 1}, '"zero_optimization" must be an object'),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
@@ -240,10 +240,6 @@ def test_every_problem_is_told_at_once() -> None:
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "are both true"),
         (
-            {"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 500}},
-            '"fp16.loss_scale_window" has no effect while "fp16.loss_scale" is 128',
-        ),
-        (
             {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
             '"fp16.min_loss_scale" 8 is above the first scale, 2^2',
         ),
@@ -259,9 +255,6 @@ def test_every_problem_is_told_at_once() -> None:
             {"zero_optimization": {"stage": 2}, "optimizer": {"type": "OneBitLamb"}},
             '"zero_optimization.stage" 2 does not go with OneBitLamb',
         ),
-        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}, "has no effect in stage 3"),
-        ({"wandb": {"project": "p"}}, '"wandb.project" has no effect without "wandb.enabled"'),
-        ({"flops_profiler": {"profile_step": 5}}, '"flops_profiler.profile_step" has no effect without'),
         (
             {"comms_logger": {"enabled": True, "prof_ops": ["all_redcue"]}},
             '"comms_logger.prof_ops" names "all_redcue", which is no collective. Did you mean "all_reduce"?',
@@ -279,21 +272,12 @@ def test_every_problem_is_told_at_once() -> None:
             },
             '"zero_optimization.offload_optimizer" does not go with OneBitAdam at stage 0',
         ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            '"zero_optimization.offload_param" needs stage 3, got stage 2',
-        ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "must be alike in stage 3"),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
-            '"zero_optimization.offload_optimizer.pin_memory" has no effect',
-        ),
         ({"thinwire": {"resync_interval": 10}}, "only matters to OneBitAdam, OneBitLamb, ZeroOneAdam, OneBitLion, and"),
         (
             {"thinwire": {"resync_interval": 10}, "optimizer": {"type": "AdamW"}},
             "ZeroOneAdam, OneBitLion, and the optimizer is AdamW",
         ),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, 'has no effect without "modules"'),
     ],
 )
 def test_combinations_that_cannot_work(keys: dict[str, Any], message: str) -> None:

@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from thinwire.sparse_attn.kernels.triton import launch
+from thinwire.sparse_attn.kernels.triton import launch, packed
 from thinwire.sparse_attn.layouts.named import Custom
 from thinwire.sparse_attn.pattern import Pattern
 
-GROUPS = ("joined_and_split_blocks", "masks_and_dropout", "long_rows", "nothing_leaks")
+GROUPS = ("joined_and_split_blocks", "masks_and_dropout", "long_rows", "nothing_leaks", "packed_blocks")
 SHARED_MEMORY = 163 << 10  # bytes that a program may have on sm_80
 NO_DEVICE = -1  # Triton keeps what it compiled by device: no real one must get this
 
@@ -81,7 +81,26 @@ def attention(compiled: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("kernel", ["forward", "merge", "queries", "keys", "add_parts"])
 def test_compiles_for_sm_80(attention: dict[str, list[Any]], kernel: str) -> None:
-    for one in attention[f"{kernel}_kernel"]:
+    fits_sm_80(attention[f"{kernel}_kernel"])
+
+
+def test_packed_blocks_compile_for_sm_80(compiled: dict[str, list[Any]]) -> None:
+    """Products and softmaxes of the largest blocks, with every mask there is."""
+    index = Custom(torch.ones(1, 2, 2).bool(), 128).index(256)
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.randn(1, 1, 256, 64, dtype=dtype)
+        blocks = packed.sampled(a, a.mT, index)
+        for transposed in (False, True):
+            packed.expanded(blocks, a, index, transposed=transposed)
+        packed.softmax(blocks, 0.1, torch.zeros(1, 4, 128, 128), torch.zeros(1, 256), index, blocks)
+        packed.softmax_backward(blocks, blocks, index)
+    for kernel in ("sampled", "expanded", "softmax", "softmax_backward"):
+        assert len(compiled[f"{kernel}_kernel"]) >= 2
+        fits_sm_80(compiled[f"{kernel}_kernel"])
+
+
+def fits_sm_80(kernels: list[Any]) -> None:
+    for one in kernels:
         assert one.asm["cubin"]
         assert one.metadata.shared <= SHARED_MEMORY
 

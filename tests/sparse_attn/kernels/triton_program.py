@@ -15,7 +15,9 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.sparse_attn.kernels.body import attend, check
+from tests.sparse_attn.packed.body import check_products, check_softmax, masks
 from thinwire.sparse_attn.kernels.triton import launch as triton_attention
+from thinwire.sparse_attn.kernels.triton import packed
 from thinwire.sparse_attn.layouts.named import BigBird, Custom, Dense, Fixed, LocalSlidingWindow
 
 
@@ -83,7 +85,20 @@ def nothing_leaks() -> None:
         torch.testing.assert_close(after[:, :, far], before[:, :, far])
 
 
-GROUPS = {one.__name__: one for one in (joined_and_split_blocks, masks_and_dropout, long_rows, nothing_leaks)}
+def packed_blocks() -> None:
+    """Products and softmaxes of packed blocks: odd widths, narrow and wide, in all dtypes."""
+    check_products(packed, 16, 24, torch.float32, 1e-6)
+    check_products(packed, 32, 70, torch.float16, 1e-3)
+    check_products(packed, 128, 7, torch.float32, 1e-6)
+    bias, key_bias = masks(16)
+    check_softmax(packed, 16, torch.float32, 1e-6)
+    check_softmax(packed, 16, torch.float16, 1e-3, bias=bias, key_bias=key_bias)
+    check_softmax(packed, 64, torch.float32, 1e-6, key_bias=masks(64)[1])
+
+
+GROUPS = {
+    one.__name__: one for one in (joined_and_split_blocks, masks_and_dropout, long_rows, nothing_leaks, packed_blocks)
+}
 
 if __name__ == "__main__":
     for name, group in GROUPS.items():

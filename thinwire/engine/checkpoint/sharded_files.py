@@ -54,7 +54,11 @@ def write_state_dict(
     Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    parts = _divided(tensors, largest)
+    sizes = {name: one.nbytes for name, one in tensors.items()}
+    if filename.endswith(_SAFETENSORS):
+        for target in same.values():
+            sizes[target] += tensors[target].nbytes
+    parts = _divided(sizes, largest)
     stem, ending = os.path.splitext(filename)
     names = [filename]
     if len(parts) > 1:
@@ -66,24 +70,23 @@ def write_state_dict(
         place |= dict.fromkeys([*part, *aliases], name)
     written = [folder / name for name in names]
     if len(parts) > 1:
-        total = sum(one.nbytes for one in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(place.items()))}
         written.append(folder / f"{filename}.index.json")
         write_whole(written[-1], json.dumps(index, indent=2).encode() + b"\n")
     sync_folder(folder)
     return written
 
 
-def _divided(tensors: Mapping[str, TensorToWrite], largest: int | None) -> list[list[str]]:
+def _divided(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
     """The names, in their order, in runs of at most `largest` bytes, or of one tensor that is larger."""
     parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if largest is not None and parts[-1] and size + tensor.nbytes > largest:
+    sum_of_part = 0
+    for name, size in sizes.items():
+        if largest is not None and parts[-1] and sum_of_part + size > largest:
             parts.append([])
-            size = 0
+            sum_of_part = 0
         parts[-1].append(name)
-        size += tensor.nbytes
+        sum_of_part += size
     return parts
 
 

@@ -1,5 +1,6 @@
-"""Every key of a configuration is one that has an effect, one that asks for what happens anyway, or an error that
-names the nearest known key. And "auto", as Hugging Face writes it: whoever fills it in has done so before."""
+"""Every key of a configuration stands in exactly one of three tables: it has an effect (the models), it cannot change a
+result, or it would and is refused unless it asks for what happens anyway. Any other is an error that names the nearest
+known key. And "auto", as Hugging Face writes it: whoever fills it in has done so before."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any, get_args
 from thinwire.engine.config.declined import DECLINED
 from thinwire.engine.config.errors import did_you_mean, dotted, left_auto
 from thinwire.engine.config.models import EngineConfig, Section
+from thinwire.engine.config.without_effect import WITHOUT_EFFECT
 
 __all__ = ["AUTO", "keep_known_keys"]
 
@@ -37,15 +39,22 @@ _AUTO_VALUES = frozenset({"progressive_layer_drop.gamma"})
 _OTHER_KNOWN = frozenset({"zero_optimization.allgather_bucket_size"})
 
 
-def keep_known_keys(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A copy of `tree` with only the keys that have an effect; what is wrong with the others joins `problems`.
+def keep_known_keys(tree: Mapping[str, Any], without_effect: dict[str, str], problems: list[str]) -> dict[str, Any]:
+    """A copy of `tree` with only the keys that have an effect.
 
-    Null sections are left out.
+    The paths of those that cannot change a result join `without_effect`, with the reason; what is wrong with the others
+    joins `problems`. Null sections are left out.
     """
-    return _keep(tree, "", EngineConfig, problems)
+    return _keep(tree, "", EngineConfig, without_effect, problems)
 
 
-def _keep(tree: Mapping[str, Any], prefix: str, model: type[Section], problems: list[str]) -> dict[str, Any]:
+def _keep(
+    tree: Mapping[str, Any],
+    prefix: str,
+    model: type[Section],
+    without_effect: dict[str, str],
+    problems: list[str],
+) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         path = dotted(prefix, str(key))
@@ -54,8 +63,11 @@ def _keep(tree: Mapping[str, Any], prefix: str, model: type[Section], problems: 
         auto = isinstance(value, str) and value == "auto"
         if auto and path in AUTO:
             problems.append(left_auto(path))
+        elif path in WITHOUT_EFFECT:
+            if value is not None:
+                _note(path, value, without_effect, problems)
         elif declined is not None:
-            if not declined.accepts(value):
+            if value is not None and not declined.accepts(value):
                 problems.append(declined.refusal(path, value))
         elif not isinstance(key, str) or (key not in model.model_fields and path not in _OTHER_KNOWN):
             problems.append(_unknown(path, prefix, str(key), model))
@@ -64,16 +76,26 @@ def _keep(tree: Mapping[str, Any], prefix: str, model: type[Section], problems: 
         elif section is not None and value is None:
             continue
         elif section is not None and isinstance(value, Mapping):
-            kept[key] = _keep(value, path, section, problems)
+            kept[key] = _keep(value, path, section, without_effect, problems)
         else:
             kept[key] = value
     return kept
 
 
+def _note(path: str, value: Any, without_effect: dict[str, str], problems: list[str]) -> None:
+    known = WITHOUT_EFFECT[path]
+    if (problem := known.problem(path, value)) is not None:
+        problems.append(problem)
+    else:
+        without_effect[path] = known.why
+
+
 def _unknown(path: str, prefix: str, key: str, model: type[Section]) -> str:
     known = [*model.model_fields]
     not_fields = [
-        other.rpartition(".")[2] for other in (*DECLINED, *_OTHER_KNOWN) if other.rpartition(".")[0] == prefix
+        other.rpartition(".")[2]
+        for other in (*DECLINED, *WITHOUT_EFFECT, *_OTHER_KNOWN)
+        if other.rpartition(".")[0] == prefix
     ]
     elsewhere = [other for other in _all_paths("", EngineConfig) if other.rpartition(".")[2] == key and other != path]
     if elsewhere:

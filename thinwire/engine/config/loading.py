@@ -1,5 +1,5 @@
 """Reads a configuration and either returns one that can work, complete, or says everything that is wrong with it.
-DeepSpeed's users bring their files as they are; nothing in them is accepted and then ignored."""
+DeepSpeed's users bring their files as they are; what in them changes nothing is listed, and nothing else is ignored."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from pydantic import ValidationError
 
 from thinwire.engine.config.batch import complete_batch_sizes
 from thinwire.engine.config.errors import ConfigError
+from thinwire.engine.config.idle import settle_idle_keys, take_idle_sizes
 from thinwire.engine.config.json_file import read_json_object
 from thinwire.engine.config.keys import keep_known_keys
 from thinwire.engine.config.limits import check_limits
 from thinwire.engine.config.models import EngineConfig
+from thinwire.engine.config.old_spellings import respell
 from thinwire.engine.config.optimizer import check_optimizer
+from thinwire.engine.config.remarks import Remarks
 from thinwire.engine.config.rules import check_combinations
 from thinwire.engine.config.scheduler import check_scheduler
 from thinwire.engine.config.types import explain
@@ -37,7 +40,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfi
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size must be a whole number of ranks, at least 1, got {world_size!r}")
     if isinstance(source, EngineConfig):
-        return _load(source.describe(), world_size, "the configuration")
+        return _load(source.describe(), world_size, "the configuration").with_remarks(source.remarks)
     if isinstance(source, Mapping):
         return _load(source, world_size, "the configuration")
     if isinstance(source, str | os.PathLike):
@@ -48,21 +51,24 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfi
 def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
     check_limits(tree, label)
     problems: list[str] = []
-    tree = keep_known_keys(tree, problems)
+    without_effect: dict[str, str] = {}
+    tree = keep_known_keys(respell(tree, problems), without_effect, problems)
     if isinstance(section := tree.get("optimizer"), Mapping):
-        tree["optimizer"] = check_optimizer(section, problems, _stage(tree))
+        tree["optimizer"] = check_optimizer(section, problems, _stage(tree), without_effect)
     if isinstance(section := tree.get("scheduler"), Mapping):
         tree["scheduler"] = check_scheduler(section, problems)
+    take_idle_sizes(tree, without_effect, problems)
     allgather_bucket_size = _take_allgather_bucket_size(tree)
     _fill_batch_sizes(tree, world_size, problems)
     try:
         config = EngineConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(problems + explain(error), label) from None
+    config = settle_idle_keys(config, without_effect)
     problems += check_combinations(config, allgather_bucket_size)
     if problems:
         raise ConfigError(problems, label)
-    return config
+    return config.with_remarks(Remarks(without_effect, "gradient_clipping" not in config.model_fields_set))
 
 
 def _stage(tree: Mapping[str, Any]) -> Any:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from thinwire.engine.config.limits import LARGEST_NUMBER
+from thinwire.engine.config.remarks import Remarks
 
 __all__ = [
     "ActivationCheckpointingConfig",
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointConfig",
     "CometConfig",
     "CommsLoggerConfig",
+    "DataTypesConfig",
     "EngineConfig",
     "FlopsProfilerConfig",
     "Fp16Config",
@@ -37,11 +39,29 @@ def _without_exponent(value: Any) -> Any:
     return int(value) if whole else value
 
 
+def _never(value: Any) -> Any:
+    # Other libraries write an infinite number of steps for "never".
+    return None if value == float("inf") else value
+
+
 def _capitalized(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
+def _short_name(value: Any) -> Any:
+    # DeepSpeed's other names for the same types.
+    return _OTHER_NAMES.get(value.lower(), value.lower()) if isinstance(value, str) else value
+
+
+_OTHER_NAMES = {
+    **{name: "fp32" for name in ("float", "float32", "torch.float32")},
+    **{name: "fp16" for name in ("half", "float16", "torch.float16")},
+    **{name: "bf16" for name in ("bfp16", "bfloat16", "torch.bfloat16")},
+}
+
 WholeNumber = Annotated[int, BeforeValidator(_without_exponent)]
+
+FloatName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_short_name)]
 
 _DEFAULT_BUCKET_ELEMENTS = 4 << 20  # 16 MiB of fp32: large enough for the wire, small enough to overlap with backward
 
@@ -85,6 +105,13 @@ class Bf16Config(Section):
     """bf16 with fp32 master weights."""
 
     enabled: bool = False
+
+
+class DataTypesConfig(Section):
+    """`grad_accum_dtype`: in which the micro-batches of a step add up, "fp32" or the parameters' own; None is the
+    latter, at stage 3 fp32."""
+
+    grad_accum_dtype: FloatName | None = None
 
 
 class OffloadConfig(Section):
@@ -224,11 +251,16 @@ class EngineConfig(Section):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
+    data_types: DataTypesConfig = DataTypesConfig()
+    communication_data_type: FloatName | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    gradient_allreduce_op: Literal["mean", "avg", "sum"] = "mean"
     gradient_clipping: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
-    steps_per_print: WholeNumber | None = Field(default=None, ge=1)
+    steps_per_print: Annotated[WholeNumber | None, BeforeValidator(_never)] = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     tensorboard: MonitorConfig = MonitorConfig()
@@ -241,6 +273,22 @@ class EngineConfig(Section):
     dataloader_drop_last: bool = False
     seed: WholeNumber = Field(default=0, ge=0, lt=2**63)
     thinwire: ThinwireConfig = ThinwireConfig()
+    _remarks: Remarks = PrivateAttr(default_factory=Remarks)
+
+    @property
+    def remarks(self) -> Remarks:
+        """What to say once of the source that this was loaded from."""
+        return self._remarks
+
+    def with_remarks(self, remarks: Remarks) -> EngineConfig:
+        """The same configuration with other remarks."""
+        copied = self.model_copy()
+        copied._remarks = remarks
+        return copied
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both train alike; what is to be said of their sources is not compared."""
+        return isinstance(other, EngineConfig) and self.describe() == other.describe()
 
     def describe(self) -> dict[str, Any]:
         """The configuration as JSON can hold it, defaults included; `load_config` reads it back as the same."""

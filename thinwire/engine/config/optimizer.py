@@ -10,8 +10,9 @@ import torch
 
 from thinwire.comm import threads
 from thinwire.engine.config.declined import Declined
-from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
+from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, dotted, reason, shown
 from thinwire.engine.config.params import Expected, check_params, expected_by
+from thinwire.engine.config.without_effect import WithoutEffect
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
 
@@ -46,15 +47,38 @@ _REFUSED = {
     "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
 }
 
-_EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"', (0, 0.0))}
+# DeepSpeed's classes that compute what one of torch's does.
+_SAME_AS = {
+    "FusedAdam": "Adam",
+    "DeepSpeedCPUAdam": "Adam",
+    "DeepSpeedCPUAdagrad": "Adagrad",
+    "FusedLamb": "Lamb",
+    "FusedLion": "Lion",
+    "DeepSpeedCPULion": "Lion",
+}
+
+_EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"', (0, 0.0, None))}
 
 _TORCH_DECLINES = {
     "adam_w_mode": Declined('use "Adam", which "adam_w_mode" is for', (True,)),
     "differentiable": Declined("a sharded step cannot be differentiated", (False,)),
-    "torch_adam": Declined("Adam is always torch's", (True,)),
     "bias_correction": Declined("torch's Adam always corrects", (True,)),
-    "set_grad_none": Declined("gradients are always set to None after a step", (True,)),
+    "fp32_optimizer_states": Declined("optimizer state is fp32", (True,)),
 }
+
+_GRADIENTS = "gradients are always set to None after a step"
+_ADAM = "Adam is always torch's"
+_CARRIED = "the job's own communicator carries the bytes, as in DeepSpeed"
+# Of every optimizer, and of those named: what cannot change a step.
+_IDLE = {"set_grad_none": WithoutEffect("bool", _GRADIENTS)}
+_IDLE_OF_TORCHS = {"torch_adam": WithoutEffect("bool", _ADAM)}
+_IDLE_OF_OURS = {
+    "cuda_aware": WithoutEffect(
+        "bool", "whether MPI can send from GPU memory is found out; THINWIRE_MPI_CUDA_AWARE overrules that"
+    )
+}
+_ADAMW_IDLE = {"adam_w_mode": WithoutEffect("bool", "AdamW decouples its weight decay, as in DeepSpeed")}
+_OWN_COMMUNICATOR = ("compressed", "hccl")
 
 # Where torch's default is not DeepSpeed's: a file that leaves it out trains as it did there. All others are alike.
 _DEEPSPEEDS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"AdamW": {"weight_decay": 0.0}}
@@ -62,11 +86,14 @@ _DEEPSPEEDS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"AdamW": {"weight_decay
 _NOT_PARAMETERS = frozenset({"self", "params", "defaults", "differentiable"})
 
 
-def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0) -> dict[str, Any]:
+def check_optimizer(
+    tree: Mapping[str, Any], problems: list[str], stage: Any = 0, without_effect: dict[str, str] | None = None
+) -> dict[str, Any]:
     """{"type", "params"} with the type's proper name and exactly the keyword arguments its class takes.
 
     `type` in any case. As in DeepSpeed, "Adam" decouples its weight decay (AdamW) unless `adam_w_mode` is false.
-    What is not given has DeepSpeed's default. `stage`: ZeRO's, as it was given. What cannot work joins `problems`.
+    What is not given has DeepSpeed's default. `stage`: ZeRO's, as it was given. What cannot work joins `problems`, and
+    what cannot change a step `without_effect`.
     """
     given, params = tree.get("type"), tree.get("params", {})
     if not isinstance(given, str) or not isinstance(params, Mapping):
@@ -76,6 +103,7 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0
         return dict(tree)
     before = len(problems)
     own = registry.entry(name) if name in registry.NAMES else None
+    params = _without_idle(name, params, {} if without_effect is None else without_effect, problems)
     params = _check_torch_params(name, params, problems) if own is None else _check_own_params(own, params, problems)
     if len(problems) == before:
         try:
@@ -91,6 +119,7 @@ def check_optimizer(tree: Mapping[str, Any], problems: list[str], stage: Any = 0
 def _proper_name(given: str, problems: list[str]) -> str | None:
     names = (*registry.NAMES, *_ELEMENTWISE)
     by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
+    by_lower |= {other.lower(): by_lower[name.lower()] for other, name in _SAME_AS.items()}
     name = by_lower.get(given.lower())
     if name is None:
         problems.append(f'"optimizer.type" {shown(given)} is not a known optimizer.{did_you_mean(given, names)}')
@@ -98,6 +127,26 @@ def _proper_name(given: str, problems: list[str]) -> str | None:
         problems.append(f'"optimizer.type" {shown(given)} is not supported: {_REFUSED[name]}')
         return None
     return name
+
+
+def _without_idle(
+    name: str, params: Mapping[str, Any], without_effect: dict[str, str], problems: list[str]
+) -> dict[str, Any]:
+    """`params` but those that cannot change a step."""
+    idle = _IDLE | (_IDLE_OF_OURS if name in registry.NAMES else _IDLE_OF_TORCHS)
+    if name == "AdamW":
+        idle = idle | _ADAMW_IDLE
+    kept = dict(params)
+    if name in registry.NAMES and kept.get("comm_backend_name") in _OWN_COMMUNICATOR:
+        del kept["comm_backend_name"]
+        without_effect["optimizer.params.comm_backend_name"] = _CARRIED
+    for key in [key for key in params if key in idle]:
+        path = dotted("optimizer.params", key)
+        if (problem := idle[key].problem(path, kept.pop(key))) is not None:
+            problems.append(problem)
+        else:
+            without_effect[path] = idle[key].why
+    return kept
 
 
 def _check_own_params(entry: OptimizerEntry, params: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

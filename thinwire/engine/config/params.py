@@ -129,6 +129,8 @@ def _phrase(alternative: str) -> str:
             return "a string"
         case "None":
             return "null"
+        case "dict":
+            return "an object, {...}"
         case "Literal":
             return " or ".join(shown(choice) for choice in _choices(alternative))
         case "tuple" | "Tuple":
@@ -150,6 +152,8 @@ def _fits(alternative: str, value: Any) -> bool:
             return isinstance(value, str)
         case "None":
             return value is None
+        case "dict":
+            return isinstance(value, Mapping)
         case "Literal":
             return isinstance(value, str) and value in _choices(alternative)
         case "tuple" | "Tuple":

@@ -7,71 +7,28 @@ from typing import Any
 
 from thinwire.comm.operation_log import OPERATION_NAMES
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
-from thinwire.engine.config.models import EngineConfig, Fp16Config, Section, ThinwireConfig, ZeroConfig
+from thinwire.engine.config.models import EngineConfig, ThinwireConfig, ZeroConfig
 from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.sparse_attn.layouts.config import layout_from_config
 
 __all__ = ["check_combinations", "total_steps"]
 
-_WITH_ENABLED = (
-    "fp16",
-    "bf16",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "comet",
-    "flops_profiler",
-    "comms_logger",
-    "progressive_layer_drop",
-)
-
-
-_DYNAMIC_ONLY = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
-
 
 def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list[str]:
-    """A sentence for each combination in `config` that cannot work, or in which a value would have no effect.
+    """A sentence for each combination in `config` that cannot work.
 
     `allgather_bucket_size` as it was given, None where it was not: one bucket size serves both ways.
     """
     return [
-        *_without_enabled(config),
         *_precision(config),
         *_buckets(config.zero_optimization, allgather_bucket_size),
-        *_overlap(config.zero_optimization),
         *_offload(config.zero_optimization),
         *_own_optimizer(config),
-        *_activations(config),
         *_sparse_attention(config),
         *_layer_drop(config),
         *_operations(config),
     ]
-
-
-def _without_enabled(config: EngineConfig) -> Iterator[str]:
-    for name in _WITH_ENABLED:
-        section = getattr(config, name)
-        if "enabled" in section.model_fields_set:
-            continue
-        for key in sorted(section.model_fields_set):
-            if not _at_default(section, key):
-                yield f'"{name}.{key}" has no effect without "{name}.enabled": set that to true, or delete the section'
-
-
-def _at_default(section: Section, key: str) -> bool:
-    default = getattr(type(section)(), key)
-    # Every file of DeepSpeed's writes this one, which it ignores at stage 0.
-    written = 2 if isinstance(section, Fp16Config) and key == "hysteresis" else default
-    return getattr(section, key) in (default, written)
-
-
-def _overlap(zero: ZeroConfig) -> Iterator[str]:
-    if zero.overlap_comm and zero.stage == 0:
-        yield (
-            '"zero_optimization.overlap_comm" has no effect in stage 0, where no weights are gathered: delete '
-            "it, or use stage 1 or 2"
-        )
 
 
 def _precision(config: EngineConfig) -> Iterator[str]:
@@ -80,14 +37,7 @@ def _precision(config: EngineConfig) -> Iterator[str]:
         yield '"fp16.enabled" and "bf16.enabled" are both true: a model trains in one precision; keep one of them'
     if not fp16.enabled:
         return
-    if fp16.loss_scale:
-        for key in _DYNAMIC_ONLY:
-            if not _at_default(fp16, key):
-                yield (
-                    f'"fp16.{key}" has no effect while "fp16.loss_scale" is {fp16.loss_scale:g}, a fixed scale: delete '
-                    "it, or set loss_scale to 0 for a dynamic one"
-                )
-    elif fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+    if not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
         yield (
             f'"fp16.min_loss_scale" {fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}: '
             "lower it, or raise fp16.initial_scale_power"
@@ -100,22 +50,9 @@ def _buckets(zero: ZeroConfig, allgather_bucket_size: Any) -> Iterator[str]:
             f'"zero_optimization.allgather_bucket_size" must be reduce_bucket_size, {zero.reduce_bucket_size}, got '
             f"{shown(allgather_bucket_size)}: the same buckets are reduced and gathered; give reduce_bucket_size alone"
         )
-    if zero.stage == 3 and zero.reduce_bucket_size != ZeroConfig().reduce_bucket_size:
-        yield (
-            '"zero_optimization.reduce_bucket_size" has no effect in stage 3, where FSDP2 reduces one layer at a time: '
-            'delete it, or write "auto"'
-        )
 
 
 def _offload(zero: ZeroConfig) -> Iterator[str]:
-    for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        if offload.device == "none" and offload.pin_memory:
-            yield f'"zero_optimization.{key}.pin_memory" has no effect while "device" is "none": delete it'
-    if zero.stage < 3 and zero.offload_param.device == "cpu":
-        yield (
-            f'"zero_optimization.offload_param" needs stage 3, got stage {zero.stage}, where every rank computes with '
-            "its own whole parameters: use stage 3, or offload_optimizer alone"
-        )
     if zero.stage == 3 and zero.offload_param != zero.offload_optimizer:
         yield (
             '"zero_optimization.offload_param" and "offload_optimizer" must be alike in stage 3, where FSDP2 offloads '
@@ -157,21 +94,10 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.offload_optimizer" does not go with {name} at stage 0, where every rank keeps all '
             "state beside its weights: use stage 1 or 2, or delete it"
         )
-    if zero.overlap_comm and entry.local_steps:
-        yield (f'"zero_optimization.overlap_comm" has no effect with {name}, whose steps gather no weights: delete it')
     if config.progressive_layer_drop.enabled and entry.local_steps:
         yield (
             f'"progressive_layer_drop" does not go with {name}: ranks cannot agree on the layers they drop in a step '
             "that sends nothing. Use OneBitAdam"
-        )
-
-
-def _activations(config: EngineConfig) -> Iterator[str]:
-    activations = config.activation_checkpointing
-    if activations.cpu_checkpointing and not activations.modules:
-        yield (
-            '"activation_checkpointing.cpu_checkpointing" has no effect without "modules": name the modules to '
-            "recompute, by class or by their name in the model"
         )
 
 

@@ -4,17 +4,17 @@ parameter names, results and gradients stay the same, to the bit."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-__all__ = ["ActivationCheckpoints", "checkpoint_activations"]
+__all__ = ["ActivationCheckpoints", "checkpoint_activations", "recomputed_call"]
 
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
@@ -64,6 +64,43 @@ def checkpoint_activations(
     return ActivationCheckpoints(model, tuple(names))
 
 
+def recomputed_call(
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    cpu_checkpointing: bool = False,
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn,
+) -> Any:
+    """`run(*args, **kwargs)`, of which only the inputs are kept: backward runs it again.
+
+    Random numbers, dropout's for one, are the same in both runs, and so is autocast. `cpu_checkpointing`: keep the
+    inputs that need gradients in CPU memory, page-locked where they come from a GPU. `contexts`: makes what each of the
+    two runs is inside of.
+    """
+    differentiable: list[Tensor] = []
+
+    def set_aside(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.requires_grad):
+            return value
+        differentiable.append(value)
+        return _Place(len(differentiable) - 1)
+
+    # Only these are saved by autograd, and so moved to the CPU: masks and the like are shared by all layers.
+    shared_args = tuple(map(set_aside, args))
+    shared_kwargs = {key: set_aside(value) for key, value in kwargs.items()}
+
+    def run_with(*values: Tensor) -> Any:
+        def put_back(value: Any) -> Any:
+            return values[value.number] if isinstance(value, _Place) else value
+
+        return run(*map(put_back, shared_args), **{key: put_back(value) for key, value in shared_kwargs.items()})
+
+    on_gpu = any(tensor.is_cuda for tensor in differentiable)
+    with save_on_cpu(pin_memory=on_gpu) if cpu_checkpointing else nullcontext():
+        return checkpoint(run_with, *differentiable, use_reentrant=False, context_fn=contexts)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Stands for an input that needs a gradient, among those that do not."""
@@ -84,22 +121,9 @@ class _RecomputedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._run(args, kwargs)
+            return self._run(*args, **kwargs)
         self._check_uncached(kwargs)
-        differentiable: list[Tensor] = []
-
-        def set_aside(value: Any) -> Any:
-            if not (isinstance(value, Tensor) and value.requires_grad):
-                return value
-            differentiable.append(value)
-            return _Place(len(differentiable) - 1)
-
-        # Only these are saved by autograd, and so moved to the CPU: masks and the like are shared by all layers.
-        shared_args = tuple(map(set_aside, args))
-        shared_kwargs = {key: set_aside(value) for key, value in kwargs.items()}
-        on_gpu = any(tensor.is_cuda for tensor in differentiable)
-        with save_on_cpu(pin_memory=on_gpu) if self._cpu_checkpointing else nullcontext():
-            return checkpoint(self._run, shared_args, shared_kwargs, *differentiable, use_reentrant=False)
+        return recomputed_call(self._run, args, kwargs, cpu_checkpointing=self._cpu_checkpointing)
 
     def restore(self) -> None:
         """Give the module its own forward back."""
@@ -108,15 +132,10 @@ class _RecomputedForward:
         else:
             self._module.__dict__["forward"] = self._before
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *differentiable: Tensor) -> Any:
-        def put_back(value: Any) -> Any:
-            return differentiable[value.number] if isinstance(value, _Place) else value
-
-        values = map(put_back, args)
-        named = {key: put_back(value) for key, value in kwargs.items()}
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
-            return self._before(*values, **named)
-        return type(self._module).forward(self._module, *values, **named)
+            return self._before(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
 
     def _check_uncached(self, kwargs: Mapping[str, Any]) -> None:
         cache = next((key for key in _CACHES if kwargs.get(key) is not None), None)

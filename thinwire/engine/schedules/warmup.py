@@ -49,7 +49,7 @@ class WarmupLR(ClosedFormSchedule):
 
     @property
     def warmup_type(self) -> str:
-        """ "log" or "linear"."""
+        """How the rate rises, "log" or "linear"."""
         return self.warmup.kind
 
     @property
@@ -111,7 +111,7 @@ class WarmupCosineLR(ClosedFormSchedule):
 
     @property
     def warmup_type(self) -> str:
-        """ "log" or "linear"."""
+        """How the rate rises, "log" or "linear"."""
         return self.warmup.kind
 
     @property

@@ -41,6 +41,7 @@ class FreezeGroups:
         self.groups: list[FreezeGroup] = []
         self.unplaced: list[int] = []
         self.under_way = StepUnderWay(table.groups(), lambda: bool(self.trainable_unplaced))
+        self.under_way.divide_first = options.averaging.divide_first
         self.comm = comm
         self._table = table
         self._wire = wire

@@ -71,7 +71,7 @@ class ReplicatedHome(AlgorithmHome):
             self._exchange_comm,
             self._links,
             make_codec(options.codec, options.block_size),
-            make_codec("none" if options.warmup_wire == "fp32" else "bf16", options.block_size),
+            make_codec(options.exact_codec, options.block_size),
         )
         self._layout = FreezeGroups(self._exchange_comm, self._table, self._wire, options, recipe.algorithm, make_rule)
         self._comparisons = ComparisonTimes(options.resync_interval)
@@ -247,6 +247,7 @@ class ReplicatedHome(AlgorithmHome):
             for group in self._table.groups():
                 self._recipe.check_group(group)
             check_parameters([*self.parameters, *tensors], self._optimizer_name)
+            self._options.averaging.check_parameters(tensors, self._options.param_dtype)
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(self.comm, error, "build its optimizer")
@@ -257,6 +258,7 @@ class ReplicatedHome(AlgorithmHome):
         for parameter, group_number in new:
             self._layout.unplaced.append(len(self._table))
             self._table.add(parameter, group_number)
+        self._options.averaging.prepare(tensors)
         self._synchronizer.watcher.watch(tensors)
         if not self._synchronizer.watcher.in_step:
             self._synchronizer.prepare()

@@ -54,7 +54,9 @@ class FullHome(AlgorithmShardedHome):
         make_rule: Callable[[], FreezeRule | None],
     ) -> None:
         super().__init__(parameters, options, recipe, make_rule)
-        self._wire = LowMemoryWire(parameters.exchange_comm, parameters.buckets, options.block_size)
+        self._wire = LowMemoryWire(
+            parameters.exchange_comm, parameters.buckets, options.block_size, options.exact_codec
+        )
         self._watched: tuple[Sequence[AlgorithmBucket], object] = ([], None)
         self._common_weights = [CommonWeights(masters) for masters in parameters.masters]
         self._begin()

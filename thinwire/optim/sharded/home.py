@@ -46,7 +46,8 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         self._make_rule = make_rule
         self._begin_again()
         self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.clips_to else None
-        self._under_way = StepUnderWay(parameters.groups)
+        self._under_way = StepUnderWay(parameters.groups, divide_first=options.averaging.divide_first)
+        options.averaging.prepare(self.parameters)
         self._loss_scale = 1.0
         self._norm = math.nan  # of the averaged gradient, times the loss scale, where a sketch found it
         self._watcher.follow(lambda: not self._scales_apart)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.compress.codecs import make_codec
+from thinwire.compress.codecs import CodecName, make_codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.zero import BucketLayout
@@ -17,14 +17,14 @@ __all__ = ["LowMemoryWire"]
 
 
 class LowMemoryWire:
-    """Exchanges of buckets, with residuals in bf16 for parameters in 16 bits."""
+    """Exchanges of buckets, with residuals in bf16 for parameters in 16 bits; exact averages go through `exact`."""
 
-    def __init__(self, comm: Communicator, buckets: Sequence[FlatBucket], block_size: int) -> None:
+    def __init__(self, comm: Communicator, buckets: Sequence[FlatBucket], block_size: int, exact: CodecName) -> None:
         self.ranks = comm.size
         self._comm = comm
         self._buckets = buckets
         self._codec = make_codec("sign1", block_size)
-        self._exact = make_codec("none", block_size)
+        self._exact = make_codec(exact, block_size)
 
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""

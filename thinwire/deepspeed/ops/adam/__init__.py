@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.deepspeed.ops.adam.optimizers import DeepSpeedCPUAdam, FusedAdam
+from thinwire.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from thinwire.deepspeed.ops.adam.fused_adam import FusedAdam
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from thinwire.deepspeed.ops.sparse_attention.matmul import MatMul
+from thinwire.deepspeed.ops.sparse_attention.softmax import Softmax
 from thinwire.sparse_attn import (
     BertSparseSelfAttention,
     BigBirdSparsityConfig,
@@ -9,8 +11,6 @@ from thinwire.sparse_attn import (
     DenseSparsityConfig,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
-    MatMul,
-    Softmax,
     SparseAttentionUtils,
     SparseSelfAttention,
     SparsityConfig,

@@ -90,7 +90,7 @@ def _latest(folder: Path, tags: list[str]) -> str:
 def _refuse_other_parallelism(folder: Path, names: list[str]) -> None:
     for name in names:
         reason = None
-        if re.fullmatch(r"layer_.*_model_states\.pt", name):
+        if re.fullmatch(r"layer_.*model_states\.pt", name):
             reason = "of pipeline parallelism, or of experts, where every layer has a file"
         elif "expert" in name or name.startswith("expp_rank"):
             reason = "of a mixture of experts, whose parameters are not the same on every rank"

@@ -34,18 +34,20 @@ def weight_kind(dtype: torch.dtype) -> str:
     return "weight" if dtype == torch.float32 else "master"
 
 
-def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The part of a state that has a value for each element."""
+def moments_of(state: Mapping[str, Any], of_a_scalar: bool = False) -> dict[str, Tensor]:
+    """The part of a state that has a value for each element; `of_a_scalar`: of a parameter without dimensions."""
     return {
         kind: one
         for kind, one in state.items()
-        if isinstance(one, Tensor) and one.dim() > 0 and kind != _STEP and one.is_floating_point()
+        if isinstance(one, Tensor) and (one.dim() > 0 or of_a_scalar) and kind != _STEP and one.is_floating_point()
     }
 
 
-def scalars_of(state: Mapping[str, Any], settings: Mapping[str, Any], name: str, where: str) -> Iterator[SavedSlice]:
+def scalars_of(
+    state: Mapping[str, Any], settings: Mapping[str, Any], name: str, where: str, of_a_scalar: bool = False
+) -> Iterator[SavedSlice]:
     """The part of a state that has one value for a parameter; a step count may be one of its group's settings."""
-    values = {kind: one for kind, one in state.items() if not (isinstance(one, Tensor) and one.dim() > 0)}
+    values = {kind: one for kind, one in state.items() if kind not in moments_of(state, of_a_scalar)}
     if _STEP in settings:
         values.setdefault(_STEP, settings[_STEP])
     for kind, value in values.items():

@@ -22,7 +22,6 @@ from thinwire.engine.checkpoint.deepspeed.optimizer_state import (
     scalars_of,
     weight_kind,
 )
-from thinwire.engine.checkpoint.deepspeed.stand_ins import Record
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
@@ -84,17 +83,22 @@ def read_sharded(model: ModelFiles, files: Sequence[Entry], stage: int) -> Optim
         raise CheckpointError(f"{model.files[0].path} holds no param_shapes, which tell what lies where beside it")
     states = [file.below("optimizer_state_dict") for file in files]
     base = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
-    settings = _settings(base, files[0])
+    # Where only states were saved, a job goes on with the settings that it has.
+    settings = _settings(base, files[0]) or [{} for _ in model.groups if stage < 3]
     runs = [list(_runs(state, stage)) for state in states]
     slices: list[SavedSlice] = []
     find = _shares if stage == 3 else _spread
     for name, places in find(model.groups, runs, files):
         kind = weight_kind(model.module[name].dtype if name in model.module else torch.float32)
+        own: list[SavedSlice] = []
         for rank, number, place in places:
             run = runs[rank][number]
-            slices += _cut(kind, name, run, place)
+            own += _cut(kind, name, run, place)
             if place.start == 0:
-                slices += scalars_of(run.state, _settings_of(settings, number, stage), name, run.where)
+                own += scalars_of(run.state, _settings_of(settings, number, stage), name, run.where)
+        if not model.sharded and name in model.module:
+            _check_agreement(name, model.module[name], [one for one in own if one.kind == kind], files)
+        slices += own
     return OptimizerState(slices, settings, states[0].get("loss_scaler"))
 
 
@@ -161,22 +165,24 @@ def _spread(
                 low, high = max(begin, first), min(begin + numel, stop)
                 if low < high:
                     places.append((rank, number, _Place(low - begin, high - low, low - first)))
-                    _check_mapping(files[rank], number, name, places[-1][2])
             yield name, places
             begin += numel
 
 
-def _check_mapping(file: Entry, number: int, name: str, place: _Place) -> None:
-    """Compare with where the file itself says that a parameter is, if it does."""
-    mappings = file.below("optimizer_state_dict").get("param_slice_mappings")
-    if not isinstance(mappings, list) or number >= len(mappings) or name not in mappings[number]:
-        return
-    address = mappings[number][name]
-    said = address.fields if isinstance(address, Record) else {}
-    if (said.get("start"), said.get("numel")) != (place.offset, place.numel):
+def _check_agreement(name: str, weights: Tensor, masters: Sequence[SavedSlice], files: Sequence[Entry]) -> None:
+    """Compare the model's weights with the optimizer's, which round to them: files of different saves do not.
+
+    A user may have written to some of them since the last step, and not to most.
+    """
+    flat, same = weights.reshape(-1), 0
+    for one in masters:
+        mine = flat[one.start : one.start + one.tensor.numel()]
+        theirs = one.tensor.to(weights.dtype)
+        same += int(((mine == theirs) | (mine.isnan() & theirs.isnan())).sum())
+    if 2 * same < flat.numel():
         raise CheckpointError(
-            f"{file.path} says that it holds {said.get('numel')} elements of {name} from {said.get('start')} on, the "
-            f"model's file that they are {place.numel} from {place.offset} on: they are of different saves"
+            f"{name} has other values in the model's file than in the optimizer files of {files[0].path.parent}: they "
+            "are of different saves, or of another model"
         )
 
 

@@ -48,7 +48,9 @@ def read_universal(model: ModelFiles, files: Mapping[tuple[str, str], Path], con
     for (name, kind), content in zip(files, contents, strict=True):
         values[name][kind] = content
     common = Entry(files["", ""], values[""][""]) if "" in values else None
-    settings = [] if common is None else [Entry(common.path, one).values for one in common.take("param_groups", list)]
+    settings: list[Mapping[str, Any]] = [{} for _ in model.groups or () if not model.sharded]
+    if common is not None:
+        settings = [Entry(common.path, one).values for one in common.take("param_groups", list)]
     step = _common_step(common)
     slices: list[SavedSlice] = []
     for number, group in enumerate(model.groups or ()):

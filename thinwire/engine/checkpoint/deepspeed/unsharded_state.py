@@ -6,7 +6,6 @@ are fp32 copies, their values; where that leaves a choice nothing is guessed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,8 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
             at = 0 if group.flat else number
             state = group.states[at] if at < len(group.states) else {}
             cut = slice(offset, offset + tensor.numel()) if group.flat else slice(None)
-            kinds = moments_of(state)
+            single = not group.flat and tensor.dim() == 0
+            kinds = moments_of(state, single)
             if group.masters is not None and weight_kind(tensor.dtype) == "master":
                 kinds["master"] = group.masters[at]
             for kind, one in kinds.items():
@@ -67,7 +67,7 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
                     raise CheckpointError(f"{kind} of {name} in {file.path} has {run.numel()} values")
                 slices.append(SavedSlice(kind, name, 0, run))
             if state:
-                slices += scalars_of(state, group.settings, name, f"{name} in {file.path}")
+                slices += scalars_of(state, group.settings, name, f"{name} in {file.path}", single)
             offset += tensor.numel()
     return OptimizerState([one for one in slices if one.tensor.numel()], settings, scaler)
 
@@ -149,7 +149,7 @@ def _fits(tensor: Tensor, group: _Group, place: int) -> bool:
         copy = group.masters[place]
         return copy.shape == tensor.shape and torch.equal(copy.to(tensor.dtype), tensor)
     shapes = {tuple(one.shape) for one in moments_of(group.states[place]).values()}
-    return not shapes or shapes == {tuple(tensor.shape)} or shapes == {(math.prod(tensor.shape),)}
+    return not group.states[place] or shapes == ({tuple(tensor.shape)} if tensor.dim() else set())
 
 
 def _walk_back(

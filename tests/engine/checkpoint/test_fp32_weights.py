@@ -1,0 +1,148 @@
+"""The calls of DeepSpeed's zero_to_fp32, over thinwire's own checkpoints, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.engine.checkpoint.jobs import Values, same, save
+from tests.engine.tiny import make_engine, make_model, settings, train
+from thinwire.comm import threads
+from thinwire.command_line import main
+from thinwire.engine import initialize
+from thinwire.engine.checkpoint import (
+    CheckpointError,
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from thinwire.engine.checkpoint.sharded_files import file_size
+
+
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    """Train in bf16 on 2 ranks and save, twice; the fp32 values of the last step, under every name."""
+
+    def body(comm):
+        engine = make_engine(comm, settings(2, bf16={"enabled": True}))
+        for step in range(2):
+            train(engine, [step])
+            engine.save_checkpoint(folder)
+        masters = [one for one in engine.optimizer.saved_slices() if one.kind == "master"]
+        return {name: one.float() for name, one in engine.module.state_dict().items()}, masters
+
+    results = threads.run(body, 2)
+    values = results[0][0]
+    for _, masters in results:
+        for one in masters:
+            values[one.name].view(-1)[one.start : one.start + one.tensor.numel()] = one.tensor
+    values["unmix.weight"] = values["mix.weight"]
+    return values
+
+
+def test_the_state_dict(tmp_path) -> None:
+    expected = trained(tmp_path)
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found.keys() == expected.keys() == make_model().state_dict().keys()
+    for name, one in found.items():
+        assert one.dtype == torch.float32
+        assert same(one, expected[name]), name
+        assert not name.startswith("layers") or not same(one, one.bfloat16().float()), "these are master weights"
+    assert found["unmix.weight"] is found["mix.weight"]
+    lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "global_step2", lazy_mode=True)
+    assert all(lazy[name].shape == one.shape and same(lazy[name].contiguous(), one) for name, one in found.items())
+    earlier = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "global_step1")
+    assert not same(earlier["mix.weight"], found["mix.weight"])
+    few = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert found.keys() - few.keys() == {"frozen"}
+    model = make_model(1).to(torch.bfloat16).float()
+    assert load_state_dict_from_zero_checkpoint(model, tmp_path) is model
+    assert all(same(one, found[name]) for name, one in model.state_dict().items())
+
+
+def test_a_model_with_tied_layers_loads_strictly(tmp_path) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.second = nn.Linear(5, 5)
+            self.third = nn.Linear(7, 7)
+            self.second.weight = self.third.weight
+
+    from_scratch = Shared()
+    engine, *_ = initialize(model=from_scratch, config=settings(2))
+    engine.save_checkpoint(tmp_path, tag="checkpoint")
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="checkpoint")
+    other = Shared()
+    other.load_state_dict(state, strict=True)
+    assert all(same(one, from_scratch.state_dict()[name]) for name, one in other.state_dict().items())
+
+
+def test_one_file_or_several(tmp_path) -> None:
+    trained(tmp_path / "in")
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "in")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "in", tmp_path / "one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
+    whole = torch.load(tmp_path / "one" / "pytorch_model.bin", weights_only=True)
+    assert whole.keys() == found.keys()
+    assert all(same(one, found[name]) for name, one in whole.items())
+    for safe, stem, read in (
+        (False, "pytorch_model.bin", lambda path: torch.load(path, weights_only=True)),
+        (True, "model.safetensors", load_file),
+    ):
+        folder = tmp_path / stem
+        convert_zero_checkpoint_to_fp32_state_dict(
+            tmp_path / "in", folder, max_shard_size="10KB", safe_serialization=safe, exclude_frozen_parameters=True
+        )
+        index = json.loads((folder / f"{stem}.index.json").read_text())
+        files = set(index["weight_map"].values())
+        assert len(files) > 2
+        assert {path.name for path in folder.iterdir()} == files | {f"{stem}.index.json"}
+        parts = {name: read(folder / name) for name in files}
+        assert index["weight_map"].keys() == found.keys() - {"frozen"}
+        assert all(same(parts[file][name], found[name]) for name, file in index["weight_map"].items())
+        # torch.save keeps tied tensors one; safetensors has a copy for each name.
+        sizes = [sum({one.data_ptr(): one.nbytes for one in part.values()}.values()) for part in parts.values()]
+        assert max(sizes) <= 10_000
+        assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_the_command(tmp_path, capsys) -> None:
+    trained(tmp_path / "in")
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "in", "global_step1")
+    arguments = ["checkpoint", "export", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "deepspeed-fp32"]
+    assert main([*arguments, "--tag", "global_step1"]) == 0
+    assert "pytorch_model.bin: of the fp32 weights of global_step1" in capsys.readouterr().out
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(same(one, found[name]) for name, one in written.items())
+    assert main([*arguments, "--dtype", "bf16"]) == 2
+    assert main([*arguments, "--max-shard-size", "big"]) == 2
+    assert "'5GB', got 'big'" in capsys.readouterr().err
+    assert main([*arguments, "--safe-serialization", "--exclude-frozen-parameters"]) == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == written.keys() - {"frozen"}
+
+
+def test_what_is_not_there(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    save(tmp_path, ("step-1", Values(1, 2)))
+    with pytest.raises(CheckpointError, match="does not say which of its parameters were frozen"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert get_fp32_state_dict_from_zero_checkpoint(tmp_path)["scale"].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [(7, 7), ("7", 7), ("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2MiB", 2 << 20), (None, None)]
+)
+def test_sizes(given, size) -> None:
+    assert file_size(given) == size
+
+
+@pytest.mark.parametrize("given", ["big", "5 XB", 0, "-1", 2.5, True])
+def test_no_sizes(given) -> None:
+    with pytest.raises((ValueError, TypeError), match="largest size is a number of bytes"):
+        file_size(given)

@@ -1,0 +1,281 @@
+"""DeepSpeed's checkpoints become thinwire's: the same bits, on any number of ranks, and training goes on as it would
+have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.checkpoint.deepspeed_files import (
+    Trained,
+    write_sharded,
+    write_universal,
+    write_unsharded,
+)
+from tests.engine.checkpoint.jobs import missing, same
+from thinwire.comm import Communicator, threads
+from thinwire.engine import initialize
+from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
+from thinwire.engine.checkpoint.deepspeed.importing import Imported, import_checkpoint
+from thinwire.engine.checkpoint.deepspeed.pickles_apart import take_answers
+from thinwire.engine.checkpoint.deepspeed.reading_process import read_pickle
+
+WORDS, WIDTH = 7, 5
+
+
+class Model(nn.Module):
+    """With tied, frozen and scalar parameters, several of a shape, and buffers."""
+
+    def __init__(self, frozen: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.still = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 13)
+        self.down = nn.Linear(13, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("seen", torch.tensor([1.5, 2.5]))
+        self.register_buffer("count", torch.tensor(3))
+        if frozen:
+            self.still.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.still(self.words(tokens))
+        return self.head(hidden + self.scale * self.down(torch.tanh(self.up(hidden))))
+
+
+def make(seed: int, frozen: bool = True) -> tuple[Model, list[list[str]]]:
+    """A model, and its trained parameters by name: matrices, and the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Model(frozen)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return model, [[name for name in names if (model.get_parameter(name).dim() > 1) == wide] for wide in (True, False)]
+
+
+def groups_of(model: Model, groups: list[list[str]]) -> list[dict[str, Any]]:
+    params = [[model.get_parameter(name) for name in names] for names in groups]
+    return [{"params": params[0], "weight_decay": 0.1}, {"params": params[1], "weight_decay": 0.0, "lr": 2e-3}]
+
+
+def loss_of(model: Callable[[Tensor], Tensor], step: int) -> Tensor:
+    tokens = torch.randint(0, WORDS, (3, 4), generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(tokens).float().reshape(-1, WORDS), tokens.flip(1).reshape(-1))
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(params=[0, 1])
+def trained(request: pytest.FixtureRequest) -> Trained:
+    return make_trained(request.param)
+
+
+def make_trained(seed: int, frozen: bool = True, **client_state: Any) -> Trained:
+    model, groups = make(seed, frozen)
+    optimizer = torch.optim.AdamW(groups_of(model, groups), lr=1e-2)
+    train(model, optimizer, range(4))
+    return Trained(model, optimizer, groups, {"epoch": 3, **client_state})
+
+
+def read_here(files: Sequence[Path], folder: Path) -> list[Any]:
+    """As `read_apart`, without a process."""
+    answers = []
+    for number, path in enumerate(files):
+        output = folder / f"{number}.safetensors"
+        answers.append({**json.loads(json.dumps(read_pickle(path, output))), "tensors": str(output)})
+    return take_answers(files, answers)
+
+
+def imported(folder: Path, tag: str | None = None, **options: Any) -> Imported:
+    return import_checkpoint(folder, folder.with_name("imported"), tag, read=read_here, **options)
+
+
+def check_bits(folder: Path, trained: Trained, dtype: torch.dtype) -> None:
+    """Weights, master weights, moments and step counts are those of the model, every bit."""
+    with CheckpointStore(folder, threads.single(10.0)).load() or missing() as found:
+        model = trained.model
+        assert list(found.model.parameters) == [name for name, _ in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            values = parameter.detach().flatten()
+            numel = values.numel()
+            assert found.model.parameters[name] == (tuple(parameter.shape), dtype)
+            assert same(found.read("weight", name, 0, numel), values.to(dtype)), name
+            if not parameter.requires_grad:
+                continue
+            if dtype != torch.float32:
+                assert same(found.read("master", name, 0, numel), values), name
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert same(found.read(kind, name, 0, numel), trained.moment(kind, name).flatten()), (kind, name)
+            assert float(found.read("scalar.step", name, 0, 1)) == 4
+        buffers = found.buffers()
+        assert same(buffers["seen"], model.seen)
+        assert same(buffers["count"], model.count)
+
+
+def settings(stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
+        **({"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}),
+    }
+
+
+def go_on(comm: Communicator, folder: Path, stage: int, dtype: torch.dtype, frozen: bool = True) -> list[float]:
+    """The losses of four more steps, from the checkpoint in `folder`."""
+    model, groups = make(9, frozen)
+    engine, *_ = initialize(
+        model=model, model_parameters=groups_of(model, groups), config=settings(stage, dtype), comm=comm
+    )
+    _, client_state = engine.load_checkpoint(folder)
+    assert client_state["epoch"] == 3
+    assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (4, 16, 1)
+    assert engine.module.head.weight is engine.module.words.weight
+    losses = []
+    for step in range(4, 8):
+        loss = loss_of(engine, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_going_on(folder: Path, trained: Trained, frozen: bool = True) -> None:
+    """On 1, 2 and 4 ranks, at stages 0, 1 and 2, as torch's AdamW goes on."""
+    expected = torch.tensor(train(trained.model, trained.optimizer, range(4, 8)))
+    for world, stage in ((1, 1), (2, 2), (4, 0), (4, 1)):
+        for losses in threads.run(
+            partial(go_on, folder=folder, stage=stage, dtype=torch.float32, frozen=frozen), world
+        ):
+            torch.testing.assert_close(torch.tensor(losses), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_stage_and_precision(tmp_path, trained: Trained, dtype, stage: int, world: int) -> None:
+    write_sharded(tmp_path / "in", trained, stage, world, dtype)
+    done = imported(tmp_path / "in")
+    assert (done.optimizer, done.notes) == ("AdamW", [])
+    check_bits(tmp_path / "imported", trained, dtype)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_goes_on(tmp_path, trained: Trained, stage: int) -> None:
+    write_sharded(tmp_path / "in", trained, stage, 2)
+    imported(tmp_path / "in")
+    check_going_on(tmp_path / "imported", trained)
+
+
+def test_bf16_goes_on_with_its_master_weights(tmp_path) -> None:
+    trained = make_trained(2)
+    write_sharded(tmp_path / "in", trained, 3, 2, torch.bfloat16)
+    imported(tmp_path / "in")
+    first = [
+        threads.run(partial(go_on, folder=tmp_path / "imported", stage=stage, dtype=torch.bfloat16), world)[0]
+        for world, stage in ((1, 0), (2, 1), (4, 2))
+    ]
+    assert first[0] == first[1] == first[2]
+    expected = train(trained.model, trained.optimizer, range(4, 8))
+    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(expected), rtol=2e-2, atol=0)
+
+
+def test_elastic_files_and_small_sub_groups(tmp_path) -> None:
+    trained = make_trained(3)
+    write_sharded(tmp_path / "elastic" / "in", trained, 2, 3, elastic=True)
+    imported(tmp_path / "elastic" / "in")
+    write_sharded(tmp_path / "parts" / "in", trained, 3, 3, sub_group=30)
+    imported(tmp_path / "parts" / "in")
+    for name in ("elastic", "parts"):
+        check_bits(tmp_path / name / "imported", trained, torch.float32)
+    check_going_on(tmp_path / "parts" / "imported", trained)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_universal(tmp_path, stage: int, dtype) -> None:
+    trained = make_trained(4)
+    write_universal(tmp_path / "in", trained, stage, dtype)
+    imported(tmp_path / "in")
+    check_bits(tmp_path / "imported", trained, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flat"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
+)
+def test_without_zero(tmp_path, dtype, flat: bool) -> None:
+    trained = make_trained(5, frozen=dtype != torch.float32)
+    write_unsharded(tmp_path / "in", trained, dtype, flat)
+    assert imported(tmp_path / "in").optimizer == "AdamW"
+    check_bits(tmp_path / "imported", trained, dtype)
+    if dtype == torch.float32:
+        check_going_on(tmp_path / "imported", trained, frozen=False)
+
+
+def test_nothing_is_guessed_without_zero(tmp_path) -> None:
+    """Numbered parameters, and a frozen layer that is as large as the trained one."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    write_unsharded(tmp_path / "in", Trained(model, optimizer, [["1.weight", "1.bias"]]))
+    with pytest.raises(CheckpointError, match=r"more than one way .* ZeRO stage 1.*--weights-only"):
+        imported(tmp_path / "in")
+    assert imported(tmp_path / "in", weights_only=True).optimizer is None
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    engine, *_ = initialize(model=other, config=settings(1, torch.float32))
+    engine.load_checkpoint(tmp_path / "imported", load_module_only=True)
+    assert all(same(one, model.state_dict()[name]) for name, one in engine.module.state_dict().items())
+
+
+def test_schedule_and_loss_scale(tmp_path) -> None:
+    write_sharded(tmp_path / "in", make_trained(7), 2, 2, torch.float16)
+    imported(tmp_path / "in")
+    with CheckpointStore(tmp_path / "imported", threads.single(10.0)).load() or missing() as found:
+        assert found.shared["schedule"] == {"type": "WarmupLR", "state": {"last_epoch": 4}}
+        assert found.shared["loss_scale"] == {"value": 128.0, "forbearance": 1, "steps_without_overflow": 3}
+        assert found.shared["frozen"] == ["still.weight", "still.bias"]
+        assert found.shared["tied"] == {"head.weight": "words.weight"}
+        groups = found.counters()["groups"]
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.01, 0.1), (0.002, 0.0)]
+
+
+def test_another_model_is_told_at_load(tmp_path) -> None:
+    write_sharded(tmp_path / "in", make_trained(0), 2, 2)
+    imported(tmp_path / "in")
+    engine, *_ = initialize(model=nn.Linear(2, 3), config=settings(1, torch.float32))
+    with pytest.raises(CheckpointError, match="another model: parameter 'weight'"):
+        engine.load_checkpoint(tmp_path / "imported")
+    sgd = {**settings(1, torch.float32), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = initialize(model=make(0)[0], config=sgd)
+    with pytest.raises(ValueError, match=r"saved by AdamW with 2 parameter groups, this is SGD with 1"):
+        engine.load_checkpoint(tmp_path / "imported")
+    assert engine.load_checkpoint(tmp_path / "imported", load_optimizer_states=False)[0]
+
+
+def test_an_engine_names_the_command(tmp_path) -> None:
+    write_sharded(tmp_path / "in", make_trained(0), 1, 1)
+    engine, *_ = initialize(model=make(0)[0], config=settings(1, torch.float32))
+    for tag in (None, "global_step4"):
+        with pytest.raises(CheckpointError, match=f"thinwire checkpoint import {tmp_path / 'in'}"):
+            engine.load_checkpoint(tmp_path / "in", tag)

@@ -1,0 +1,252 @@
+"""What cannot be imported is refused by name: files that are missing, of another save, damaged, or that would run code
+if they were opened as pickles are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.checkpoint.deepspeed_files import deepspeeds_names, write_sharded, write_universal
+from tests.engine.checkpoint.test_import import imported, make_trained, read_here
+from thinwire.comm import threads
+from thinwire.command_line import main
+from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
+from thinwire.engine.checkpoint.client_state import SpecialValue, unpack_client_state
+from thinwire.engine.checkpoint.deepspeed.importing import import_checkpoint
+from thinwire.engine.checkpoint.errors import UsageError
+
+FIRST, SECOND = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def remove(path: Path, name: str) -> None:
+    (path / name).unlink()
+
+
+def cut(path: Path, name: str) -> None:
+    os.truncate(path / name, (path / name).stat().st_size // 2)
+
+
+def change(path: Path, name: str, edit: Callable[[dict], object]) -> None:
+    """Edit a file as somebody with DeepSpeed would."""
+    with deepspeeds_names():
+        content = torch.load(path / name, weights_only=False)
+        edit(content)
+        torch.save(content, path / name)
+
+
+def of_another_run(path: Path) -> None:
+    write_sharded(path.parent / "other", make_trained(8), 2, 2)
+    for name in (FIRST, SECOND):
+        shutil.copy(path.parent / "other" / "global_step4" / name, path / name)
+
+
+FAULTS = {
+    "no second rank": (
+        lambda path: remove(path, SECOND),
+        "saved by 2 ranks and holds .* of 1: those of rank 1 are missing",
+    ),
+    "no first rank": (lambda path: remove(path, FIRST), f"none of rank 0: {FIRST} is missing"),
+    "no optimizer": (
+        lambda path: [remove(path, name) for name in (FIRST, SECOND)],
+        r"no optimizer files, zero_pp_rank_\*_optim_states\.pt, though it was saved with ZeRO",
+    ),
+    "no model": (lambda path: remove(path, MODEL), f"no {MODEL}"),
+    "one rank too many": (
+        lambda path: shutil.copy(path / SECOND, path / SECOND.replace("rank_1", "rank_2")),
+        "saved by 2 ranks and holds .* of 3: those of rank 2 are of another save",
+    ),
+    "a rank twice": (
+        lambda path: shutil.copy(path / SECOND, path / f"bf16_{SECOND}"),
+        "both of rank 1: two checkpoints were saved there",
+    ),
+    "cut short": (lambda path: cut(path, SECOND), f"{SECOND} cannot be read"),
+    "no pickle": (lambda path: (path / SECOND).write_bytes(b"nothing"), f"{SECOND} cannot be read"),
+    "a folder": (lambda path: (remove(path, SECOND), (path / SECOND).mkdir()), f"{SECOND} cannot be read"),
+    "another run's": (of_another_run, "has other values in the model's file than in the optimizer files"),
+    "tensor parallel": (
+        lambda path: shutil.copy(path / MODEL, path / "mp_rank_01_model_states.pt"),
+        "mp_rank_01_model_states.pt is of tensor or pipeline parallelism",
+    ),
+    "no shapes": (lambda path: change(path, MODEL, lambda it: it.pop("param_shapes")), "holds no param_shapes"),
+    "fewer values": (
+        lambda path: change(
+            path,
+            SECOND,
+            lambda it: it["optimizer_state_dict"]["single_partition_of_fp32_groups"].__setitem__(0, torch.ones(3)),
+        ),
+        "ends at element .*: the files are of another model, or cut short",
+    ),
+    "shorter moments": (
+        lambda path: change(
+            path,
+            SECOND,
+            lambda it: it["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(2)),
+        ),
+        "exp_avg of .* has .* values",
+    ),
+    "a strange stage": (
+        lambda path: [
+            change(path, name, lambda it: it["optimizer_state_dict"].update(zero_stage=9)) for name in (FIRST, SECOND)
+        ],
+        "ZeRO stage 9",
+    ),
+    "a strange type": (
+        lambda path: change(path, SECOND, lambda it: it.update(optimizer_state_dict=[1])),
+        "optimizer_state_dict.* is list, a dictionary was expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_named(tmp_path, fault: str) -> None:
+    path = write_sharded(tmp_path / "in", make_trained(0), 2, 2)
+    damage, message = FAULTS[fault]
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
+        imported(tmp_path / "in")
+    assert not list((tmp_path / "imported").glob("*")), "nothing is left behind"
+
+
+def test_pipelines_and_experts_are_refused(tmp_path) -> None:
+    path = write_sharded(tmp_path / "in", make_trained(0), 1, 1)
+    shutil.copy(path / MODEL, path / "layer_01-model_00-model_states.pt")
+    with pytest.raises(CheckpointError, match=r"layer_01.* is of pipeline parallelism, or of experts"):
+        imported(tmp_path / "in")
+
+
+def test_stage_3_needs_every_model_file(tmp_path) -> None:
+    path = write_sharded(tmp_path / "in", make_trained(0), 3, 3)
+    (path / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="model files of 2 ranks and optimizer files of 3"):
+        imported(tmp_path / "in")
+
+
+def test_universal_files_that_are_missing_or_joined(tmp_path) -> None:
+    path = write_universal(tmp_path / "in", make_trained(0), 1)
+    joined = path / "zero" / "up.weight" / "exp_avg.pt"
+    torch.save({"param": torch.ones(13, 5), "cat_dim": 0, "vocab_tensor": True}, joined)
+    with pytest.raises(CheckpointError, match=r"exp_avg\.pt was put together from parts of tensors \(vocab_tensor\)"):
+        imported(tmp_path / "in")
+    torch.save(torch.ones(3), joined)
+    with pytest.raises(CheckpointError, match=r"exp_avg\.pt holds \(3,\), a tensor of 65 values was expected"):
+        imported(tmp_path / "in")
+    shutil.rmtree(path / "zero" / "up.weight")
+    with pytest.raises(CheckpointError, match=r"up\.weight.fp32\.pt is missing"):
+        imported(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("nothing", "no checkpoint 'nothing' of DeepSpeed's in .*, only global_step4"),
+        (None, "'gone'.*only global_step4"),
+    ],
+)
+def test_tags_that_are_not_there(tmp_path, tag, message: str) -> None:
+    write_sharded(tmp_path / "in", make_trained(0), 1, 1)
+    (tmp_path / "in" / "latest").write_text("gone")
+    with pytest.raises(UsageError, match=message):
+        imported(tmp_path / "in", tag)
+    with pytest.raises(UsageError, match=r"is one checkpoint: give .*in --tag global_step4"):
+        imported(tmp_path / "in" / "global_step4")
+    with pytest.raises(UsageError, match="holds the checkpoint that is imported"):
+        import_checkpoint(tmp_path / "in", tmp_path / "in", "global_step4", read=read_here)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no checkpoint of DeepSpeed's"):
+        imported(tmp_path / "empty")
+
+
+class Trap:
+    """Runs a command in whoever opens the pickle as a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_pickle_cannot_run_anything(tmp_path, capsys) -> None:
+    path = write_sharded(tmp_path / "in", make_trained(0), 1, 2)
+    torch.save({"trap": Trap(tmp_path / "sprung")}, path / FIRST)
+    output = tmp_path / "out"
+    assert main(["checkpoint", "import", str(tmp_path / "in"), "--output", str(output)]) == 1
+    complaint = capsys.readouterr().err
+    assert f"{FIRST} cannot be read: " in complaint
+    assert "posix" in complaint
+    assert "weights_only" not in complaint
+    assert not (tmp_path / "sprung").exists()
+    assert not list(output.glob("*"))
+
+
+class Stranger:
+    pass
+
+
+def test_client_state_is_kept_or_named(tmp_path) -> None:
+    generator = random.Random(0)
+    state = {
+        "loss": np.float64(0.25),
+        "generator": np.random.RandomState(3).get_state(),
+        "columns": np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3)),
+        "python": generator.getstate(),
+        "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)),
+        "best": torch.arange(3, dtype=torch.bfloat16),
+        "kinds": {torch.float16: 1},
+        "numbered": {1: [2, {3: None}]},
+    }
+    write_sharded(tmp_path / "in", make_trained(0, **state), 2, 2)
+    notes = imported(tmp_path / "in").notes
+    assert len(notes) == 1
+    assert notes[0].startswith("left out: client_state['kinds'] has the key")
+    engine_state = load_client_state(tmp_path / "imported")
+    assert engine_state["loss"] == 0.25
+    assert engine_state["epoch"] == 3
+    kind, keys, position, *_ = engine_state["generator"]
+    assert (kind, position) == ("MT19937", state["generator"][2])
+    assert np.array_equal(keys.numpy(), state["generator"][1])
+    assert engine_state["columns"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert engine_state["python"] == generator.getstate()
+    assert engine_state["args"] == {"lr": 0.1, "betas": (0.9, 0.99)}
+    assert torch.equal(engine_state["best"], state["best"])
+    assert engine_state["numbered"] == state["numbered"]
+
+
+def test_an_unknown_class_is_named(tmp_path) -> None:
+    write_sharded(tmp_path / "in", make_trained(0, mine=Stranger()), 1, 1)
+    with pytest.raises(CheckpointError, match=rf"{MODEL} cannot be read: it holds a \S*test_import_errors\.Stranger"):
+        imported(tmp_path / "in")
+
+
+def load_client_state(folder: Path) -> dict:
+    from_checkpoint = {}
+
+    def body(comm):
+        with CheckpointStore(folder, comm).load() as found:
+            from_checkpoint.update(found.shared)
+            from_checkpoint["tensors"] = {key: found.read_rank(key, 0) for key in found.manifest.files[0].rank_tensors}
+
+    threads.run(body, 1)
+    special = [SpecialValue.model_validate(one) for one in from_checkpoint["client_values"]]
+    return unpack_client_state(from_checkpoint["client_state"], special, from_checkpoint["tensors"].__getitem__)
+
+
+def test_the_command(tmp_path, capsys) -> None:
+    write_sharded(tmp_path / "in", make_trained(0), 3, 2, torch.bfloat16)
+    assert main(["checkpoint", "import", str(tmp_path / "in")]) == 0
+    output = tmp_path / "in-thinwire"
+    assert capsys.readouterr().out == f"{output / 'global_step4'}: 8 parameters, the state of AdamW\n"
+    assert main(["checkpoint", "verify", str(output)]) == 0
+    assert main(["checkpoint", "import", str(tmp_path / "nothing")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert main(["checkpoint", "import", str(tmp_path / "in"), "--tag", "x"]) == 2
+    assert sorted(path.name for path in output.iterdir()) == [".lock", "global_step4", "latest"]

@@ -1,0 +1,135 @@
+"""`thinwire config check`: what it says of a file, and how it exits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.command_line import main
+
+BERT: dict[str, Any] = {
+    "train_batch_size": 4096,
+    "train_micro_batch_size_per_gpu": 16,
+    "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23000, "cuda_aware": False}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 300}},
+    "fp16": {"enabled": True, "initial_scale_power": 12},
+    "zero_optimization": {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+    "gradient_clipping": 1.0,
+}
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def run(tree: Any, *arguments: str) -> tuple[int, str]:
+        path = tmp_path / "config.json"
+        path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+        code = main(["config", "check", str(path), *arguments])
+        printed = capsys.readouterr()
+        assert not printed.err
+        assert str(path) in printed.out
+        return code, printed.out
+
+    return run
+
+
+def test_what_a_file_will_do(check) -> None:
+    code, told = check(BERT, "--world-size", "8")
+    assert code == 0
+    for sentence in (
+        "4096 samples: 32 forwards and backwards of 16 on each of 8 ranks.",
+        "in fp16, with fp32 master weights and a loss scale that begins at 2^12",
+        "ZeRO stage 1: master weights and optimizer state are sharded",
+        "Kept in CPU memory between steps: optimizer state.",
+        "OneBitAdam: lr 0.0004, betas [0.9, 0.999], eps 1e-08, weight_decay 0.0, block_size 2048, freeze_step 23000.",
+        "The learning rate follows WarmupLR: ",
+        "warmup_num_steps 300",
+        "clipped to a global norm of 1,",
+        'No effect: "optimizer.params.cuda_aware". Whatever it says, ',
+    ):
+        assert sentence in told
+
+
+def test_defaults_are_told_too(check) -> None:
+    code, told = check({"train_batch_size": 6, "optimizer": {"type": "AdamW"}})
+    assert code == 0
+    assert "6 samples: one forward and backward of 6 on 1 rank." in told
+    assert "AdamW: lr 0.001, betas [0.9, 0.999], eps 1e-08, weight_decay 0.0," in told
+    assert '"gradient_clipping" is not set, so gradients are not clipped' in told
+    assert "No effect" not in told
+    assert "Gradients are not clipped." in check({"train_batch_size": 6, "gradient_clipping": 0})[1]
+
+
+def test_the_ranks_that_three_sizes_ask_for(check) -> None:
+    tree = {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+    assert "3 forwards and backwards of 4 on each of 8 ranks" in check(tree)[1]
+    code, told = check(tree, "--world-size", "2")
+    assert code == 1
+    assert "gradient_accumulation_steps 12" in told
+    assert check(tree | {"train_batch_size": 97})[0] == 1
+
+
+def test_everything_wrong_is_told_with_what_to_do(check) -> None:
+    code, told = check({"train_batch_size": 3, "autotuning": {"enabled": True}, "fp61": {}}, "--world-size", "2")
+    assert code == 1
+    assert "`thinwire plan`" in told
+    assert 'Did you mean "fp16"?\n' in told
+    assert "the nearest train_batch_size that works is 2 or 4." in told
+    assert told.count("\n- ") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "the text ends inside an object"), ("[1]", "must hold a JSON object")]
+)
+def test_files_that_are_none(check, text: str, message: str) -> None:
+    code, told = check(text)
+    assert code == 1
+    assert message in told
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", str(tmp_path / "none.json")]) == 1
+    assert "cannot be read: No such file" in capsys.readouterr().out
+
+
+def test_an_impossible_number_of_ranks(check) -> None:
+    code, told = check(BERT, "--world-size", "0")
+    assert code == 1
+    assert "world_size must be a whole number of ranks, at least 1, got 0" in told
+
+
+def test_everything_that_may_be_on(check) -> None:
+    everything = BERT | {
+        "fp16": {"enabled": True, "loss_scale": 128},
+        "scheduler": None,
+        "activation_checkpointing": {"modules": ["BertLayer"], "cpu_checkpointing": True},
+        "sparse_attention": {"mode": "fixed", "block": 16},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01},
+        "steps_per_print": 10,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "csv_monitor": {"enabled": True},
+        "flops_profiler": {"enabled": True, "profile_step": 5},
+        "comms_logger": {"enabled": True},
+        "checkpoint": {"keep_last": 3, "async_save": True},
+        "dataloader_drop_last": True,
+    }
+    code, told = check(everything, "--world-size", "256")
+    assert code == 0
+    for sentence in (
+        "a fixed loss scale of 128.",
+        "The learning rate stays as it is",
+        "Backward computes BertLayer again",
+        'Attention is block-sparse: mode "fixed", block 16.',
+        "down to a keep rate of 0.5, with gamma 0.01.",
+        "a line every 10 steps",
+        "what memory goes to",
+        "logs every step to CSV files.",
+        "profiles the step after 5 steps.",
+        "Collectives are counted and timed.",
+        "written while training goes on, and the last 3 are kept.",
+        "what does not fill the last batch is left out.",
+    ):
+        assert sentence in told

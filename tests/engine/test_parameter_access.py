@@ -1,0 +1,171 @@
+"""Weights, gradients and state by parameter, and gathered weights, at stages 0 to 2."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from tests.engine import parameter_access as behaviours
+from tests.engine.tiny import loss_of, make_engine, settings, train
+from thinwire import zero
+from thinwire.comm import threads
+from thinwire.engine import NonFiniteError
+
+STAGES = (0, 1, 2)
+FP32, BF16, FP16 = {}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "ranks"),
+    [(0, FP32, 3), (1, FP32, 1), (1, FP32, 4), (2, FP32, 2), (0, BF16, 2), (1, BF16, 3), (2, FP16, 2)],
+)
+def test_what_was_set_is_what_is_stepped(stage, precision, ranks) -> None:
+    threads.run(lambda comm: behaviours.what_was_set_is_what_is_stepped(comm, stage, **precision), ranks)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_averages(stage) -> None:
+    threads.run(lambda comm: behaviours.gradients_are_averages(comm, stage), 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bad_values(stage) -> None:
+    threads.run(lambda comm: behaviours.bad_values(comm, stage), 2)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, BF16), (1, FP32), (2, BF16)])
+def test_one_rank_changes_gathered_weights(stage, precision) -> None:
+    threads.run(lambda comm: behaviours.one_rank_changes_gathered_weights(comm, stage, **precision), 3)
+
+
+def test_weights_that_are_on_their_way() -> None:
+    def body(comm):
+        found = {}
+        for overlap in (False, True):
+            engine = make_engine(comm, settings(1, zero_optimization={"stage": 1, "overlap_comm": overlap}))
+            weight = engine.module.mix.weight
+            train(engine, range(3))
+            found[overlap] = zero.safe_get_full_fp32_param(weight)
+        assert torch.equal(found[False], found[True])
+
+    threads.run(body, 2)
+
+
+def test_below_stage_3_there_are_no_local_forms() -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(1))
+        with pytest.raises(ValueError, match="the local forms are for parameters of stage 3"):
+            zero.safe_get_local_fp32_param(engine.module.mix.weight)
+
+    threads.run(body, 1)
+
+
+def test_update_of_several_gradients() -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(2))
+        engine.backward(loss_of(engine, comm.rank, 0))
+        before = {name: zero.safe_get_full_grad(one) for name, one in behaviours.trained(engine).items()}
+        zero.safe_update_full_grad_vectorized(behaviours.trained(engine).values(), lambda gradient, _: gradient * 3)
+        for name, one in behaviours.trained(engine).items():
+            assert torch.equal(zero.safe_get_full_grad(one), before[name] * 3)
+
+    threads.run(body, 2)
+
+
+@pytest.mark.filterwarnings("ignore:step 2 was skipped:RuntimeWarning")
+def test_a_gradient_that_was_set_and_is_not_finite_skips_the_step() -> None:
+    def body(comm, optimizer):
+        engine = make_engine(comm, settings(1 if optimizer is None else 0, **({} if optimizer is None else optimizer)))
+        train(engine, range(1))
+        weight = engine.module.mix.weight
+        engine.backward(loss_of(engine, comm.rank, 1))
+        before = zero.safe_get_full_fp32_param(weight)
+        zero.safe_set_full_grad(weight, torch.full((16, 16), float("inf")))
+        with pytest.raises(NonFiniteError, match="every rank's loss was finite, but the averaged gradient is not"):
+            engine.step()
+        assert torch.equal(zero.safe_get_full_fp32_param(weight), before)
+        assert torch.tensor(train(engine, range(2, 4))).isfinite().all()
+
+    onebit = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 50}}}
+    for optimizer in (None, onebit):
+        threads.run(lambda comm, optimizer=optimizer: body(comm, optimizer), 2)
+
+
+ONEBIT = {
+    "OneBitAdam": {"lr": 1e-2, "freeze_step": 4},
+    "OneBitLamb": {"lr": 1e-2, "freeze_step": 4},
+    "ZeroOneAdam": {"lr": 1e-2, "var_freeze_step": 4, "local_step_scaler": 3, "local_step_clipper": 2},
+    "OneBitLion": {"lr": 1e-3},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", ONEBIT)
+def test_one_bit_optimizers(name, stage) -> None:
+    def body(comm):
+        optimizer = {"type": name, "params": ONEBIT[name]}
+        bf16 = {"bf16": {"enabled": True}} if stage else {}
+        engine = make_engine(comm, settings(stage, optimizer=optimizer, **bf16))
+        weight = engine.module.mix.weight
+        warms_up = name in ("OneBitAdam", "OneBitLamb")
+        if name != "OneBitLion":
+            engine.backward(loss_of(engine, comm.rank, 0))
+            average = zero.safe_get_full_grad(weight)
+            of_ranks = average.clone()
+            comm.broadcast(of_ranks)
+            assert torch.equal(of_ranks, average)
+            assert average.abs().sum() > 0
+            zero.safe_set_full_grad(weight, torch.zeros(16, 16))
+            engine.step()
+            # What was set is what was stepped.
+            assert torch.equal(zero.safe_get_full_optimizer_state(weight, "exp_avg"), torch.zeros(16, 16))
+        if warms_up:
+            moments = behaviours.values(weight, 3)
+            zero.safe_set_full_optimizer_state(weight, moments, "exp_avg")
+            assert torch.equal(zero.safe_get_full_optimizer_state(weight, "exp_avg"), moments)
+        train(engine, range(1, 8))
+        if name == "OneBitLion":
+            assert zero.safe_get_full_optimizer_state(weight, "exp_avg").abs().sum() > 0
+        else:
+            with pytest.raises(RuntimeError, match=r"frozen since step|cannot be set"):
+                zero.safe_set_full_optimizer_state(weight, torch.ones(16, 16), "exp_avg")
+        if not engine.optimizer.in_sync:
+            with pytest.raises(RuntimeError, match="between two syncs"):
+                zero.safe_get_full_fp32_param(weight)
+            engine.optimizer.synchronize_weights()
+        value = behaviours.values(weight, 4)
+        zero.safe_set_full_fp32_param(weight, value)
+        assert torch.equal(zero.safe_get_full_fp32_param(weight), value)
+        assert torch.equal(weight, value.to(weight.dtype))
+        engine.backward(loss_of(engine, comm.rank, 20))
+        if engine.optimizer.frozen:
+            with pytest.raises(RuntimeError, match="ranks send momenta instead of gradients"):
+                zero.safe_get_full_grad(weight)
+        engine.step()
+        train(engine, range(21, 24))
+
+    threads.run(body, 2)
+
+
+def test_a_model_that_is_pickled_knows_no_optimizer_any_more() -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(1))
+        weight = engine.module.mix.weight
+        again = pickle.loads(pickle.dumps(weight))
+        assert torch.equal(again, weight)
+        assert zero.safe_get_full_fp32_param(again) is None
+
+    threads.run(body, 1)
+
+
+def test_parameters_outlive_their_engine() -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(0))
+        model = engine.module
+        engine.close()
+        del engine
+        assert zero.safe_get_full_grad(model.mix.weight) is None
+
+    threads.run(body, 1)

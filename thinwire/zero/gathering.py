@@ -1,0 +1,271 @@
+"""Whole weights for as long as somebody looks at them, and changes of theirs for all ranks, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import raise_together
+from thinwire.zero.external import register_external_parameter
+from thinwire.zero.fragments import safe_set_full_fp32_param
+from thinwire.zero.fsdp import local_run, whole
+from thinwire.zero.gathered_shards import gathered, show_shard, show_whole
+from thinwire.zero.parameter_shard import ParameterShard, ZeroParamStatus, set_status, shard_of
+from thinwire.zero.parameter_state import find_state
+from thinwire.zero.shard_marks import communicator_of, is_sharded
+
+__all__ = ["GatheredParameters"]
+
+_DROPPED = (
+    "is dropped: the shards keep what they had. Name the rank whose values count, "
+    "GatheredParameters(..., modifier_rank=0)"
+)
+
+
+class GatheredParameters:
+    """Inside, parameters that are sharded, or built shard by shard, are whole on every rank. Collective, both ends.
+
+    At the end the values of rank `modifier_rank` are given to all, and master weights follow; other ranks' changes are
+    dropped. Without `modifier_rank` all changes are, with a RuntimeWarning where one is noticed, or with a RuntimeError
+    on every rank where zero.Init was told so by `enable_sanity_checks`. What is written through `.data` counts too, but
+    is not noticed. At stages 0 to 2 parameters are whole anyway: the end gives `modifier_rank`'s values to all, and
+    without it nothing happens. Parameters that neither an engine nor zero.Init knows are left alone.
+
+    Args:
+        params: a parameter or several; others are left alone.
+        modifier_rank: whose values count at the end; None for nobody's.
+        fwd_module: a module that uses the parameters although they are another's: see register_external_parameter.
+        enabled: False does nothing.
+
+    A whole parameter has the values of the shards: at stage 3 fp32. Contexts may be nested. Raises ValueError for a
+    rank that there is not, and, on every rank, where one raised an error inside.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self._gatherings: list[_Gathering] = []
+        self._comm: Communicator | None = None
+        self._root = modifier_rank
+        if not enabled:
+            return
+        if fwd_module is not None:
+            for parameter in given:
+                register_external_parameter(fwd_module, parameter)
+        found = [_gathering_of(parameter) for parameter in {id(one): one for one in given}.values()]
+        self._comm = next((one.comm for one in found if one is not None and one.comm is not None), None)
+        if self._comm is None:
+            return
+        if modifier_rank is not None and not 0 <= modifier_rank < self._comm.size:
+            raise ValueError(
+                f"modifier_rank must be a rank, 0 to {self._comm.size - 1}, or None, got {modifier_rank!r}"
+            )
+        self._gatherings = [one for one in found if one is not None]
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        for one in self._gatherings:
+            one.open(writes=self._root is not None)
+
+    @torch.no_grad()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._comm is None:
+            return
+        try:
+            if self._root is not None:
+                raise_together(self._comm, _as_exception(error), "change gathered parameters")
+                changed = _anywhere(self._comm, [one.may_have_changed() for one in self._gatherings])
+                for one, counts in zip(self._gatherings, changed, strict=True):
+                    if counts:
+                        one.keep(self._comm, self._root)
+            elif error is None:
+                self._look_for_dropped_changes()
+        finally:
+            for one in reversed(self._gatherings):
+                one.close()
+
+    def _look_for_dropped_changes(self) -> None:
+        assert self._comm is not None
+        changed = [one for one in self._gatherings if one.drops_a_change()]
+        if any(one.checks for one in self._gatherings):
+            if any(_anywhere(self._comm, [bool(changed)])):
+                raise RuntimeError(
+                    "an in-place modification of a parameter inside GatheredParameters with modifier_rank=None "
+                    + _DROPPED
+                )
+        elif changed:
+            warnings.warn(
+                f"a change of {len(changed)} parameters inside GatheredParameters with modifier_rank=None {_DROPPED}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class _Gathering(ABC):
+    """One parameter, while it is gathered."""
+
+    comm: Communicator | None
+    checks = False
+
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+
+    @abstractmethod
+    def open(self, writes: bool) -> None:
+        """Gather it; `writes`: to be kept at the end. Collective."""
+
+    def may_have_changed(self) -> bool:
+        """Whether this rank's values have to be looked at."""
+        return True
+
+    def drops_a_change(self) -> bool:
+        """Whether there is a change that nobody keeps."""
+        return False
+
+    @abstractmethod
+    def keep(self, comm: Communicator, root: int) -> None:
+        """Give rank `root`'s values to all ranks. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Hold the shard alone again, where it did."""
+
+
+class _Placeholder(_Gathering):
+    """Of a model that is built shard by shard."""
+
+    def __init__(self, parameter: nn.Parameter, shard: ParameterShard) -> None:
+        super().__init__(parameter)
+        self.comm = shard.comm
+        self.checks = shard.checks
+        self._shard = shard
+        self._opened = False
+
+    def open(self, writes: bool) -> None:
+        """See _Gathering."""
+        self._opened = self.parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        if self._opened:
+            self._shard.gather(self.parameter)
+
+    def drops_a_change(self) -> bool:
+        """See _Gathering."""
+        return self._opened and self._shard.changed(self.parameter)
+
+    def keep(self, comm: Communicator, root: int) -> None:
+        """See _Gathering."""
+        self._shard.keep(self.parameter, root)
+
+    def close(self) -> None:
+        """See _Gathering."""
+        if self._opened:
+            self._shard.release(self.parameter)
+
+
+class _Sharded(_Gathering):
+    """Of an engine at stage 3."""
+
+    def __init__(self, parameter: Tensor, comm: Communicator | None) -> None:
+        super().__init__(parameter)
+        self.comm = comm
+        self._opened = False
+        self._version = 0
+
+    def open(self, writes: bool) -> None:
+        """See _Gathering."""
+        self._opened = gathered(self.parameter) is None
+        if self._opened:
+            show_whole(self.parameter, whole(self.parameter, self.parameter.device).clone())
+            set_status(self.parameter, ZeroParamStatus.AVAILABLE)
+        self._version = self._whole()._version
+
+    def drops_a_change(self) -> bool:
+        """See _Gathering."""
+        return self._opened and self._whole()._version != self._version
+
+    def keep(self, comm: Communicator, root: int) -> None:
+        """See _Gathering."""
+        values = self._whole()
+        comm.broadcast(values, root)
+        start, own = local_run(self.parameter)
+        own.copy_(values.view(-1)[start : start + own.numel()])
+        self._version = values._version
+        found = find_state(self.parameter)
+        if found is not None:
+            found[0].after_writing_weights(found[1], None)
+
+    def close(self) -> None:
+        """See _Gathering."""
+        if self._opened:
+            show_shard(self.parameter)
+            set_status(self.parameter, ZeroParamStatus.NOT_AVAILABLE)
+
+    def _whole(self) -> Tensor:
+        values = gathered(self.parameter)
+        assert values is not None, "open() gathers it"
+        return values
+
+
+class _Whole(_Gathering):
+    """On every rank all the time."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(parameter)
+        self._found = find_state(parameter)
+        self.comm = None if self._found is None else self._found[0].comm
+        self._before: Tensor | None = None
+
+    def open(self, writes: bool) -> None:
+        """See _Gathering."""
+        if self._found is not None:
+            self._found[0].weights(self._found[1])  # waits for new ones that are on their way
+        self._before = self.parameter.detach().clone() if writes else None
+
+    def may_have_changed(self) -> bool:
+        """See _Gathering; what has not keeps the bits that its master weight has more."""
+        return self._before is None or not torch.equal(self._before, self.parameter.detach())
+
+    def keep(self, comm: Communicator, root: int) -> None:
+        """See _Gathering."""
+        values = self.parameter.detach().clone(memory_format=torch.contiguous_format)
+        comm.broadcast(values, root)
+        self.parameter.copy_(values)
+        if self._found is not None and self._found[0].cuts_parameters:  # what a forward has left gathered
+            safe_set_full_fp32_param(self.parameter, values)
+
+    def close(self) -> None:
+        """See _Gathering."""
+        self._before = None
+
+
+def _gathering_of(parameter: Any) -> _Gathering | None:
+    if not isinstance(parameter, Tensor):
+        return None
+    shard = shard_of(parameter)
+    if shard is not None:
+        assert isinstance(parameter, nn.Parameter)
+        return _Placeholder(parameter, shard)
+    return _Sharded(parameter, communicator_of(parameter)) if is_sharded(parameter) else _Whole(parameter)
+
+
+def _anywhere(comm: Communicator, flags: list[bool]) -> list[bool]:
+    """Which of them hold on some rank. Collective."""
+    of_ranks = comm.all_gather_bytes(bytes(flags), "find changed parameters")
+    return [any(of_rank[place] for of_rank in of_ranks) for place in range(len(flags))]
+
+
+def _as_exception(error: BaseException | None) -> Exception | None:
+    return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))

@@ -1,0 +1,176 @@
+"""Builds a model shard by shard, so that one too large for a rank's memory can be constructed for stage 3."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire import comm as communication
+from thinwire.comm import Communicator
+from thinwire.zero.construction import Constructions
+from thinwire.zero.fsdp import join_process_group
+from thinwire.zero.gathering import GatheredParameters
+from thinwire.zero.parameter_shard import Cutting, ParameterShard, shard_of
+from thinwire.zero.shard_marks import is_sharded
+
+__all__ = ["Init"]
+
+
+class Init:
+    """Inside, every module's parameters are cut as soon as its `__init__` returns: each rank keeps its shard.
+
+    No rank ever holds more of the model than its shards and one module. Rank 0's values count. A parameter is then a
+    placeholder without elements, with `ds_shape`, `ds_numel`, `ds_status`, `ds_tensor` (this rank's elements) and
+    `ds_id`; read and change it in GatheredParameters. `module.apply(fn)` gathers every module for `fn`, and keeps rank
+    0's changes. Give the model to `thinwire.initialize`: at stage 3 it is sharded from these shards, at other stages
+    gathered. Constructing is collective: every rank builds the same model. Contexts may be nested.
+
+    Args:
+        module: a model that is there already, cut at once; there is nothing to enter then.
+        data_parallel_group: None, or the process group of all ranks.
+        mem_efficient_linear: accepted; torch's linear keeps no gathered weights.
+        remote_device: where shards are kept, "cpu" say; by default where parameters are constructed.
+        pin_memory: page-lock shards in CPU memory.
+        config_dict_or_path, config: two names of the configuration, a dict or a JSON file's path, whose
+            `zero_optimization.enable_sanity_checks` makes a change that GatheredParameters would drop an error. bf16
+            and fp16 change nothing here: parameters stay as they are constructed, so that master weights begin there.
+        enabled: False does nothing.
+        dtype: what floating-point parameters are converted to.
+        mpu: None, or one without model parallelism.
+
+    Raises ValueError for ranks in threads, for groups of a part of the ranks, and for DeepSpeed's other arguments
+    unless they are off.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        del mem_efficient_linear
+        _check_others(others)
+        self._constructions: Constructions | None = None
+        self._comm: Communicator | None = None
+        self._enabled = enabled
+        if not enabled:
+            return
+        settings = _read(config_dict_or_path if config is None else config)
+        self._cutting = _cutting(settings, dtype, remote_device, pin_memory)
+        self._comm = _join(data_parallel_group, mpu)
+        if module is not None:
+            self._cut_all(module)
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._constructions = Constructions(self._cut, _apply_gathered)
+            self._constructions.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._constructions is not None:
+            self._constructions.__exit__()
+            self._constructions = None
+
+    @torch.no_grad()
+    def _cut(self, module: nn.Module) -> None:
+        """Cut a module's own parameters."""
+        assert self._comm is not None
+        for parameter in module._parameters.values():
+            if parameter is None or shard_of(parameter) is not None or not _has_values(parameter):
+                continue
+            ParameterShard(parameter, self._comm, self._cutting)
+
+    def _cut_all(self, model: nn.Module) -> None:
+        for module in model.modules():
+            self._cut(module)
+
+
+def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """What nn.Module.apply does, on whole parameters."""
+    for child in module.children():
+        child.apply(fn)
+    with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+        fn(module)
+    return module
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    lazy = torch.nn.parameter.is_lazy(parameter)
+    return not (lazy or parameter.is_meta or is_sharded(parameter))
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    known = {
+        "zero_param_parallel_group",
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "sequence_data_parallel_group",
+        "param_swapper",
+    }
+    if unknown := sorted(others.keys() - known):
+        raise TypeError(f"zero.Init takes no {', '.join(unknown)}")
+    if asked := sorted(name for name, value in others.items() if value not in (None, False)):
+        raise ValueError(f"zero.Init does not offer {', '.join(asked)}: leave it out")
+
+
+def _read(config: Any) -> Mapping[str, Any]:
+    """A configuration as the script has it; initialize checks it."""
+    if config is None:
+        return {}
+    if isinstance(config, str | os.PathLike):
+        try:
+            config = json.loads(Path(config).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"zero.Init: {config} is no plain JSON ({error}): pass the configuration as a dict"
+            ) from error
+    if not isinstance(config, Mapping):
+        raise ValueError(f"zero.Init: config is a dict or the path of a JSON file, got {type(config).__name__}")
+    return config
+
+
+def _cutting(
+    settings: Mapping[str, Any], dtype: torch.dtype | None, remote_device: str | None, pin_memory: bool
+) -> Cutting:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"zero.Init: dtype must be a floating-point dtype, torch.bfloat16 say, or None, got {dtype!r}")
+    if remote_device not in (None, "cpu") and not str(remote_device).startswith("cuda"):
+        raise ValueError(f'zero.Init: remote_device is None, "cpu" or a GPU, got {remote_device!r}')
+    zero = settings.get("zero_optimization")
+    return Cutting(
+        dtype,
+        device=None if remote_device is None else torch.device(remote_device),
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        checks=isinstance(zero, Mapping) and zero.get("enable_sanity_checks") is True,
+    )
+
+
+def _join(group: Any, mpu: Any) -> Communicator:
+    if mpu is not None and mpu.get_model_parallel_world_size() != 1:
+        raise ValueError("zero.Init: there is no model parallelism: leave mpu out")
+    comm = communication.init(quiet=True)
+    joined = join_process_group(comm, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if group is not None and dist.get_world_size(group) != joined.size:
+        raise ValueError(
+            f"zero.Init: data_parallel_group has {dist.get_world_size(group)} ranks and the job {joined.size}: models "
+            "are built over all ranks, leave it out"
+        )
+    return joined
