@@ -111,8 +111,20 @@ def test_an_overflow_of_gradients_set_by_hand() -> None:
             warnings.simplefilter("ignore")
             engine.step()
         scales.append((engine.optimizer.cur_scale, engine.optimizer.overflow))
+        assert engine.optimizer.loss_scale_config.cur_scale == engine.optimizer.cur_scale
+    scale = engine.optimizer.loss_scale_config
+    assert (scale.dynamic_loss_scale, scale.cur_iter, scale.scale_factor) == (True, 3, 2)
+    assert (scale.scale_window, scale.min_loss_scale) == (1000, 1)
     assert scales == [(32, True), (32, False), (16, True)]
     assert engine.skipped_steps == 2
+
+
+def test_a_loss_scale_that_stays() -> None:
+    for precision, expected in (({}, 1), ({"fp16": {"enabled": True, "loss_scale": 128}}, 128)):
+        scale = make_engine(None, settings(**precision)).optimizer.loss_scale_config
+        assert (scale.dynamic_loss_scale, scale.cur_scale, scale.cur_iter) == (False, expected, 0)
+        with pytest.raises(AttributeError, match="not dynamic has no scale_window"):
+            _ = scale.scale_window
 
 
 def test_what_is_not_finite_is_told_without_a_loss() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from tests.engine.tiny import FEATURES, MICRO, batch, loss_of, make_engine, make_model, settings, train
 from thinwire.comm import threads
@@ -67,11 +68,34 @@ def test_getters_of_a_plain_configuration() -> None:
     config = {key: value for key, value in settings(0).items() if key != "optimizer"}
     client = partial(torch.optim.SGD, momentum=0.7)
     engine = initialize(model=make_model(), config=config, optimizer=client)[0]
-    assert (engine.optimizer_name(), engine.optimizer_params(), engine.scheduler_name()) == (None, None, None)
+    assert (engine.optimizer_name(), engine.optimizer_params(), engine.scheduler_name()) == ("SGD", None, None)
     assert (engine.get_mom(), engine.get_pld_theta(), engine.pld_params()) == ([0.7], None, False)
     assert not engine.zero_optimization()
     assert engine.communication_data_type == torch.float32
     assert engine.loss_scaler is None
+    assert (engine.gradient_average, engine.postscale_gradients(), engine.gradient_predivide_factor()) == (
+        True,
+        True,
+        1,
+    )
+    beside = settings(
+        0,
+        scheduler={"type": "WarmupLR", "params": {}},
+        communication_data_type="bf16",
+        gradient_allreduce_op="sum",
+        prescale_gradients=True,
+        checkpoint={"tag_validation": "Fail"},
+        flops_profiler={"enabled": True, "profile_step": 3},
+    )
+    engine = initialize(
+        model=make_model(), config=beside, optimizer=client, lr_scheduler=lambda held: StepLR(held, step_size=1)
+    )[0]
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("SGD", "StepLR")
+    assert (engine.optimizer_params(), engine.scheduler_params()) == (None, None)
+    assert engine.communication_data_type == torch.bfloat16
+    assert (engine.gradient_average, engine.postscale_gradients()) == (False, False)
+    assert (engine.checkpoint_tag_validation_enabled(), engine.checkpoint_tag_validation_fail()) == (True, True)
+    assert (engine.flops_profiler_enabled(), engine.flops_profiler_profile_step()) == (True, 3)
 
 
 def test_names_that_mean_nothing_here_say_so() -> None:

@@ -19,6 +19,7 @@ from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.loss_scale import LossScale
+from thinwire.engine.loss_scale_names import LossScaleConfig
 from thinwire.engine.no_optimizer import NoOptimizer, check_trains
 from thinwire.engine.surface import EngineSurface
 
@@ -73,6 +74,8 @@ class Engine(EngineSurface):
         self._losses = self._backwards.losses
         self._applied = False
         self._seen_batch = False
+        if self.optimizer is not None:
+            self.optimizer.loss_scale_config = LossScaleConfig(job.loss_scale)
         self._backwards.begin_step()
         self._data_position = self._position_of_data()  # as of the last step
 

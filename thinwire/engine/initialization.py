@@ -74,7 +74,7 @@ def initialize(
             `config` is not given.
         model: on this rank's device; under NCCL it is moved there. Rank 0's weights and buffers are given to all.
         optimizer: an elementwise torch optimizer that has not stepped yet, whose class, groups and settings are taken
-            over, or a function from parameters to one; None for the configuration's, which gives way to it.
+            over, or a function from parameters to one; None for the configuration's, if it has one, which gives way.
         model_parameters: parameters or groups to train, by default all of the model's.
         training_data: a data set for the loader; None for no loader.
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
@@ -142,6 +142,8 @@ def _build(
             recomputed=recomputed,
             layer_drop=layer_drop,
             collate_fn=given.collate_fn,
+            given_optimizer=given.optimizer is not None,
+            given_schedule=given.lr_scheduler is not None,
         )
         engine = Engine(job, JobCheckpoints(job, names), JobReports(job))
         undo.pop_all()

@@ -28,6 +28,7 @@ class Job:
     """`schedule`, `loader`, `loss_scale`, `recomputed`, `layer_drop`: None where there is none.
 
     `device`: of model and inputs. `collate_fn`: of further loaders; None for torch's.
+    `given_optimizer`, `given_schedule`: whether it was passed, and not named in the configuration.
     """
 
     model: nn.Module
@@ -42,3 +43,5 @@ class Job:
     recomputed: ActivationCheckpoints | None
     layer_drop: LayerDropping | None
     collate_fn: Callable[[list[Any]], Any] | None
+    given_optimizer: bool
+    given_schedule: bool

@@ -17,7 +17,7 @@ from thinwire.engine.recipe import Recipe
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
-from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
+from thinwire.zero.averaging import Averaging
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.parameter_shard import shard_of
@@ -77,11 +77,13 @@ def shard_for_evaluation(
         return precision.dtype or next(model.parameters()).dtype
 
     dtype = on_every_rank(comm, find_dtype, "shard its model", (ValueError,))
-    stage3.join_process_group(comm, device)
+    joined = stage3.join_process_group(comm, device)
     offload = config.zero_optimization.offload_param
-    return stage3.shard_model(
-        model, dtype, device, PLAIN_AVERAGING, offload=offload.device == "cpu", pin=offload.pin_memory
+    traffic = stage3.shard_model(
+        model, dtype, device, _averaging(config, comm), offload=offload.device == "cpu", pin=offload.pin_memory
     )
+    describe_sharded(model, joined)
+    return traffic
 
 
 def _build_own(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import OffloadConfig
 
 __all__ = ["SettingsGetters"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SettingsGetters:
@@ -49,28 +50,6 @@ class SettingsGetters:
     def dataloader_drop_last(self) -> bool:
         """Whether loaders leave out what does not fill a batch."""
         return self.settings.dataloader_drop_last
-
-    # Optimizer and schedule, as the configuration names them
-
-    def optimizer_name(self) -> str | None:
-        """The optimizer's type in the configuration; None where it has none."""
-        section = self.settings.optimizer
-        return None if section is None else section.type
-
-    def optimizer_params(self) -> Mapping[str, Any] | None:
-        """The optimizer's arguments in the configuration, defaults included; None where it has none."""
-        section = self.settings.optimizer
-        return None if section is None else dict(section.params)
-
-    def scheduler_name(self) -> str | None:
-        """The schedule's type in the configuration; None where it has none."""
-        section = self.settings.scheduler
-        return None if section is None else section.type
-
-    def scheduler_params(self) -> Mapping[str, Any] | None:
-        """The schedule's arguments in the configuration; None where it has none."""
-        section = self.settings.scheduler
-        return None if section is None else dict(section.params)
 
     def gradient_clipping(self) -> float:
         """What the averaged gradient's norm is clipped to; 0 where it is not."""
@@ -117,6 +96,8 @@ class SettingsGetters:
     @property
     def communication_data_type(self) -> torch.dtype:
         """In which gradients leave, where they are not compressed; at stage 3 they are summed in fp32."""
+        if self.settings.communication_data_type is not None:
+            return _DTYPES[self.settings.communication_data_type]
         if self.settings.zero_optimization.stage == 3:
             return torch.float32
         if self.settings.fp16.enabled:
@@ -125,8 +106,16 @@ class SettingsGetters:
 
     @property
     def gradient_average(self) -> bool:
-        """Whether gradients are averaged over the ranks: always."""
-        return True
+        """Whether gradients are averaged over the ranks, and not summed."""
+        return self.settings.gradient_allreduce_op != "sum"
+
+    def postscale_gradients(self) -> bool:
+        """Whether gradients are divided by the ranks after they are summed, and not before."""
+        return not self.settings.prescale_gradients
+
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed."""
+        return self.settings.gradient_predivide_factor
 
     def sparse_gradients_enabled(self) -> bool:
         """Whether embeddings' gradients leave as their rows: never."""
@@ -195,7 +184,23 @@ class SettingsGetters:
         """How fast layer drop's θ falls."""
         return self.settings.progressive_layer_drop.gamma
 
-    # Reports
+    # Checkpoints and reports
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether ranks compare the tags that they save under."""
+        return self.settings.checkpoint.tag_validation != "Ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether ranks that save under different tags are an error."""
+        return self.settings.checkpoint.tag_validation == "Fail"
+
+    def flops_profiler_enabled(self) -> bool:
+        """Whether one step is profiled."""
+        return self.settings.flops_profiler.enabled
+
+    def flops_profiler_profile_step(self) -> int:
+        """The step that is."""
+        return self.settings.flops_profiler.profile_step
 
     def steps_per_print(self) -> int | None:
         """Steps between two lines of rank 0; None where it prints none."""

@@ -116,7 +116,32 @@ class EngineSurface(SettingsGetters):
             raise AttributeError("the launcher does not say which ranks share a host: engine.local_rank is not known")
         return rank
 
-    # The optimizer
+    # The optimizer and its schedule
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's type as the configuration names it, or the class of what was passed; None for none."""
+        if self.optimizer is None:
+            return None
+        section = None if self._job.given_optimizer else self.settings.optimizer
+        name: str = self.optimizer.counters()["optimizer"] if section is None else section.type
+        return name
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's arguments in the configuration, defaults included; None where it is not named there."""
+        section = None if self._job.given_optimizer else self.settings.optimizer
+        return None if section is None else dict(section.params)
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's type as the configuration names it, or the class of the one that was passed; None for none."""
+        if self._job.schedule is None:
+            return None
+        section = None if self._job.given_schedule else self.settings.scheduler
+        return type(self._job.schedule).__name__ if section is None else section.type
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The schedule's arguments in the configuration; None where it is not named there."""
+        section = None if self._job.given_schedule else self.settings.scheduler
+        return None if section is None else dict(section.params)
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group."""

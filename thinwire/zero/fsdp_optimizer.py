@@ -73,6 +73,8 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             lie: with `pin`, in page-locked memory.
     """
 
+    loss_scale_config: Any = None
+
     def __init__(
         self,
         model: nn.Module,

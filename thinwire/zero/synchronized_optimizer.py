@@ -32,7 +32,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     A subclass makes its home, `_home`, and calls `_move_in`. `comm`: the ranks. `max_norm`: the averaged gradient's
     2-norm is clipped to it; 0 does not clip. `last_step`: what became of the last step. `skipped_steps`: steps skipped
     because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
-    own dtype would have sent for the same steps.
+    own dtype would have sent for the same steps. `loss_scale_config`: an engine's loss scale; None without an engine.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -40,6 +40,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     comm: Communicator
     max_norm: float
+    loss_scale_config: Any = None
     _home: Home
 
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
@@ -96,7 +97,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     @property
     def cur_scale(self) -> float:
         """`loss_scale`, by DeepSpeed's name."""
-        return self._home.loss_scale
+        return self.loss_scale
 
     @property
     def overflow(self) -> bool:

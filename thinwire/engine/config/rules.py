@@ -19,20 +19,11 @@ def check_combinations(config: EngineConfig) -> list[str]:
     """A sentence for each combination in `config` that cannot work."""
     return [
         *_precision(config),
-        *_averaging(config),
         *_own_optimizer(config),
         *_sparse_attention(config),
         *_layer_drop(config),
         *_operations(config),
     ]
-
-
-def _averaging(config: EngineConfig) -> Iterator[str]:
-    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        yield (
-            '"gradient_predivide_factor" has no effect with "prescale_gradients", which divides by the number of ranks '
-            "before gradients are summed: keep one of them"
-        )
 
 
 def _precision(config: EngineConfig) -> Iterator[str]:
