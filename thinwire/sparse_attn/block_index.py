@@ -31,7 +31,7 @@ class EqualLines:
     def pieces(self, most_blocks: int) -> list[EqualLines]:
         """The same in pieces of at most `most_blocks` blocks, or of one line."""
         lines = max(1, most_blocks // max(1, self.others.size(1)))
-        split = (one.split(lines) for one in (self.lines, self.others, self.entries))
+        split = (torch.split(one, lines) for one in (self.lines, self.others, self.entries))
         return [EqualLines(*one) for one in zip(*split, strict=True)]
 
 

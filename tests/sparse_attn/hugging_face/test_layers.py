@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-import transformers
 
 from thinwire.sparse_attn import BigBird, SparseAttentionUtils, densify, sparsify
+
+transformers = pytest.importorskip("transformers")
 
 
 def bert() -> torch.nn.Module:

@@ -69,7 +69,7 @@ def softmax(
             rows = scores.transpose(2, 3).flatten(3, 4)  # [B, g, block, n * block]
             nothing = rows.amax(-1, keepdim=True) == -torch.inf
             rows = torch.softmax(rows, -1).masked_fill_(nothing, 0.0)
-            out[:, piece.entries] = rows.unflatten(3, (-1, block)).transpose(2, 3).to(out.dtype)
+            out[:, piece.entries] = rows.view(*rows.shape[:3], -1, block).transpose(2, 3).to(out.dtype)
 
 
 def softmax_backward(d_out: Tensor, out: Tensor, index: BlockIndex) -> Tensor:

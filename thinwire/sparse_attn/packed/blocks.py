@@ -100,7 +100,8 @@ def gather(dense: Tensor, index: BlockIndex) -> Tensor:
 
 def _grid(dense: Tensor, block: int) -> Tensor:
     """[B, H, M, N] as a view [B, H, M / block, N / block, block, block]."""
-    return dense.unflatten(3, (-1, block)).unflatten(2, (-1, block)).transpose(3, 4)
+    batch, heads, rows, columns = dense.shape
+    return dense.view(batch, heads, rows // block, block, columns // block, block).transpose(3, 4)
 
 
 def _sizes(layout: Layout, rows: int | None, columns: int | None) -> tuple[int, int]:

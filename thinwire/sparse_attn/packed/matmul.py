@@ -99,7 +99,7 @@ class _Sampled(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         d_a = d_b = None
         if ctx.needs_input_grad[0]:
@@ -120,7 +120,7 @@ class _Expanded(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         packed, b = ctx.saved_tensors
         d_packed = d_b = None
         if ctx.needs_input_grad[0]:

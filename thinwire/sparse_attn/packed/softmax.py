@@ -87,8 +87,8 @@ class _Softmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (out,) = ctx.saved_tensors
         blocks: Blocks = ctx.blocks
         d_scores = packed_kernels(out).softmax_backward(blocks.fold(d_out), blocks.fold(out), blocks.index)
