@@ -30,6 +30,7 @@ from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.model.precision import Precision, check_model
+from thinwire.engine.model.used_parameters import UsedParameters
 from thinwire.engine.optimizers import EngineOptimizer, build_optimizer
 from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
@@ -91,6 +92,10 @@ def initialize(
     with ExitStack() as undo:
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
         sharded = build_optimizer(recipe, trained, comm, device, settings, precision)
+        if not settings.zero_optimization.ignore_unused_parameters:
+            used = UsedParameters(trained, comm)
+            undo.callback(used.remove)
+            sharded.register_step_post_hook(used.check)
         schedule = on_every_rank(
             comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", _BAD_INPUT
         )
