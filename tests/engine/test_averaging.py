@@ -75,10 +75,6 @@ def test_deepspeeds_names_of_types() -> None:
         ({"data_types": {"grad_accum_dtype": 16}}, '"data_types.grad_accum_dtype" must be "fp32" or "fp16" or "bf16"'),
         ({"gradient_predivide_factor": 0}, '"gradient_predivide_factor" must be a number, above 0'),
         ({"gradient_allreduce_op": "max"}, '"gradient_allreduce_op" must be "mean" or "avg" or "sum", got "max"'),
-        (
-            {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
-            'has no effect with "prescale_gradients", which divides by the number of ranks',
-        ),
     ],
 )
 def test_what_cannot_be_is_told(keys: dict[str, Any], message: str) -> None:

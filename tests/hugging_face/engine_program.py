@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
+from tests.engine.published import ZERO_2, ZERO_3
 from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, make_arguments, make_model, make_samples
 from thinwire import comm as communication
 from thinwire.comm import Communicator
@@ -31,11 +32,33 @@ def main(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
     transformers.trainer.PrinterCallback.on_log = lambda *_, **__: None
     comm = communication.init(quiet=True)
-    for body in (every_stage_resumes_bit_for_bit, trains_as_the_stock_trainer, keeps_the_best, what_one_rank_lacks):
+    for body in (
+        every_stage_resumes_bit_for_bit,
+        trains_as_the_stock_trainer,
+        keeps_the_best,
+        what_one_rank_lacks,
+        published_files_train_as_they_are,
+    ):
         body(comm, folder / body.__name__)
     comm.barrier()
     if comm.rank == 0:
         print(f"all held with {comm.size} ranks", flush=True)
+
+
+def published_files_train_as_they_are(comm: Communicator, folder: Path) -> None:
+    """Hugging Face's own for ZeRO-2 and ZeRO-3, with all they leave to the Trainer."""
+    for name, config in (("zero_2", ZERO_2), ("zero_3", ZERO_3)):
+        arguments = make_arguments(
+            folder / name, max_steps=20, lr_scheduler_type="constant_with_warmup", warmup_steps=2, bf16=name == "zero_2"
+        )
+        trainer = Trainer(make_model(), arguments, train_dataset=make_samples(160), thinwire_config=config)
+        trainer.train()
+        losses = logged(trainer, "loss")
+        assert len(losses) == trainer.state.global_step == 20
+        assert losses[-1] < 0.9 * losses[0], losses
+        engine = engine_of(trainer)
+        assert engine.settings.zero_optimization.stage == config["zero_optimization"]["stage"]
+        assert "zero_optimization.contiguous_gradients" in engine.settings.remarks.without_effect
 
 
 def engine_of(trainer: transformers.Trainer) -> Engine:

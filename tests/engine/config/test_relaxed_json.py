@@ -18,7 +18,7 @@ from thinwire.engine.config.relaxed_json import NotReadableError, read_relaxed_j
 TREES = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(10**39), 10**39)
+    | st.integers(-(10**38), 10**38)
     | st.floats(allow_nan=False, allow_infinity=False)
     # Halves of characters beyond 16 bits are no text.
     | st.text(st.characters(exclude_categories=["Cs"]), max_size=12),

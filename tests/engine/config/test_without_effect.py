@@ -87,6 +87,8 @@ def test_remarks_stay_with_a_configuration_that_is_loaded_again() -> None:
         ({"fp16": {"enabled": False, "loss_scale": 128}}, []),
         ({"prescale_gradients": True, "gradient_predivide_factor": 8}, ["gradient_predivide_factor"]),
         ({"gradient_predivide_factor": 8}, []),
+        ({"zero_optimization": {"ignore_unused_parameters": False}}, ["zero_optimization.ignore_unused_parameters"]),
+        ({"zero_optimization": {"stage": 2, "ignore_unused_parameters": False}}, []),
         ({"csv_monitor": {"output_path": "logs"}}, ["csv_monitor.output_path"]),
         (
             {"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 500, "hysteresis": 2}},

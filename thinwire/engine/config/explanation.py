@@ -77,6 +77,8 @@ def _sharding(config: EngineConfig) -> Iterator[str]:
         yield f"Gradients leave in buckets of {zero.reduce_bucket_size} elements, during the backward."
     if zero.overlap_comm:
         yield "step() returns while new weights are on their way; the next forward waits for them layer by layer."
+    if not zero.ignore_unused_parameters:
+        yield "A step in which a parameter has no gradient is an error."
     offloaded = {"optimizer state": zero.offload_optimizer, "parameters": zero.offload_param}
     for what, offload in offloaded.items():
         if offload.device != "none":

@@ -55,7 +55,8 @@ def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> En
             '"prescale_gradients" divides by the number of ranks before gradients are summed'
         )
         config = _with(config, gradient_predivide_factor=1.0)
-    settled = _settled_offload(_settled_overlap(config, without_effect), without_effect)
+    settled = _settled_unused(_settled_overlap(config, without_effect), without_effect)
+    settled = _settled_offload(settled, without_effect)
     return config if settled == config.zero_optimization else _with(config, zero_optimization=settled)
 
 
@@ -89,6 +90,15 @@ def _settled_overlap(config: EngineConfig, without_effect: dict[str, str]) -> Ze
         return zero
     without_effect["zero_optimization.overlap_comm"] = why
     return _with(zero, overlap_comm=False)
+
+
+def _settled_unused(zero: ZeroConfig, without_effect: dict[str, str]) -> ZeroConfig:
+    if zero.ignore_unused_parameters or zero.stage in (1, 2):
+        return zero
+    without_effect["zero_optimization.ignore_unused_parameters"] = (
+        f"at stage {zero.stage} parameters without a gradient are left alone, as in DeepSpeed"
+    )
+    return _with(zero, ignore_unused_parameters=True)
 
 
 def _settled_offload(zero: ZeroConfig, without_effect: dict[str, str]) -> ZeroConfig:

@@ -126,11 +126,13 @@ class ZeroConfig(Section):
 
     `reduce_bucket_size`: elements of gradients that leave together, stages 0 to 2. `overlap_comm`: step() returns while
     new weights are still on their way, and the next forward waits for them layer by layer (stage 3 always works so).
+    `ignore_unused_parameters` false, at stages 1 and 2: parameters without a gradient are an error at the step.
     """
 
     stage: WholeNumber = Field(default=0, ge=0, le=3)
     reduce_bucket_size: WholeNumber = Field(default=_DEFAULT_BUCKET_ELEMENTS, ge=1)
     overlap_comm: bool = False
+    ignore_unused_parameters: bool = True
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
 
