@@ -79,6 +79,48 @@ def test_frozen_parameters_may_be_left_out(tmp_path, stage) -> None:
     assert sizes[0] > sizes[1]
 
 
+class Counting(torch.optim.Optimizer):
+    """SGD that counts in numbers and in tensors of one element, which are no state of elements."""
+
+    def __init__(self, params, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["number"] = state.get("number", 0) + 1
+                state["one"] = state.get("one", torch.zeros(1)) + 1
+                state["none"] = state.get("none", torch.tensor(0.0)) + 1
+                state["moment"] = parameter.grad.clone()
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_of_every_form_comes_back(tmp_path, stage) -> None:
+    config = {key: value for key, value in settings(stage).items() if key != "optimizer"}
+
+    def body(comm):
+        engine, *_ = initialize(model=make_model(), optimizer=Counting, config=config, comm=comm)
+        train(engine, range(3))
+        engine.save_checkpoint(tmp_path)
+        other, *_ = initialize(model=make_model(1), optimizer=Counting, config=config, comm=comm)
+        other.load_checkpoint(tmp_path)
+        assert train(other, range(3, 5)) == train(engine, range(3, 5))
+        mine, theirs = (
+            {(one.kind, one.name, one.start): one.tensor for one in each.optimizer.saved_slices()}
+            for each in (engine, other)
+        )
+        assert mine.keys() == theirs.keys()
+        assert {"scalar.number[number]", "scalar.one[1]", "scalar.none", "moment"} <= {kind for kind, *_ in mine}
+        assert all(torch.equal(one, theirs[place]) and one.dtype == theirs[place].dtype for place, one in mine.items())
+
+    threads.run(body, 2)
+
+
 class Longer(Tiny):
     def __init__(self) -> None:
         super().__init__()

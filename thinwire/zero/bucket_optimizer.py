@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class BucketOptimizer:
         for number, cut in self._masters.own_cuts():
             run = self._masters.runs[number]
             state = {} if self.optimizer is None else self.optimizer.state[self._masters.views[number]]
-            slices += state_slices(state, names[run.parameter], run.start + cut.start, cut)
+            slices += state_slices(state, names[run.parameter], run.start + cut.start, cut, run.numel)
         return slices
 
     def load(self, source: SliceSource, names: Sequence[str]) -> None:
@@ -105,7 +106,7 @@ class BucketOptimizer:
             order = [number_of[id(view)] for group in self.optimizer.param_groups for view in group["params"]]
             packed = self.optimizer.state_dict()
             # Copies, as what was read may be the memory of a state_dict, which torch would share.
-            copies = [{kind: value.clone() for kind, value in of_run.items()} for of_run in state]
+            copies = [copy.deepcopy(of_run) for of_run in state]
             packed["state"] = {place: copies[number] for place, number in enumerate(order) if copies[number]}
             self.optimizer.load_state_dict(packed)
 

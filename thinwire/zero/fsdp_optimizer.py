@@ -215,7 +215,8 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
             slices.append(SavedSlice("weight", shard.name, shard.start, shard.values.to(self._dtype)))
             if self._dtype != torch.float32:
                 slices.append(SavedSlice("master", shard.name, shard.start, shard.values))
-            slices += state_slices(self._state_of(shard), shard.name, shard.start, slice(None))
+            state = self._state_of(shard)
+            slices += state_slices(state, shard.name, shard.start, slice(None), shard.values.numel())
         return slices
 
     def rank_tensors(self) -> dict[str, Tensor]:

@@ -29,6 +29,8 @@ STATE_IS_ON_ALL_RANKS = (
 
 _WEIGHTS = frozenset({"weight", "master"})
 _SCALAR = "scalar."
+# The form of a value that has no dimension follows from nothing but its name.
+_ONE, _NUMBER = "[1]", "[number]"
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,25 +58,29 @@ def take_over_settings(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]
         group.update({key: _like(group.get(key), value) for key, value in settings.items()})
 
 
-def state_slices(state: Mapping[str, Any], name: str, start: int, cut: slice) -> Iterator[SavedSlice]:
-    """The elements `cut` of a part's state, which are those of parameter `name` from `start` on.
+def state_slices(state: Mapping[str, Any], name: str, start: int, cut: slice, numel: int) -> Iterator[SavedSlice]:
+    """The elements `cut` of the state of a part of `numel` elements, those of parameter `name` from `start` on.
 
-    What is no vector, such as a step count, goes with the parameter's first element.
+    What has one value for all of them, such as a step count, goes with the parameter's first element, in its own form:
+    a tensor without dimensions or of one element, or a number.
     """
     for kind, value in state.items():
-        if isinstance(value, Tensor) and value.dim() == 1:
+        if isinstance(value, Tensor) and value.shape == (numel,):
             yield SavedSlice(kind, name, start, value[cut])
         elif start == 0 and value is not None:
-            yield SavedSlice(_SCALAR + kind, name, 0, torch.as_tensor(value).reshape(1).detach())
+            form = (
+                "" if isinstance(value, Tensor) and value.dim() == 0 else _ONE if isinstance(value, Tensor) else _NUMBER
+            )
+            yield SavedSlice(_SCALAR + kind + form, name, 0, torch.as_tensor(value).reshape(1).detach())
 
 
-def read_state(source: SliceSource, name: str, start: int, numel: int) -> dict[str, Tensor]:
+def read_state(source: SliceSource, name: str, start: int, numel: int) -> dict[str, Any]:
     """The state of elements `start` to `start + numel` of a parameter; empty where it never had a gradient."""
-    state = {}
+    state: dict[str, Any] = {}
     for kind in source.kinds() - _WEIGHTS:
         try:
             if kind.startswith(_SCALAR):
-                state[kind.removeprefix(_SCALAR)] = source.read(kind, name, 0, 1)[0]
+                state |= _one_value(kind.removeprefix(_SCALAR), source.read(kind, name, 0, 1))
             else:
                 state[kind] = source.read(kind, name, start, numel)
         except KeyError:
@@ -90,6 +96,15 @@ def read_weight(source: SliceSource, dtype: torch.dtype, name: str, start: int, 
         except KeyError:  # it was saved from a parameter in fp32, its own master
             return source.read("weight", name, start, numel)
     return source.read("weight", name, start, numel)
+
+
+def _one_value(kind: str, value: Tensor) -> dict[str, Any]:
+    """What `state_slices` saved under a kind of one value, in the form that it had."""
+    if kind.endswith(_ONE):
+        return {kind.removesuffix(_ONE): value}
+    if kind.endswith(_NUMBER):
+        return {kind.removesuffix(_NUMBER): value.item()}
+    return {kind: value[0]}
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,21 @@ from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from tests.launching import environment
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
+from thinwire.engine.checkpoint.weights_file import write_weights
 from thinwire.zero import SavedSlice
 
 DISK_BYTES = 1 << 20
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_a_model_that_does_not_fit(disk: Path, name: str) -> None:
+    before = {"w": torch.ones(3, dtype=torch.bfloat16)}
+    assert write_weights(disk / name, before, {}, threads.single(10.0))
+    content = (disk / name).read_bytes()
+    with pytest.warns(RuntimeWarning, match=f"could not be written to .*{name}: .*stays"):
+        assert not write_weights(disk / name, {"w": torch.ones(2 * DISK_BYTES)}, {}, threads.single(10.0))
+    assert [path.name for path in disk.iterdir()] == [name]
+    assert (disk / name).read_bytes() == content
 
 
 @pytest.fixture

@@ -221,6 +221,14 @@ def test_client_state_is_kept_or_named(tmp_path) -> None:
     assert engine_state["numbered"] == state["numbered"]
 
 
+def test_values_that_are_nested_without_end(tmp_path) -> None:
+    endless: list = []
+    endless.append(endless)
+    write_sharded(tmp_path / "in", make_trained(0, mine=endless), 1, 1)
+    with pytest.raises(CheckpointError, match=rf"{MODEL} cannot be read: .*nested more than 100 deep"):
+        imported(tmp_path / "in")
+
+
 def test_an_unknown_class_is_named(tmp_path) -> None:
     write_sharded(tmp_path / "in", make_trained(0, mine=Stranger()), 1, 1)
     with pytest.raises(CheckpointError, match=rf"{MODEL} cannot be read: it holds a \S*test_import_errors\.Stranger"):

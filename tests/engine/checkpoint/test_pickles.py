@@ -31,7 +31,7 @@ def write_bomb(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["zip", "legacy", "bare"])
-@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "pytorch_model.bin", "state"])
+@pytest.mark.parametrize("name", ["model_states.pt", "pytorch_model.bin", "state"])
 def test_a_folder_of_pickles_is_refused_on_every_rank(tmp_path: Path, name: str, how: str) -> None:
     write_bomb(tmp_path / "global_step10" / name, how)
     (tmp_path / "latest").write_text("global_step10")
@@ -42,6 +42,20 @@ def test_a_folder_of_pickles_is_refused_on_every_rank(tmp_path: Path, name: str,
                 CheckpointStore(folder, comm).load(tag)
 
     threads.run(work, 2)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_deepspeeds_files_are_refused_with_the_command_that_imports_them(tmp_path: Path, name: str) -> None:
+    write_bomb(tmp_path / "global_step10" / name, "zip")
+    comm = threads.single(10.0)
+    tag = " --tag global_step10"
+    for folder, given, options in (
+        (tmp_path, None, ""),
+        (tmp_path, "global_step10", tag),
+        (tmp_path / "global_step10", None, tag),
+    ):
+        with pytest.raises(CheckpointError, match=rf"`thinwire checkpoint import {tmp_path}{options}`"):
+            CheckpointStore(folder, comm).load(given)
 
 
 @pytest.mark.parametrize("name", ["checkpoint.pt", "weights.ckpt", "bytes"])

@@ -219,7 +219,7 @@ class CheckpointFolder:
         if path.is_file() and is_pickle(path):
             raise CheckpointError(f"{path} is no checkpoint but {ADVICE}")
         if looks_like_deepspeed(path) and not _looks_like_one(path):
-            raise CheckpointError(_of_deepspeed(self.path, tag))
+            raise CheckpointError(_of_deepspeed(path))
         if path.is_dir() and not _looks_like_one(path) and (pickle := find_pickle(path)):
             raise CheckpointError(f"{path} is no thinwire checkpoint: {pickle} is {ADVICE}")
 
@@ -284,12 +284,13 @@ class CheckpointFolder:
         return self.path / f".{tag}.{nonce}.{state}"
 
 
-def _of_deepspeed(folder: Path, tag: str | None = None) -> str:
-    """What to do with a checkpoint that DeepSpeed wrote."""
-    which = f" --tag {tag}" if tag is not None else ""
+def _of_deepspeed(path: Path) -> str:
+    """What to do with what DeepSpeed wrote: one checkpoint, or a folder of them."""
+    one = any(path.glob("*_states.pt"))
+    command = f"{path.absolute().parent} --tag {path.name}" if one else f"{path}"
     return (
-        f"{folder if tag is None else folder / tag} is a checkpoint of DeepSpeed's, made of pickles: turn it into one "
-        f"of thinwire's with `thinwire checkpoint import {folder}{which}`, and load that"
+        f"{path} is DeepSpeed's, made of pickles: turn it into a checkpoint of thinwire's with "
+        f"`thinwire checkpoint import {command}`, and load that"
     )
 
 

@@ -24,8 +24,6 @@ from thinwire.engine.checkpoint.tensor_file import TensorToWrite, write_tensors
 
 __all__ = ["read_pickle"]
 
-_FAULTS = (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, IndexError, AttributeError, AssertionError)
-
 
 def read_pickle(path: Path, output: Path) -> dict[str, Any]:
     """Write a pickle's tensors to `output`; {"tree"} of its values, or {"fault"}, what is wrong with it."""
@@ -42,13 +40,14 @@ def read_pickle(path: Path, output: Path) -> dict[str, Any]:
 
     try:
         tree = encode(_load(path), key_of)
-        write_tensors(output, {key: TensorToWrite.of(tensor) for key, tensor in kept.items()})
-    except RecursionError:
-        return {"fault": "its values are nested too deep"}
     except pickle.UnpicklingError as error:
         return {"fault": _refused(str(error))}
-    except _FAULTS as error:
-        return {"fault": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    except Exception as error:  # whatever a file can bring a loader to
+        return {"fault": _first_line(error)}
+    try:
+        write_tensors(output, {key: TensorToWrite.of(tensor) for key, tensor in kept.items()})
+    except (OSError, KeyError) as error:
+        return {"fault": f"its tensors could not be written to {output.parent}: {_first_line(error)}"}
     return {"tree": tree}
 
 
@@ -57,6 +56,10 @@ def _load(path: Path) -> Any:
         warnings.simplefilter("ignore")  # of old forms of storage
         # From a map of the file: a tensor needs memory when it is written, and one at a time.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _refused(message: str) -> str:

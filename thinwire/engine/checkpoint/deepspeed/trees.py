@@ -12,6 +12,8 @@ from thinwire.engine.checkpoint.deepspeed.stand_ins import Array, Record
 
 __all__ = ["Unreadable", "decode", "encode"]
 
+_DEEPEST = 100
+
 
 class Unreadable:
     """A value of a type that has no plain form: `kind` says which."""
@@ -20,8 +22,15 @@ class Unreadable:
         self.kind = kind
 
 
-def encode(value: Any, key_of: Callable[[Tensor], str]) -> Any:
-    """`value` as JSON can hold it; `key_of` keeps a tensor and says under which key. Raises RecursionError."""
+def encode(value: Any, key_of: Callable[[Tensor], str], depth: int = 0) -> Any:
+    """`value` as JSON can hold it; `key_of` keeps a tensor and says under which key. Raises ValueError for a value that
+    is nested too deep for the reader."""
+    if depth > _DEEPEST:
+        raise ValueError(f"its values are nested more than {_DEEPEST} deep")
+
+    def inner(one: Any) -> Any:
+        return encode(one, key_of, depth + 1)
+
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -29,12 +38,11 @@ def encode(value: Any, key_of: Callable[[Tensor], str]) -> Any:
     if isinstance(value, Array):
         return {"tensor": key_of(value.value)}
     if isinstance(value, Mapping):
-        return {"dict": [[encode(key, key_of), encode(one, key_of)] for key, one in value.items()]}
+        return {"dict": [[inner(key), inner(one)] for key, one in value.items()]}
     if isinstance(value, list | tuple | set):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(one, key_of) for one in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [inner(one) for one in value]}
     if isinstance(value, Record):
-        return {"record": [encode(list(value.args), key_of), encode(value.fields, key_of)]}
+        return {"record": [inner(list(value.args)), inner(value.fields)]}
     return {"unreadable": str(value) if isinstance(value, torch.dtype) else type(value).__name__}
 
 
