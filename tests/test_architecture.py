@@ -58,7 +58,9 @@ LAZY_LOADERS = {
 }
 
 # rule -> what breaks it -> why it still does
-KNOWN: dict[str, dict[str, str]] = {}
+KNOWN: dict[str, dict[str, str]] = {
+    "arguments": {"engine/initialization.py: initialize": "DeepSpeed's call: scripts pass some of its 13 by position"},
+}
 
 
 def test_every_room_has_a_floor() -> None:

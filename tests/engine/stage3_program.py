@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.engine.tiny import Tiny, batch, loss_of, make_engine, settings, train
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.engine import Engine, NonFiniteError, initialize
+from thinwire.engine import CallError, Engine, NonFiniteError, initialize
 
 
 def main(folder: Path) -> None:
@@ -31,6 +31,8 @@ def main(folder: Path) -> None:
     how_gradients_are_averaged(comm)
     what_is_not_finite(comm)
     evaluation_in_between(comm)
+    own_backwards(comm)
+    evaluation_alone(comm, folder)
     one_file(comm, folder)
     user_optimizer_and_recomputed_layers(comm)
     copies_are_refused(comm)
@@ -177,6 +179,48 @@ def evaluation_in_between(comm: Communicator) -> None:
             engine.step()
             losses.append(loss.detach())
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+def own_backwards(comm: Communicator) -> None:
+    """A loss's own backward, scaled or not, and several before a step."""
+    config = settings(3, gradient_accumulation_steps=2, gradient_clipping=0.3)
+    expected, plain, scaled = (make_engine(comm, config) for _ in range(3))
+    for micro in range(6):
+        loss = loss_of(expected, comm.rank, micro)
+        expected.backward(loss)
+        own = loss_of(plain, comm.rank, micro)
+        own.backward()
+        plain.empty_partition_cache()
+        scaled.scale(loss_of(scaled, comm.rank, micro)).backward()
+        torch.testing.assert_close(own, loss, rtol=1e-5, atol=0)
+        for engine in (expected, plain, scaled):
+            engine.step()
+    assert plain.global_steps == 3
+    for engine in (plain, scaled):
+        torch.testing.assert_close(everything(engine), everything(expected), rtol=1e-4, atol=1e-5)
+
+
+def evaluation_alone(comm: Communicator, folder: Path) -> None:
+    trained = make_engine(comm, settings(3))
+    train(trained, range(2))
+    trained.save_checkpoint(folder / "to evaluate")
+    config = settings(3)
+    del config["optimizer"]
+    engine, optimizer, *_ = initialize(model=seeded(Tiny()), comm=comm, config=config)
+    assert optimizer is None
+    engine.load_checkpoint(folder / "to evaluate")
+    for one in (engine, trained):
+        one.eval()
+    inputs, _ = batch(comm.rank, 0)
+    with torch.no_grad():
+        assert torch.equal(engine(inputs), trained(inputs))
+    engine.empty_partition_cache()
+    whole, expected = engine.whole_state_dict(), trained.whole_state_dict()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected if name != "calls")
+    with pytest.raises(CallError, match="evaluates only"):
+        engine.step()
+    with pytest.raises(AttributeError, match="no load_state_dict"):
+        engine.load_state_dict({})
 
 
 def one_file(comm: Communicator, folder: Path) -> None:

@@ -207,7 +207,15 @@ def stepped(model):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (lambda model: {"config": without_optimizer()}, ValueError, "there is no optimizer"),
+        (
+            lambda model: {"config": without_optimizer(scheduler={"type": "WarmupLR"})},
+            ValueError,
+            "a schedule and no optimizer",
+        ),
+        (lambda model: {"mpu": object()}, ValueError, "mpu asks for model, pipeline or sequence parallelism"),
+        (lambda model: {"mesh_param": (1, 2)}, ValueError, "mesh_param asks for"),
+        (lambda model: {"distributed_port": "29500"}, TypeError, "distributed_port is a number or None, not '29500'"),
+        (lambda model: {"config_params": settings()}, ValueError, "`config_params`, its old name"),
         (lambda model: {"config": without_optimizer(), "optimizer": stepped(model)}, ValueError, "stepped already"),
         (
             lambda model: {"config": without_optimizer(), "optimizer": torch.optim.LBFGS(model.parameters())},

@@ -69,7 +69,13 @@ def initialize(
         )
     try:
         return engine.initialize(
-            None, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, config
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+            config=config,
         )
     except ValueError as error:
         if type(error) is not ValueError:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from thinwire.lazy_imports import lazy_exports
 
 __all__ = [
+    "CallError",
     "CheckpointError",
     "CheckpointStore",
     "ConfigError",
@@ -18,6 +19,7 @@ __all__ = [
     "Monitor",
     "NonFiniteError",
     "OneCycle",
+    "RepeatingLoader",
     "ResumableLoader",
     "Snapshot",
     "WarmupCosineLR",
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
     from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, export_weights
     from thinwire.engine.config import ConfigError, EngineConfig, load_config
     from thinwire.engine.data.loader import ResumableLoader
+    from thinwire.engine.data.repeating import RepeatingLoader
     from thinwire.engine.engine import Engine
-    from thinwire.engine.errors import NonFiniteError
+    from thinwire.engine.errors import CallError, NonFiniteError
     from thinwire.engine.initialization import initialize
     from thinwire.engine.monitoring.flops_profiler import FlopsProfiler, get_model_profile
     from thinwire.engine.monitoring.monitor import Monitor
@@ -55,8 +58,9 @@ else:
             "checkpoint": ("CheckpointError", "CheckpointStore", "ModelDescription", "Snapshot", "export_weights"),
             "config": ("ConfigError", "EngineConfig", "load_config"),
             "data.loader": ("ResumableLoader",),
+            "data.repeating": ("RepeatingLoader",),
             "engine": ("Engine",),
-            "errors": ("NonFiniteError",),
+            "errors": ("CallError", "NonFiniteError"),
             "initialization": ("initialize",),
             "monitoring.flops_profiler": ("FlopsProfiler", "get_model_profile"),
             "monitoring.monitor": ("Monitor",),

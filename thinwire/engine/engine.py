@@ -5,58 +5,49 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.engine.accumulation import Accumulation
-from thinwire.engine.data.batch_size import warn_of_another_size
+from thinwire.engine.backwards import StepBackwards
+from thinwire.engine.config import EngineConfig
+from thinwire.engine.data.batch_size import resized, warn_of_another_size
+from thinwire.engine.errors import CallError, NonFiniteError
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.job_reports import JobReports, StepSummary
-from thinwire.engine.monitoring.losses import StepLosses
+from thinwire.engine.loss_scale import LossScale
+from thinwire.engine.no_optimizer import NoOptimizer, check_trains
+from thinwire.engine.surface import EngineSurface
 
 __all__ = ["Engine"]
 
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps")
 
-_OF_AN_UNSHARDED_MODEL = frozenset(
-    {
-        "bfloat16",
-        "cpu",
-        "cuda",
-        "double",
-        "float",
-        "half",
-        "load_state_dict",
-        "requires_grad_",
-        "to",
-        "to_empty",
-        "type",
-    }
-)
 
-
-class Engine:
+class Engine(EngineSurface):
     """A model in training; `thinwire.initialize` makes it. DeepSpeed's names.
 
     Call it like the model. Every micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; the
     weights move at every `gradient_accumulation_steps`-th step(), on all ranks together. Attributes that the engine
-    lacks are the model's.
+    lacks are the model's; an nn.Module itself is `module`, which the engine is not.
 
-    `module`, `optimizer`, `lr_scheduler`, `training_dataloader`, `device`: what it works with. `settings`: the loaded
-    configuration. `global_steps`: taken or skipped so far; `skipped_steps` of them moved nothing. `global_samples`:
-    seen in them by all ranks, every micro-batch counted as a full one. `micro_steps`: calls of step(). `monitor`: takes
-    scalars of your own, `engine.monitor.write_events([(name, value, engine.global_samples)])`. `flops_profiler`: of the
-    step that the configuration names, else None.
+    `module`, `optimizer`, `lr_scheduler`, `training_dataloader`, `device`: what it works with; `optimizer` is None
+    where the engine evaluates only. `settings`: the loaded configuration. `global_steps`: taken or skipped so far;
+    `skipped_steps` of them moved nothing. `global_samples`: seen in them by all ranks, every micro-batch counted as a
+    full one. `micro_steps`: calls of step(). `loss_scaler`: fp16's loss scale, None in other precisions.
+    `loaded_checkpoint_dp_world_size`: ranks that saved the checkpoint that was loaded last. `monitor`: takes scalars of
+    your own, `engine.monitor.write_events([(name, value, engine.global_samples)])`. `flops_profiler`: of the step that
+    the configuration names, else None.
     """
 
     def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
+        self._job = job
         self._module = job.model
-        self.optimizer = job.optimizer
+        self._optimizer = job.optimizer
+        self.optimizer = None if isinstance(job.optimizer, NoOptimizer) else job.optimizer
         self.lr_scheduler = job.schedule
         self.training_dataloader = job.loader
         self.settings = job.config
@@ -66,10 +57,10 @@ class Engine:
         self.global_samples = 0
         self.skipped_steps = 0
         self.micro_steps = 0
-        self._accumulation = Accumulation(job.config.gradient_accumulation_steps)
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loss_scaler: LossScale | None = job.loss_scale
         self._grad_norm: float | None = None
         self._precision = job.precision
-        self._loss_scale = job.loss_scale
         self._recomputed = job.recomputed
         self._layer_drop = job.layer_drop
         self._checkpoints = checkpoints
@@ -77,9 +68,12 @@ class Engine:
         self._timers = reports.timers
         self.monitor = reports.monitor
         self.flops_profiler = reports.flops_profiler
-        self._losses = StepLosses()
+        self._backwards = StepBackwards(job)
+        self._accumulation = self._backwards.accumulation
+        self._losses = self._backwards.losses
         self._applied = False
         self._seen_batch = False
+        self._backwards.begin_step()
         self._data_position = self._position_of_data()  # as of the last step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,90 +89,87 @@ class Engine:
 
     forward = __call__
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_module":  # not there yet: do not look for it in itself
-            raise AttributeError(name)
-        if name in _OF_AN_UNSHARDED_MODEL:
-            raise AttributeError(
-                f"an engine has no {name}(): its optimizer holds the weights too, and would not follow. Call it on the "
-                "model before thinwire.initialize, or load a checkpoint"
-            )
-        return getattr(self.module, name)
-
-    @property
-    def module(self) -> nn.Module:
-        """The model, all its weights there: with `overlap_comm` reach them through this, or through forward."""
-        self.optimizer.wait_for_weights()
-        return self._module
-
-    def train(self, mode: bool = True) -> nn.Module:
-        """Put the model into training mode, or, on all ranks at the same step, into evaluation mode: see `eval`."""
-        if not mode:
-            self.optimizer.synchronize_weights()
-        return self.module.train(mode)
-
-    def eval(self) -> nn.Module:
-        """Put the model into evaluation mode, with the same weights on every rank.
-
-        Collective with ZeroOneAdam between two of its syncs, and then a sync more. Returns the model.
-        """
-        return self.train(False)
-
     # One step
 
-    def backward(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss`, one value, and average them over the ranks at the accumulation boundary.
 
-        The loss is divided by `gradient_accumulation_steps`, and in fp16 multiplied by the loss scale, for this only:
-        it is returned as it was given. Without `scale_wrt_gas` it is not divided: it is this micro-batch's share of the
-        step's loss already. Collective at the boundary.
+        The loss is divided by `gradient_accumulation_steps`, and so it is returned, without a graph where that changes
+        it; in fp16 it is multiplied by the loss scale for this only. Without `scale_wrt_gas` it is not divided: it is
+        this micro-batch's share of the step's loss already. With `retain_graph` another backward can go through the
+        same graph. Collective at the boundary.
 
-        Raises TypeError, ValueError or RuntimeError, before anything is sent, for what is no new loss, or where step()
-        has not been called since the last backward.
+        Several backwards may add up before one step(), as long as no gradients have left: before the boundary, or
+        inside no_sync().
+
+        Raises TypeError, ValueError or CallError, before anything is sent, for what is no new loss, where gradients
+        have left since the last step(), or where there is no optimizer.
         """
-        self._losses.check(loss)
-        if self._loss_scale is not None:
-            self._loss_scale.check(loss.dtype)
-        self._accumulation.check_backward()
-        scale = self._loss_scale.value if self._loss_scale is not None else 1.0
-        self.optimizer.loss_scale = scale
-        start = self._losses.start(loss, scale, self.gradient_accumulation_steps() if scale_wrt_gas else None)
-        only_adds_up = self._accumulation.only_adds_up
-        if self._layer_drop is not None and not only_adds_up:
-            self.optimizer.leave_out(self._layer_drop.dropped_parameters())
-        with self._timers("backward"), self.optimizer.no_sync() if only_adds_up else nullcontext():
-            loss.backward(start)  # type: ignore[no-untyped-call]
-            self.optimizer.end_backward()
+        parts = self.gradient_accumulation_steps() if scale_wrt_gas else None
+        start = self._backwards.begin(loss, parts, retain_graph)
+        with self._timers("backward"):
+            loss.backward(start, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self._optimizer.end_backward()
         self._accumulation.end_backward()
-        return loss
+        return loss if parts is None or parts == 1 else loss.detach() / parts
 
-    def step(self) -> None:
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """What to call backward() on in your own code: `engine.scale(loss).backward()` is `engine.backward(loss)`.
+
+        `loss` times fp16's loss scale, over `gradient_accumulation_steps`. In fp32 and bf16, `loss.backward()` will do
+        too, and engine(batch) is not even needed; then no loss is logged. Raises what `backward` raises.
+        """
+        start = self._backwards.begin(loss, self.gradient_accumulation_steps(), retain_graph)
+        self._accumulation.end_backward()
+        return loss * start
+
+    def end_backward(self) -> None:
+        """Send what a backward that was not the engine's has left unsent; step() does it otherwise. Collective at the
+        boundary."""
+        self._optimizer.end_backward()
+
+    _backward_epilogue = end_backward  # what scripts call after one backward through several of DeepSpeed's engines
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the accumulation boundary clip, move the weights, and forget the gradients. Collective.
 
-        In fp16, a step whose gradients overflow is skipped on every rank.
+        In fp16, a step whose gradients overflow is skipped on every rank. `lr_kwargs`: for the schedule's step.
 
-        Raises NonFiniteError, on every rank, for a loss or gradient that is not finite in fp32 or bf16, or in fp16 at
-        the smallest loss scale from stage 1 on: no weight has moved, and the next micro-batch begins another step.
+        Raises CallError without a backward; NonFiniteError, on every rank, for a loss or gradient that is not finite in
+        fp32 or bf16, or in fp16 at the smallest loss scale from stage 1 on: no weight has moved, and the next
+        micro-batch begins another step.
         """
+        check_trains(self._optimizer, "step")
+        if not self._accumulation.ready:
+            self._backwards.take_up(self.gradient_accumulation_steps())
         last = self._accumulation.end_micro_batch()
         self._applied = False
         self.micro_steps += 1
-        if last:
-            try:
-                self._take_step()
-            finally:
-                self._begin_step()
+        if not last:
+            return
+        try:
+            failure = self._take_step(lr_kwargs or {})
+        except BaseException:
+            self._backwards.forget()
+            raise
+        self._begin_step()
+        if failure is not None:
+            raise failure
 
     def zero_grad(self) -> None:
         """Drop the step under way, as after a backward that failed; on every rank or none. step() does it by itself."""
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()
         self._module.zero_grad()  # parameters that no optimizer holds
         self.micro_steps -= self._accumulation.micro_batches
         self._begin_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only add up, beyond what `gradient_accumulation_steps` does; they take no step()."""
+        """Backwards inside only add up, beyond what `gradient_accumulation_steps` does; they take no step().
+
+        At every stage, and nested as you like; from stage 2 on their gradients leave all the same. Raises CallError
+        between the last backward of a step and its step().
+        """
         with self._accumulation.no_sync():
             yield
 
@@ -187,38 +178,26 @@ class Engine:
         return self._accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide it yourself, before backward() and alike on every rank; None leaves it to the count again."""
-        self._accumulation.boundary = is_boundary
+        """Decide it yourself, before backward() and alike on every rank; None leaves it to the count again.
 
-    # What there is to know
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm of the last step's averaged gradient before clipping; None where it is not known.
-
-        That is before the first step, without clipping once 1-bit Adam is frozen, since nobody sees the whole average,
-        and with 0/1 Adam.
+        With False, several backwards may come before one step(). Raises CallError where gradients have left already.
         """
-        return self._grad_norm
+        self._accumulation.set_boundary(is_boundary)
 
-    def was_step_applied(self) -> bool:
-        """Whether the last step() moved the weights."""
-        return self._applied
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step by its micro-batches, between steps and alike on every rank.
 
-    def train_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self.settings.train_batch_size
+        Raises ValueError for what is no multiple of a micro-batch on every rank, CallError in mid-step.
+        """
+        self._resize(resized(self.settings, self.world_size, train_batch_size=train_batch_size))
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one rank."""
-        return self.settings.train_micro_batch_size_per_gpu
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch, and so of a step, between steps and alike on every rank.
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self.settings.gradient_accumulation_steps
+        A data loader goes on with the size that it was built with: `deepspeed_io` builds another. Raises ValueError for
+        what is no size, CallError in mid-step.
+        """
+        self._resize(resized(self.settings, self.world_size, micro_batch_size=micro_batch_size))
 
     # Checkpoints
 
@@ -249,8 +228,8 @@ class Engine:
         Raises TypeError for a client state of other objects, TypeError or ValueError for no folder or tag.
         """
         position = self._position_of_data()
-        if not self._losses.empty:
-            self._warn_of_partial_gradients()
+        if not self._backwards.none_yet:
+            self._backwards.warn_of_a_checkpoint(self.global_steps)
             position = self._data_position
         progress = {name: getattr(self, name) for name in _PROGRESS}
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -301,6 +280,7 @@ class Engine:
         if restored is None:
             return None, {}
         self._begin_step()
+        self.loaded_checkpoint_dp_world_size = restored.world_size
         if restored.progress is not None:
             for name in _PROGRESS:
                 setattr(self, name, restored.progress[name])
@@ -341,7 +321,7 @@ class Engine:
         """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""
         self._checkpoints.close()
         self._reports.close()
-        self.optimizer.close()
+        self._optimizer.close()
         if self._layer_drop is not None:
             self._layer_drop.remove()
         if self._recomputed is not None:
@@ -350,30 +330,29 @@ class Engine:
     destroy = close
 
     def _begin_step(self) -> None:
-        self._losses.clear()
-        self._accumulation.begin_step()
+        self._backwards.begin_step()
         self._data_position = self._position_of_data()
+
+    def _resize(self, settings: EngineConfig) -> None:
+        if not self._backwards.none_yet:
+            raise CallError(
+                "the batch size was changed in mid-step, after a backward(): change it after a step() at a gradient "
+                "accumulation boundary, or call zero_grad() first"
+            )
+        self.settings = settings
+        self._accumulation.set_steps(settings.gradient_accumulation_steps)
+        self._seen_batch = False
 
     def _position_of_data(self) -> dict[str, Any] | None:
         return None if self.training_dataloader is None else self.training_dataloader.state()
 
-    def _warn_of_partial_gradients(self) -> None:
-        if self.comm.rank == 0:
-            warnings.warn(
-                f"save_checkpoint() was called in mid-step, after {self._losses.count} backward() since step "
-                f"{self.global_steps}, and saves that step without these gradients. Training goes on with them here, a "
-                "job that loads it takes their micro-batches again. Save after a step() at a gradient accumulation "
-                "boundary to lose no work",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _take_step(self) -> None:
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> NonFiniteError | None:
+        """Move the weights; what went wrong where the optimizer has ended the step and training cannot just go on."""
         with self._timers("step"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
             self._module.zero_grad()  # parameters that no optimizer holds
-        outcome = self.optimizer.last_step
+        outcome = self._optimizer.last_step
         self._applied = outcome.applied
         self._grad_norm = None if outcome.applied and math.isnan(outcome.grad_norm) else outcome.grad_norm
         self.global_steps += 1
@@ -381,15 +360,17 @@ class Engine:
         if not outcome.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        scale = self._loss_scale.value if self._loss_scale is not None else None
-        self._reports.report(self._summary(scale), self._losses)
-        overflow = not outcome.applied and not math.isfinite(outcome.grad_norm)
-        if self._loss_scale is not None:
-            self._loss_scale.update(overflow)
-        elif overflow:
-            raise self._losses.not_finite(self.comm, self.global_steps)
+            self.lr_scheduler.step(**lr_kwargs)
+        self._reports.report(self._summary(), self._losses)
+        if self.loss_scaler is None:
+            return self._losses.not_finite(self.comm, self.global_steps) if outcome.overflow else None
+        try:
+            self.loss_scaler.update(outcome.overflow)
+        except NonFiniteError as failure:
+            return failure
+        return None
 
-    def _summary(self, loss_scale: float | None) -> StepSummary:
+    def _summary(self) -> StepSummary:
         done = self.global_steps, self.global_samples, self.skipped_steps
-        return StepSummary(*done, self.get_lr(), self._grad_norm, loss_scale)
+        scale = None if self.loss_scaler is None else self.loss_scaler.value
+        return StepSummary(*done, self.train_batch_size(), self.get_lr(), self._grad_norm, scale)

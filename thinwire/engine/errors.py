@@ -1,8 +1,13 @@
-"""The engine's own error: one type to catch where training itself has gone wrong."""
+"""The engine's own errors: for calls out of order, and for training that has gone wrong."""
 
 from __future__ import annotations
 
-__all__ = ["NonFiniteError"]
+__all__ = ["CallError", "NonFiniteError"]
+
+
+class CallError(RuntimeError, AssertionError):
+    """A call that cannot come here, as step() before backward(). An AssertionError too: that is what scripts written
+    for DeepSpeed catch. Nothing has changed."""
 
 
 class NonFiniteError(FloatingPointError):

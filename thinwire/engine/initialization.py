@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.models import ActivationCheckpointingConfig, CommsLoggerConfig
 from thinwire.engine.config.rules import total_steps
+from thinwire.engine.data.building import make_loader
 from thinwire.engine.data.loader import ResumableLoader
 from thinwire.engine.engine import Engine
 from thinwire.engine.given_schedule import GivenSchedule, check_schedule, make_schedule
@@ -30,7 +32,8 @@ from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.model.precision import Precision, check_model
-from thinwire.engine.optimizers import EngineOptimizer, build_optimizer
+from thinwire.engine.no_optimizer import NoOptimizer
+from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation
 from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
 from thinwire.engine.start_lines import say_at_start
@@ -52,11 +55,19 @@ def initialize(
     model_parameters: ParamsT | None = None,
     training_data: Any = None,
     lr_scheduler: GivenSchedule | None = None,
+    distributed_port: int | None = None,
+    mpu: None = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: ConfigSource | None = None,
+    mesh_param: None = None,
+    config_params: ConfigSource | None = None,
+    *,
     comm: Communicator | None = None,
-) -> tuple[Engine, EngineOptimizer, ResumableLoader | None, LRScheduler | None]:
+) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
     """Build the engine that trains `model`; returns (engine, optimizer, data loader, schedule). Collective.
+
+    Arguments come in DeepSpeed's order. Without an optimizer, here or in the configuration, the engine evaluates only.
 
     Args:
         args: a command line's namespace; its `thinwire_config` or `deepspeed_config` is the configuration's path where
@@ -68,26 +79,45 @@ def initialize(
         training_data: a data set for the loader; None for no loader.
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
             the configuration's, which gives way to it. It steps once a step that moves the weights.
+        distributed_port: changes nothing: ranks meet where their launcher says.
+        mpu: None: there is data parallelism alone.
+        dist_init_required: changes nothing: a torch process group is made where one is needed and there is none.
         collate_fn: makes a batch of samples, as in torch.utils.data.DataLoader.
         config: the path of a JSON file, or a dict.
+        mesh_param: None, as mpu.
+        config_params: the old name of `config`.
         comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
 
     Raises ValueError (ConfigError is one) or TypeError, on every rank, for what cannot work.
     """
     comm = comm if comm is not None else communication.init()
-    settings = _load_settings(args, config, comm)
+    on_every_rank(comm, lambda: _check_foreign(distributed_port, mpu, mesh_param), "take its arguments", _BAD_INPUT)
+    settings = _load_settings(args, config, config_params, comm)
     comm = _logged(comm, settings.comms_logger)
+    return _build(_Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn), settings, comm)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a user gives beside a configuration; see `initialize`."""
+
+    model: nn.Module | None
+    optimizer: GivenOptimizer | None
+    model_parameters: ParamsT | None
+    training_data: Any
+    lr_scheduler: GivenSchedule | None
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
+def _build(
+    given: _Given, settings: EngineConfig, comm: Communicator
+) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
     if settings.zero_optimization.stage < 3:
-        gather_model(model)
-    trained, device = on_every_rank(comm, lambda: check_model(model), "train this model", _BAD_INPUT)
+        gather_model(given.model)
+    trained, device = on_every_rank(comm, lambda: check_model(given.model), "train this model", _BAD_INPUT)
     agree_on_model(comm, trained)
-
-    def asked_for() -> Recipe:
-        check_schedule(lr_scheduler, optimizer)
-        return find_recipe(optimizer, trained, model_parameters, settings)
-
-    recipe = on_every_rank(comm, asked_for, "build its optimizer", _BAD_INPUT)
-    say_at_start(comm, settings, optimizer, lr_scheduler)
+    recipe = on_every_rank(comm, lambda: _asked_for(given, trained, settings), "build its optimizer", _BAD_INPUT)
+    say_at_start(comm, settings, given.optimizer, given.lr_scheduler)
     precision = Precision.of(settings)
     device = _prepare(trained, recipe, precision, comm, device)
     with ExitStack() as undo:
@@ -95,25 +125,81 @@ def initialize(
         undo.callback(hide_shapes, trained)
         names = ModelNames.of(trained, precision)
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
-        sharded = build_optimizer(recipe, trained, comm, device, settings, precision)
-        schedule = on_every_rank(
-            comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", _BAD_INPUT
-        )
-        loss_scale = make_loss_scale(settings.fp16, settings.zero_optimization.stage)
-        loader = None if training_data is None else _make_loader(training_data, collate_fn, settings, comm, device)
+        sharded, schedule = _build_steps(recipe, given.lr_scheduler, trained, comm, device, settings, precision)
+        loader = None
+        if given.training_data is not None:
+            loader = make_loader(given.training_data, settings, comm, device, collate_fn=given.collate_fn)
         job = Job(
-            trained, sharded, schedule, loader, loss_scale, precision, settings, comm, device, recomputed, layer_drop
+            model=trained,
+            optimizer=sharded,
+            schedule=schedule,
+            loader=loader,
+            loss_scale=make_loss_scale(settings.fp16, settings.zero_optimization.stage),
+            precision=precision,
+            config=settings,
+            comm=comm,
+            device=device,
+            recomputed=recomputed,
+            layer_drop=layer_drop,
+            collate_fn=given.collate_fn,
         )
         engine = Engine(job, JobCheckpoints(job, names), JobReports(job))
         undo.pop_all()
-    return engine, sharded, loader, schedule
+    return engine, engine.optimizer, loader, schedule
 
 
-def _load_settings(args: Any, config: ConfigSource | None, comm: Communicator) -> EngineConfig:
+def _asked_for(given: _Given, model: nn.Module, settings: EngineConfig) -> Recipe | None:
+    """The optimizer to build; None where there is none, and no schedule that would need one."""
+    check_schedule(given.lr_scheduler, given.optimizer)
+    recipe = find_recipe(given.optimizer, model, given.model_parameters, settings)
+    if recipe is None and (given.lr_scheduler is not None or settings.scheduler is not None):
+        raise ValueError(
+            "there is a schedule and no optimizer: pass one to thinwire.initialize, or give the configuration an "
+            '"optimizer" section, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
+        )
+    return recipe
+
+
+def _build_steps(
+    recipe: Recipe | None,
+    lr_scheduler: GivenSchedule | None,
+    model: nn.Module,
+    comm: Communicator,
+    device: torch.device,
+    settings: EngineConfig,
+    precision: Precision,
+) -> tuple[EngineOptimizer | NoOptimizer, LRScheduler | None]:
+    """What moves the weights, and the schedule that steers it, if there is one."""
+    if recipe is None:
+        return NoOptimizer(shard_for_evaluation(model, comm, device, settings, precision)), None
+    sharded = build_optimizer(recipe, model, comm, device, settings, precision)
+    schedule = on_every_rank(
+        comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", _BAD_INPUT
+    )
+    return sharded, schedule
+
+
+def _check_foreign(port: object, mpu: object, mesh_param: object) -> None:
+    """Raise for arguments of DeepSpeed's that would change something here and cannot."""
+    if port is not None and (isinstance(port, bool) or not isinstance(port, int)):
+        raise TypeError(f"distributed_port is a number or None, not {port!r}; ranks meet where their launcher says")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(
+                f"{name} asks for model, pipeline or sequence parallelism, and thinwire has data parallelism alone: "
+                "leave it out, or give the ranks that hold the same part of a model as `comm`, a Communicator's split()"
+            )
+
+
+def _load_settings(
+    args: Any, config: ConfigSource | None, config_params: ConfigSource | None, comm: Communicator
+) -> EngineConfig:
     """The configuration, the same on every rank."""
 
     def load() -> EngineConfig:
-        return load_config(_source(args, config), comm.size)
+        if config is not None and config_params is not None:
+            raise ConfigError("there are two configurations: `config`, and `config_params`, its old name; remove one")
+        return load_config(_source(args, config if config is not None else config_params), comm.size)
 
     settings = on_every_rank(comm, load, "load its configuration", _BAD_INPUT)
     agree_on_config(comm, settings)
@@ -130,11 +216,11 @@ def _logged(comm: Communicator, section: CommsLoggerConfig) -> Communicator:
 
 
 def _prepare(
-    model: nn.Module, recipe: Recipe, precision: Precision, comm: Communicator, device: torch.device
+    model: nn.Module, recipe: Recipe | None, precision: Precision, comm: Communicator, device: torch.device
 ) -> torch.device:
     """Put the model into its precision and on the device that is returned, with rank 0's values of what no optimizer
     holds: an optimizer gives its parameters to all ranks itself."""
-    held = recipe.trains()
+    held = set() if recipe is None else recipe.trains()
     precision.convert(model, held)
     if comm.backend == "nccl" and device.type == "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -183,24 +269,6 @@ def _checkpoint_activations(
         lambda: checkpoint_activations(model, settings.modules, cpu_checkpointing=settings.cpu_checkpointing),
         "recompute its activations",
         _BAD_INPUT,
-    )
-
-
-def _make_loader(
-    data: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    config: EngineConfig,
-    comm: Communicator,
-    device: torch.device,
-) -> ResumableLoader:
-    return ResumableLoader(
-        data,
-        config.train_micro_batch_size_per_gpu,
-        comm,
-        seed=config.seed,
-        drop_last=config.dataloader_drop_last,
-        collate_fn=collate_fn,
-        pin_memory=device.type == "cuda",
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from thinwire.engine.loss_scale import LossScale
 from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints
 from thinwire.engine.model.plugs import LayerDropping
 from thinwire.engine.model.precision import Precision
+from thinwire.engine.no_optimizer import NoOptimizer
 from thinwire.engine.optimizers import EngineOptimizer
 
 __all__ = ["Job"]
@@ -24,11 +27,11 @@ __all__ = ["Job"]
 class Job:
     """`schedule`, `loader`, `loss_scale`, `recomputed`, `layer_drop`: None where there is none.
 
-    `device`: of model and inputs.
+    `device`: of model and inputs. `collate_fn`: of further loaders; None for torch's.
     """
 
     model: nn.Module
-    optimizer: EngineOptimizer
+    optimizer: EngineOptimizer | NoOptimizer
     schedule: LRScheduler | None
     loader: ResumableLoader | None
     loss_scale: LossScale | None
@@ -38,3 +41,4 @@ class Job:
     device: torch.device
     recomputed: ActivationCheckpoints | None
     layer_drop: LayerDropping | None
+    collate_fn: Callable[[list[Any]], Any] | None

@@ -58,9 +58,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held for the engine itself; `progress` is None where only weights were asked for."""
+    """What a checkpoint held for the engine itself; `progress` is None where only weights were asked for.
+
+    `world_size`: ranks that saved it.
+    """
 
     path: str
+    world_size: int
     progress: dict[str, int] | None
     client_state: dict[str, Any]
 
@@ -134,10 +138,14 @@ class JobCheckpoints:
                     f"checkpoint {found.tag!r} lacks what this optimizer goes on from: {error.args[0]}. Load with "
                     "load_optimizer_states=False, or another checkpoint"
                 ) from error
+<<<<<<< HEAD
+            self._load_others(found)
+=======
+>>>>>>> refs/heads/engine
             if not parts.weights_only:
                 self._load_state(found, parts)
             progress = None if parts.weights_only else found.shared["progress"]
-            return Restored(str(found.path), progress, client_state)
+            return Restored(str(found.path), found.world_size, progress, client_state)
 
     def export(self, folder: str | os.PathLike[str], filename: str, exclude_frozen: bool = False) -> bool:
         """Write all weights and buffers in 16 bits to one file; see `write_weights`."""

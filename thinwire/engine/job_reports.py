@@ -20,12 +20,13 @@ __all__ = ["JobReports", "StepSummary"]
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One step. `samples`: that all ranks have seen so far. `grad_norm`: None where it is not known. `loss_scale`: None
-    but in fp16."""
+    """One step. `samples`: that all ranks have seen so far. `batch_size`: of them in this step. `grad_norm`: None where
+    it is not known. `loss_scale`: None but in fp16."""
 
     step: int
     samples: int
     skipped: int
+    batch_size: int
     rates: list[float]
     grad_norm: float | None
     loss_scale: float | None
@@ -57,7 +58,7 @@ class JobReports:
     def report(self, summary: StepSummary, losses: StepLosses) -> None:
         """Print and write what is due after a step. Collective where something is."""
         config, comm = self._job.config, self._job.comm
-        self.timers.end_step(config.train_batch_size)
+        self.timers.end_step(summary.batch_size)
         every = config.steps_per_print
         due = every is not None and summary.step % every == 0
         if due or self.monitor.enabled:
@@ -94,7 +95,7 @@ class JobReports:
         """Close the logs."""
         self.monitor.close()
 
-    def _write(self, summary: StepSummary, loss: float) -> None:
+    def _write(self, summary: StepSummary, loss: float | None) -> None:
         # Of optimizers that compress: whether the steps from here on do.
         frozen = getattr(self._job.optimizer, "frozen", None)
         scalars = {

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.comm import Communicator
+<<<<<<< HEAD
+from thinwire.comm import Communicator, Traffic
+=======
+from thinwire import comm as communication
+from thinwire.comm import Communicator, LoggedCommunicator, Traffic
+>>>>>>> refs/heads/engine
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import EngineConfig
@@ -16,7 +21,7 @@ from thinwire.engine.recipe import Recipe
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
-from thinwire.zero.averaging import Averaging
+from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.parameter_shard import shard_of
@@ -24,7 +29,7 @@ from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.sharded_model import describe_sharded
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["EngineOptimizer", "build_optimizer"]
+__all__ = ["EngineOptimizer", "build_optimizer", "shard_for_evaluation"]
 
 EngineOptimizer = SynchronizedOptimizer | FullyShardedOptimizer
 """What the engine steps: one surface, whatever the ZeRO stage."""
@@ -58,6 +63,29 @@ def build_optimizer(
     if zero.overlap_comm:
         optimizer.gather_during_forward(model)
     return optimizer
+
+
+def shard_for_evaluation(
+    model: nn.Module, comm: Communicator, device: torch.device, config: EngineConfig, precision: Precision
+) -> Traffic | None:
+    """At stage 3, shard a model that no optimizer trains, in place; what counts the bytes that it sends. Collective.
+
+    Raises ValueError, on every rank, for what cannot be sharded.
+    """
+    if config.zero_optimization.stage < 3:
+        return None
+
+    def find_dtype() -> torch.dtype:
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            return stage3.computing_dtype(model, precision.dtype)
+        return precision.dtype or next(model.parameters()).dtype
+
+    dtype = on_every_rank(comm, find_dtype, "shard its model", (ValueError,))
+    stage3.join_process_group(comm, device)
+    offload = config.zero_optimization.offload_param
+    return stage3.shard_model(
+        model, dtype, device, PLAIN_AVERAGING, offload=offload.device == "cpu", pin=offload.pin_memory
+    )
 
 
 def _build_own(

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.optimizer import check_optimizer
+from thinwire.engine.config.optimizer import check_optimizer, uncompressed_class
 from thinwire.optim import registry
+from thinwire.optim.exact.muon import mark_matrices
+from thinwire.optim.exact.names import EXACT
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import uncorrected_adam
 from thinwire.zero.bucket_optimizer import OptimizerClass
@@ -43,29 +45,29 @@ class Recipe:
 
 def find_recipe(
     given: GivenOptimizer | None, model: nn.Module, model_parameters: ParamsT | None, config: EngineConfig
-) -> Recipe:
-    """What the user asked for, by `given` or else by the configuration's optimizer section.
+) -> Recipe | None:
+    """What the user asked for, by `given` or else by the configuration's optimizer section; None where that has none.
 
     An optimizer's groups are taken over as the same dicts, so that a schedule built on it goes on steering them.
 
     Parameters that require no gradient may be in one of `model_parameters` and the optimizer alone.
 
-    Raises ValueError where neither is given, or where an optimizer has stepped already or cannot be sharded;
+    Raises ValueError where an optimizer has stepped already or cannot be sharded;
     TypeError where `given` is, or returns, no optimizer.
     """
     section = config.optimizer
     parameters: list[Any] = list(model_parameters if model_parameters is not None else model.parameters())
     if given is None:
         if section is None:
-            raise ValueError(
-                'there is no optimizer: pass one to thinwire.initialize, or give the configuration an "optimizer" '
-                'section, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
-            )
+            return None
         if section.type in registry.NAMES:
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
         options = dict(section.params)
-        corrects = options.pop("bias_correction", True)
-        return Recipe(parameters, getattr(torch.optim if corrects else uncorrected_adam, section.type), options)
+        if section.type == "Muon":
+            mark_matrices(model.named_parameters())
+        if section.type in uncorrected_adam.__all__ and not options.pop("bias_correction", True):
+            return Recipe(parameters, getattr(uncorrected_adam, section.type), options)
+        return Recipe(parameters, uncompressed_class(section.type), options)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
     if model_parameters is not None:
@@ -92,6 +94,11 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
             '"optimizer" section, or pass a torch optimizer'
         )
     if type(optimizer).__module__.startswith("torch.optim"):
+        if name in EXACT:
+            raise ValueError(
+                f"torch.optim.{name} takes nothing but matrices, and cannot be sharded: pass thinwire.optim.{name}, "
+                'which has AdamW for the rest, or name it in the configuration\'s "optimizer" section'
+            )
         problems: list[str] = []
         check_optimizer({"type": name}, problems)
         if problems:

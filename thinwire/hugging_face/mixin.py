@@ -201,6 +201,7 @@ class TrainerMixin(_Trainer):
         rank has sent so far, and whether the steps from here on are compressed, where the optimizer has that."""
         if "learning_rate" in logs:
             optimizer = self._synchronized if self._engine is None else self._engine.optimizer
+            assert optimizer is not None, "a Trainer always has one"
             logs["bytes_sent"] = optimizer.bytes_sent
             if hasattr(optimizer, "frozen"):
                 logs["frozen"] = float(optimizer.frozen)
@@ -220,7 +221,9 @@ class TrainerMixin(_Trainer):
     def train(self, *args: Any, **options: Any) -> Any:
         """Train; afterwards all ranks hold the same weights."""
         output = super().train(*args, **options)
-        (self._synchronized if self._engine is None else self._engine.optimizer).synchronize_weights()
+        optimizer = self._synchronized if self._engine is None else self._engine.optimizer
+        assert optimizer is not None, "a Trainer always has one"
+        optimizer.synchronize_weights()
         return output
 
     def save_model(self, *args: Any, **options: Any) -> None:

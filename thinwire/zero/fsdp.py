@@ -20,7 +20,7 @@ from thinwire.zero.gathered_shards import gathered
 from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.shard_marks import is_sharded
 
-__all__ = ["computing_dtype", "fill", "join_process_group", "local_run", "shard_model", "whole"]
+__all__ = ["computing_dtype", "fill", "free_gathered", "join_process_group", "local_run", "shard_model", "whole"]
 
 
 def join_process_group(comm: Communicator, device: torch.device) -> Communicator:
@@ -115,6 +115,14 @@ def _bring_in(model: nn.Module, placeholders: Mapping[str, nn.Parameter], device
         if name in placeholders:
             values = values_of(placeholders, name, parameter).view(-1)
             fill(parameter, lambda start, numel, values=values: values[start : start + numel])  # type: ignore[misc]
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free what layers of a sharded model have gathered; of one that is whole, nothing."""
+    if any(map(is_sharded, model.parameters())):
+        for module in model.modules():
+            if (reshard := getattr(module, "reshard", None)) is not None:
+                reshard()
 
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator, Traffic
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp import local_run
-from thinwire.zero.home import StepResult
+from thinwire.zero.home import NOT_STEPPED, StepResult
 from thinwire.zero.parameter_state import ParameterState, claim
 from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
@@ -84,7 +84,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         self.max_norm = max_norm
         self._times_mean = times_mean
         self.loss_scale = 1.0
-        self.last_step = StepResult(applied=False, grad_norm=math.nan)
+        self.last_step = NOT_STEPPED
         self._reshard: Any = model.reshard
         self._vote_comm = comm.duplicate()
         self._steps = 0
@@ -119,6 +119,16 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     def bytes_sent(self) -> int:
         """Bytes this rank has sent to gather parameters and to synchronise steps."""
         return self._traffic.bytes_sent + self._vote_comm.traffic.bytes_sent
+
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale`, by DeepSpeed's name."""
+        return self.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite, on whichever rank."""
+        return self.last_step.overflow
 
     def model_state_bytes(self) -> dict[str, float]:
         """Bytes that this rank should hold of the model's state, by category: ZeRO's formula for stage 3."""

@@ -19,6 +19,10 @@ from thinwire.zero.saved_slices import SavedSlice, SliceSource
 __all__ = ["NOT_STEPPED", "NO_GRADIENTS", "TRAFFIC", "Home", "StepResult", "ring_bytes"]
 
 
+_NOT_STEPPED = "step() has not been called"
+NO_GRADIENTS = "no parameter had a gradient"
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What became of a step, the same on every rank.
@@ -32,9 +36,14 @@ class StepResult:
     grad_norm: float
     reason: str = ""
 
+    @property
+    def overflow(self) -> bool:
+        """Whether the step was skipped because a gradient was not finite."""
+        with_gradients = self.reason not in (_NOT_STEPPED, NO_GRADIENTS)
+        return with_gradients and not self.applied and not math.isfinite(self.grad_norm)
 
-NOT_STEPPED = StepResult(applied=False, grad_norm=math.nan, reason="step() has not been called")
-NO_GRADIENTS = "no parameter had a gradient"
+
+NOT_STEPPED = StepResult(applied=False, grad_norm=math.nan, reason=_NOT_STEPPED)
 
 TRAFFIC = "bytes_sent"
 """The key of what every optimizer's `rank_tensors` holds: bytes sent, and what they would have been uncompressed."""

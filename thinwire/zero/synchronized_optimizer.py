@@ -93,6 +93,16 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         # A home divides means by it, and so gets as many times the mean.
         self._home.loss_scale = scale / self._times_mean
 
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale`, by DeepSpeed's name."""
+        return self._home.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite, on whichever rank."""
+        return self.last_step.overflow
+
     def model_state_bytes(self) -> dict[str, float]:
         """Bytes that this rank should hold of weights, master weights, gradients, residuals and optimizer state."""
         return self._home.model_state_bytes()

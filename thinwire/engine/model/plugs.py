@@ -49,6 +49,11 @@ class LayerDropping:
         if not _takes(model, self._schedule.get_state().keys()):
             self._drop = drop_layers(model, self._schedule, seed=seed)
 
+    @property
+    def theta(self) -> float:
+        """θ of the step that was begun last."""
+        return self._schedule.get_theta()
+
     def begin_step(self, step: int) -> dict[str, Any]:
         """Begin step `step`, from 0, or go on with it; returns what forward is to be given."""
         self._schedule.update_state(step)

@@ -56,15 +56,16 @@ class StepLosses:
         if self._last is not None and self._last() is loss:
             raise RuntimeError("backward() was called with this loss before: run the model again for a new one")
 
-    def start(self, loss: Tensor, scale: float, parts: int | None) -> Tensor:
+    def start(self, loss: Tensor, scale: float, parts: int | None, again: bool = False) -> Tensor:
         """Note a loss, and give the gradient that its backward starts from: `scale` / `parts`.
 
-        `parts`: losses whose mean is the step's; None where that is their sum.
+        `parts`: losses whose mean is the step's; None where that is their sum. `again`: its graph is kept, so that it
+        may come again.
 
         NaN for a loss that is not finite, whose gradients might be: with them every rank's average is not finite
         either, so that all of them skip the step without having to ask each other.
         """
-        self._last = weakref.ref(loss)
+        self._last = None if again else weakref.ref(loss)
         detached = loss.detach()
         value = detached.reshape(()).float()
         self._sum = value if self._sum is None else self._sum + value
@@ -73,22 +74,25 @@ class StepLosses:
         start = torch.full_like(detached, scale / (parts or 1))
         return torch.where(detached.isfinite(), start, torch.full_like(detached, math.nan))
 
-    def mean(self, comm: Communicator) -> float:
-        """The mean over micro-batches and ranks. Collective."""
-        assert self._sum is not None, "a step follows a backward"
+    def mean(self, comm: Communicator) -> float | None:
+        """The mean over micro-batches and ranks; None where nobody told of a loss. Collective."""
+        if self._sum is None:
+            return None
         mean = (self._sum if self._summed else self._sum / self._count).reshape(1)
         comm.all_reduce(mean, op="mean")
         return float(mean)
 
     def not_finite(self, comm: Communicator, step: int) -> NonFiniteError:
         """The error of a step that was not finite, which names the ranks whose loss was not. Collective."""
-        assert self._sum is not None, "a step follows a backward"
-        mine = b"\1" if bool(self._sum.isfinite()) else b"\0"
+        unknown = self._sum is None
+        mine = b"\1" if self._sum is None or bool(self._sum.isfinite()) else b"\0"
         ranks = [
             rank for rank, finite in enumerate(comm.all_gather_bytes(mine, "find infinite losses")) if finite == b"\0"
         ]
         if ranks:
             where = f"the loss was not finite on {name_ranks(ranks)}"
+        elif unknown:
+            where = "the averaged gradient is not finite"
         else:
             where = "every rank's loss was finite, but the averaged gradient is not"
         return NonFiniteError(

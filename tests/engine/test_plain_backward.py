@@ -1,0 +1,221 @@
+"""A loss's own backward(), scaled or not, and several backwards a step, train as the engine's one backward does."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from tests.engine.tiny import MICRO, loss_of, make_engine, reference, settings, train
+from thinwire.comm import threads
+from thinwire.engine import CallError, NonFiniteError
+
+ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 3}}}
+
+
+def train_plainly(engine, steps, scaled=False, through_engine=True) -> list[float]:
+    """As `tiny.train`, by losses' own backwards."""
+    losses, parts = [], engine.gradient_accumulation_steps()
+    for step in steps:
+        total = torch.zeros(1)
+        for micro in range(parts):
+            loss = loss_of(engine if through_engine else engine.module, engine.comm.rank, step * parts + micro)
+            (engine.scale(loss) if scaled else loss).backward()
+            engine.step()
+            total += loss.detach() / parts
+        engine.comm.all_reduce(total, op="mean")
+        losses.append(float(total))
+    return losses
+
+
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 3), (3, 2)])
+def test_own_backwards_train_as_plain_torch_does(world, accumulation) -> None:
+    expected = reference(world, 8, accumulation, max_norm=0.3)
+
+    def body(comm):
+        for stage in (0, 1, 2):
+            config = settings(stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.3)
+            for how in ({}, {"scaled": True}, {"through_engine": False}):
+                engine = make_engine(comm, config)
+                assert train_plainly(engine, range(8), **how) == pytest.approx(expected, rel=1e-5)
+                assert (engine.global_steps, engine.micro_steps) == (8, 8 * accumulation)
+                assert engine.global_samples == 8 * world * accumulation * MICRO
+
+    threads.run(body, world)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_compressed_steps_hear_of_the_scale(stage, accumulation) -> None:
+    """Payloads leave during backward, before anybody knows how the gradients in them were scaled."""
+
+    def body(comm):
+        config = settings(stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.5, **ONE_BIT)
+        expected = train(make_engine(comm, config), range(8))
+        assert train_plainly(make_engine(comm, config), range(8)) == pytest.approx(expected, rel=0.02)
+        assert train_plainly(make_engine(comm, config), range(8), scaled=True) == pytest.approx(expected, rel=1e-6)
+
+    threads.run(body, 2)
+
+
+def test_nothing_leaves_before_the_boundary() -> None:
+    def body(comm, stage):
+        engine = make_engine(comm, settings(stage, gradient_accumulation_steps=3))
+        sent = engine.optimizer.bytes_sent
+        for micro in range(2):
+            loss_of(engine, comm.rank, micro).backward()
+            assert engine.optimizer.bytes_sent == sent
+            engine.step()
+        with engine.no_sync():
+            loss_of(engine, comm.rank, 2).backward()
+            assert engine.optimizer.bytes_sent == sent
+        loss_of(engine, comm.rank, 3).backward()
+        engine.end_backward()
+        assert engine.optimizer.bytes_sent > sent
+        engine.step()
+        assert engine.was_step_applied()
+
+    for stage in (0, 1):
+        threads.run(lambda comm, stage=stage: body(comm, stage), 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_fp16_takes_both(stage) -> None:
+    def body(comm):
+        fp16 = {"enabled": True, "initial_scale_power": 10}
+        config = settings(stage, fp16=fp16, gradient_accumulation_steps=2)
+        expected = train(make_engine(comm, config), range(6))
+        scaled = make_engine(comm, config)
+        assert train_plainly(scaled, range(6), scaled=True) == expected
+        assert scaled.optimizer.cur_scale == scaled.optimizer.loss_scale == 1024
+        plain = make_engine(comm, config)
+        assert train_plainly(plain, range(6)) == pytest.approx(expected, rel=0.01)
+        assert plain.optimizer.cur_scale == 1024  # not that of the plain gradients
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads.run(body, 2)
+    said = [one for one in caught if "engine.scale(loss).backward()" in str(one.message)]
+    assert len(said) == 2  # once on each rank
+
+
+def test_an_overflow_of_gradients_set_by_hand() -> None:
+    engine = make_engine(None, settings(0, fp16={"enabled": True, "initial_scale_power": 6, "hysteresis": 1}))
+    scales = []
+    for value in (math.inf, 1e-3, math.nan):
+        for parameter in engine.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.step()
+        scales.append((engine.optimizer.cur_scale, engine.optimizer.overflow))
+    assert scales == [(32, True), (32, False), (16, True)]
+    assert engine.skipped_steps == 2
+
+
+def test_what_is_not_finite_is_told_without_a_loss() -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(1))
+        loss_of(engine, comm.rank, 0).mul(math.nan if comm.rank else 1.0).backward()
+        with pytest.raises(NonFiniteError, match="step 1: the averaged gradient is not finite"):
+            engine.step()
+        assert all(math.isfinite(loss) for loss in train_plainly(engine, range(2)))
+
+    threads.run(body, 2)
+
+
+def test_one_loss_of_several_engines() -> None:
+    def body(comm, stage):
+        together = [make_engine(comm, settings(stage), seed) for seed in range(3)]
+        apart = [make_engine(comm, settings(stage), seed) for seed in range(3)]
+        for step in range(3):
+            sum(loss_of(engine, comm.rank, step) / (1 + n) for n, engine in enumerate(together)).backward()
+            for engine in together:
+                engine._backward_epilogue()
+            for engine in together:
+                engine.step()
+                engine.optimizer.zero_grad()
+            for n, engine in enumerate(apart):
+                engine.backward(loss_of(engine, comm.rank, step) / (1 + n))
+                engine.step()
+        for one, other in zip(together, apart, strict=True):
+            assert one.global_steps == 3
+            for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+                assert torch.equal(mine, theirs)
+        for engine in (*together, *apart):
+            engine.destroy()
+
+    for stage in (0, 1, 2):
+        threads.run(lambda comm, stage=stage: body(comm, stage), 2)
+
+
+def test_several_losses_of_one_forward() -> None:
+    """Before the boundary backwards add up; the graph of one forward may serve several."""
+
+    def body(comm, stage):
+        summed, apart = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))
+        for step in range(3):
+            first, second = (loss_of(summed, comm.rank, 2 * step + n) for n in range(2))
+            assert torch.equal(summed.backward(first + second), first + second)
+            summed.step()
+            apart.set_gradient_accumulation_boundary(False)
+            first = loss_of(apart, comm.rank, 2 * step)
+            apart.backward(first * 0.25, retain_graph=True)
+            again = first * 0.75
+            apart.backward(again)
+            apart.set_gradient_accumulation_boundary(True)
+            apart.backward(loss_of(apart, comm.rank, 2 * step + 1))
+            apart.step()
+        assert apart.global_steps == apart.micro_steps == 3
+        torch.testing.assert_close(apart.module.mix.weight, summed.module.mix.weight)
+
+    for stage in (0, 1, 2):
+        threads.run(lambda comm, stage=stage: body(comm, stage), 2)
+
+
+def test_two_losses_with_a_zero_grad_in_between() -> None:
+    def body(comm, stage):
+        twice, once = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))
+        output = loss_of(twice, comm.rank, 0)
+        twice.backward(output, retain_graph=True)
+        twice.zero_grad()
+        twice.backward(output)
+        twice.step()
+        once.backward(loss_of(once, comm.rank, 0))
+        once.step()
+        assert torch.equal(once.module.mix.weight, twice.module.mix.weight)
+
+    for stage in (0, 1, 2):
+        threads.run(lambda comm, stage=stage: body(comm, stage), 2)
+
+
+def test_calls_that_cannot_come() -> None:
+    engine = make_engine(None, settings(gradient_accumulation_steps=2))
+    loss_of(engine, 0, 0).backward()
+    engine.step()
+    with pytest.raises(CallError, match="began with a loss's own backward"):
+        engine.backward(loss_of(engine, 0, 1))
+    engine.zero_grad()
+    engine.backward(loss_of(engine, 0, 0))
+    engine.step()
+    with pytest.raises(AssertionError, match=r"step\(\) was called without backward"):
+        engine.step()
+    engine.backward(loss_of(engine, 0, 1))
+    with pytest.raises(CallError, match=r"set_gradient_accumulation_boundary\(\) was called between"):
+        engine.set_gradient_accumulation_boundary(False)
+    with pytest.raises(CallError, match=r"no_sync\(\) was entered between"), engine.no_sync():
+        pass
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_layer_drop_wants_to_know_of_the_backward() -> None:
+    config = settings(progressive_layer_drop={"enabled": True, "theta": 0.5})
+    engine, same = make_engine(None, config), make_engine(None, config)
+    loss_of(engine, 0, 0).backward()
+    with pytest.raises(CallError, match="with progressive_layer_drop"):
+        engine.step()
+    engine.zero_grad()
+    assert train_plainly(engine, range(1, 3), scaled=True) == train_plainly(same, range(1, 3), scaled=True)
