@@ -23,7 +23,7 @@ class _NotOffered:
     name = ""
     instead = ""
 
-    def __new__(cls, *_args: Any, **_options: Any) -> NoReturn:  # type: ignore[misc]
+    def __new__(cls, *_args: Any, **_options: Any) -> NoReturn:
         raise NotOfferedError(f"thinwire has no counterpart of deepspeed.{cls.name}: {cls.instead}")
 
 
