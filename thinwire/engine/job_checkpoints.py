@@ -138,10 +138,6 @@ class JobCheckpoints:
                     f"checkpoint {found.tag!r} lacks what this optimizer goes on from: {error.args[0]}. Load with "
                     "load_optimizer_states=False, or another checkpoint"
                 ) from error
-<<<<<<< HEAD
-            self._load_others(found)
-=======
->>>>>>> refs/heads/engine
             if not parts.weights_only:
                 self._load_state(found, parts)
             progress = None if parts.weights_only else found.shared["progress"]

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
 from thinwire.comm import Communicator, Traffic
-=======
-from thinwire import comm as communication
-from thinwire.comm import Communicator, LoggedCommunicator, Traffic
->>>>>>> refs/heads/engine
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import EngineConfig
