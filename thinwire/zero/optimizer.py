@@ -166,7 +166,7 @@ class _ElementwiseHome(ShardedHome):
         return self._vote_on_averages(self._gradients)
 
     def _state_of_buckets(self) -> StateOfBuckets:
-        return _ElementwiseState(self._gradients, self._optimizers, self._parameters.sharding.stage == 0)
+        return _ElementwiseState(self._gradients, self.optimizers, self._parameters.sharding.stage == 0)
 
     def saved_slices(self) -> list[SavedSlice]:
         """See Home."""
