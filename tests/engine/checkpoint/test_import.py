@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine.checkpoint import deepspeed_files
 from tests.engine.checkpoint.deepspeed_files import (
     Trained,
     write_sharded,
@@ -243,6 +244,33 @@ def test_nothing_is_guessed_without_zero(tmp_path) -> None:
     engine, *_ = initialize(model=other, config=settings(1, torch.float32))
     engine.load_checkpoint(tmp_path / "imported", load_module_only=True)
     assert all(same(one, model.state_dict()[name]) for name, one in engine.module.state_dict().items())
+
+
+def test_the_optimizer_is_found_or_asked_for(tmp_path, monkeypatch) -> None:
+    trained = make_trained(11)
+    for number, (section, options, optimizer, note) in enumerate(
+        [
+            ({"type": "adam", "params": {"adam_w_mode": False}}, {}, "Adam", None),
+            (None, {}, "AdamW", None),  # by the settings of its groups
+            (None, {"optimizer": "Mine", "scheduler": "LambdaLR"}, "Mine", None),
+            ({"type": "onebitadam"}, {}, None, "OneBitAdam keeps another state"),
+            ({"type": "OneBitAdam"}, {"optimizer": "AdamW"}, "AdamW", None),
+        ]
+    ):
+        monkeypatch.setattr(deepspeed_files, "config", lambda stage, dtype, section=section: {"optimizer": section})
+        folder = tmp_path / f"{number}" / "in"
+        write_sharded(folder, trained, 2, 2)
+        done = imported(folder, **options)
+        assert done.optimizer == optimizer
+        assert ("the schedule's state is left out" in str(done.notes)) == ("scheduler" not in options)
+        assert note is None or note in str(done.notes)
+        with CheckpointStore(folder.with_name("imported"), threads.single(10.0)).load() or missing() as found:
+            assert ("exp_avg" in found.kinds()) == (optimizer is not None)
+            if optimizer == "Adam":
+                # What the groups say themselves goes before the configuration.
+                assert [group["decoupled_weight_decay"] for group in found.counters()["groups"]] == [True, True]
+            if "scheduler" in options:
+                assert found.shared["schedule"]["type"] == "LambdaLR"
 
 
 def test_schedule_and_loss_scale(tmp_path) -> None:

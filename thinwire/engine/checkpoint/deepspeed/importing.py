@@ -131,7 +131,8 @@ def _snapshot(
         counters, why = optimizer_counters(state.groups, config, optimizer)
         if counters is None:
             imported.notes.append(
-                f"the optimizer's state is left out: {why}. Name the class with --optimizer, AdamW say"
+                f"the optimizer's state is left out: {why}. Load with load_optimizer_states=False, or import again "
+                "with the class that it is for, --optimizer AdamW say"
             )
         else:
             imported.optimizer = counters["optimizer"]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.engine.checkpoint.deepspeed.fields import number_of
 from thinwire.engine.checkpoint.deepspeed.stand_ins import Record
+from thinwire.optim import registry
 
 __all__ = ["loss_scale_of", "optimizer_counters", "schedule_of"]
 
@@ -39,6 +40,8 @@ def optimizer_counters(
         name, why = _by_settings(groups[0]), "the settings of its parameter groups are that class's"
     if name is None:
         return None, "neither DeepSpeed's configuration nor the parameter groups say of which class"
+    if name in registry.NAMES:
+        return None, f"{name} keeps another state than DeepSpeed's, and begins anew from the weights"
     decoupled = params.get("adam_w_mode", True)
     return {"optimizer": name, "groups": [_settings(name, one, decoupled) for one in groups]}, why
 
@@ -74,7 +77,7 @@ def loss_scale_of(scaler: Any) -> dict[str, Any] | None:
 
 def _torch_name(name: str) -> str | None:
     """torch's class of that name, in any case; DeepSpeed's own by the name that its configurations have."""
-    by_lower = {one.lower(): one for one in dir(torch.optim) if one[:1].isupper()}
+    by_lower = {one.lower(): one for one in (*dir(torch.optim), *registry.NAMES) if one[:1].isupper()}
     return by_lower.get(name.lower(), name)
 
 
