@@ -53,6 +53,8 @@ OFFERED = {
     "monitor.monitor": ["MonitorMaster"],
     "ops.adagrad": ["DeepSpeedCPUAdagrad"],
     "ops.adam": ["DeepSpeedCPUAdam", "FusedAdam"],
+    "ops.lamb": ["FusedLamb"],
+    "ops.lion": ["DeepSpeedCPULion", "FusedLion"],
     "ops.op_builder": ["CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder", "OpBuilder", "SparseAttnBuilder"],
     "ops.sparse_attention": [
         "BSLongformerSparsityConfig",
@@ -95,7 +97,6 @@ OFFERED = {
 NOT_OFFERED = {
     "init_inference": "serve the weights",
     "moe.layer.MoE": "no expert parallelism",
-    "ops.lion.FusedLion": "OneBitLion",
     "ops.transformer.DeepSpeedTransformerLayer": "scaled_dot_product_attention",
     "pipe.LayerSpec": "no pipeline parallelism",
     "pipe.PipelineModule": "zero_optimization stage 3",

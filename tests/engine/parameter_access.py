@@ -89,7 +89,9 @@ def bad_values(comm: Communicator, stage: int) -> None:
     engine = make_engine(comm, settings(stage))
     weight = engine.module.mix.weight
     with pytest.raises(ValueError, match="none yet: an optimizer's state begins with its first step"):
-        zero.safe_get_full_optimizer_state(weight, "exp_avg")
+        zero.safe_get_full_optimizer_state(weight, "momentum_buffer")
+    # Adam's moments begin with zeros.
+    assert torch.equal(zero.safe_get_full_optimizer_state(weight, "exp_avg_sq"), torch.zeros(16, 16))
     with pytest.raises(ValueError, match="the parameter has no gradient to set"):
         zero.safe_set_full_grad(weight, torch.ones(16, 16))
     train(engine, range(1))

@@ -66,16 +66,16 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """The optimizer's state of a parameter, "exp_avg" say, under the name that its class gives it: a new fp32 tensor.
 
-    Zeros where the parameter has not been stepped and others have. None for a parameter that no optimizer steps.
-    Collective. Raises ValueError, on every rank, where there is no such state, as before the first step, and
-    RuntimeError where a frozen 1-bit optimizer keeps it in another form.
+    Zeros where the parameter has not been stepped and others have, and of Adam's moments before the first step. None
+    for a parameter that no optimizer steps. Collective. Raises ValueError, on every rank, where there is no such state,
+    and RuntimeError where a frozen 1-bit optimizer keeps it in another form.
     """
     found = find_state(param)
     if found is None:
         return None
     state, number = found
     values, known = whole_values(state, number, state.state(number, optim_state_key))
-    if not known:
+    if not (known or _all_begin_with_zeros(state, optim_state_key, values.device)):
         raise _no_such_state(state, optim_state_key)
     return values
 
@@ -173,9 +173,11 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """This rank's shard of a stage 3 parameter's optimizer state, [elements]: a copy. See safe_get_local_fp32_param.
 
-    Raises ValueError where there is no such state.
+    Zeros of Adam's moments before the first step. Raises ValueError where there is no such state.
     """
     found = _local(param)
+    if found is not None and _begins_with_zeros(found[0], optim_state_key):
+        return torch.zeros_like(_copied(found, found[0].weights(found[1])))
     return None if found is None else _copied(found, _own_state(*found, optim_state_key))
 
 
@@ -209,6 +211,8 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 # Parts
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _NO_GRADIENT = (
     "the parameter has no gradient to set: call this between backward() and step(), for a parameter that backward() "
@@ -246,6 +250,19 @@ def _own_state(state: ParameterState, number: int, kind: str) -> Held:
     if not held.known and state.parameter(number).numel():
         raise _no_such_state(state, kind)
     return held
+
+
+def _begins_with_zeros(state: ParameterState, kind: str) -> bool:
+    """Whether it is a moment of an Adam that has not stepped: torch makes those at the first step, and fp16 may skip
+    steps before."""
+    return kind in _MOMENTS and not state.kinds()
+
+
+def _all_begin_with_zeros(state: ParameterState, kind: str, device: torch.device) -> bool:
+    """Whether it is so on every rank. Collective."""
+    found = torch.tensor([float(_begins_with_zeros(state, kind))], device=device)
+    state.comm.all_reduce(found, op="min")
+    return bool(found.item())
 
 
 def _checked(state: ParameterState, number: int, value: Any) -> Tensor:

@@ -1,11 +1,7 @@
-"""deepspeed.ops.lamb."""
+"""deepspeed.ops.lamb: LAMB, which an engine steps on the ranks that own whole parameters."""
 
 from __future__ import annotations
 
-from thinwire.deepspeed.lazy_names import not_offered
+from thinwire.optim import Lamb as FusedLamb
 
 __all__ = ["FusedLamb"]
-
-FusedLamb = not_offered(
-    "ops.lamb.FusedLamb", 'name it in the configuration instead, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}'
-)
