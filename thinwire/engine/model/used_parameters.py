@@ -31,7 +31,9 @@ class UsedParameters:
         self._names = {id(one): name for name, one in model.named_parameters() if one.requires_grad and one.numel()}
         self._used: set[int] = set()
         self._hooks = [
-            one.register_post_accumulate_grad_hook(self._note) for one in model.parameters() if id(one) in self._names
+            one.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for one in model.parameters()
+            if id(one) in self._names
         ]
 
     def check(self, *_: Any) -> None:
