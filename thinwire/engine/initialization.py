@@ -92,10 +92,7 @@ def initialize(
     with ExitStack() as undo:
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
         sharded = build_optimizer(recipe, trained, comm, device, settings, precision)
-        if not settings.zero_optimization.ignore_unused_parameters:
-            used = UsedParameters(trained, comm)
-            undo.callback(used.remove)
-            sharded.register_step_post_hook(used.check)
+        _watch_for_unused(trained, sharded, settings, comm, undo)
         schedule = on_every_rank(
             comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", _BAD_INPUT
         )
@@ -159,6 +156,15 @@ def _plug_in(
     if layer_drop is not None:
         undo.callback(layer_drop.remove)
     return recomputed, layer_drop
+
+
+def _watch_for_unused(
+    model: nn.Module, optimizer: EngineOptimizer, settings: EngineConfig, comm: Communicator, undo: ExitStack
+) -> None:
+    if not settings.zero_optimization.ignore_unused_parameters:
+        used = UsedParameters(model, comm)
+        undo.callback(used.remove)
+        optimizer.register_step_post_hook(used.check)
 
 
 def _drop_layers(model: nn.Module, config: EngineConfig, comm: Communicator) -> LayerDropping | None:
