@@ -30,11 +30,8 @@ class UsedParameters:
         self._comm = comm
         self._names = {id(one): name for name, one in model.named_parameters() if one.requires_grad and one.numel()}
         self._used: set[int] = set()
-        self._hooks = [
-            one.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-            for one in model.parameters()
-            if id(one) in self._names
-        ]
+        watched: list[Any] = [one for one in model.parameters() if id(one) in self._names]  # torch's hooks are untyped
+        self._hooks = [one.register_post_accumulate_grad_hook(self._note) for one in watched]
 
     def check(self, *_: Any) -> None:
         """Raise UnusedParametersError, and ValueError on other ranks, where a parameter has had no gradient."""
