@@ -111,10 +111,11 @@ def how_gradients_are_averaged(comm: Communicator) -> None:
     torch.testing.assert_close(torch.tensor(train(narrow, range(6))), expected, rtol=0.02, atol=0)
     if comm.size > 1:
         assert 0.7 < narrow.optimizer.bytes_sent / plain.optimizer.bytes_sent < 0.9
-    # fp16's smallest number does not survive a division.
-    for changes, survives in (({}, True), ({"gradient_predivide_factor": 4.0}, False)):
+    # What fp16 holds does not survive every division. FSDP2 divides by about the root of the number of ranks itself.
+    cases: list[tuple[dict[str, Any], bool]] = [({}, True), ({"gradient_predivide_factor": 64.0}, False)]
+    for changes, survives in cases:
         engine = make_engine(comm, settings(3, communication_data_type="fp16", **changes))
-        engine.backward(engine(batch(comm.rank, 0)[0]).sum() * 0 + 2.0**-24 * engine.module.unmix.bias.sum())
+        engine.backward(engine(batch(comm.rank, 0)[0]).sum() * 0 + 2.0**-22 * engine.module.unmix.bias.sum())
         engine.step()
         assert (engine.get_global_grad_norm() > 0) == (survives or comm.size == 1)
     # A gradient of as many times the mean as there are ranks, with its norm and clipping.

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.zero import bucket_numel, partition, shard_numel, valid_in_shard
+from thinwire.zero.bucket_layout import partition_whole
 
 
 @given(
@@ -28,6 +29,46 @@ def test_every_parameter_lies_in_one_place(numels, world_size, block_size, bucke
         assert layout.numel == offset <= layout.padded_numel == world_size * layout.shard
         assert layout.shard % block_size == 0
         assert layout.numel <= bucket_numel or sum(slot.numel > 0 for slot in layout.slots) == 1
+
+
+@given(
+    numels=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
+    world_size=st.integers(1, 9),
+    block_size=st.sampled_from([1, 64, 2048]),
+    bucket_numel=st.integers(1, 8000),
+    data=st.data(),
+)
+def test_every_whole_parameter_has_one_owner(numels, world_size, block_size, bucket_numel, data) -> None:
+    order = data.draw(st.permutations(range(len(numels))))
+    layouts = partition_whole(numels, order, world_size=world_size, block_size=block_size, bucket_numel=bucket_numel)
+    assert [slot.parameter for layout in layouts for slot in layout.slots] == list(order)
+    for layout in layouts:
+        assert layout.numel == layout.padded_numel == world_size * layout.shard
+        assert layout.shard % block_size == 0
+        filled = [False] * layout.padded_numel
+        for slot in layout.slots:
+            assert slot.numel == numels[slot.parameter]
+            assert (
+                slot.offset // layout.shard == (slot.offset + max(slot.numel, 1) - 1) // layout.shard or not slot.numel
+            )
+            assert not any(filled[slot.offset : slot.offset + slot.numel])
+            filled[slot.offset : slot.offset + slot.numel] = [True] * slot.numel
+        for gap in layout.gaps:
+            assert not any(filled[gap])
+            filled[gap] = [True] * (gap.stop - gap.start)
+        assert all(filled)
+
+
+def test_owners_of_whole_parameters_have_about_as_much() -> None:
+    """Twelve layers of a transformer and an embedding as large as six of them."""
+    layer = [768 * 3072, 3072, 3072 * 768, 768, 768 * 2304, 2304, 768 * 768, 768]
+    numels = [30522 * 768, *layer * 12]
+    order = range(len(numels) - 1, -1, -1)
+    for world_size in (1, 2, 3, 4):
+        layouts = partition_whole(numels, order, world_size=world_size, block_size=2048, bucket_numel=4 << 20)
+        assert sum(layout.padded_numel for layout in layouts) < 1.25 * sum(numels) + len(layouts) * 2048 * world_size
+        assert len(layouts) > 1
+    assert len(partition_whole([10**6, 3], [1, 0], world_size=4, block_size=1, bucket_numel=1)) == 1
 
 
 @given(numel=st.integers(0, 10**6), world_size=st.integers(1, 64), multiple=st.integers(1, 5000))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from thinwire.comm import threads
 from thinwire.deepspeed.lazy_names import NotOfferedError, not_offered
 from thinwire.deepspeed.usage_error import DeepSpeedUsageError
 from thinwire.engine import ConfigError, Engine
+from thinwire.engine.config.json_file import read_json_object
 
 __all__ = ["add_config_arguments", "init_distributed", "init_inference", "initialize"]
 
+_TESTED = ("torch.", "thinwire.")
 _HALF_AN_HOUR = timedelta(minutes=30)
 _BACKENDS = {"ccl": "gloo", "hccl": "gloo"}
 """Those of DeepSpeed's for devices that thinwire moves bytes to by another."""
@@ -67,6 +70,7 @@ def initialize(
             f"initialize() needs a model, a torch.nn.Module, got {type(model).__name__}: pass it as model=; the first "
             "argument is args, the command line's"
         )
+    _check_tested(optimizer, config)
     try:
         return engine.initialize(
             model=model,
@@ -143,3 +147,17 @@ def _only_configuration(args: Any, config: Any, params: Any) -> Any:
             "line"
         )
     return next(iter(given.values()))
+
+
+def _check_tested(optimizer: Any, config: Any) -> None:
+    """Refuse what "zero_allow_untested_optimizer": false refuses: sharding a client's class that is not torch's."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__module__.startswith(_TESTED):
+        return
+    tree = config if isinstance(config, Mapping) else read_json_object(Path(config))
+    zero = tree.get("zero_optimization")
+    sharded = zero.get("stage") if isinstance(zero, Mapping) else zero
+    if tree.get("zero_allow_untested_optimizer") is False and sharded:
+        raise DeepSpeedUsageError(
+            f'"zero_allow_untested_optimizer" is false, and {type(optimizer).__name__} is none of torch\'s: delete the '
+            "key where the class steps every element by itself, as any elementwise optimizer can be sharded"
+        )

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 __all__ = ["NotOfferedError", "lazy_names", "not_offered"]
 
+_ROOM = "thinwire.deepspeed"
 _GUIDE = "docs/guides/coming_from_deepspeed.md"
 
 
@@ -22,7 +23,7 @@ class _NotOffered:
     name = ""
     instead = ""
 
-    def __new__(cls, *_args: Any, **_options: Any) -> NoReturn:  # type: ignore[misc]
+    def __new__(cls, *_args: Any, **_options: Any) -> NoReturn:
         raise NotOfferedError(f"thinwire has no counterpart of deepspeed.{cls.name}: {cls.instead}")
 
 
@@ -46,7 +47,7 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name in homes:
-            return getattr(importlib.import_module(f"thinwire.deepspeed.{homes[name]}"), name)
+            return getattr(importlib.import_module(f"{_ROOM}.{homes[name]}"), name)
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(

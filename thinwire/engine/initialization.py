@@ -74,7 +74,7 @@ def initialize(
             `config` is not given.
         model: on this rank's device; under NCCL it is moved there. Rank 0's weights and buffers are given to all.
         optimizer: an elementwise torch optimizer that has not stepped yet, whose class, groups and settings are taken
-            over, or a function from parameters to one; None for the configuration's, if it has one, which gives way.
+            over, or a function from parameters to one; None for the configuration's, which gives way to it.
         model_parameters: parameters or groups to train, by default all of the model's.
         training_data: a data set for the loader; None for no loader.
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for

@@ -16,7 +16,7 @@ from thinwire.engine.recipe import Recipe
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
-from thinwire.zero.averaging import Averaging
+from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
 from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.parameter_shard import shard_of
@@ -79,7 +79,7 @@ def shard_for_evaluation(
     joined = stage3.join_process_group(comm, device)
     offload = config.zero_optimization.offload_param
     traffic = stage3.shard_model(
-        model, dtype, device, _averaging(config, comm), offload=offload.device == "cpu", pin=offload.pin_memory
+        model, dtype, device, PLAIN_AVERAGING, offload=offload.device == "cpu", pin=offload.pin_memory
     )
     describe_sharded(model, joined)
     return traffic

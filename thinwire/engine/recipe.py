@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.optimizer import check_optimizer
+from thinwire.engine.config.optimizer import check_optimizer, uncompressed_class
 from thinwire.optim import registry
+from thinwire.optim.exact.muon import mark_matrices
+from thinwire.optim.exact.names import EXACT
 from thinwire.optim.registry import OptimizerEntry
+from thinwire.zero import uncorrected_adam
 from thinwire.zero.bucket_optimizer import OptimizerClass
 
 __all__ = ["GivenOptimizer", "Recipe", "find_recipe"]
@@ -59,7 +62,12 @@ def find_recipe(
             return None
         if section.type in registry.NAMES:
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
-        return Recipe(parameters, getattr(torch.optim, section.type), dict(section.params))
+        options = dict(section.params)
+        if section.type == "Muon":
+            mark_matrices(model.named_parameters())
+        if section.type in uncorrected_adam.__all__ and not options.pop("bias_correction", True):
+            return Recipe(parameters, getattr(uncorrected_adam, section.type), options)
+        return Recipe(parameters, uncompressed_class(section.type), options)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
     if model_parameters is not None:
@@ -86,6 +94,11 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
             '"optimizer" section, or pass a torch optimizer'
         )
     if type(optimizer).__module__.startswith("torch.optim"):
+        if name in EXACT:
+            raise ValueError(
+                f"torch.optim.{name} takes nothing but matrices, and cannot be sharded: pass thinwire.optim.{name}, "
+                'which has AdamW for the rest, or name it in the configuration\'s "optimizer" section'
+            )
         problems: list[str] = []
         check_optimizer({"type": name}, problems)
         if problems:

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
 
-__all__ = ["OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
+__all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
 
 # The registry is read where there is no torch yet.
 if TYPE_CHECKING:
     from thinwire.optim.adam.optimizer import OneBitAdam
+    from thinwire.optim.exact.lamb import Lamb
+    from thinwire.optim.exact.lion import Lion
+    from thinwire.optim.exact.muon import Muon
     from thinwire.optim.lamb.optimizer import OneBitLamb
     from thinwire.optim.lion import OneBitLion
     from thinwire.optim.zero_one.optimizer import ZeroOneAdam
@@ -19,6 +22,9 @@ else:
         __name__,
         {
             "adam.optimizer": ("OneBitAdam",),
+            "exact.lamb": ("Lamb",),
+            "exact.lion": ("Lion",),
+            "exact.muon": ("Muon",),
             "lamb.optimizer": ("OneBitLamb",),
             "lion": ("OneBitLion",),
             "zero_one.optimizer": ("ZeroOneAdam",),

@@ -307,9 +307,9 @@ class AlgorithmBucket:
         if self.send is Send.EXACT:
             if not (self.stayed or self._has_average):
                 self.exchange.read(self.exchange.payload)
+                self._has_average = True
                 if self._step.divide_first != 1.0:
                     self.exchange.payload.mul_(self._step.divide_first)
-                self._has_average = True
             return
         if not self.stayed:
             self.exchange.commit()

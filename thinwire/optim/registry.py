@@ -75,6 +75,7 @@ _ADAM_OPTIONS = {
     "betas": Option("tuple[float, float]", (0.9, 0.999)),
     "eps": Option("float", 1e-8),
     "weight_decay": Option("float", 0.0),
+    "bias_correction": Option("bool", True),
 }
 
 
@@ -110,10 +111,7 @@ _ENTRIES = (
         "AdamW",
         refused_stages={3: _WHOLE_STATE},
         options={**_ADAM_OPTIONS, **_WIRE_OPTIONS, "freeze_step": Option("int | Literal['auto']", "auto")},
-        declines={
-            **_declines("OneBitAdam"),
-            "bias_correction": Decline("warmup is torch's AdamW, which always corrects", (True,)),
-        },
+        declines=_declines("OneBitAdam"),
         freeze_option="freeze_step",
     ),
     OptimizerEntry(
@@ -124,7 +122,6 @@ _ENTRIES = (
             **_ADAM_OPTIONS,
             **_WIRE_OPTIONS,
             "freeze_step": Option("int | Literal['auto']", 100_000),
-            "bias_correction": Option("bool", True),
             "max_coeff": Option("float", 10.0),
             "min_coeff": Option("float", 0.01),
             "coeff_beta": Option("float", 0.9),
@@ -150,9 +147,6 @@ _ENTRIES = (
         },
         declines={
             **_declines("ZeroOneAdam"),
-            "bias_correction": Decline(
-                "in the engine it always corrects; thinwire.ZeroOneAdam need not at stage 0", (True,)
-            ),
             "freeze_step": Decline('give "var_freeze_step"'),
         },
         freeze_option="var_freeze_step",

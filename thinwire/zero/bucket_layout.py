@@ -11,13 +11,16 @@ __all__ = [
     "LARGEST_BUCKET_BYTES",
     "BucketLayout",
     "Slot",
+    "WholeLayout",
     "bucket_numel",
     "partition",
+    "partition_whole",
     "shard_numel",
     "valid_in_shard",
 ]
 
 _BUCKETS = 8
+_MOST_PADDING = 1.25  # elements of a bucket of whole parameters for one that belongs to a parameter
 _SMALLEST_BUCKET_BYTES = 1 << 20
 LARGEST_BUCKET_BYTES = 16 << 20
 """Of the buckets that are cut by default: all of a sharded model's."""
@@ -74,6 +77,38 @@ class BucketLayout:
         """Elements of the whole bucket, padding included."""
         return self.shard * self.world_size
 
+    @property
+    def gaps(self) -> list[slice]:
+        """The elements that belong to no parameter."""
+        return [slice(self.numel, self.padded_numel)]
+
+
+@dataclass(frozen=True)
+class WholeLayout(BucketLayout):
+    """One in which every parameter lies in one shard, of `own` elements; what no parameter fills is between shards."""
+
+    own: int
+
+    @property
+    def numel(self) -> int:
+        """The whole bucket: parameters and gaps alternate."""
+        return self.padded_numel
+
+    @property
+    def shard(self) -> int:
+        """Elements of one rank's shard, padding included."""
+        return self.own
+
+    @property
+    def gaps(self) -> list[slice]:
+        """The elements that belong to no parameter."""
+        found, end = [], 0
+        for slot in sorted(self.slots, key=lambda one: (one.offset, one.numel)):
+            if slot.offset > end:
+                found.append(slice(end, slot.offset))
+            end = slot.offset + slot.numel
+        return [*found, slice(end, self.padded_numel)]
+
 
 def bucket_numel(bucket_bytes: int | None, numel: int, itemsize: int) -> int:
     """Elements of a bucket of `bucket_bytes`, of a model with `numel` in all, each of `itemsize` bytes.
@@ -113,3 +148,60 @@ def partition(
     if slots:
         layouts.append(BucketLayout(tuple(slots), world_size, block_size))
     return layouts
+
+
+def partition_whole(
+    numels: Sequence[int],
+    order: Sequence[int],
+    *,
+    world_size: int,
+    block_size: int,
+    bucket_numel: int,
+) -> list[WholeLayout]:
+    """Cut the parameters `order` into buckets of at least `bucket_numel` elements, each parameter owned by one rank.
+
+    A bucket goes on until its owners' shares are about equal, so that little of what is sent is padding; what is left
+    over joins as many of the last buckets as it takes. Owners are the same wherever this is computed.
+    """
+    if bucket_numel < 1:
+        raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
+    members: list[list[int]] = [[]]
+    for parameter in order:
+        if members[-1] and _is_full([numels[one] for one in members[-1]], world_size, bucket_numel):
+            members.append([])
+        members[-1].append(parameter)
+    while len(members) > 1 and not _is_full([numels[one] for one in members[-1]], world_size, 1):
+        rest = members.pop()
+        members[-1] += rest
+    return [_share_out(numels, one, world_size, block_size) for one in members if one]
+
+
+def _is_full(numels: Sequence[int], world_size: int, least: int) -> bool:
+    total = sum(numels)
+    if total < least:
+        return False
+    return world_size * max(load for load, _ in _loads(numels, world_size)) <= _MOST_PADDING * total
+
+
+def _loads(numels: Sequence[int], world_size: int) -> list[tuple[int, list[int]]]:
+    """(Elements, which of `numels`) of each owner: the largest first, each to whom has least."""
+    loads = [0] * world_size
+    owned: list[list[int]] = [[] for _ in loads]
+    for number in sorted(range(len(numels)), key=lambda one: (-numels[one], one)):
+        owner = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        loads[owner] += numels[number]
+        owned[owner].append(number)
+    return [(load, sorted(numbers)) for load, numbers in zip(loads, owned, strict=True)]
+
+
+def _share_out(numels: Sequence[int], members: Sequence[int], world_size: int, block_size: int) -> WholeLayout:
+    loads = _loads([numels[one] for one in members], world_size)
+    shard = shard_numel(max(load for load, _ in loads), 1, block_size)
+    offset_of = {}
+    for owner, (_, numbers) in enumerate(loads):
+        offset = owner * shard
+        for number in numbers:
+            offset_of[number] = offset
+            offset += numels[members[number]]
+    slots = tuple(Slot(one, offset_of[number], numels[one]) for number, one in enumerate(members))
+    return WholeLayout(slots, world_size, block_size, shard)

@@ -23,7 +23,8 @@ class BucketOptimizer:
     """A torch optimizer over what this rank keeps of a bucket.
 
     It sees every run of `masters` as a parameter of its own, one-dimensional, in the parameter's group: elementwise
-    optimizers do not care where a tensor was cut. A rank that keeps nothing has no optimizer.
+    optimizers do not care where a tensor was cut. A rank that keeps nothing has no optimizer. Where runs are `whole`
+    parameters, groups have their "shapes", for optimizers that do care.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class BucketOptimizer:
         groups: Sequence[Mapping[str, Any]],
         group_of: Sequence[int],
         optimizer_class: OptimizerClass,
+        whole: bool = False,
     ) -> None:
+        self._whole = whole
         self._masters = masters
         self._groups = groups
         self._group_of = group_of
@@ -77,6 +80,13 @@ class BucketOptimizer:
         states = [self.optimizer.state.get(view, {}).get(kind) for view in self._masters.views]
         return own_fragments(self._masters, parameter, [one if _is_of_elements(one) else None for one in states])
 
+    def state_bytes(self) -> int:
+        """Of the state that this rank holds, step counts left out."""
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        return sum(
+            value.nbytes for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()
+        )
+
     def saved_slices(self, names: Sequence[str]) -> list[SavedSlice]:
         """The optimizer's state of this rank's shard."""
         slices: list[SavedSlice] = []
@@ -101,8 +111,11 @@ class BucketOptimizer:
 
     def _inner_group(self, number: int) -> dict[str, Any]:
         runs = zip(self._masters.runs, self._masters.views, strict=True)
-        views = [view for run, view in runs if self._group_of[run.parameter] == number]
-        return {**group_settings(self._groups[number]), "params": views}
+        held = [(run, view) for run, view in runs if self._group_of[run.parameter] == number]
+        inner = {**group_settings(self._groups[number]), "params": [view for _, view in held]}
+        if self._whole:
+            inner["shapes"] = [self._masters.bucket.shape_of(run.parameter) for run, _ in held]
+        return inner
 
 
 def _is_of_elements(value: Any) -> bool:

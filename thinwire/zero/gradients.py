@@ -91,7 +91,8 @@ class BucketGradients:
     def start(self) -> None:
         """Leg 1: send every owner its shard."""
         whole = self._whole()
-        whole[self.bucket.layout.numel :].zero_()
+        for gap in self.bucket.layout.gaps:
+            whole[gap].zero_()
         sent = self._to_send(whole)
         received = torch.empty_like(sent)
         work = self._comm.all_to_all(received, sent, async_op=True)

@@ -39,7 +39,10 @@ class ShardedOptimizer(SynchronizedOptimizer):
     Args:
         params: parameters or groups, fp32, bf16 or fp16, on one device; the same on every rank. Their storage moves
             into flat buckets; rank 0's values are given to all. Parameters that require no gradient now are left alone.
-        optimizer_class: any elementwise torch.optim class, or a function that builds one from groups.
+        optimizer_class: any elementwise torch.optim class, or a function that builds one from groups. One that has
+            `whole_parameters = True` gets every parameter whole, on one rank, one-dimensional as others, with the
+            "shapes" in its groups; one that has `arrange(params, **options)` makes the groups: thinwire.optim's Lamb
+            and Muon.
         stage: 0, 1 or 2.
         comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
         named_parameters: names, and the order in which forward uses them; by default that of the groups.
@@ -81,10 +84,15 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.stage = stage
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
-        sharding = Sharding(stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging)
+        whole = getattr(optimizer_class, "whole_parameters", False)
+        sharding = Sharding(
+            stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging, whole
+        )
         error: Exception | None = None
         try:
             sharding.check()
+            if (arrange := getattr(optimizer_class, "arrange", None)) is not None:
+                params = arrange(params, **options)
             super().__init__(params, optimizer_class([torch.zeros(1)], **options).defaults)
         except (ValueError, TypeError) as raised:
             error = raised
@@ -111,8 +119,9 @@ class _ElementwiseHome(ShardedHome):
         # At stage 2 every backward's gradients leave, and add up on their owners.
         (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
         self._gradients = parameters.averaging_gradients()
+        whole = parameters.sharding.whole_parameters
         self._optimizers = [
-            BucketOptimizer(masters, parameters.groups, parameters.order.group_of, optimizer_class)
+            BucketOptimizer(masters, parameters.groups, parameters.order.group_of, optimizer_class, whole)
             for masters in parameters.masters
         ]
         self._watcher.use(self._gradients, self._keeps_gradients)
@@ -168,13 +177,16 @@ class _ElementwiseHome(ShardedHome):
         kinds = {
             saved_slice.kind for one in self._optimizers for saved_slice in one.saved_slices(self._parameters.names)
         }
-        return model_state_formula(
+        found = model_state_formula(
             self._parameters.sharding.stage,
             self._numel,
             self.comm.size,
             element_bytes=self._parameters.buckets[0].dtype.itemsize,
             state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
         )
+        if self._parameters.sharding.whole_parameters:  # which have state of other kinds, at owners of unequal shares
+            found["optimizer state"] = float(sum(one.state_bytes() for one in self._optimizers))
+        return found
 
 
 class _ElementwiseState(StateOfBuckets):

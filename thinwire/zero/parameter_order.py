@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.zero.bucket_layout import BucketLayout, partition
+from thinwire.zero.bucket_layout import BucketLayout, partition, partition_whole
 
 __all__ = ["Placement"]
 
@@ -53,18 +53,24 @@ class Placement:
             )
 
     def partition(
-        self, world_size: int, block_size: int, bucket_bytes: int, param_dtype: torch.dtype | None
+        self,
+        world_size: int,
+        block_size: int,
+        bucket_bytes: int,
+        param_dtype: torch.dtype | None,
+        whole: bool = False,
     ) -> list[tuple[BucketLayout, torch.dtype]]:
-        """Buckets of one dtype each, in the order in which backward completes them."""
+        """Buckets of one dtype each, in the order in which backward completes them; `whole`: no parameter is cut."""
         dtypes = [
             param_dtype or parameter.dtype if parameter.dtype == torch.float32 else parameter.dtype
             for parameter in self.parameters
         ]
         numels = [parameter.numel() for parameter in self.parameters]
-        layouts = [
+        cut = partition_whole if whole else partition
+        layouts: list[tuple[BucketLayout, torch.dtype]] = [
             (layout, dtype)
             for dtype in sorted(set(dtypes), key=str)
-            for layout in partition(
+            for layout in cut(
                 numels,
                 [number for number in self.order if dtypes[number] == dtype],
                 world_size=world_size,

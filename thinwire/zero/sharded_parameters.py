@@ -28,7 +28,7 @@ __all__ = ["ShardedParameters", "Sharding"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is laid out: see ShardedOptimizer for each of them.
+    """How a model is laid out: see ShardedOptimizer for each of them; `whole_parameters` have one owner each.
 
     `check` raises ValueError or TypeError for what cannot work.
     """
@@ -41,6 +41,7 @@ class Sharding:
     offload: bool = False
     pin_memory: bool = True
     averaging: Averaging = PLAIN_AVERAGING
+    whole_parameters: bool = False
 
     def check(self) -> None:
         """See the class."""
@@ -202,7 +203,13 @@ class ShardedParameters:
 
     def _lay_out(self) -> None:
         sharding, whole = self.sharding, self.sharding.stage == 0
-        layouts = self.order.partition(self.comm.size, sharding.block_size, sharding.bucket_bytes, sharding.param_dtype)
+        layouts = self.order.partition(
+            self.comm.size,
+            sharding.block_size,
+            sharding.bucket_bytes,
+            sharding.param_dtype,
+            whole=sharding.whole_parameters,
+        )
         for index, (layout, dtype) in enumerate(layouts):
             extent: Literal["whole", "shard"] = "whole" if whole else "shard"
             keep = None if dtype == torch.float32 else extent

@@ -57,8 +57,18 @@ def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> En
             '"prescale_gradients" divides by the number of ranks before gradients are summed'
         )
         config = _with(config, gradient_predivide_factor=1.0)
+    config = _settled_accumulation(config, without_effect)
     settled = _settled_offload(_settled_overlap(config, without_effect), without_effect)
     return config if settled == config.zero_optimization else _with(config, zero_optimization=settled)
+
+
+def _settled_accumulation(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:
+    """Gradients add up in the parameters' dtype or in fp32; another 16-bit dtype would hold no more."""
+    own = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    if config.data_types.grad_accum_dtype in (None, "fp32", own):
+        return config
+    without_effect["data_types.grad_accum_dtype"] = f"gradients of {own} parameters add up in {own}, or in fp32"
+    return _with(config, data_types=_with(config.data_types, grad_accum_dtype=None))
 
 
 def _switched_off(config: EngineConfig) -> Iterator[tuple[str, str]]:

@@ -14,9 +14,10 @@ from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, dotted, rea
 from thinwire.engine.config.params import Expected, check_params, expected_by
 from thinwire.engine.config.without_effect import WithoutEffect
 from thinwire.optim import registry
+from thinwire.optim.exact.names import EXACT
 from thinwire.optim.registry import OptimizerEntry
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_optimizer", "uncompressed_class"]
 
 _ALONE_SECONDS = 60.0
 
@@ -37,10 +38,7 @@ _ELEMENTWISE = (
 
 _REFUSED = {
     "Adafactor": "its variance is factored over a matrix's rows and columns, so that a shard cannot step alone",
-    "Lamb": "its trust ratio is a norm over a whole layer, so that a shard cannot step alone; use OneBitLamb or AdamW",
     "LBFGS": "its line search needs a closure and products over all parameters, so that a shard cannot step alone",
-    "Lion": "torch has none; use OneBitLion, or pass an optimizer of your own to thinwire.initialize",
-    "Muon": "it orthogonalises whole matrices, so that a shard cannot step alone",
     "MuAdam": "scale the learning rate of your parameter groups and use Adam",
     "MuAdamW": "scale the learning rate of your parameter groups and use AdamW",
     "MuSGD": "scale the learning rate of your parameter groups and use SGD",
@@ -62,7 +60,7 @@ _EVERY_OPTIMIZER_DECLINES = {"max_grad_norm": Declined('use "gradient_clipping"'
 _TORCH_DECLINES = {
     "adam_w_mode": Declined('use "Adam", which "adam_w_mode" is for', (True,)),
     "differentiable": Declined("a sharded step cannot be differentiated", (False,)),
-    "bias_correction": Declined("torch's Adam always corrects", (True,)),
+    "bias_correction": Declined('use "Adam" or "AdamW", which "bias_correction" is for', (True,)),
     "fp32_optimizer_states": Declined("optimizer state is fp32", (True,)),
 }
 
@@ -79,6 +77,14 @@ _IDLE_OF_OURS = {
 }
 _ADAMW_IDLE = {"adam_w_mode": WithoutEffect("bool", "AdamW decouples its weight decay, as in DeepSpeed")}
 _OWN_COMMUNICATOR = ("compressed", "hccl")
+
+_EXACT_DECLINES: Mapping[str, dict[str, Declined]] = {
+    "Lamb": {"amsgrad": Declined("LAMB keeps no maximum", (False,))},
+    "Muon": {"ns_method": Declined("it is torch's iteration, on the whole matrix", ("standard",))},
+}
+
+# Torch's own have no switch for their bias correction: uncorrected_adam.py has them without.
+_ADAMS = ("Adam", "AdamW")
 
 # Where torch's default is not DeepSpeed's: a file that leaves it out trains as it did there. All others are alike.
 _DEEPSPEEDS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"AdamW": {"weight_decay": 0.0}}
@@ -108,7 +114,10 @@ def check_optimizer(
     if len(problems) == before:
         try:
             if own is None:
-                getattr(torch.optim, name)([torch.zeros(1)], **params)
+                options = dict(params)
+                if name in _ADAMS:
+                    options.pop("bias_correction", None)
+                uncompressed_class(name)([torch.zeros(1)], **options)
             else:
                 _build_alone(own, params, stage)
         except CANNOT_WORK as error:
@@ -116,8 +125,14 @@ def check_optimizer(
     return {**tree, "type": name, "params": params}
 
 
+def uncompressed_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of that name which sends gradients exactly: one of ours or torch's."""
+    found: type[torch.optim.Optimizer] = EXACT.get(name) or getattr(torch.optim, name)
+    return found
+
+
 def _proper_name(given: str, problems: list[str]) -> str | None:
-    names = (*registry.NAMES, *_ELEMENTWISE)
+    names = (*registry.NAMES, *_ELEMENTWISE, *EXACT)
     by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
     by_lower |= {other.lower(): by_lower[name.lower()] for other, name in _SAME_AS.items()}
     name = by_lower.get(given.lower())
@@ -165,13 +180,17 @@ def _build_alone(entry: OptimizerEntry, params: Mapping[str, Any], stage: Any) -
 
 
 def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    expected = expected_by(getattr(torch.optim, name).__init__, _NOT_PARAMETERS)
+    expected = expected_by(uncompressed_class(name).__init__, _NOT_PARAMETERS)
     if name == "Adam":
         expected["adam_w_mode"] = Expected("bool")
-    declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES
+    if name in _ADAMS:
+        expected["bias_correction"] = Expected("bool")
+    declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES | _EXACT_DECLINES.get(name, {})
     params = check_params("optimizer.params", name, params, expected, declined, problems)
     if name == "Adam":
         if "adam_w_mode" in params and "decoupled_weight_decay" in params:
             problems.append('"optimizer.params": "adam_w_mode" and "decoupled_weight_decay" mean the same: give one')
         params.setdefault("decoupled_weight_decay", params.pop("adam_w_mode", True))
+    if params.get("bias_correction"):
+        del params["bias_correction"]  # as torch's own always do
     return {**_DEEPSPEEDS_DEFAULTS.get(name, {}), **params}

@@ -9,6 +9,7 @@ from thinwire.comm.operation_log import OPERATION_NAMES
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
 from thinwire.engine.config.models import EngineConfig, ThinwireConfig, ZeroConfig
 from thinwire.optim import registry
+from thinwire.optim.exact.names import needs_whole_parameters
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.sparse_attn.layouts.config import layout_from_config
 
@@ -23,12 +24,21 @@ def check_combinations(config: EngineConfig, allgather_bucket_size: Any) -> list
     return [
         *_precision(config),
         *_buckets(config.zero_optimization, allgather_bucket_size),
+        *_averaging(config),
         *_offload(config.zero_optimization),
         *_own_optimizer(config),
         *_sparse_attention(config),
         *_layer_drop(config),
         *_operations(config),
     ]
+
+
+def _averaging(config: EngineConfig) -> Iterator[str]:
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        yield (
+            '"gradient_predivide_factor" has no effect with "prescale_gradients", which divides by the number of ranks '
+            "before gradients are summed: keep one of them"
+        )
 
 
 def _precision(config: EngineConfig) -> Iterator[str]:
@@ -66,7 +76,13 @@ def _own_optimizer(config: EngineConfig) -> Iterator[str]:
     name = config.optimizer.type if config.optimizer is not None else None
     if name in registry.NAMES:
         yield from _against(registry.entry(name), config)
-    elif config.thinwire.resync_interval != ThinwireConfig().resync_interval:
+        return
+    if name is not None and needs_whole_parameters(name) and config.zero_optimization.stage == 3:
+        yield (
+            f'"zero_optimization.stage" 3 does not go with {name}, which steps whole parameters, and FSDP2 keeps them '
+            "in pieces: use stage 0, 1 or 2, or AdamW with stage 3"
+        )
+    if config.thinwire.resync_interval != ThinwireConfig().resync_interval:
         yield (
             f'"thinwire.resync_interval" only matters to {", ".join(registry.NAMES)}, and the optimizer is '
             f"{name or 'not in the configuration'}: delete it"

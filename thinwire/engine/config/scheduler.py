@@ -55,7 +55,8 @@ def check_scheduler(tree: Mapping[str, Any], problems: list[str]) -> dict[str, A
 
 def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> None:
     """What the class itself says about its values, on an optimizer with as many groups as the values ask for."""
-    rates = {key: len(value) for key, value in params.items() if "lr" in key and isinstance(value, list)}
+    lists = {key: len(value) for key, value in params.items() if isinstance(value, list)}
+    rates = {key: length for key, length in lists.items() if "lr" in key or key.endswith("_mom")}
     groups = max([1, *rates.values()])
     if groups > _MOST_GROUPS:
         longest = max(rates, key=rates.__getitem__)

@@ -134,6 +134,7 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     **_off("dict | None", '"wall_clock_breakdown" times steps', "timers"),
     **_off("int | None", "it only made DeepSpeed warn", "vocabulary_size"),
     **_off("bool", "master weights are always flat", "optimizer.legacy_fusion", "fp16.fused_mode"),
+    **_off("bool", "Adam is always torch's", "optimizer.torch_adam"),
     **_off("bool", _HALVES.format(what="master weights"), "fp16.fp16_master_weights_and_grads"),
     **_off("bool", _HALVES.format(what="master weights"), "bf16.bf16_master_weights_and_grads"),
     **_off("bool", _HALVES.format(what="moments"), "bf16.bf16_optimizer_states"),
