@@ -32,7 +32,6 @@ from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.model.precision import Precision, check_model
-from thinwire.engine.model.used_parameters import UsedParameters
 from thinwire.engine.no_optimizer import NoOptimizer
 from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation
 from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
@@ -75,7 +74,7 @@ def initialize(
             `config` is not given.
         model: on this rank's device; under NCCL it is moved there. Rank 0's weights and buffers are given to all.
         optimizer: an elementwise torch optimizer that has not stepped yet, whose class, groups and settings are taken
-            over, or a function from parameters to one; None for the configuration's, if it has one, which gives way.
+            over, or a function from parameters to one; None for the configuration's, which gives way to it.
         model_parameters: parameters or groups to train, by default all of the model's.
         training_data: a data set for the loader; None for no loader.
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
@@ -127,8 +126,6 @@ def _build(
         names = ModelNames.of(trained, precision)
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
         sharded, schedule = _build_steps(recipe, given.lr_scheduler, trained, comm, device, settings, precision)
-        if not isinstance(sharded, NoOptimizer):
-            _watch_for_unused(trained, sharded, settings, comm, undo)
         loader = None
         if given.training_data is not None:
             loader = make_loader(given.training_data, settings, comm, device, collate_fn=given.collate_fn)
@@ -250,15 +247,6 @@ def _plug_in(
     if layer_drop is not None:
         undo.callback(layer_drop.remove)
     return recomputed, layer_drop
-
-
-def _watch_for_unused(
-    model: nn.Module, optimizer: EngineOptimizer, settings: EngineConfig, comm: Communicator, undo: ExitStack
-) -> None:
-    if not settings.zero_optimization.ignore_unused_parameters:
-        used = UsedParameters(model, comm)
-        undo.callback(used.remove)
-        optimizer.register_step_post_hook(used.check)
 
 
 def _drop_layers(model: nn.Module, config: EngineConfig, comm: Communicator) -> LayerDropping | None:

@@ -80,7 +80,7 @@ def shard_for_evaluation(
     joined = stage3.join_process_group(comm, device)
     offload = config.zero_optimization.offload_param
     traffic = stage3.shard_model(
-        model, dtype, device, _averaging(config, comm), offload=offload.device == "cpu", pin=offload.pin_memory
+        model, dtype, device, PLAIN_AVERAGING, offload=offload.device == "cpu", pin=offload.pin_memory
     )
     describe_sharded(model, joined)
     return traffic
