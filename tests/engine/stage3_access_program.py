@@ -169,29 +169,28 @@ def changes_that_nobody_keeps(comm: Communicator) -> None:
 def built_models_train_as_others_do(comm: Communicator) -> None:
     """The same bits as the model constructed whole on rank 0, at every stage."""
     plain = random_model(0)
-    for changes in ({}, BF16):
-        for stage in (3, 1):
-            with zero.Init(config_dict_or_path=settings(stage, **changes)):
-                model = random_model(comm.rank)
-                with zero.Init():  # as a model that is built of others does
-                    inner = nn.Linear(3, 2)
-            assert hasattr(inner.weight, "ds_id")
-            shapes = {name: tuple(one.shape) for name, one in plain.named_parameters()}
-            assert {name: tuple(one.ds_shape) for name, one in model.named_parameters()} == shapes
-            assert all(one.numel() == 0 for one in model.parameters())
-            for one in model.parameters():
-                assert one.ds_tensor.numel() == max(1, math.ceil(one.ds_numel / comm.size))
-            assert model.mix.weight is model.unmix.weight
-            engines = [
-                initialize(model=one, comm=comm, config=settings(stage, **changes))[0]
-                for one in (model, copy.deepcopy(plain))
-            ]
-            assert engines[0].module.mix.weight is engines[0].module.unmix.weight
-            mine, theirs = (dict(engine.module.named_parameters()) for engine in engines)
-            for name in behaviours.trained(engines[0]):
-                found, expected = (zero.safe_get_full_fp32_param(one[name]) for one in (mine, theirs))
-                assert torch.equal(found, expected)
-            assert train(engines[0], range(4)) == train(engines[1], range(4))
+    for stage, changes in ((3, {}), (3, BF16), (1, BF16)):
+        with zero.Init(config_dict_or_path=settings(stage, **changes)):
+            model = random_model(comm.rank)
+            with zero.Init():  # as a model that is built of others does
+                inner = nn.Linear(3, 2)
+        assert hasattr(inner.weight, "ds_id")
+        shapes = {name: tuple(one.shape) for name, one in plain.named_parameters()}
+        assert {name: tuple(one.ds_shape) for name, one in model.named_parameters()} == shapes
+        assert all(one.numel() == 0 for one in model.parameters())
+        for one in model.parameters():
+            assert one.ds_tensor.numel() == max(1, math.ceil(one.ds_numel / comm.size))
+        assert model.mix.weight is model.unmix.weight
+        engines = [
+            initialize(model=one, comm=comm, config=settings(stage, **changes))[0]
+            for one in (model, copy.deepcopy(plain))
+        ]
+        assert engines[0].module.mix.weight is engines[0].module.unmix.weight
+        mine, theirs = (dict(engine.module.named_parameters()) for engine in engines)
+        for name in behaviours.trained(engines[0]):
+            found, expected = (zero.safe_get_full_fp32_param(one[name]) for one in (mine, theirs))
+            assert torch.equal(found, expected)
+        assert train(engines[0], range(2)) == train(engines[1], range(2))
 
 
 def random_model(seed: int) -> Tiny:
@@ -290,6 +289,24 @@ def built_from_a_model(comm: Communicator) -> None:
     with zero.GatheredParameters(weight):
         assert torch.equal(weight, random_model(0).layers[0].up.weight.bfloat16().float())
     engine = initialize(model=model, comm=comm, config=settings(3, **BF16))[0]
+    train(engine, range(2))
+
+    class Scaled(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * self.scale
+
+    with zero.Init():
+        scaled = Scaled()
+    with pytest.raises(ValueError, match="parameter 'scale' has no dimension to cut along"):
+        initialize(model=scaled, comm=comm, config=settings(3))
+    assert scaled.mix.weight.numel() == 0  # as it was, so that another stage can have it
+    engine = initialize(model=scaled, comm=comm, config=settings(1))[0]
+    assert zero.safe_get_full_fp32_param(scaled.scale) == 2
+    assert not hasattr(scaled.scale, "ds_id")
     train(engine, range(2))
 
 

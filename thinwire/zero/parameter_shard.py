@@ -109,7 +109,7 @@ class ParameterShard:
     def show_shape(self, parameter: nn.Parameter) -> None:
         """Have it show its shape, in the memory of one element, for what asks for shapes alone."""
         if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:  # type: ignore[attr-defined]
-            parameter.data = parameter.data.new_zeros(1).expand(self.shape)
+            parameter.data = parameter.data.new_zeros(()).expand(self.shape)
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Make it an ordinary parameter, of the values that it shows."""
