@@ -68,7 +68,8 @@ class Precision:
         if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
             return type(inputs)(*(self.place(value, device) for value in inputs))
         if isinstance(inputs, list | tuple):
-            return type(inputs)(self.place(value, device) for value in inputs)
+            # From a list: a tuple that grows must not be seen by a search of the process's objects in another thread.
+            return type(inputs)([self.place(value, device) for value in inputs])
         return inputs
 
 

@@ -376,7 +376,10 @@ class ReplicatedHome(AlgorithmHome):
             state = 4 * len(self._recipe.algorithm().state)
             numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
             size = self.parameters[0].element_size()
-            return model_state_formula(0, numel, self.comm.size, element_bytes=size, state_bytes=state)
+            held = self._options.averaging.accumulated(self.parameters[0].dtype).itemsize
+            return model_state_formula(
+                0, numel, self.comm.size, element_bytes=size, state_bytes=state, gradient_bytes=held
+            )
         entries = [(name, one) for state in self.torch_state().values() for name, one in state.items()]
         exchanges = [one.compressed for one in self._layout.buckets if one.compresses]
         residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
