@@ -88,15 +88,15 @@ class CudaAccelerator(Accelerator):
 
     def is_bf16_supported(self) -> bool:
         """Whether it computes in bf16."""
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
 
     def range_push(self, msg: str) -> None:
         """Name what follows for NVIDIA's profilers."""
-        torch.cuda.nvtx.range_push(msg)
+        torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
 
     def range_pop(self) -> None:
         """End the name that was pushed last."""
-        torch.cuda.nvtx.range_pop()
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _device(index: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
 
 def get_global_norm(norm_list: Sequence[float | Tensor]) -> float:
     """The 2-norm of tensors whose 2-norms are given."""
-    return sum(float(norm) ** 2 for norm in norm_list) ** 0.5
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

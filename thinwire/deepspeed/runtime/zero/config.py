@@ -43,7 +43,7 @@ def _in_place_of(name: str, section: type[DeepSpeedConfigModel]) -> Any:
     about: Any = {
         "deprecated": True,
         "new_param": name,
-        "new_param_fn": lambda on: section(device="cpu") if on else None,  # type: ignore[call-arg]
+        "new_param_fn": lambda on: section(device="cpu") if on else None,
     }
     return Field(None, json_schema_extra=about)
 
