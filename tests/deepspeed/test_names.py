@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import thinwire
 from tests.deepspeed.names import NOT_OFFERED, OFFERED
 from thinwire import deepspeed
 
@@ -49,7 +50,7 @@ def test_a_name_can_be_imported_and_called(module: str, name: str) -> None:
 def test_what_has_no_counterpart_says_what_to_do_when_it_is_used(path: str) -> None:
     stand_in = at(path)
 
-    class Mine(stand_in):  # type: ignore[misc]
+    class Mine(stand_in):  # type: ignore[misc, valid-type]
         """Scripts derive classes from such names where they may never use them."""
 
         def __init__(self) -> None:
@@ -87,4 +88,4 @@ def test_it_costs_no_torch_to_import_and_needs_no_other_import() -> None:
 
 def test_versions() -> None:
     numbers = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
-    assert ".".join(map(str, numbers)) == deepspeed.__version__
+    assert ".".join(map(str, numbers)) == thinwire.__version__ == at("__version__")

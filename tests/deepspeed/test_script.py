@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import thinwire.deepspeed as deepspeed
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from thinwire.deepspeed.runtime.dataloader import RepeatingLoader
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 3,
@@ -38,7 +40,7 @@ def script(arguments: list[str], folder: Path) -> list[float]:
         args=args, model=model, model_parameters=model.parameters(), training_data=data
     )
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
-    repeating = deepspeed.utils.RepeatingLoader(loader)
+    repeating = RepeatingLoader(loader)
     losses = []
     for _ in range(24):
         features, targets = next(repeating)
@@ -152,9 +154,10 @@ def test_adam_by_deepspeeds_arguments() -> None:
             adam.step()
             other.step()
         assert torch.equal(mine, theirs)
-    for options in ({"bias_correction": False}, {"amsgrad": True}):
-        with pytest.raises(deepspeed.NotOfferedError):
-            FusedAdam([torch.nn.Parameter(torch.ones(3))], **options)
+    with pytest.raises(deepspeed.NotOfferedError, match="bias_correction"):
+        FusedAdam([torch.nn.Parameter(torch.ones(3))], bias_correction=False)
+    with pytest.raises(deepspeed.NotOfferedError, match="amsgrad"):
+        FusedAdam([torch.nn.Parameter(torch.ones(3))], amsgrad=True)
 
 
 @pytest.mark.parametrize("adam", [FusedAdam, DeepSpeedCPUAdam])
@@ -172,11 +175,11 @@ def test_an_engine_takes_such_an_adam_over(adam: type[FusedAdam], stage: int) ->
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 3)).sum())
             engine.step()
-        return engine.module.weight.detach().clone()
+        return model.weight.detach().clone()
 
     mode = "adam_w_mode" if adam is FusedAdam else "adamw_mode"
     for decoupled, plain in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
-        first, second = threads.run(lambda comm, on=decoupled: body(comm, {"weight_decay": 0.3, mode: on}), 2)
+        first, second = threads.run(partial(body, options={"weight_decay": 0.3, mode: decoupled}), 2)
         reference = torch.nn.Linear(3, 1)
         torch.nn.init.ones_(reference.weight)
         optimizer = plain(reference.parameters(), lr=0.1, weight_decay=0.3)

@@ -70,6 +70,11 @@ class EngineSurface(SettingsGetters):
         """
         return self.train(False)
 
+    @property
+    def sparse_tensor_module_names(self) -> frozenset[str]:
+        """Modules whose gradients travel as indices and rows: none, all gradients travel dense."""
+        return frozenset()
+
     def empty_partition_cache(self) -> None:
         """At stage 3, free what layers have gathered and not used up, as after a forward without backward."""
         free_gathered(self._module)
