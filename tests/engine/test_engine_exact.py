@@ -19,7 +19,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "Lion": {"lr": 1e-3, "weight_decay": 0.1},
     "Muon": {"lr": 2e-2, "momentum": 0.9, "adam_lr": 3e-3},
 }
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 64}}}
 
 
 def config(name: str, stage: int, **changes: Any) -> dict[str, Any]:

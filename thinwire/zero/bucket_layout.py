@@ -178,7 +178,7 @@ def partition_whole(
 
 def _is_full(numels: Sequence[int], world_size: int, least: int) -> bool:
     total = sum(numels)
-    if total < least:
+    if total < least or world_size * max(numels) > _MOST_PADDING * total:
         return False
     return world_size * max(load for load, _ in _loads(numels, world_size)) <= _MOST_PADDING * total
 

@@ -32,7 +32,7 @@ def check_nobody_clips(optimizer: torch.optim.Optimizer, trainers: Iterable[Any]
 
 def _check_transformers(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
     adapted = getattr(trainer, "clips_averaged_gradients", False)
-    if not adapted and _inner(getattr(trainer, "optimizer", None)) is optimizer and trainer.args.max_grad_norm > 0:
+    if not adapted and _steps(getattr(trainer, "optimizer", None), optimizer) and trainer.args.max_grad_norm > 0:
         name, limit = type(optimizer).__name__, trainer.args.max_grad_norm
         raise RuntimeError(
             f"{type(trainer).__name__} clips gradients to max_grad_norm={limit} (1.0 unless TrainingArguments say "
@@ -55,11 +55,11 @@ def _check_lightning(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _inner(optimizer: Any) -> Any:
-    """What Accelerate's wrappers hold."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
+def _steps(stepped: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is `optimizer`, or holds it, as Accelerate's wrappers do."""
+    while stepped is not optimizer and hasattr(stepped, "optimizer"):
+        stepped = stepped.optimizer
+    return stepped is optimizer
 
 
 def _checks() -> list[tuple[type, Callable[[Any, torch.optim.Optimizer], None]]]:

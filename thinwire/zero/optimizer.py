@@ -103,6 +103,19 @@ class ShardedOptimizer(SynchronizedOptimizer):
         )
         home = _ElementwiseHome(parameters, lambda groups: optimizer_class(groups, **options))
         self._move_in(home, averaging.times_mean(self.comm.size))
+        self._optimizers = home.optimizers
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer that steps what this rank keeps of the first bucket of which it keeps anything; its
+        parameters are views of master weights, one-dimensional. AttributeError where it keeps nothing.
+
+        There is one of that class for each bucket; set rates in `param_groups`, which all of them follow.
+        """
+        for one in self._optimizers:
+            if one.optimizer is not None:
+                return one.optimizer
+        raise AttributeError("this rank keeps no part of any parameter, so that there is no torch optimizer here")
 
     @property
     def _saved_name(self) -> str:
@@ -120,7 +133,7 @@ class _ElementwiseHome(ShardedHome):
         (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
         self._gradients = parameters.averaging_gradients()
         whole = parameters.sharding.whole_parameters
-        self._optimizers = [
+        self.optimizers = [
             BucketOptimizer(masters, parameters.groups, parameters.order.group_of, optimizer_class, whole)
             for masters in parameters.masters
         ]
@@ -143,7 +156,7 @@ class _ElementwiseHome(ShardedHome):
             filled = [number for number, gradients in enumerate(self._gradients) if gradients.filled]
 
             def move(number: int) -> None:
-                self._optimizers[number].step(self._gradients[number].average, coefficient, vote.absent)
+                self.optimizers[number].step(self._gradients[number].average, coefficient, vote.absent)
 
             self._parameters.move_and_publish(filled, move)
         self._end_step()
@@ -153,29 +166,29 @@ class _ElementwiseHome(ShardedHome):
         return self._vote_on_averages(self._gradients)
 
     def _state_of_buckets(self) -> StateOfBuckets:
-        return _ElementwiseState(self._gradients, self._optimizers, self._parameters.sharding.stage == 0)
+        return _ElementwiseState(self._gradients, self.optimizers, self._parameters.sharding.stage == 0)
 
     def saved_slices(self) -> list[SavedSlice]:
         """See Home."""
         return super().saved_slices() + [
-            saved_slice for one in self._optimizers for saved_slice in one.saved_slices(self._parameters.names)
+            saved_slice for one in self.optimizers for saved_slice in one.saved_slices(self._parameters.names)
         ]
 
     def load(self, source: SliceSource) -> None:
         """See Home."""
         self._parameters.load_weights(source)
-        for one in self._optimizers:
+        for one in self.optimizers:
             one.load(source, self._parameters.names)
 
     def reset_state(self) -> None:
         """See Home."""
-        for one in self._optimizers:
+        for one in self.optimizers:
             one.reset()
 
     def model_state_bytes(self) -> dict[str, float]:
         """See Home."""
         kinds = {
-            saved_slice.kind for one in self._optimizers for saved_slice in one.saved_slices(self._parameters.names)
+            saved_slice.kind for one in self.optimizers for saved_slice in one.saved_slices(self._parameters.names)
         }
         found = model_state_formula(
             self._parameters.sharding.stage,
@@ -185,7 +198,7 @@ class _ElementwiseHome(ShardedHome):
             state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
         )
         if self._parameters.sharding.whole_parameters:  # which have state of other kinds, at owners of unequal shares
-            found["optimizer state"] = float(sum(one.state_bytes() for one in self._optimizers))
+            found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))
         return found
 
 

@@ -172,3 +172,21 @@ def test_groups_of_muon_are_made_before_they_are_sharded() -> None:
     vectors = [{"params": [model[0].bias], "use_muon": True}]
     with pytest.raises(ValueError, match="fewer than two dimensions"):
         ShardedOptimizer(vectors, Muon, comm=threads.single(60.0), lr=0.1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_torch_optimizer_of_a_rank_can_be_looked_at(stage: int) -> None:
+    def body(comm: Communicator) -> int:
+        model = nn.Linear(5, 3)
+        optimizer = ShardedOptimizer(model.parameters(), Lamb, stage=stage, comm=comm)
+        if comm.rank == 2 and stage:
+            assert not hasattr(optimizer, "optimizer")
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        if not hasattr(optimizer, "optimizer"):
+            return 0
+        assert type(optimizer.optimizer) is Lamb
+        assert all(0.01 <= one <= 10 for one in optimizer.optimizer.get_lamb_coeffs())
+        return len(optimizer.optimizer.get_lamb_coeffs())
+
+    assert threads.run(body, 3) == ([2, 2, 2] if stage == 0 else [1, 1, 0])
