@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from thinwire.deepspeed.usage_error import DeepSpeedUsageError
 from thinwire.engine import ConfigError as DeepSpeedConfigError
-from thinwire.engine import load_config
+from thinwire.engine import EngineConfig, load_config
 from thinwire.engine.config.batch import complete_batch_sizes
 from thinwire.engine.config.json_file import read_json_object
 
@@ -38,6 +38,11 @@ class DeepSpeedConfig:
         self.train_batch_size: int | None = self.settings.train_batch_size
         self.train_micro_batch_size_per_gpu: int | None = self.settings.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps: int | None = self.settings.gradient_accumulation_steps
+
+    @property
+    def monitor_config(self) -> EngineConfig:
+        """What MonitorMaster and its parts are made of."""
+        return self.settings
 
     def __getattr__(self, name: str) -> Any:
         if name == "settings":  # not there yet: do not look for it in itself
