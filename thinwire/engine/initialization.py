@@ -32,6 +32,7 @@ from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.model.precision import Precision, check_model
+from thinwire.engine.model.used_parameters import UsedParameters
 from thinwire.engine.no_optimizer import NoOptimizer
 from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation
 from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
@@ -126,6 +127,8 @@ def _build(
         names = ModelNames.of(trained, precision)
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
         sharded, schedule = _build_steps(recipe, given.lr_scheduler, trained, comm, device, settings, precision)
+        if not isinstance(sharded, NoOptimizer):
+            _watch_for_unused(trained, sharded, settings, comm, undo)
         loader = None
         if given.training_data is not None:
             loader = make_loader(given.training_data, settings, comm, device, collate_fn=given.collate_fn)
@@ -247,6 +250,15 @@ def _plug_in(
     if layer_drop is not None:
         undo.callback(layer_drop.remove)
     return recomputed, layer_drop
+
+
+def _watch_for_unused(
+    model: nn.Module, optimizer: EngineOptimizer, settings: EngineConfig, comm: Communicator, undo: ExitStack
+) -> None:
+    if not settings.zero_optimization.ignore_unused_parameters:
+        used = UsedParameters(model, comm)
+        undo.callback(used.remove)
+        optimizer.register_step_post_hook(used.check)
 
 
 def _drop_layers(model: nn.Module, config: EngineConfig, comm: Communicator) -> LayerDropping | None:

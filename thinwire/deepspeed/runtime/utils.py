@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import random
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
