@@ -23,6 +23,7 @@ from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.replicated.freeze_groups import FreezeGroups
+from thinwire.optim.replicated.memory import frozen_bytes
 from thinwire.optim.replicated.parameter_state import ReplicatedParameterState
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
@@ -370,26 +371,14 @@ class ReplicatedHome(AlgorithmHome):
         return {index: dict(state) for index, state in states if state}
 
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home; once frozen what is held, as nobody has published a formula."""
-        weights = float(sum(parameter.nbytes for parameter in self.parameters))
-        if not self.frozen:
-            state = 4 * len(self._recipe.algorithm().state)
-            numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
-            size = self.parameters[0].element_size()
-            held = self._options.averaging.accumulated(self.parameters[0].dtype).itemsize
-            return model_state_formula(
-                0, numel, self.comm.size, element_bytes=size, state_bytes=state, gradient_bytes=held
-            )
-        entries = [(name, one) for state in self.torch_state().values() for name, one in state.items()]
-        exchanges = [one.compressed for one in self._layout.buckets if one.compresses]
-        residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
-        return {
-            "weights": weights,
-            "masters": float(sum(one.nbytes for name, one in entries if name == "master")),
-            "gradients": weights,
-            "residuals": float(sum(one.nbytes for one in residuals)),
-            "optimizer state": float(sum(one.nbytes for name, one in entries if name != "master")),
-        }
+        """See Home; once frozen what is held."""
+        if self.frozen:
+            return frozen_bytes(self.parameters, self.torch_state().values(), self._layout.buckets)
+        state = 4 * len(self._recipe.algorithm().state)
+        numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
+        size = self.parameters[0].element_size()
+        held = self._options.averaging.accumulated(self.parameters[0].dtype).itemsize
+        return model_state_formula(0, numel, self.comm.size, element_bytes=size, state_bytes=state, gradient_bytes=held)
 
     def close(self) -> None:
         """See Home."""
