@@ -72,6 +72,15 @@ def test_clipping_that_nobody_sets_is_off_and_said() -> None:
     assert not load(gradient_clipping=0.0).remarks.unclipped
 
 
+def test_a_warmup_that_does_not_say_where_it_ends_is_told_of() -> None:
+    warmup = {"warmup_num_steps": 3, "total_num_steps": 9}
+    line = load(scheduler={"type": "WarmupDecayLR", "params": warmup}).remarks.line()
+    assert "rises to that of each parameter group (DeepSpeed's rises to 0.001)" in line
+    told = load(scheduler={"type": "WarmupDecayLR", "params": {**warmup, "warmup_max_lr": 0.01}}).remarks
+    assert not told.own_peak
+    assert not load(scheduler={"type": "WarmupCosineLR", "params": warmup}).remarks.own_peak
+
+
 def test_remarks_stay_with_a_configuration_that_is_loaded_again() -> None:
     config = load(dump_state=True)
     again = load_config(config, 1)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from thinwire.engine.config.errors import shown
-from thinwire.engine.config.models import EngineConfig, OptimizerConfig, SchedulerConfig
-from thinwire.engine.config.remarks import UNCLIPPED
+from thinwire.engine.config.models import EngineConfig, OptimizerConfig
+from thinwire.engine.config.remarks import OWN_PEAK, UNCLIPPED
 from thinwire.engine.schedules import schedule_names
 from thinwire.optim import registry
 
@@ -37,7 +37,7 @@ def explain_config(config: EngineConfig, world_size: int) -> list[str]:
         *_precision(config),
         *_sharding(config),
         *_optimizer(config.optimizer),
-        *_schedule(config.scheduler),
+        *_schedule(config),
         *_clipping(config),
         *_model(config),
         *_reports(config),
@@ -99,12 +99,15 @@ def _optimizer(section: OptimizerConfig | None) -> Iterator[str]:
     yield "An optimizer that the script passes to initialize would be used in its place."
 
 
-def _schedule(section: SchedulerConfig | None) -> Iterator[str]:
+def _schedule(config: EngineConfig) -> Iterator[str]:
+    section = config.scheduler
     if section is None:
         yield "The learning rate stays as it is, unless the script passes a schedule to initialize."
         return
     options = _defaults(schedule_names().get(section.type))
     yield f"The learning rate follows {section.type}: {_values(options | dict(section.params))}."
+    if config.remarks.own_peak:
+        yield f"{OWN_PEAK}."
 
 
 def _clipping(config: EngineConfig) -> Iterator[str]:

@@ -67,7 +67,17 @@ def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
     problems += check_combinations(config)
     if problems:
         raise ConfigError(problems, label)
-    return config.with_remarks(Remarks(without_effect, "gradient_clipping" not in config.model_fields_set))
+    unclipped = "gradient_clipping" not in config.model_fields_set
+    return config.with_remarks(Remarks(without_effect, unclipped, own_peak=_leaves_peak_open(config)))
+
+
+def _leaves_peak_open(config: EngineConfig) -> bool:
+    schedule = config.scheduler
+    return (
+        schedule is not None
+        and schedule.type in ("WarmupLR", "WarmupDecayLR")
+        and schedule.params.get("warmup_max_lr") is None
+    )
 
 
 def _stage(tree: Mapping[str, Any]) -> Any:
