@@ -112,8 +112,10 @@ def test_an_overflow_of_gradients_set_by_hand() -> None:
             engine.step()
         scales.append((engine.optimizer.cur_scale, engine.optimizer.overflow))
         assert engine.optimizer.loss_scale_config.cur_scale == engine.optimizer.cur_scale
+        assert engine.optimizer.loss_scaler.loss_scale == engine.optimizer.cur_scale
     scale = engine.optimizer.loss_scale_config
     assert (scale.dynamic_loss_scale, scale.cur_iter, scale.scale_factor) == (True, 3, 2)
+    assert engine.optimizer.dynamic_loss_scale
     assert (scale.scale_window, scale.min_loss_scale) == (1000, 1)
     assert scales == [(32, True), (32, False), (16, True)]
     assert engine.skipped_steps == 2

@@ -100,7 +100,10 @@ class Accumulation:
     def end_micro_batch(self) -> bool:
         """Count a micro-batch; whether it was the step's last. Raises CallError where none can end."""
         if self.inside_no_sync:
-            raise CallError("step() was called inside no_sync(), where gradients only add up: call it after")
+            raise CallError(
+                "It is illegal to call Engine.step() inside no_sync context manager: gradients only add up there. Call "
+                "it after the block"
+            )
         if not self.ready:
             raise CallError("step() was called without backward(): call engine.backward(loss) first")
         last = self.at_boundary

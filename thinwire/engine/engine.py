@@ -75,7 +75,7 @@ class Engine(EngineSurface):
         self._applied = False
         self._seen_batch = False
         if self.optimizer is not None:
-            self.optimizer.loss_scale_config = LossScaleConfig(job.loss_scale)
+            LossScaleConfig(job.loss_scale).show_on(self.optimizer)
         self._backwards.begin_step()
         self._data_position = self._position_of_data()  # as of the last step
 

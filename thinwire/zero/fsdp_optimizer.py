@@ -74,6 +74,8 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     """
 
     loss_scale_config: Any = None
+    loss_scaler: Any = None
+    dynamic_loss_scale: bool = False
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     A subclass makes its home, `_home`, and calls `_move_in`. `comm`: the ranks. `max_norm`: the averaged gradient's
     2-norm is clipped to it; 0 does not clip. `last_step`: what became of the last step. `skipped_steps`: steps skipped
     because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
-    own dtype would have sent for the same steps. `loss_scale_config`: an engine's loss scale; None without an engine.
+    own dtype would have sent for the same steps. `loss_scale_config`, `loss_scaler`: an engine's loss scale; None
+    without an engine. `dynamic_loss_scale`: whether that follows from overflows.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -41,6 +42,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     comm: Communicator
     max_norm: float
     loss_scale_config: Any = None
+    loss_scaler: Any = None
+    dynamic_loss_scale: bool = False
     _home: Home
 
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:

@@ -13,8 +13,8 @@ UNCLIPPED = (
     "June 2026, never before)"
 )
 OWN_PEAK = (
-    '"scheduler.params.warmup_max_lr" is not set, so the rate rises to that of each parameter group (DeepSpeed\'s rises '
-    "to 0.001)"
+    '"scheduler.params.warmup_max_lr" is not set, so the rate rises to that of each parameter group (DeepSpeed\'s '
+    "rises to 0.001)"
 )
 
 
