@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from thinwire.zero.live_objects import with_subclasses
 
 __all__ = ["Constructions"]
 
@@ -31,7 +33,7 @@ class Constructions:
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        for kind in [nn.Module, *_subclasses(nn.Module)]:
+        for kind in with_subclasses([nn.Module]):
             self._watch(kind)
         self._replace(nn.Module, "apply", self._apply)
         before = vars(nn.Module).get("__init_subclass__")
@@ -75,14 +77,3 @@ class Constructions:
     def _replace(self, kind: type, name: str, new: Any) -> None:
         self._originals.append((kind, name, vars(kind).get(name)))
         setattr(kind, name, new)
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    seen: set[type] = set()
-    waiting: list[type] = list(kind.__subclasses__())
-    while waiting:
-        one = waiting.pop()
-        if one not in seen:
-            seen.add(one)
-            waiting += type.__subclasses__(one)
-            yield one

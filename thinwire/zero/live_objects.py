@@ -6,7 +6,7 @@ import gc
 from collections.abc import Collection, Iterable
 from typing import Any
 
-__all__ = ["instances_of"]
+__all__ = ["instances_of", "with_subclasses"]
 
 
 def instances_of(kinds: Collection[type]) -> list[Any]:
@@ -17,11 +17,12 @@ def instances_of(kinds: Collection[type]) -> list[Any]:
     other threads: one that fills a tuple from a generator fails where somebody else refers to that tuple meanwhile
     ("bad argument to internal function").
     """
-    types = _with_subclasses(kinds)
+    types = with_subclasses(kinds)
     return [one for one in gc.get_referrers(*types) if type(one) in types] if types else []
 
 
-def _with_subclasses(kinds: Iterable[type]) -> set[type]:
+def with_subclasses(kinds: Iterable[type]) -> set[type]:
+    """These classes and all that derive from them, at any depth."""
     found: set[type] = set()
     waiting = list(kinds)
     while waiting:
