@@ -31,7 +31,8 @@ __git_hash__ = __git_branch__ = None
 
 if TYPE_CHECKING:
     from thinwire.deepspeed.accelerator import get_accelerator
-    from thinwire.deepspeed.initialization import add_config_arguments, init_distributed, initialize
+    from thinwire.deepspeed.comm import init_distributed
+    from thinwire.deepspeed.initialization import add_config_arguments, initialize
     from thinwire.deepspeed.lazy_names import NotOfferedError
     from thinwire.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from thinwire.deepspeed.runtime.engine import DeepSpeedEngine
@@ -55,7 +56,8 @@ else:
             "utils",
         ),
         {
-            "initialization": ("add_config_arguments", "init_distributed", "init_inference", "initialize"),
+            "initialization": ("add_config_arguments", "init_inference", "initialize"),
+            "comm": ("init_distributed",),
             "lazy_names": ("NotOfferedError",),
             "accelerator": ("get_accelerator",),
             "pipe": ("PipelineModule",),

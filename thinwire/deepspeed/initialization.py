@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 
 from thinwire import comm as communication
-from thinwire import engine
-from thinwire.comm import threads
 from thinwire.deepspeed.lazy_names import NotOfferedError, not_offered
+from thinwire.deepspeed.runtime.engine import DeepSpeedEngine
 from thinwire.deepspeed.usage_error import DeepSpeedUsageError
-from thinwire.engine import ConfigError, Engine
+from thinwire.engine import ConfigError, EngineConfig
 from thinwire.engine.config.json_file import read_json_object
+from thinwire.engine.config.models import FloatName
+from thinwire.engine.initialization import Given, build_engine, load_settings
 
-__all__ = ["add_config_arguments", "init_distributed", "init_inference", "initialize"]
+__all__ = ["add_config_arguments", "init_inference", "initialize"]
 
 _TESTED = ("torch.", "thinwire.")
-_HALF_AN_HOUR = timedelta(minutes=30)
-_BACKENDS = {"ccl": "gloo", "hccl": "gloo"}
-"""Those of DeepSpeed's for devices that thinwire moves bytes to by another."""
+_FLOAT_NAME: TypeAdapter[str | None] = TypeAdapter(FloatName | None)
 
 init_inference = not_offered(
     "init_inference", "thinwire trains; serve the weights of engine.save_16bit_model() with transformers or vLLM"
@@ -45,15 +43,16 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
     **others: Any,
-) -> tuple[Engine, Any, Any, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """`deepspeed.initialize`: returns (engine, optimizer, data loader, schedule). Collective.
 
     The arguments are DeepSpeed's, in its order. `args` may have `deepspeed_config`, `config_params` is another name of
     `config`. The ranks meet as they were launched, so that `distributed_port` and `dist_init_required` are not needed.
 
-    Raises NotOfferedError for an `mpu` with model parallelism and for `mesh_param`, TypeError for any other argument,
-    DeepSpeedUsageError, which is a ValueError and an AssertionError, for arguments that cannot work together, and
-    else what `thinwire.initialize` raises.
+    Raises NotOfferedError, a NotImplementedError, for an `mpu` with model parallelism, for `mesh_param`, and at stage 0
+    for gradients that add up in another dtype than the model's, which DeepSpeed refuses too; TypeError for any other
+    argument; DeepSpeedUsageError, which is a ValueError and an AssertionError, for arguments that cannot work together;
+    and else what `thinwire.initialize` raises.
     """
     config = _only_configuration(args, config, others.pop("config_params", None))
     if others.pop("mesh_param", None) is not None:
@@ -71,54 +70,16 @@ def initialize(
             "argument is args, the command line's"
         )
     _check_tested(optimizer, config)
+    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    comm = communication.init()
+    settings = load_settings(None, config, None, comm)
+    _check_dtypes(settings, _tree(config))
     try:
-        return engine.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            collate_fn=collate_fn,
-            config=config,
-        )
+        return build_engine(DeepSpeedEngine, given, settings, comm)
     except ValueError as error:
         if type(error) is not ValueError:
             raise
         raise DeepSpeedUsageError(str(error)) from error
-
-
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """`deepspeed.init_distributed`: have the ranks meet, and torch.distributed initialised. Collective.
-
-    Whatever launched the processes is recognised, MPI too, so that `auto_mpi_discovery`, `distributed_port` and
-    `config` are not needed; `init_method`, `rank` and `world_size` go to torch. A second call does nothing.
-
-    Raises DeepSpeedUsageError for `dist_init_required` False where nothing is initialised.
-    """
-    if dist.is_initialized() or threads.current() is not None:
-        return
-    if dist_init_required is False:
-        raise DeepSpeedUsageError(
-            "dist_init_required is False, and torch.distributed is not initialised: call "
-            "torch.distributed.init_process_group() before, or leave dist_init_required out"
-        )
-    limit = _HALF_AN_HOUR if timeout is None else timeout
-    backend = _BACKENDS.get(dist_backend or "", dist_backend) or ("nccl" if torch.cuda.is_available() else "gloo")
-    if init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
-    else:
-        communication.init(backend, timeout=limit.total_seconds(), quiet=not verbose)  # type: ignore[arg-type]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -153,7 +114,7 @@ def _check_tested(optimizer: Any, config: Any) -> None:
     """Refuse what "zero_allow_untested_optimizer": false refuses: sharding a client's class that is not torch's."""
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__module__.startswith(_TESTED):
         return
-    tree = config if isinstance(config, Mapping) else read_json_object(Path(config))
+    tree = _tree(config)
     zero = tree.get("zero_optimization")
     sharded = zero.get("stage") if isinstance(zero, Mapping) else zero
     if tree.get("zero_allow_untested_optimizer") is False and sharded:
@@ -161,3 +122,22 @@ def _check_tested(optimizer: Any, config: Any) -> None:
             f'"zero_allow_untested_optimizer" is false, and {type(optimizer).__name__} is none of torch\'s: delete the '
             "key where the class steps every element by itself, as any elementwise optimizer can be sharded"
         )
+
+
+def _check_dtypes(settings: EngineConfig, tree: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed has no optimizer for: at stage 0, sums in another dtype than the model computes in."""
+    section = tree.get("data_types")
+    given = section.get("grad_accum_dtype") if isinstance(section, Mapping) else None
+    wanted = _FLOAT_NAME.validate_python(given)
+    model = "fp16" if settings.fp16.enabled else "bf16" if settings.bf16.enabled else "fp32"
+    if settings.zero_optimization.stage == 0 and wanted not in (None, model):
+        raise NotOfferedError(
+            f'"data_types.grad_accum_dtype" is {wanted!r}, and the model computes in {model}: DeepSpeed has no '
+            "optimizer for both at stage 0, and neither has its door here. Delete the key, use zero_optimization stage "
+            "1, or thinwire.initialize, which adds up in fp32 at stage 0 too"
+        )
+
+
+def _tree(config: Any) -> Mapping[str, Any]:
+    """A configuration as it was written."""
+    return config if isinstance(config, Mapping) else read_json_object(Path(config))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,8 +42,9 @@ from thinwire.sparse_attn import densify
 from thinwire.zero.built_model import gather_model, hide_shapes, show_shapes
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
-__all__ = ["ConfigSource", "initialize"]
+__all__ = ["AnyEngine", "ConfigSource", "Given", "build_engine", "initialize", "load_settings"]
 
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
 
 _BAD_INPUT = (ValueError, TypeError, OSError)
@@ -93,13 +94,13 @@ def initialize(
     """
     comm = comm if comm is not None else communication.init()
     on_every_rank(comm, lambda: _check_foreign(distributed_port, mpu, mesh_param), "take its arguments", _BAD_INPUT)
-    settings = _load_settings(args, config, config_params, comm)
-    comm = _logged(comm, settings.comms_logger)
-    return _build(_Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn), settings, comm)
+    settings = load_settings(args, config, config_params, comm)
+    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    return build_engine(Engine, given, settings, comm)
 
 
 @dataclass(frozen=True)
-class _Given:
+class Given:
     """What a user gives beside a configuration; see `initialize`."""
 
     model: nn.Module | None
@@ -110,9 +111,11 @@ class _Given:
     collate_fn: Callable[[list[Any]], Any] | None
 
 
-def _build(
-    given: _Given, settings: EngineConfig, comm: Communicator
-) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
+def build_engine(
+    kind: type[AnyEngine], given: Given, settings: EngineConfig, comm: Communicator
+) -> tuple[AnyEngine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
+    """What `initialize` returns, the engine one of class `kind`. Collective; raises what `initialize` raises."""
+    comm = _logged(comm, settings.comms_logger)
     if settings.zero_optimization.stage < 3:
         gather_model(given.model)
     trained, device = on_every_rank(comm, lambda: check_model(given.model), "train this model", _BAD_INPUT)
@@ -148,12 +151,12 @@ def _build(
             given_optimizer=given.optimizer is not None,
             given_schedule=given.lr_scheduler is not None,
         )
-        engine = Engine(job, JobCheckpoints(job, names), JobReports(job))
+        engine = kind(job, JobCheckpoints(job, names), JobReports(job))
         undo.pop_all()
     return engine, engine.optimizer, loader, schedule
 
 
-def _asked_for(given: _Given, model: nn.Module, settings: EngineConfig) -> Recipe | None:
+def _asked_for(given: Given, model: nn.Module, settings: EngineConfig) -> Recipe | None:
     """The optimizer to build; None where there is none, and no schedule that would need one."""
     check_schedule(given.lr_scheduler, given.optimizer)
     recipe = find_recipe(given.optimizer, model, given.model_parameters, settings)
@@ -196,10 +199,10 @@ def _check_foreign(port: object, mpu: object, mesh_param: object) -> None:
             )
 
 
-def _load_settings(
+def load_settings(
     args: Any, config: ConfigSource | None, config_params: ConfigSource | None, comm: Communicator
 ) -> EngineConfig:
-    """The configuration, the same on every rank."""
+    """The configuration, the same on every rank. Collective; raises ConfigError on every rank."""
 
     def load() -> EngineConfig:
         if config is not None and config_params is not None:

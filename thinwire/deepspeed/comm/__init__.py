@@ -29,6 +29,7 @@ from torch.distributed import (
     send,
 )
 
+from thinwire.deepspeed.comm.meeting import init_distributed
 from thinwire.deepspeed.comm.ranks import (
     all_gather_into_tensor,
     all_reduce,
@@ -40,7 +41,6 @@ from thinwire.deepspeed.comm.ranks import (
     get_world_size,
     is_initialized,
 )
-from thinwire.deepspeed.initialization import init_distributed
 
 __all__ = [
     "P2POp",

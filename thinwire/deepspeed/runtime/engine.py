@@ -2,9 +2,50 @@
 
 from __future__ import annotations
 
-from thinwire.engine import Engine as DeepSpeedEngine
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from thinwire.deepspeed.utils.logging import logger
+from thinwire.engine import Engine
+from thinwire.engine.checkpoint.manifest import rank_file
+from thinwire.engine.errors import CallError
 
 __all__ = ["ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "DeepSpeedEngine"]
 
 ADAM_OPTIMIZER = "adam"
 LAMB_OPTIMIZER = "lamb"
+
+
+class DeepSpeedEngine(Engine):
+    """thinwire's engine, which refuses what DeepSpeed's asserts against, and has the methods that scripts override."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As the engine's, at stages 0 and 1 and not nested.
+
+        Raises CallError, an AssertionError, inside itself, and from stage 2 on, where every backward's gradients leave.
+        """
+        stage = self.zero_optimization_stage()
+        if stage > 1:
+            raise CallError(
+                f"no_sync context manager is incompatible with gradients that are sharded, at ZeRO stage {stage}: "
+                "leave it out, as gradient_accumulation_steps adds up without it, or use stage 0 or 1"
+            )
+        if self._accumulation.inside_no_sync:
+            raise CallError("no_sync context manager reentry is unsupported: leave the inner one out")
+        with super().no_sync():
+            yield
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+        """Where this rank's part of a checkpoint lies, weights and optimizer state in one file."""
+        return os.path.join(checkpoints_path, str(tag), rank_file(self.global_rank))
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Let a script that was copied beside checkpoints be run; where the file system has no such thing, say so."""
+        try:
+            path = Path(dst)
+            path.chmod(path.stat().st_mode | 0o100)
+        except OSError as error:
+            logger.info("%s cannot be made executable: %s", dst, error)

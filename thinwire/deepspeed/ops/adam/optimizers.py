@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.deepspeed.lazy_names import NotOfferedError
+from thinwire.zero import ShardedOptimizer
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-class FusedAdam(torch.optim.Adam):
+class _AnyAdam(type):
+    """What isinstance takes for a FusedAdam."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Also the optimizer of an engine, where torch's Adam is what it steps with."""
+        if type.__instancecheck__(cls, instance) or cls is not FusedAdam:
+            return type.__instancecheck__(cls, instance)
+        return isinstance(instance, ShardedOptimizer) and isinstance(instance.optimizer, torch.optim.Adam)
+
+
+class FusedAdam(torch.optim.Adam, metaclass=_AnyAdam):
     """torch's Adam by DeepSpeed's arguments: weight decay is decoupled, AdamW's, unless `adam_w_mode` is False.
+
+    isinstance finds it in an engine's optimizer too, where that steps with torch's Adam or AdamW below stage 3.
 
     Raises NotOfferedError for `bias_correction` False, which torch's Adam cannot leave out, and for `amsgrad`.
     """

@@ -1,0 +1,118 @@
+"""The engine of `thinwire.deepspeed` refuses what DeepSpeed's does, by the errors that scripts catch there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire.deepspeed as deepspeed
+from thinwire.comm import Communicator, threads
+from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from thinwire.engine.checkpoint.manifest import MANIFEST, read_manifest
+
+ADAM = {"type": "Adam", "params": {"lr": 0.01}}
+
+
+def engine_of(**keys: Any) -> deepspeed.DeepSpeedEngine:
+    """One that trains three features to one."""
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, **keys}
+    return deepspeed.initialize(model=torch.nn.Linear(3, 1), config=config)[0]
+
+
+def on_two_ranks(body: Callable[[Communicator], None]) -> None:
+    """Run `body` on two ranks that are threads."""
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_no_sync_is_for_gradients_that_are_whole_and_does_not_nest(stage: int) -> None:
+    def body(comm: Communicator) -> None:
+        engine = engine_of(zero_optimization={"stage": stage})
+        inputs = torch.full((2, 3), 1.0 + comm.rank)
+        if stage == 2:
+            with (
+                pytest.raises(AssertionError, match=r"no_sync context manager is incompatible.*ZeRO stage 2"),
+                engine.no_sync(),
+            ):
+                pytest.fail("it was entered")
+        else:
+            with engine.no_sync():
+                engine.backward(engine(inputs).sum())
+                with (
+                    pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"),
+                    engine.no_sync(),
+                ):
+                    pytest.fail("it was entered")
+        engine.backward(engine(inputs).sum())
+        engine.step()
+        assert engine.global_steps == 1
+        engine.close()
+
+    on_two_ranks(body)
+
+
+def test_sums_in_another_dtype_than_the_models_are_refused_at_stage_0() -> None:
+    def body(_: Communicator) -> None:
+        for model, sums in ((None, "bf16"), ("bf16", "fp32"), ("fp16", "bf16")):
+            keys: dict[str, Any] = {"data_types": {"grad_accum_dtype": sums}}
+            if model is not None:
+                keys[model] = {"enabled": True}
+            with pytest.raises(NotImplementedError, match=f"grad_accum_dtype.*{sums}.*computes in {model or 'fp32'}"):
+                engine_of(**keys)
+            engine_of(**keys, zero_optimization={"stage": 1}).close()
+        engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bfloat16"}).close()
+
+    on_two_ranks(body)
+
+
+def test_the_engines_adam_is_found_as_fused_adam() -> None:
+    def body(_: Communicator) -> None:
+        for kind, found in (("Adam", True), ("AdamW", True), ("SGD", False)):
+            engine = engine_of(optimizer={"type": kind, "params": {"lr": 0.01}}, zero_optimization={"stage": 1})
+            assert isinstance(engine.optimizer, FusedAdam) == found
+            assert not isinstance(engine.optimizer, DeepSpeedCPUAdam)
+            engine.close()
+
+    on_two_ranks(body)
+    assert not isinstance(torch.optim.Adam([torch.zeros(1)]), FusedAdam)
+    assert isinstance(DeepSpeedCPUAdam([torch.zeros(1)]), FusedAdam)
+
+
+def test_a_rank_knows_the_file_that_holds_its_optimizer_state(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        engine = engine_of()
+        engine.save_checkpoint(tmp_path, tag="first")
+        path = Path(engine._get_optimizer_ckpt_name(os.fspath(tmp_path), "first"))
+        assert path == tmp_path / "first" / read_manifest(tmp_path / "first").files[comm.rank].name
+        assert path.is_file()
+        engine.close()
+
+    on_two_ranks(body)
+    assert (tmp_path / "first" / MANIFEST).is_file()
+
+
+def test_a_script_that_cannot_be_made_executable_is_logged(tmp_path: Path) -> None:
+    script = tmp_path / "zero_to_fp32.py"
+    script.write_text("")
+    script.chmod(0o600)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    engine = engine_of()
+    deepspeed.logger.addHandler(handler)
+    try:
+        engine._change_recovery_script_permissions(os.fspath(script))
+        assert os.access(script, os.X_OK)
+        assert not messages
+        engine._change_recovery_script_permissions(os.fspath(tmp_path / "nowhere.py"))
+    finally:
+        deepspeed.logger.removeHandler(handler)
+        engine.close()
+    assert len(messages) == 1
+    assert "nowhere.py cannot be made executable" in messages[0]
