@@ -18,6 +18,7 @@ from thinwire import comm as communication
 from thinwire import zero
 from thinwire.comm import Communicator
 from thinwire.engine import initialize
+from thinwire.zero.fsdp import local_run
 from thinwire.zero.live_tensors import process_tensor_bytes
 
 T = TypeVar("T")  # whose classes hear of their subclasses too
@@ -35,6 +36,7 @@ def main() -> None:
     every_rank_sets_its_shard(comm)
     what_scripts_ask_of_parameters(comm)
     gathered_parameters_are_plain_tensors(comm)
+    shards_are_compared(comm)
     what_a_forward_has_left_gathered(comm)
     changes_that_nobody_keeps(comm)
     built_models_train_as_others_do(comm)
@@ -47,6 +49,18 @@ def main() -> None:
     comm.barrier()
     if comm.rank == 0:
         print(f"all held on {comm.backend} with {comm.size} ranks", flush=True)
+
+
+def shards_are_compared(comm: Communicator) -> None:
+    first, second = (list(make_engine(comm, settings(3)).module.parameters()) for _ in range(2))
+    assert all(map(torch.allclose, first, second))
+    _, values = local_run(second[0])
+    if comm.rank == comm.size - 1:  # the others see what one rank finds
+        values.add_(1e-3)
+    assert not torch.allclose(first[0], second[0])
+    assert torch.allclose(first[0], second[0], atol=2e-3)
+    with pytest.raises(ValueError, match="whole or cut otherwise"):
+        torch.allclose(first[0], torch.zeros(first[0].shape))
 
 
 def every_rank_sets_its_shard(comm: Communicator) -> None:

@@ -18,6 +18,7 @@ from thinwire.zero.external import external_parameters
 from thinwire.zero.fsdp_traffic import count_traffic
 from thinwire.zero.gathered_shards import gathered
 from thinwire.zero.parameter_shard import shard_of
+from thinwire.zero.shard_comparison import compare_shards
 from thinwire.zero.shard_marks import is_sharded
 
 __all__ = ["computing_dtype", "fill", "free_gathered", "join_process_group", "local_run", "shard_model", "whole"]
@@ -86,6 +87,7 @@ def shard_model(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    compare_shards()
     for parameter in model.parameters():
         if shard_of(parameter) is None:
             whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
