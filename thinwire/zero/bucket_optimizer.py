@@ -50,6 +50,11 @@ class BucketOptimizer:
         if self._masters.runs:
             self.optimizer = self._optimizer_class([self._inner_group(number) for number in self._used_groups])
 
+    def without_parameters(self) -> torch.optim.Optimizer:
+        """What a rank that keeps nothing can show: the class and the groups' settings, with no parameter in them."""
+        shapes = {"shapes": []} if self._whole else {}
+        return self._optimizer_class([{**group_settings(one), "params": [], **shapes} for one in self._groups])
+
     def step(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
         """Step with `coefficient * average`, a tensor like the master weights in the gradients' dtype.
 

@@ -108,14 +108,14 @@ class ShardedOptimizer(SynchronizedOptimizer):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer that steps what this rank keeps of the first bucket of which it keeps anything; its
-        parameters are views of master weights, one-dimensional. AttributeError where it keeps nothing.
+        parameters are views of master weights, one-dimensional. Where it keeps nothing, one without parameters.
 
         There is one of that class for each bucket; set rates in `param_groups`, which all of them follow.
         """
         for one in self._optimizers:
             if one.optimizer is not None:
                 return one.optimizer
-        raise AttributeError("this rank keeps no part of any parameter, so that there is no torch optimizer here")
+        return self._optimizers[0].without_parameters()
 
     @property
     def _saved_name(self) -> str:
