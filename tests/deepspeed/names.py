@@ -25,7 +25,8 @@ OFFERED = {
     ],
     "accelerator": ["get_accelerator"],
     "accelerator.real_accelerator": ["get_accelerator"],
-    "checkpoint.utils": ["clone_tensors_for_torch_save"],
+    "checkpoint.ds_to_universal": ["main"],
+    "checkpoint.utils": ["clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"],
     "checkpointing": ["checkpoint", "configure", "is_configured", "model_parallel_cuda_manual_seed"],
     "comm": [
         "ReduceOp",

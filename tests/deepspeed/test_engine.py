@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 from collections.abc import Callable
@@ -13,7 +14,10 @@ import torch
 
 import thinwire.deepspeed as deepspeed
 from thinwire.comm import Communicator, threads
+from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from thinwire.deepspeed.runtime.utils import call_to_str, prefix_sum_inc
+from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST, read_manifest
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01}}
@@ -95,6 +99,42 @@ def test_a_rank_knows_the_file_that_holds_its_optimizer_state(tmp_path: Path) ->
 
     on_two_ranks(body)
     assert (tmp_path / "first" / MANIFEST).is_file()
+
+
+def test_a_checkpoint_is_universal_as_it_is(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        engine = engine_of(zero_optimization={"stage": 1})
+        engine.save_checkpoint(tmp_path, tag="first", client_state={UNIVERSAL_CHECKPOINT_INFO: {}})
+        folders = argparse.Namespace(
+            input_folder=os.fspath(tmp_path / "first"), output_folder=os.fspath(tmp_path / "first_universal")
+        )
+        if comm.rank == 0:
+            ds_to_universal.main(folders)
+            with pytest.raises(FileExistsError, match="give another output_folder"):
+                ds_to_universal.main(folders)
+        comm.barrier()
+        other = engine_of(zero_optimization={"stage": 1}, checkpoint={"load_universal": True})
+        path, state = other.load_checkpoint(tmp_path, tag="first_universal")
+        assert path == os.fspath(tmp_path / "first_universal")
+        assert state == {UNIVERSAL_CHECKPOINT_INFO: {}}
+        for mine, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        engine.close()
+        other.close()
+
+    on_two_ranks(body)
+    theirs = tmp_path / "theirs" / "global_step1"
+    theirs.mkdir(parents=True)
+    for source, fault in ((theirs, "no checkpoint"), (theirs, "thinwire checkpoint import .*theirs")):
+        with pytest.raises(CheckpointError, match=fault):
+            ds_to_universal.main(argparse.Namespace(input_folder=source, output_folder=tmp_path / "new"))
+        (theirs / "mp_rank_00_model_states.pt").touch()
+    assert not (tmp_path / "new").exists()
+
+
+def test_calls_and_sums_are_written_out() -> None:
+    assert call_to_str("step", 3, "fast", mode=None) == "step(3, 'fast', mode=None)"
+    assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
 
 
 def test_a_script_that_cannot_be_made_executable_is_logged(tmp_path: Path) -> None:

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from thinwire.deepspeed.lazy_names import lazy_names
 
-__getattr__, __dir__ = lazy_names(__name__, ("constants", "utils"))
+__getattr__, __dir__ = lazy_names(
+    __name__, ("constants", "ds_to_universal", "utils"), {"checkpoint.constants": ("UNIVERSAL_CHECKPOINT_INFO",)}
+)

@@ -7,25 +7,45 @@ import math
 import os
 import random
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from thinwire.deepspeed import comm
 from thinwire.deepspeed.accelerator import get_accelerator
+from thinwire.deepspeed.lazy_names import not_offered
 
 __all__ = [
+    "PartitionedTensor",
+    "call_to_str",
     "clip_grad_norm_",
     "empty_cache",
     "ensure_directory_exists",
     "get_global_norm",
     "partition_balanced",
     "partition_uniform",
+    "prefix_sum_inc",
     "see_memory_usage",
     "set_random_seed",
 ]
 
 _GIB = 1 << 30
+
+PartitionedTensor = not_offered(
+    "runtime.utils.PartitionedTensor", "it is for pipelines; torch.distributed.tensor.distribute_tensor cuts a tensor"
+)
+
+
+def call_to_str(base: str, *args: object, **kwargs: object) -> str:
+    """A call as it would be written, of a name and the arguments: step(3, mode='fast')."""
+    given = [repr(one) for one in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """The sum of the first weight, of the first two, and so on."""
+    return list(accumulate(weights))
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
