@@ -17,6 +17,7 @@ from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from thinwire.deepspeed.runtime.utils import call_to_str, prefix_sum_inc
+from thinwire.deepspeed.utils.logging import logger
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST, read_manifest
 
@@ -145,14 +146,14 @@ def test_a_script_that_cannot_be_made_executable_is_logged(tmp_path: Path) -> No
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     engine = engine_of()
-    deepspeed.logger.addHandler(handler)
+    logger.addHandler(handler)
     try:
         engine._change_recovery_script_permissions(os.fspath(script))
         assert os.access(script, os.X_OK)
         assert not messages
         engine._change_recovery_script_permissions(os.fspath(tmp_path / "nowhere.py"))
     finally:
-        deepspeed.logger.removeHandler(handler)
+        logger.removeHandler(handler)
         engine.close()
     assert len(messages) == 1
     assert "nowhere.py cannot be made executable" in messages[0]

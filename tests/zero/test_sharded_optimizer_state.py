@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.optim.training import loss_of, make_model, through_a_file, weights
 from tests.zero.saved import join, save
 from tests.zero.training import ADAMW, build, train
+from thinwire import ShardedOptimizer
 from thinwire.comm import Communicator, threads
 
 
@@ -100,3 +101,19 @@ def test_every_rank_saves_and_loads_its_own_state(saved_stage: int, stage: int, 
     threads.run(others_file, 3)
     with pytest.raises(ValueError, match="save_checkpoint"):
         build(threads.run(lambda comm: comm, 1)[0], make_model(), stage).load_state_dict(states[1])
+
+
+def test_every_rank_shows_a_torch_optimizer() -> None:
+    """A model smaller than a block is one rank's; the other shows the class and the settings, without a parameter."""
+
+    def body(comm: Communicator) -> tuple[int, float, int]:
+        model = torch.nn.Linear(3, 1)
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=comm, lr=0.5)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        shown = optimizer.optimizer
+        assert isinstance(shown, torch.optim.AdamW)
+        state = shown.state_dict()
+        return len(state["state"]), state["param_groups"][0]["lr"], len(state["param_groups"])
+
+    assert sorted(threads.run(body, 2)) == [(0, 0.5, 1), (2, 0.5, 1)]

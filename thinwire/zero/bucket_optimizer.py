@@ -52,7 +52,7 @@ class BucketOptimizer:
 
     def without_parameters(self) -> torch.optim.Optimizer:
         """What a rank that keeps nothing can show: the class and the groups' settings, with no parameter in them."""
-        shapes = {"shapes": []} if self._whole else {}
+        shapes: dict[str, Any] = {"shapes": []} if self._whole else {}
         return self._optimizer_class([{**group_settings(one), "params": [], **shapes} for one in self._groups])
 
     def step(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
