@@ -89,3 +89,8 @@ def test_it_costs_no_torch_to_import_and_needs_no_other_import() -> None:
 def test_versions() -> None:
     numbers = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     assert ".".join(map(str, numbers)) == thinwire.__version__ == at("__version__")
+
+
+def test_what_a_cut_parameter_shows() -> None:
+    cut = torch.empty(at("runtime.zero.partition_parameters").partitioned_param_data_shape)
+    assert cut.shape == (0,)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.engine import parameter_access as behaviours
+from tests.engine import stage3_calls as calls
 from tests.engine.tiny import FEATURES, Layer, Tiny, batch, loss_of, make_engine, make_model, settings, train
 from thinwire import comm as communication
 from thinwire import zero
@@ -39,6 +40,9 @@ def main() -> None:
     shards_are_compared(comm)
     what_a_forward_has_left_gathered(comm)
     changes_that_nobody_keeps(comm)
+    calls.parameters_are_whole_from_the_first_forward_on(comm)
+    calls.averages_of_several_backwards_add_up(comm)
+    calls.a_checkpoint_is_loaded_into_gathered_parameters(comm)
     built_models_train_as_others_do(comm)
     a_built_model_takes_the_memory_of_its_shards(comm)
     parents_initialize_their_children(comm)

@@ -136,6 +136,16 @@ def test_no_sync_adds_up_what_one_backward_gives() -> None:
         threads.run(lambda comm, stage=stage: body(comm, stage), 3)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_share_of_a_16_bit_loss_comes_back_in_fp32(precision) -> None:
+    engine = make_engine(None, settings(gradient_accumulation_steps=3, **{precision: {"enabled": True}}))
+    loss = engine(batch(0, 0)[0]).sum()
+    share = engine.backward(loss)
+    assert loss.dtype != torch.float32
+    assert torch.equal(share, loss.detach().float() / 3)
+    assert not share.requires_grad
+
+
 def test_shares_of_a_step_are_not_divided_again(tmp_path) -> None:
     """Losses that the caller has divided, in steps of other lengths than configured: the same weights and logs."""
 

@@ -142,6 +142,23 @@ def test_stage_0_goes_on_skipping_at_the_smallest_scale() -> None:
     threads.run(body, 2)
 
 
+def test_a_loss_beyond_fp16_counts_where_its_gradients_are_finite() -> None:
+    fp16 = {"enabled": True, "loss_scale": 8}
+    engine, other = (make_engine(None, settings(1, fp16=fp16)) for _ in range(2))
+    for step in range(2):
+        loss = engine(batch(0, step)[0]).sum()
+        assert loss.dtype == torch.float16
+        other.backward(other(batch(0, step)[0]).sum())
+        engine.backward(loss + torch.tensor(math.inf, dtype=torch.float16))
+        engine.step()
+        other.step()
+    assert engine.skipped_steps == 0
+    assert torch.equal(everything(engine), everything(other))
+    engine.backward(engine(batch(0, 2)[0]).sum() * math.nan)
+    engine.step()
+    assert engine.skipped_steps == 1
+
+
 def test_a_fixed_scale_skips_and_stays() -> None:
     engine = make_engine(None, settings(fp16={"enabled": True, "loss_scale": 64}))
     for step in range(4):

@@ -165,6 +165,27 @@ def test_model_parameters_may_name_frozen_ones_that_the_optimizer_does_not_hold(
         losses(model_parameters=lambda model: model.layers[0].parameters())
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_over_a_part_of_model_parameters(stage, capsys) -> None:
+    """It says what is trained; that it passes over some is said once."""
+    model = make_model()
+    mixing = model.mix.weight.detach().clone()
+    groups = [{"params": list(model.layers.parameters()), "weight_decay": 0.1}, {"params": []}]
+    optimizer = torch.optim.SGD(groups, lr=0.01)
+    engine, *_ = initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model.parameters(),
+        config=without_optimizer(stage=stage),
+        comm=speaking(),
+    )
+    left_out = sum(one.requires_grad for one in model.parameters()) - len(groups[0]["params"])
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(f"{left_out} of model_parameters are not trained" in line for line in lines) == 1
+    train(engine, range(3))
+    assert torch.equal(model.mix.weight, mixing)
+
+
 def test_an_optimizer_class_of_ones_own() -> None:
     class Lion(torch.optim.Optimizer):
         def __init__(self, params, lr, beta=0.9) -> None:

@@ -117,7 +117,8 @@ def _check_tested(optimizer: Any, config: Any) -> None:
     tree = _tree(config)
     zero = tree.get("zero_optimization")
     sharded = zero.get("stage") if isinstance(zero, Mapping) else zero
-    if tree.get("zero_allow_untested_optimizer") is False and sharded:
+    allows = tree.get("zero_allow_untested_optimizer")
+    if isinstance(allows, int) and not allows and sharded:
         raise DeepSpeedUsageError(
             f'"zero_allow_untested_optimizer" is false, and {type(optimizer).__name__} is none of torch\'s: delete the '
             "key where the class steps every element by itself, as any elementwise optimizer can be sharded"

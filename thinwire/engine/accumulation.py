@@ -17,10 +17,14 @@ class Accumulation:
     that nobody announces, a loss's own, leaves alone what has to stay on this rank.
 
     `micro_batches`: ended since the last boundary. `at_boundary`: whether the current one is the step's last.
+    `takes_more`: whether a backward can add to gradients that have left already.
     """
 
-    def __init__(self, steps: int, hold: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, steps: int, hold: Callable[[], AbstractContextManager[None]], *, takes_more: bool = False
+    ) -> None:
         self._steps = steps
+        self._takes_more = takes_more
         self._hold = hold
         self._held = ExitStack()
         self._holds = False
@@ -83,8 +87,8 @@ class Accumulation:
             self._follow()
 
     def check_backward(self) -> None:
-        """Raise CallError where the step's gradients have left, and another backward would add to them."""
-        if self._left:
+        """Raise CallError where the step's gradients have left, and another backward could not add to them."""
+        if self._left and not self._takes_more:
             raise CallError(
                 "backward() was called twice without step(), and the gradients of this step left in the first: call "
                 "step() after every backward(), it moves the weights at accumulation boundaries only. With several "

@@ -28,7 +28,10 @@ class StepBackwards:
         self._optimizer = job.optimizer
         self._warned = False
         self.losses = StepLosses()
-        self.accumulation = Accumulation(job.config.gradient_accumulation_steps, job.optimizer.no_sync)
+        adds_averages = job.config.zero_optimization.stage == 3  # those of each backward, in their owners' shards
+        self.accumulation = Accumulation(
+            job.config.gradient_accumulation_steps, job.optimizer.no_sync, takes_more=adds_averages
+        )
 
     @property
     def none_yet(self) -> bool:

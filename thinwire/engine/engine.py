@@ -97,13 +97,13 @@ class Engine(EngineSurface):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss`, one value, and average them over the ranks at the accumulation boundary.
 
-        The loss is divided by `gradient_accumulation_steps`, and so it is returned, without a graph where that changes
-        it; in fp16 it is multiplied by the loss scale for this only. Without `scale_wrt_gas` it is not divided: it is
-        this micro-batch's share of the step's loss already. With `retain_graph` another backward can go through the
-        same graph. Collective at the boundary.
+        The loss is divided by `gradient_accumulation_steps`, and so it is returned, in fp32 and without a graph where
+        that changes it; in fp16 it is multiplied by the loss scale for this only. Without `scale_wrt_gas` it is not
+        divided: it is this micro-batch's share of the step's loss already. With `retain_graph` another backward can go
+        through the same graph. Collective at the boundary.
 
         Several backwards may add up before one step(), as long as no gradients have left: before the boundary, or
-        inside no_sync().
+        inside no_sync(); at stage 3 always.
 
         Raises TypeError, ValueError or CallError, before anything is sent, for what is no new loss, where gradients
         have left since the last step(), or where there is no optimizer.
@@ -114,7 +114,7 @@ class Engine(EngineSurface):
             loss.backward(start, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self._optimizer.end_backward()
         self._accumulation.end_backward()
-        return loss if parts is None or parts == 1 else loss.detach() / parts
+        return loss if parts is None or parts == 1 else loss.detach().float() / parts
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """What to call backward() on in your own code: `engine.scale(loss).backward()` is `engine.backward(loss)`.
@@ -131,6 +131,7 @@ class Engine(EngineSurface):
         boundary."""
         self._optimizer.end_backward()
 
+    allreduce_gradients = end_backward  # DeepSpeed's name
     _backward_epilogue = end_backward  # what scripts call after one backward through several of DeepSpeed's engines
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

@@ -77,7 +77,8 @@ def initialize(
         model: on this rank's device; under NCCL it is moved there. Rank 0's weights and buffers are given to all.
         optimizer: an elementwise torch optimizer that has not stepped yet, whose class, groups and settings are taken
             over, or a function from parameters to one; None for the configuration's, which gives way to it.
-        model_parameters: parameters or groups to train, by default all of the model's.
+        model_parameters: parameters or groups to train, by default all of the model's; beside an `optimizer`, which may
+            lack some of them, nothing that it does not say.
         training_data: a data set for the loader; None for no loader.
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
             the configuration's, which gives way to it. It steps once a step that moves the weights.
@@ -121,7 +122,8 @@ def build_engine(
     trained, device = on_every_rank(comm, lambda: check_model(given.model), "train this model", _BAD_INPUT)
     agree_on_model(comm, trained)
     recipe = on_every_rank(comm, lambda: _asked_for(given, trained, settings), "build its optimizer", _BAD_INPUT)
-    say_at_start(comm, settings, given.optimizer, given.lr_scheduler)
+    passed_over = 0 if recipe is None else recipe.passed_over
+    say_at_start(comm, settings, given.optimizer, given.lr_scheduler, passed_over)
     precision = Precision.of(settings)
     device = _prepare(trained, recipe, precision, comm, device)
     with ExitStack() as undo:

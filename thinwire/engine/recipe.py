@@ -28,11 +28,12 @@ GivenOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 @dataclass(frozen=True)
 class Recipe:
     """What to shard: parameters or groups of them, and the class that steps them, torch's or one of our own, with its
-    options."""
+    options. `passed_over`: how many of `model_parameters` an optimizer that was passed beside them does not train."""
 
     parameters: ParamsT
     optimizer: OptimizerClass | OptimizerEntry
     options: dict[str, Any]
+    passed_over: int = 0
 
     def groups(self) -> list[dict[str, Any]]:
         """The parameters as groups; those that are some already stay the same dicts."""
@@ -50,9 +51,10 @@ def find_recipe(
 
     An optimizer's groups are taken over as the same dicts, so that a schedule built on it goes on steering them.
 
-    Parameters that require no gradient may be in one of `model_parameters` and the optimizer alone.
+    An optimizer that is given says what is trained: it may lack some of `model_parameters`, and hold no others that
+    require a gradient.
 
-    Raises ValueError where an optimizer has stepped already or cannot be sharded;
+    Raises ValueError where an optimizer has stepped already, cannot be sharded, or holds others;
     TypeError where `given` is, or returns, no optimizer.
     """
     section = config.optimizer
@@ -70,9 +72,8 @@ def find_recipe(
         return Recipe(parameters, uncompressed_class(section.type), options)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
-    if model_parameters is not None:
-        _check_same_parameters(parameters, optimizer.param_groups)
-    return Recipe(optimizer.param_groups, type(optimizer), _constructor_options(optimizer))
+    missing = 0 if model_parameters is None else _count_missing(parameters, optimizer.param_groups)
+    return Recipe(optimizer.param_groups, type(optimizer), _constructor_options(optimizer), missing)
 
 
 def _called(build: GivenOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:
@@ -127,16 +128,18 @@ def _groups(parameters: ParamsT) -> list[dict[str, Any]]:
     return given
 
 
-def _check_same_parameters(given: ParamsT, held: ParamsT) -> None:
-    """Frozen ones may be missing on either side: nobody trains them."""
+def _count_missing(given: ParamsT, held: ParamsT) -> int:
+    """How many of `given` the optimizer lacks, frozen ones left out: nobody trains them. Raises ValueError for others
+    in it."""
     mine, theirs = _trainable(given), _trainable(held)
     missing, foreign = len(mine.keys() - theirs.keys()), len(theirs.keys() - mine.keys())
-    if missing or foreign:
+    if foreign:
         raise ValueError(
             f"model_parameters are not those of the optimizer that is passed beside them: it lacks {missing} of the "
             f"{len(mine)} that require a gradient, and has {foreign} others. Leave model_parameters out, or freeze "
             "with requires_grad_(False) what is not to be trained"
         )
+    return missing
 
 
 def _trainable(parameters: ParamsT) -> dict[int, Tensor]:

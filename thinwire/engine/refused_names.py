@@ -27,7 +27,6 @@ _NO_GROUP = "thinwire's ranks need no torch process group: engine.comm has them"
 
 # DeepSpeed's attributes of an engine that would have nothing to say here -> what to use, or why there is none.
 _FOREIGN = {
-    "allreduce_gradients": "gradients leave during backward(); after a backward of your own, engine.end_backward()",
     "amp_params": "apex is not used; bf16 and fp16 are",
     "autotuning_enabled": "`thinwire plan` says what suits a cluster, without trial runs",
     "data_parallel_group": _NO_GROUP,

@@ -16,9 +16,14 @@ __all__ = ["say_at_start"]
 
 
 def say_at_start(
-    comm: Communicator, settings: EngineConfig, optimizer: GivenOptimizer | None, schedule: GivenSchedule | None
+    comm: Communicator,
+    settings: EngineConfig,
+    optimizer: GivenOptimizer | None,
+    schedule: GivenSchedule | None,
+    passed_over: int,
 ) -> None:
-    """Say which keys have no effect, and which sections give way to an optimizer or schedule passed beside them."""
+    """Say which keys have no effect, which sections give way to an optimizer or schedule passed beside them, and how
+    many of `model_parameters` that optimizer passes over."""
     if not comm.speaks:
         return
     lines = [settings.remarks.line()]
@@ -26,6 +31,8 @@ def say_at_start(
         lines.append(_gives_way("optimizer", settings.optimizer.type, _name(optimizer, torch.optim.Optimizer)))
     if schedule is not None and settings.scheduler is not None:
         lines.append(_gives_way("scheduler", settings.scheduler.type, _name(schedule, LRScheduler)))
+    if passed_over:
+        lines.append(f"{passed_over} of model_parameters are not trained: the optimizer passed beside them lacks them")
     for line in filter(None, lines):
         print(f"thinwire: {line}", file=sys.stderr, flush=True)
 

@@ -147,6 +147,17 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
         """Whether the last step was skipped because a gradient was not finite, on whichever rank."""
         return self.last_step.overflow
 
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """By group's number, this rank's shards of the gradients that have been averaged, flat, in the groups' order;
+        times `loss_scale`. Parameters without one have no place. DeepSpeed's name."""
+        found: dict[int, list[Tensor]] = {number: [] for number in range(len(self.param_groups))}
+        for shard in self._shards:
+            gradient = _gradient(shard.parameter)
+            if gradient is not None:
+                found[shard.group].append(gradient)
+        return found
+
     def model_state_bytes(self) -> dict[str, float]:
         """Bytes that this rank should hold of the model's state, by category: ZeRO's formula for stage 3."""
         kinds = {one.kind for one in self.saved_slices()} - {"weight", "master"}

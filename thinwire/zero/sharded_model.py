@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 from thinwire.zero.fsdp import local_run
@@ -24,17 +26,12 @@ def describe_sharded(model: nn.Module, comm: Communicator) -> None:
             for parameter in module.parameters():
                 describe(parameter, parameter.shape, local_run(parameter)[1])
                 mark(parameter, comm, layer)
-    _describe_gathered(model)
+            _describe_gathered(module, list(_places(module)))
 
 
-def _describe_gathered(model: nn.Module) -> None:
-    """Have the whole parameters that a forward leaves in the model, where no backward follows, say the same."""
-    sharded = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
+def _describe_gathered(layer: nn.Module, sharded: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    """Have the whole parameters that a layer's first forward finds in the model's place say the same. torch keeps
+    these objects, and gathers into them again."""
 
     def describe_once(*_: object) -> None:
         for module, name, parameter in sharded:
@@ -44,4 +41,12 @@ def _describe_gathered(model: nn.Module) -> None:
                 set_status(shown, ZeroParamStatus.AVAILABLE)
         hook.remove()
 
-    hook = model.register_forward_hook(describe_once)
+    hook = layer.register_forward_pre_hook(describe_once)
+
+
+def _places(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Where parameters stand: (module, name, parameter)."""
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter

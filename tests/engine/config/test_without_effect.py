@@ -13,6 +13,7 @@ from .test_keys import WORKS, nested, refusal
 
 VALUES: dict[str, list[Any]] = {
     "bool": [True, False],
+    "int | bool": [True, False, 0, 1],
     "int": [0, 7, 1e14],
     "float": [0.5, 1],
     "str | None": ["/local_nvme"],

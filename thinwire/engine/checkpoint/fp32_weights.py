@@ -18,6 +18,8 @@ from thinwire.engine.checkpoint.reading import LoadedCheckpoint
 from thinwire.engine.checkpoint.sharded_files import file_size, write_state_dict
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite
+from thinwire.zero.gathered_shards import gathered
+from thinwire.zero.shard_marks import is_sharded
 
 __all__ = [
     "LazyWeight",
@@ -71,9 +73,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
     """Move `model` to the CPU and load a checkpoint's fp32 weights into it, those that it has; returns it.
 
-    Raises CheckpointError where there is no whole checkpoint, RuntimeError where a shape is another.
+    An engine's model at stage 3 stays where it is: inside GatheredParameters the whole parameters take the weights.
+
+    Raises CheckpointError where there is no whole checkpoint, RuntimeError where a shape is another, or a parameter is
+    a shard.
     """
-    model = model.cpu()
+    sharded = [one for one in model.parameters() if is_sharded(one)]
+    if any(gathered(one) is None for one in sharded):
+        raise RuntimeError(
+            "the model's parameters are shards of stage 3: load inside "
+            "`with GatheredParameters(model.parameters(), modifier_rank=0):`, or engine.load_checkpoint does it"
+        )
+    if not sharded:
+        model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 

@@ -114,7 +114,8 @@ _CHECKPOINTS = {
 }
 
 WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
-    **_off("bool", "any elementwise optimizer runs sharded", "zero_allow_untested_optimizer"),
+    # Published files have 0 and 1 here.
+    **_off("int | bool", "any elementwise optimizer runs sharded", "zero_allow_untested_optimizer"),
     **_off("bool", "offloaded state is stepped by torch's own optimizer", "zero_force_ds_cpu_optimizer"),
     **_off("int", "the buckets are those of zero_optimization", "allgather_size"),
     **_off("bool", "weights are gathered after every step that moves a shard", "disable_allgather"),

@@ -63,7 +63,8 @@ class StepLosses:
         may come again.
 
         NaN for a loss that is not finite, whose gradients might be: with them every rank's average is not finite
-        either, so that all of them skip the step without having to ask each other.
+        either, so that all of them skip the step without having to ask each other. A loss in fp16 is infinite above
+        65504 already, with gradients that are good: there only they decide.
         """
         self._last = None if again else weakref.ref(loss)
         detached = loss.detach()
@@ -72,7 +73,8 @@ class StepLosses:
         self._count += 1
         self._summed = parts is None
         start = torch.full_like(detached, scale / (parts or 1))
-        return torch.where(detached.isfinite(), start, torch.full_like(detached, math.nan))
+        good = detached.isnan().logical_not_() if detached.dtype == torch.float16 else detached.isfinite()
+        return torch.where(good, start, torch.full_like(detached, math.nan))
 
     def mean(self, comm: Communicator) -> float | None:
         """The mean over micro-batches and ranks; None where nobody told of a loss. Collective."""

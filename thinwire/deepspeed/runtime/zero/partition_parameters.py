@@ -14,6 +14,9 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",
+    "partitioned_param_data_shape",
     "register_external_parameter",
     "unregister_external_parameter",
 ]
+
+partitioned_param_data_shape = [0]  # what a parameter that zero.Init has cut shows

@@ -1,0 +1,66 @@
+"""What scripts ask of an engine at stage 3: whole parameters, averaged gradients, weights of a checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+
+from tests.engine.tiny import loss_of, make_engine, settings, train
+from thinwire import zero
+from thinwire.comm import Communicator
+from thinwire.engine.checkpoint.fp32_weights import (
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+
+
+def parameters_are_whole_from_the_first_forward_on(comm: Communicator) -> None:
+    engine = make_engine(comm, settings(3))
+    found: list[zero.ZeroParamStatus] = []
+    for module in (engine.module.mix, engine.module.layers[1].up):
+        module.register_forward_pre_hook(lambda module, _: found.append(module.weight.ds_status))
+    for step in range(2):
+        engine.backward(loss_of(engine, comm.rank, step))
+        engine.step()
+    assert found == [zero.ZeroParamStatus.AVAILABLE] * 4
+    assert engine.module.mix.weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+
+
+def averages_of_several_backwards_add_up(comm: Communicator) -> None:
+    """A layer at a time, in the owners' shards: as the sum of the losses would."""
+    engine, summed = (make_engine(comm, settings(3)) for _ in range(2))
+    assert not any(engine.optimizer.averaged_gradients.values())
+    for step in range(0, 4, 2):
+        for one in (step, step + 1):
+            engine.backward(loss_of(engine, comm.rank, one))
+            engine.allreduce_gradients()
+        summed.backward(loss_of(summed, comm.rank, step) + loss_of(summed, comm.rank, step + 1))
+        both = [optimizer.averaged_gradients for optimizer in (engine.optimizer, summed.optimizer)]
+        assert both[0].keys() == both[1].keys() == set(range(len(engine.optimizer.param_groups)))
+        held = [one for group in both[0].values() for one in group]
+        assert held
+        torch.testing.assert_close(held, [one for group in both[1].values() for one in group])
+        engine.step()
+        summed.step()
+    assert engine.global_steps == 2
+
+
+def a_checkpoint_is_loaded_into_gathered_parameters(comm: Communicator) -> None:
+    engine = make_engine(comm, settings(3, bf16={"enabled": True}))
+    train(engine, range(2))
+    with tempfile.TemporaryDirectory() as mine:
+        folder = comm.all_gather_bytes(mine.encode(), "agree on a folder")[0].decode()
+        engine.save_checkpoint(folder)
+        comm.barrier()
+        expected = get_fp32_state_dict_from_zero_checkpoint(folder)
+        train(engine, range(2, 4))
+        with pytest.raises(RuntimeError, match="are shards of stage 3"):
+            load_state_dict_from_zero_checkpoint(engine.module, folder)
+        with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+            assert load_state_dict_from_zero_checkpoint(engine.module, folder) is engine.module
+        comm.barrier()
+    for name, one in engine.module.named_parameters():
+        if one.requires_grad:
+            assert torch.equal(zero.safe_get_full_fp32_param(one), expected[name]), name
