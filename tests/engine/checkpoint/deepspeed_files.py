@@ -20,6 +20,15 @@ import torch
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FIXED_SCALE = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 7}
+DYNAMIC_SCALE = {
+    "dynamic_loss_scale": True,
+    "cur_scale": 128.0,
+    "cur_iter": 7,
+    "last_overflow_iter": 3,
+    "scale_factor": 2.0,
+    "scale_window": 100,
+}
 
 
 class LossScaler:
@@ -147,9 +156,19 @@ def write_sharded(
 
 
 def write_unsharded(
-    folder: Path, trained: Trained, dtype: torch.dtype = torch.float32, flat: bool = False, tag: str = "global_step4"
+    folder: Path,
+    trained: Trained,
+    dtype: torch.dtype = torch.float32,
+    flat: bool = False,
+    tag: str = "global_step4",
+    *,
+    version: str = "0.18.2",
+    scale: dict[str, Any] | None = None,
 ) -> Path:
-    """A checkpoint without ZeRO: the optimizer in the model's file, over fp32 copies where the model has 16 bits."""
+    """A checkpoint without ZeRO: the optimizer in the model's file, over fp32 copies where the model has 16 bits.
+
+    `version`: DeepSpeed's; `scale`: what the file says of the loss scale. The moments are as `trained` has them.
+    """
     path = folder / tag
     path.mkdir(parents=True)
     optimizer: dict[str, Any] = trained.optimizer.state_dict()
@@ -164,13 +183,11 @@ def write_unsharded(
                 for number, group in enumerate(trained.groups)
             }
             optimizer = {"state": state, "param_groups": _settings(trained)}
-        dynamic = dtype == torch.float16
-        scale: dict[str, Any] = {"dynamic_loss_scale": dynamic, "cur_scale": 128.0 if dynamic else 1.0, "cur_iter": 7}
-        if dynamic:
-            scale |= {"last_overflow_iter": 3, "scale_factor": 2.0, "scale_window": 100}
+        if scale is None:
+            scale = DYNAMIC_SCALE if dtype == torch.float16 else FIXED_SCALE
         optimizer = {**scale, "optimizer_state_dict": optimizer, **held}
     states = _model_states(trained, trained.groups, 0, 0, 1, dtype)
-    states |= dict.fromkeys(("param_shapes", "shared_params"), None) | {"optimizer": optimizer}
+    states |= dict.fromkeys(("param_shapes", "shared_params"), None) | {"optimizer": optimizer, "ds_version": version}
     _save(states, path / "mp_rank_00_model_states.pt")
     (folder / "latest").write_text(tag)
     return path

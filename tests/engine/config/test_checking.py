@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.published import ZERO_3
 from thinwire.command_line import main
 
 BERT: dict[str, Any] = {
@@ -135,3 +138,55 @@ def test_everything_that_may_be_on(check) -> None:
         "what does not fill the last batch is left out.",
     ):
         assert sentence in told
+
+
+def test_what_a_trainer_fills_in(check) -> None:
+    code, told = check(ZERO_3)
+    assert code == 0
+    first = told.splitlines()[1]
+    assert "Filled in by Hugging Face's Trainer" in first
+    assert "train_batch_size, train_micro_batch_size_per_gpu 8, zero_optimization.reduce_bucket_size" in first
+    assert "optimizer.params.lr 5e-05" in first
+    for sentence in (
+        "A step takes 8 samples",
+        "AdamW: lr 5e-05,",
+        "warmup_max_lr 5e-05",
+        "clipped to a global norm of 1,",
+    ):
+        assert sentence in told
+
+
+def test_the_rest_is_checked_beside_a_trainers_autos(check) -> None:
+    params = {"warmup_num_steps": 500, "total_num_steps": "auto"}
+    tree = {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 3,
+        "scheduler": {"type": "WarmupDecayLR", "params": params},
+    }
+    code, told = check(tree, "--world-size", "4")
+    assert code == 0
+    assert "3 forwards and backwards of 2 on each of 4 ranks" in told
+    assert 'total_num_steps "auto"' in told
+    assert tree["scheduler"]["params"] is params
+    tree |= {"seed": "auto", "optimizer": {"type": "SGD", "params": {"momentum": "auto", "lr": "auto"}}, "fp61": 1}
+    code, told = check(tree, "--world-size", "4")
+    assert code == 1
+    assert '"seed" cannot be "auto"' in told
+    assert '"optimizer.params.momentum" is "auto", which nobody fills in' in told
+    assert 'Did you mean "fp16"?' in told
+    assert told.count("\n- ") == 3
+
+
+def test_no_compiler_is_imported(tmp_path: Path) -> None:
+    """torch.compile's machinery takes longer than all else that the command does."""
+    for number, tree in enumerate((BERT, {**BERT, "optimizer": {"type": "AdamW"}})):
+        (tmp_path / f"{number}").write_text(json.dumps(tree))
+    program = (
+        "import sys; from thinwire.command_line import main\n"
+        f"assert not main(['config', 'check', {str(tmp_path / '0')!r}, '--world-size', '8'])\n"
+        f"assert not main(['config', 'check', {str(tmp_path / '1')!r}, '--world-size', '8'])\n"
+        "print({'torch._dynamo', 'sympy', 'numba'} & sys.modules.keys(), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "set()\n"

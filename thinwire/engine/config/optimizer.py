@@ -12,6 +12,7 @@ from thinwire.comm import threads
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, dotted, reason, shown
 from thinwire.engine.config.params import Expected, check_params, expected_by
+from thinwire.engine.config.trial import trial_class
 from thinwire.engine.config.without_effect import WithoutEffect
 from thinwire.optim import registry
 from thinwire.optim.exact.names import EXACT
@@ -117,7 +118,7 @@ def check_optimizer(
                 options = dict(params)
                 if name in _ADAMS:
                     options.pop("bias_correction", None)
-                uncompressed_class(name)([torch.zeros(1)], **options)
+                trial_class(uncompressed_class(name))([torch.zeros(1)], **options)
             else:
                 _build_alone(own, params, stage)
         except CANNOT_WORK as error:
@@ -176,7 +177,7 @@ def _build_alone(entry: OptimizerEntry, params: Mapping[str, Any], stage: Any) -
     options = {name: value for name, value in params.items() if name != "comm_backend_name"}
     stage = stage if stage in entry.stages else entry.stages[0]
     parameter = torch.nn.Parameter(torch.zeros(1))
-    entry.load()([parameter], stage=stage, comm=threads.single(_ALONE_SECONDS), **options).close()
+    trial_class(entry.load())([parameter], stage=stage, comm=threads.single(_ALONE_SECONDS), **options).close()
 
 
 def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from thinwire.engine.config.models import EngineConfig, ThinwireConfig
 from thinwire.optim import registry
 from thinwire.optim.exact.names import needs_whole_parameters
 from thinwire.optim.registry import OptimizerEntry
-from thinwire.sparse_attn.layouts.config import layout_from_config
 
 __all__ = ["check_combinations", "total_steps"]
 
@@ -87,6 +86,8 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
 
 def _sparse_attention(config: EngineConfig) -> Iterator[str]:
     if config.sparse_attention is not None:
+        from thinwire.sparse_attn.layouts.config import layout_from_config
+
         try:
             layout_from_config(config.sparse_attention, num_heads=1)
         except CANNOT_WORK as error:

@@ -10,6 +10,7 @@ import torch
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
 from thinwire.engine.config.params import check_params, expected_by
+from thinwire.engine.config.trial import trial_class
 from thinwire.engine.schedules import build_schedule, schedule_names, why_refused
 
 __all__ = ["check_scheduler"]
@@ -65,7 +66,7 @@ def _check_values(name: str, params: Mapping[str, Any], problems: list[str]) -> 
             f"got {groups} of them"
         )
         return
-    optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)]} for _ in range(groups)])
+    optimizer = trial_class(torch.optim.AdamW)([{"params": [torch.zeros(1)]} for _ in range(groups)])
     try:
         build_schedule(name, params, optimizer)
     except CANNOT_WORK as error:

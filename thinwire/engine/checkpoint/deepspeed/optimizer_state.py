@@ -22,11 +22,13 @@ _STEP = "step"
 @dataclass(frozen=True)
 class OptimizerState:
     """`slices`: weights that lie with the optimizer, and its moments and step counts. `groups`: settings of each group,
-    as DeepSpeed's files have them. `loss_scale`: where fp16's scale is described, or None."""
+    as DeepSpeed's files have them. `loss_scale`: where fp16's scale is described, or None. `notes`: what a user must
+    know of it."""
 
     slices: list[SavedSlice] = field(default_factory=list)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
     loss_scale: Any = None
+    notes: list[str] = field(default_factory=list)
 
 
 def weight_kind(dtype: torch.dtype) -> str:

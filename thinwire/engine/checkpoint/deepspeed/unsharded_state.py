@@ -21,6 +21,7 @@ from thinwire.engine.checkpoint.deepspeed.optimizer_state import (
     scalars_of,
     weight_kind,
 )
+from thinwire.engine.checkpoint.deepspeed.unscaled_moments import MissingScale, find_missing_scale
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
@@ -48,6 +49,7 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
     groups = _groups(held, packed)
     scaler = held.values if "cur_scale" in held.values else None
     settings = [group.settings for group in groups]
+    missing = _missing_scale(model, held, groups)
     owners = _assign(model, groups, file)
     slices: list[SavedSlice] = []
     for group, names in zip(groups, owners, strict=True):
@@ -65,11 +67,26 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
                 run = one.reshape(-1)[cut]
                 if run.numel() != tensor.numel():
                     raise CheckpointError(f"{kind} of {name} in {file.path} has {run.numel()} values")
+                if missing is not None:
+                    run = missing.restore(kind, run, group.settings)
                 slices.append(SavedSlice(kind, name, 0, run))
             if state:
                 slices += scalars_of(state, group.settings, name, f"{name} in {file.path}", single)
             offset += tensor.numel()
-    return OptimizerState([one for one in slices if one.tensor.numel()], settings, scaler)
+    slices = [one for one in slices if one.tensor.numel()]
+    if missing is None:
+        return OptimizerState(slices, settings, scaler)
+    # No overflow ever held that scale down.
+    return OptimizerState(slices, settings, notes=[missing.note()])
+
+
+def _missing_scale(model: ModelFiles, held: Entry, groups: Sequence[_Group]) -> MissingScale | None:
+    """What the moments lack, where DeepSpeed left the loss scale out of the loss but not out of the step."""
+    dtypes = {tensor.dtype for tensor in model.module.values()} & {torch.float16, torch.bfloat16}
+    if not dtypes or all(group.masters is None for group in groups):
+        return None
+    dtype = torch.float16 if torch.float16 in dtypes else torch.bfloat16
+    return find_missing_scale(model.files[0].get("ds_version"), held, dtype)
 
 
 def _groups(held: Entry, packed: Entry) -> list[_Group]:
