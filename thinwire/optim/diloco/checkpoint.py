@@ -1,10 +1,10 @@
-"""What local updates are saved as: outer weights and momentum by their owners; and each worker's own replica, inner state
-and residual, of which another number of workers takes the means."""
+"""What local updates are saved as: outer weights and momentum by their owners; and each worker's own replica, inner
+state and residual, of which another number of workers takes the means."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,12 @@ class LocalCheckpoint:
             "met_at": met_at,
             "inner_kinds": sorted(kinds),
             "shape": list(self.shape),
-            "under_way": [
-                [one.fragment, one.left_at, one.arrived is not None and one.arrived.update is not None]
+            "under_way": [[one.fragment, one.left_at] for one in under_way],
+            "arriving": [
+                [self.names[piece.parameter], piece.start, piece.numel]
                 for one in under_way
+                if one.arrived is not None and one.arrived.update is not None
+                for piece in self.fragments[one.fragment].pieces
             ],
         }
 
@@ -101,21 +104,22 @@ class LocalCheckpoint:
         saved = source.counters()
         ranks = ranks_to_resume(source, self.comm, self.nodes, "a job", compresses=len(self.outer_steps) > 0)
         goes_on = saved["shape"] == list(self.shape)
-        arriving = {fragment: (left_at, finite) for fragment, left_at, finite in saved["under_way"]}
-        under_way: dict[int, UnderWay] = {}
-        for number, (fragment, outer_step) in enumerate(zip(self.fragments, self.outer_steps, strict=True)):
+        updates = self._read_updates(source, saved["arriving"])
+        for fragment, outer_step, number in zip(
+            self.fragments, self.outer_steps, range(len(self.fragments)), strict=True
+        ):
             outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
             replica = outer if ranks is None else self._mean(source, _REPLICA, ranks, fragment)
             self._load_outer_step(source, fragment, outer_step, ranks)
-            update = self._read_flat(source, _ARRIVING, fragment)
-            if update is not None and not (goes_on and number in arriving):
-                outer = outer - update
-            elif number in arriving:
-                under_way[number] = UnderWay(number, arriving[number][0], True, Arrived(update))
+            if not goes_on:  # with other fragments nothing can go on under way: it is taken in now
+                for piece in fragment.pieces:
+                    if piece.parameter in updates:
+                        update = updates[piece.parameter][piece.start : piece.start + piece.numel]
+                        outer[piece.offset : piece.offset + piece.numel] -= update
             self.weights.set(number, outer, replica)
         self._load_inner(source, saved["inner_kinds"], ranks)
-        in_order = [under_way[fragment] for fragment, _, _ in saved["under_way"] if fragment in under_way]
-        return saved["step"], saved["met_at"], in_order
+        under_way = [UnderWay(*one, True, self._arrived(one[0], updates)) for one in saved["under_way"] if goes_on]
+        return saved["step"], saved["met_at"], under_way
 
     def load_weights(self, source: SliceSource) -> None:
         """Take over the weights alone, for all workers."""
@@ -124,6 +128,23 @@ class LocalCheckpoint:
             self.weights.set(number, outer, outer)
 
     # Parts
+
+    def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
+        """What was under way, by the parameter's number, zeros in what was not; `arriving`: (name, start, elements)."""
+        number_of = {name: number for number, name in enumerate(self.names)}
+        found: dict[int, Tensor] = {}
+        for name, start, numel in arriving:
+            number, values = number_of[name], source.read(_ARRIVING, name, start, numel)
+            if number not in found:  # in fp64 where the worker was alone
+                found[number] = torch.zeros_like(self.worker.weights(number), dtype=values.dtype)
+            found[number][start : start + numel] = values
+        return found
+
+    def _arrived(self, fragment: int, updates: Mapping[int, Tensor]) -> Arrived:
+        pieces = self.fragments[fragment].pieces
+        if not all(piece.parameter in updates for piece in pieces):
+            return Arrived(None)
+        return Arrived(torch.cat([updates[one.parameter][one.start : one.start + one.numel] for one in pieces]))
 
     def _inner_keys(self, name: str) -> list[str]:
         return [key for key in self.worker.saved(self.names) if key.endswith(f".{name}")]

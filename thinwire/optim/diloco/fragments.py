@@ -1,5 +1,5 @@
-"""Which weights leave together: fragments of whole layers, strided over the depth of the model, filled up to equal sizes
-with what lies in no layer."""
+"""Which weights leave together: fragments of whole layers, strided over the depth of the model, filled up to equal
+sizes with what lies in no layer."""
 
 from __future__ import annotations
 

@@ -188,18 +188,17 @@ class LocalHome(Home):
 
     def saved_slices(self) -> list[SavedSlice]:
         """See Home. Waits for what is under way, which other ranks have to take part in at their next step at last."""
-        for one in self.under_way:
-            self._bring(one)
+        self._bring_all()
         return self._checkpoint.slices(self.under_way)
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """See Home."""
-        for one in self.under_way:
-            self._bring(one)
+        self._bring_all()
         return self._checkpoint.rank_tensors()
 
     def counters(self) -> dict[str, Any]:
         """See Home."""
+        self._bring_all()
         return {**self._checkpoint.counters(self._steps, self.met_at, self.under_way), **vars(self.outer_settings)}
 
     def load(self, source: SliceSource) -> None:
@@ -281,6 +280,10 @@ class LocalHome(Home):
                 )
         else:
             self.weights.subtract(one.fragment, arrived.update, mix)
+
+    def _bring_all(self) -> None:
+        for one in self.under_way:
+            self._bring(one)
 
     def _bring(self, one: UnderWay) -> Arrived:
         """Wait for what a fragment brings."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.nodes import NodeLinks, agree_on_nodes
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
-from thinwire.optim.diloco.fragments import auto_fragments, cut_fragments
+from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
 from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
 from thinwire.optim.diloco.timetable import Timetable
@@ -115,43 +115,33 @@ class DiLoCo(SynchronizedOptimizer):
         wire: dict[str, Any] = {"codec": codec, "block_size": block_size, "max_norm": self.max_norm}
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
-        def check() -> ParamsT:
-            _check_options(inner_class, **plan, **outer)
-            make_codec(codec, block_size)
-            return _listed(params)
+        def check() -> Any:
+            _check_options(inner_class, codec, block_size, **plan, **outer)
+            given = _listed(params)
+            check_parameters(_tensors(given), type(self).__name__)
+            return given
 
         given = on_every_rank(self.comm, check, "build its optimizer", (ValueError, TypeError))
         check_same_kind(self.comm, type(self).__name__, stage)
-        tensors = _tensors(given)
-        on_every_rank(
-            self.comm, lambda: check_parameters(tensors, "DiLoCo"), "build its optimizer", (TypeError, ValueError)
-        )
-        check_same_on_every_rank(
-            self.comm, tensors, [], {**plan, **wire, **outer, "nodes": nodes if isinstance(nodes, str) else list(nodes)}
-        )
-        broadcast_from_rank_0(self.comm, tensors)
+        settings = {**plan, **wire, **outer, "nodes": nodes if isinstance(nodes, str) else list(nodes)}
+        check_same_on_every_rank(self.comm, _tensors(given), [], settings)
+        broadcast_from_rank_0(self.comm, _tensors(given))
         links = _find_nodes(self.comm, nodes)
         worker = self._make_worker(given, inner_class, links, named_parameters, param_dtype, options)
-        names = _names_of(worker, named_parameters)
         self._become(worker)
         self.workers = self.comm.size if links is None else links.num_nodes
-        numels = {
-            number: one.numel() for number, one in enumerate(worker.parameters) if one.requires_grad and one.numel()
-        }
-        if outer_lr is None:
-            outer_lr = _default_outer_lr(self.workers, sum(numels.values()))
-        self.outer = OuterSettings(float(outer_lr), float(outer_momentum))
-        count = auto_fragments(names) if fragments == "auto" else fragments
-        cut = on_every_rank(self.comm, lambda: cut_fragments(names, numels, count), "cut fragments", (ValueError,))
-        exchange_comm = self.comm.duplicate()
-        device = worker.parameters[0].device
-        made = make_codec(codec, block_size)
-        steps = [make_outer_step(exchange_comm, links, one, made, number, device) for number, one in enumerate(cut)]
-        assert overlap is not None, "checked above"
-        timetable = Timetable(every, overlap, len(cut))
-        self._move_in(
-            LocalHome(self.comm, exchange_comm, links, worker, names, cut, steps, timetable, self.outer, mix)
+        names = _names_of(worker, named_parameters)
+        cut = on_every_rank(
+            self.comm, lambda: _cut(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
         )
+        if outer_lr is None:
+            outer_lr = _default_outer_lr(self.workers, sum(one.numel for one in cut))
+        self.outer = OuterSettings(float(outer_lr), float(outer_momentum))
+        exchange_comm = self.comm.duplicate()
+        device, made = worker.parameters[0].device, make_codec(codec, block_size)
+        steps = [make_outer_step(exchange_comm, links, one, made, number, device) for number, one in enumerate(cut)]
+        timetable = Timetable(every, plan["overlap"], len(cut))
+        self._move_in(LocalHome(self.comm, exchange_comm, links, worker, names, cut, steps, timetable, self.outer, mix))
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -272,6 +262,8 @@ _COMMUNICATES = (
 
 def _check_options(
     inner_class: object,
+    codec: CodecName,
+    block_size: int,
     *,
     every: object,
     overlap: object,
@@ -289,6 +281,7 @@ def _check_options(
         )
     if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
         raise ValueError(f"{inner_class.__name__} {_COMMUNICATES}")
+    make_codec(codec, block_size)
     check_count("every", every)
     assert isinstance(every, int)
     if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every:
@@ -308,6 +301,14 @@ def _check_options(
             raise ValueError(f"{name} must be a number from {low:g} up to, not including, {high:g}, got {value!r}")
     if stage not in (0, 1, 2):
         raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
+
+
+def _cut(parameters: Sequence[Tensor], names: Sequence[str], fragments: int | Literal["auto"]) -> list[Fragment]:
+    """The fragments of those that train."""
+    numels = {number: one.numel() for number, one in enumerate(parameters) if one.requires_grad and one.numel()}
+    if not numels:
+        raise ValueError("no parameter trains: set requires_grad before the optimizer is built")
+    return cut_fragments(names, numels, auto_fragments(names) if fragments == "auto" else fragments)
 
 
 def _default_outer_lr(workers: int, parameters: int) -> float:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -178,8 +179,9 @@ class RankWorker(Worker):
 
     def model_state_bytes(self, numel: int) -> dict[str, float]:
         """See Worker; state as it is held."""
-        state = [one for entry in self.optimizer.state.values() for one in entry.values() if isinstance(one, Tensor)]
-        held = float(sum(one.nbytes for one in state))
+        held = float(
+            sum(getattr(one, "nbytes", 0) for entry in self.optimizer.state.values() for one in entry.values())
+        )
         return {"weights": 4.0 * numel, "masters": 0.0, "gradients": 4.0 * numel, "optimizer state": held}
 
     def before_backwards(self, callback: Callable[[int], None]) -> None:
