@@ -10,6 +10,7 @@ from thinwire.lazy_imports import lazy_exports
 from thinwire.version import __version__
 
 __all__ = [
+    "DiLoCo",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",
@@ -33,7 +34,7 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire import comm, compress, deepspeed, engine, hugging_face, optim, plan, pld, sparse_attn, zero
     from thinwire.engine import initialize
-    from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+    from thinwire.optim import DiLoCo, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
     from thinwire.zero import ShardedOptimizer
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -52,7 +53,7 @@ else:
                 "zero",
             ),
             "engine": ("initialize",),
-            "optim": ("OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
+            "optim": ("DiLoCo", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
             "zero": ("ShardedOptimizer",),
         },
     )

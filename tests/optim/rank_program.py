@@ -8,6 +8,7 @@ import torch
 
 import thinwire
 from tests.compress import bodies, ddp_bodies
+from tests.optim.diloco import bodies as local_bodies
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
     for size in {1, comm.size}:
         part = comm.split(0 if comm.rank < size else None)
         if part is not None:
-            for body in bodies.ALL:
+            for body in (*bodies.ALL, *local_bodies.ALL):
                 body(part)
             part.close()
         comm.barrier()

@@ -177,6 +177,11 @@ class Exchange:
             self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number))
 
     @property
+    def leg_1_is_over(self) -> bool:
+        """Whether `advance` would not have to wait."""
+        return all(leg.work.is_completed() for leg in self._leg_1)
+
+    @property
     def has_arrived(self) -> bool:
         """Whether leg 2 has brought what `read` decodes."""
         return bool(self._headers) and bool(self._leg_2)

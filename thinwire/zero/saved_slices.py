@@ -72,10 +72,15 @@ class OwnSlices:
         """See SliceSource."""
         if not numel:  # of an empty parameter nobody saves a slice
             return torch.empty(0)
-        for saved in self._slices.get((kind, name), []):
-            if saved.start <= start and start + numel <= saved.start + saved.tensor.numel():
-                return saved.tensor[start - saved.start : start - saved.start + numel].cpu()
-        raise KeyError(f"elements {start} to {start + numel} of {kind} of {name} are not in this rank's state")
+        found: list[Tensor] = []
+        at, end = start, start + numel
+        for saved in sorted(self._slices.get((kind, name), []), key=lambda one: one.start):
+            if saved.start <= at < min(end, saved.start + saved.tensor.numel()):
+                found.append(saved.tensor[at - saved.start : end - saved.start].cpu())
+                at += found[-1].numel()
+        if at < end:
+            raise KeyError(f"elements {start} to {end} of {kind} of {name} are not in this rank's state")
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_rank(self, key: str, rank: int) -> Tensor:
         """See SliceSource."""

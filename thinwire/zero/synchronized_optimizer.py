@@ -257,8 +257,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """What belongs to this rank alone: error-feedback residuals above all."""
-        traffic = torch.tensor([self.bytes_sent, self.bytes_uncompressed], dtype=torch.int64)
-        return {**self._home.rank_tensors(), TRAFFIC: traffic}
+        own = self._home.rank_tensors()  # first: it may have to send something
+        return {**own, TRAFFIC: torch.tensor([self.bytes_sent, self.bytes_uncompressed], dtype=torch.int64)}
 
     def counters(self) -> dict[str, Any]:
         """Settings and where the run is, as plain values: the same on every rank."""

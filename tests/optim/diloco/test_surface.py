@@ -1,0 +1,249 @@
+"""What a training script meets: clipping, scalers, evaluation, 16 bits, nodes, skipped steps, bytes, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from tests.optim.diloco.reference import flat
+from tests.optim.diloco.tower import NUMEL, Tower, loss_of, make, outer_weights, train
+from thinwire.comm import Communicator, threads
+
+
+def test_nodes_are_workers_that_average_gradients_exactly() -> None:
+    """Two nodes of two ranks end as two workers do that see both ranks' batches."""
+
+    def body(comm: Communicator) -> torch.Tensor:
+        model = Tower()
+        optimizer = make(comm, model, nodes=[0, 0, 1, 1], lr=0.05, fragments=2, overlap=1)
+        assert optimizer.workers == 2
+        train(model, optimizer, 1, 17)
+        return outer_weights(model, optimizer)
+
+    def alone(comm: Communicator) -> torch.Tensor:
+        model = Tower()
+        optimizer = make(comm, model, lr=0.05, fragments=2, overlap=1)
+        for step in range(1, 18):
+            optimizer.zero_grad()
+            loss = sum(loss_of(model, 2 * comm.rank + place, step) for place in range(2)) / 2
+            loss.backward()
+            optimizer.step()
+        return outer_weights(model, optimizer)
+
+    by_node, by_rank = threads.run(body, 4), threads.run(alone, 2)
+    for one in by_node:
+        assert torch.equal(one, by_node[0])
+        torch.testing.assert_close(one, by_rank[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_state_is_sharded_inside_a_node(stage: int) -> None:
+    def body(comm: Communicator, at: int) -> tuple[torch.Tensor, int]:
+        model = Tower()
+        optimizer = make(comm, model, torch.optim.AdamW, nodes=[0, 0, 1, 1], lr=0.01, stage=at)
+        train(model, optimizer, 1, 13)
+        return outer_weights(model, optimizer), optimizer.bytes_sent_between_nodes
+
+    whole = threads.run(lambda comm: body(comm, 0), 4)
+    for (sharded, sent), (wanted, others_sent) in zip(
+        threads.run(lambda comm: body(comm, stage), 4), whole, strict=True
+    ):
+        assert torch.equal(sharded, wanted)
+        assert sent == others_sent
+
+
+def test_a_single_node_sends_nothing_to_others() -> None:
+    def body(comm: Communicator) -> None:
+        model = Tower()
+        optimizer = make(comm, model, nodes=[0, 0])
+        train(model, optimizer, 1, 9)
+        assert optimizer.workers == 1
+        assert optimizer.bytes_sent_between_nodes == 0
+
+    threads.run(body, 2)
+
+
+def test_16_bit_parameters_have_master_weights() -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Tower()
+        optimizer = make(comm, model, torch.optim.AdamW, lr=1e-5, param_dtype=torch.bfloat16, codec="int8")
+        before = outer_weights(model, optimizer)
+        train(model, optimizer, 1, 40)
+        shown = outer_weights(model, optimizer)
+        assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+        optimizer.eval()
+        optimizer.train()
+        train(model, optimizer, 41, 44)
+        return before, shown
+
+    (before, shown), (_, other) = threads.run(body, 2)
+    assert torch.equal(shown, other)
+    assert not torch.equal(before, shown), "updates below bf16's last bit were lost"
+
+
+def test_evaluation_shows_the_outer_weights_while_a_fragment_is_under_way() -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Tower()
+        optimizer = make(comm, model, every=4, overlap=2, fragments=1)
+        train(model, optimizer, 1, 5)
+        own = flat(model.parameters()).clone()
+        optimizer.eval()
+        shown = flat(model.parameters()).clone()
+        with pytest.raises(RuntimeError, match="eval"):
+            optimizer.step()
+        optimizer.train()
+        assert torch.equal(flat(model.parameters()), own)
+        train(model, optimizer, 6, 6)
+        return shown, own
+
+    (first, own), (second, others_own) = threads.run(body, 2)
+    assert torch.equal(first, second)
+    assert torch.equal(first, flat(Tower().parameters())), "nothing has arrived by then"
+    assert not torch.equal(own, others_own)
+
+
+def test_weights_changed_in_evaluation_are_an_error() -> None:
+    def body(comm: Communicator) -> None:
+        model = Tower()
+        optimizer = make(comm, model)
+        optimizer.eval()
+        with torch.no_grad():
+            model.first.weight.zero_()
+        with pytest.raises(RuntimeError, match="synchronize_weights"):
+            optimizer.train()
+
+    threads.run(body, 2)
+
+
+def test_a_worker_skips_a_gradient_that_is_not_finite_alone() -> None:
+    def body(comm: Communicator) -> int:
+        model = Tower()
+        optimizer = make(comm, model)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            loss = loss_of(model, comm.rank, step)
+            (loss * float("nan") if (comm.rank, step) == (1, 3) else loss).backward()
+            if (comm.rank, step) == (1, 3):
+                with pytest.warns(RuntimeWarning, match="rank 1"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        optimizer.synchronize()
+        assert torch.isfinite(flat(model.parameters())).all()
+        return optimizer.skipped_steps
+
+    assert threads.run(body, 2) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:the outer step")
+def test_a_worker_whose_weights_are_lost_begins_again_from_the_outer_weights() -> None:
+    def body(comm: Communicator) -> torch.Tensor:
+        model = Tower()
+        optimizer = make(comm, model, codec="int8", overlap=1)
+        train(model, optimizer, 1, 6)
+        if comm.rank == 1:
+            with torch.no_grad():
+                model.first.weight.fill_(float("inf"))
+                optimizer.inner.zero_grad()
+        train_with_finite_gradients_only(model, optimizer, 7, 13)
+        assert optimizer.dropped_outer_steps == 1
+        assert torch.isfinite(flat(model.parameters())).all()
+        return outer_weights(model, optimizer)
+
+    first, second = threads.run(body, 2)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def train_with_finite_gradients_only(model: nn.Module, optimizer: thinwire.DiLoCo, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        optimizer.zero_grad()
+        if torch.isfinite(flat(model.parameters())).all():
+            loss_of(model, optimizer.comm.rank, step).backward()
+        optimizer.step()
+
+
+def test_gradients_are_clipped_by_each_worker() -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        mine, torchs = Tower(), Tower()
+        optimizer = make(comm, mine, max_norm=0.01, every=100)
+        other = make(comm, torchs, every=100)
+        for step in range(1, 6):
+            for model, one in ((mine, optimizer), (torchs, other)):
+                one.zero_grad()
+                loss_of(model, comm.rank, step).backward()
+                if one is other:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                one.step()
+        return flat(mine.parameters()), flat(torchs.parameters())
+
+    for ours, torchs in threads.run(body, 2):
+        torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_gradient_scaler_scales_each_worker_by_itself(unscale: bool) -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, float]:
+        model, plain = Tower(), Tower()
+        optimizer, other = make(comm, model), make(comm, plain)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(1, 10):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, comm.rank, step)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        train(plain, other, 1, 9)
+        return flat(model.parameters()), flat(plain.parameters()), scaler.get_scale()
+
+    for scaled, wanted, scale in threads.run(body, 2):
+        torch.testing.assert_close(scaled, wanted, rtol=1e-5, atol=1e-6)
+        assert scale == 256.0
+
+
+def test_what_is_sent() -> None:
+    """Two legs of a byte an element and worker, every fourth step."""
+
+    def body(comm: Communicator) -> int:
+        model = Tower()
+        optimizer = make(comm, model, codec="int8", every=4, overlap=0, fragments=1)
+        train(model, optimizer, 1, 12)
+        return optimizer.bytes_sent
+
+    elements = -(-NUMEL // (4 * 64)) * 64
+    packet = 16 + elements // 64 * 4 + elements
+    assert threads.run(body, 4) == [3 * 2 * 3 * packet] * 4
+
+
+def test_learning_rate_schedules_and_groups_are_the_inner_optimizers() -> None:
+    def body(comm: Communicator) -> None:
+        model = Tower()
+        optimizer = thinwire.DiLoCo(
+            [{"params": model.first.parameters(), "lr": 0.5}, {"params": model.layers.parameters()}],
+            torch.optim.AdamW,
+            lr=0.1,
+            comm=comm,
+        )
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer.step()
+        scheduler.step()
+        assert [group["lr"] for group in optimizer.inner.param_groups] == [0.25, 0.05]
+
+    threads.run(body, 2)
+
+
+def test_memory_beside_the_inner_optimizers() -> None:
+    def body(comm: Communicator) -> dict[str, float]:
+        model = Tower()
+        optimizer = make(comm, model, torch.optim.AdamW, codec="int8", fragments=2)
+        train(model, optimizer, 1, 12)
+        return optimizer.model_state_bytes()
+
+    for held in threads.run(body, 2):
+        beside = held["outer weights"] + held["outer momentum"] + held["residuals"]
+        padding = 2 * 2 * 64 * (2 + 8 / 2)  # of the last blocks of both fragments
+        assert beside <= (4 + 2 + 8 / 2) * NUMEL + padding

@@ -1,0 +1,239 @@
+"""What local updates are saved as: outer weights and momentum by their owners; and each worker's own replica, inner
+state and residual, of which another number of workers takes the means."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.optim.diloco.fragments import Fragment, Piece
+from thinwire.optim.diloco.outer import Alone, Arrived, OuterStep, UnderWay
+from thinwire.optim.diloco.outer_weights import OuterWeights
+from thinwire.optim.diloco.worker import Worker
+from thinwire.optim.residuals import mean_over_ranks, ranks_to_resume
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.saved_state import read_weight
+
+__all__ = ["LocalCheckpoint"]
+
+_WORKER_RESIDUAL = "worker_residual"
+_OWNER_RESIDUAL = "owner_residual"
+_MOMENTUM = "outer_momentum"
+_ARRIVING = "arriving"
+_REPLICA = "replica"
+_INNER = "inner."
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint:
+    """What is saved of a worker and of its fragments, and how it is taken up again.
+
+    `nodes`: the node of each rank, where nodes are the workers. `shape`: what has to be alike for fragments to go on
+    under way.
+    """
+
+    comm: Communicator
+    nodes: list[int] | None
+    worker: Worker
+    names: Sequence[str]
+    fragments: Sequence[Fragment]
+    outer_steps: Sequence[OuterStep]
+    weights: OuterWeights
+    shape: Sequence[int]
+
+    def slices(self, under_way: Sequence[UnderWay]) -> list[SavedSlice]:
+        """What this rank owns of the outer weights, momentum and residuals, and of what is under way."""
+        found: list[SavedSlice] = []
+        arriving = {one.fragment: one.arrived for one in under_way}
+        for number, (fragment, outer_step) in enumerate(zip(self.fragments, self.outer_steps, strict=True)):
+            if isinstance(outer_step, Alone) and self.comm.rank:
+                continue  # every rank of the only worker holds the same
+            own = slice(outer_step.own.start, min(outer_step.own.stop, fragment.numel))
+            outer = self.weights.outer(number)
+            flat = {_MOMENTUM: outer_step.momentum, _OWNER_RESIDUAL: outer_step.owner_residual}
+            arrived = arriving.get(number)
+            for piece, place in _overlaps(fragment, own):
+                name, start = self.names[piece.parameter], piece.start + place.start - piece.offset
+                dtype = self.worker.parameters[piece.parameter].dtype
+                found.append(SavedSlice("weight", name, start, outer[place].to(dtype)))
+                if dtype != torch.float32:
+                    found.append(SavedSlice("master", name, start, outer[place]))
+                within = slice(place.start - own.start, place.stop - own.start)
+                found += [SavedSlice(kind, name, start, one[within]) for kind, one in flat.items() if one is not None]
+                if arrived is not None and arrived.update is not None:
+                    found.append(SavedSlice(_ARRIVING, name, start, arrived.update[place]))
+        return found
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """This worker's own: its replica of the weights, its inner state, its residual."""
+        found = {f"{_INNER}{key}": value for key, value in self.worker.saved(self.names).items()}
+        replica = self._whole(map(self.weights.replica, range(len(self.fragments))), torch.float32)
+        found |= {f"{_REPLICA}.{name}": values for name, values in replica.items()}
+        if any(one.worker_residual is not None for one in self.outer_steps):
+            residual = self._whole(map(self._residual, range(len(self.fragments))), torch.bfloat16)
+            found |= {f"{_WORKER_RESIDUAL}.{name}": values for name, values in residual.items()}
+        return found
+
+    def counters(self, step: int, met_at: int, under_way: Sequence[UnderWay]) -> dict[str, Any]:
+        """Where the run is."""
+        kinds = {key.rpartition(f".{name}")[0] for name in self.names for key in self._inner_keys(name)}
+        return {
+            "names": list(self.names),
+            "nodes": self.nodes,
+            "step": step,
+            "met_at": met_at,
+            "inner_kinds": sorted(kinds),
+            "shape": list(self.shape),
+            "under_way": [[one.fragment, one.left_at] for one in under_way],
+            "arriving": [
+                [self.names[piece.parameter], piece.start, piece.numel]
+                for one in under_way
+                if one.arrived is not None and one.arrived.update is not None
+                for piece in self.fragments[one.fragment].pieces
+            ],
+        }
+
+    def load(self, source: SliceSource) -> tuple[int, int, list[UnderWay]]:
+        """Take over what another run saved: the step, the step at which workers last met, and what is under way."""
+        saved = source.counters()
+        ranks = ranks_to_resume(source, self.comm, self.nodes, "a job", compresses=len(self.outer_steps) > 0)
+        goes_on = saved["shape"] == list(self.shape)
+        updates = self._read_updates(source, saved["arriving"])
+        for fragment, outer_step, number in zip(
+            self.fragments, self.outer_steps, range(len(self.fragments)), strict=True
+        ):
+            outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
+            replica = outer if ranks is None else self._mean(source, _REPLICA, ranks, fragment)
+            self._load_outer_step(source, fragment, outer_step, ranks)
+            if not goes_on:  # with other fragments nothing can go on under way: it is taken in now
+                for piece in fragment.pieces:
+                    if piece.parameter in updates:
+                        update = updates[piece.parameter][piece.start : piece.start + piece.numel]
+                        outer[piece.offset : piece.offset + piece.numel] -= update
+            self.weights.set(number, outer, replica)
+        self._load_inner(source, saved["inner_kinds"], ranks)
+        under_way = [UnderWay(*one, True, self._arrived(one[0], updates)) for one in saved["under_way"] if goes_on]
+        return saved["step"], saved["met_at"], under_way
+
+    def load_weights(self, source: SliceSource) -> None:
+        """Take over the weights alone, for all workers."""
+        for number, fragment in enumerate(self.fragments):
+            outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
+            self.weights.set(number, outer, outer)
+
+    # Parts
+
+    def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
+        """What was under way, by the parameter's number, zeros in what was not; `arriving`: (name, start, elements)."""
+        number_of = {name: number for number, name in enumerate(self.names)}
+        found: dict[int, Tensor] = {}
+        for name, start, numel in arriving:
+            number, values = number_of[name], source.read(_ARRIVING, name, start, numel)
+            if number not in found:  # in fp64 where the worker was alone
+                found[number] = torch.zeros_like(self.worker.weights(number), dtype=values.dtype)
+            found[number][start : start + numel] = values
+        return found
+
+    def _arrived(self, fragment: int, updates: Mapping[int, Tensor]) -> Arrived:
+        pieces = self.fragments[fragment].pieces
+        if not all(piece.parameter in updates for piece in pieces):
+            return Arrived(None)
+        return Arrived(torch.cat([updates[one.parameter][one.start : one.start + one.numel] for one in pieces]))
+
+    def _inner_keys(self, name: str) -> list[str]:
+        return [key for key in self.worker.saved(self.names) if key.endswith(f".{name}")]
+
+    def _load_outer_step(
+        self, source: SliceSource, fragment: Fragment, outer_step: OuterStep, ranks: Sequence[int] | None
+    ) -> None:
+        outer_step.reset()
+        own = outer_step.own
+        for kind, one in ((_MOMENTUM, outer_step.momentum), (_OWNER_RESIDUAL, outer_step.owner_residual)):
+            values = None if one is None else self._read_flat(source, kind, fragment)
+            if one is not None and values is not None:
+                part = values[own.start : own.stop]
+                one[: part.numel()].copy_(part)
+        residual, place = outer_step.worker_residual, outer_step.worker_place
+        if ranks is not None and residual is not None:
+            try:
+                part = self._mean(source, _WORKER_RESIDUAL, ranks, fragment)[place.start : place.stop]
+            except KeyError:  # it was saved by a worker alone, which loses nothing
+                return
+            residual[: part.numel()].copy_(part)
+
+    def _load_inner(self, source: SliceSource, kinds: Sequence[str], ranks: Sequence[int] | None) -> None:
+        if ranks is None:
+            warnings.warn(
+                "the inner optimizer's state begins anew: it was saved by other nodes, whose ranks shared it",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+            self.worker.reset_state()
+            return
+
+        def read(key: str) -> Tensor:
+            values = [source.read_rank(_INNER + key, rank) for rank in ranks]
+            if len(values) == 1:
+                return values[0]
+            if not values[0].is_floating_point() or values[0].numel() == 1:  # a count of steps
+                return torch.stack(values).amax(0)
+            return torch.stack(values).float().mean(0).to(values[0].dtype)
+
+        self.worker.load(self.names, kinds, read)
+
+    def _read_weight(self, source: SliceSource, piece: Piece) -> Tensor:
+        device = self.worker.parameters[0].device
+        values = read_weight(source, torch.float32, self.names[piece.parameter], piece.start, piece.numel)
+        return values.to(device, torch.float32)
+
+    def _read_flat(self, source: SliceSource, kind: str, fragment: Fragment) -> Tensor | None:
+        """A kind of value of a whole fragment; None where it was not saved of some of it."""
+        try:
+            values = [source.read(kind, self.names[one.parameter], one.start, one.numel) for one in fragment.pieces]
+        except KeyError:
+            return None
+        return torch.cat(values).to(self.worker.parameters[0].device)
+
+    def _mean(self, source: SliceSource, kind: str, ranks: Sequence[int], fragment: Fragment) -> Tensor:
+        """The mean over `ranks` of their own values of a fragment."""
+        means = {one.parameter: self.names[one.parameter] for one in fragment.pieces}
+        read = {number: mean_over_ranks(source, f"{kind}.{name}", ranks) for number, name in means.items()}
+        flat = [read[one.parameter][one.start : one.start + one.numel] for one in fragment.pieces]
+        return torch.cat(flat).to(self.worker.parameters[0].device)
+
+    def _residual(self, number: int) -> Tensor:
+        """The worker's residual of a fragment, zeros where another rank of the node has it."""
+        fragment, outer_step = self.fragments[number], self.outer_steps[number]
+        place, residual = outer_step.worker_place, outer_step.worker_residual
+        whole = torch.zeros(max(fragment.numel, place.stop), device=self.worker.parameters[0].device)
+        if residual is not None:
+            whole[place].copy_(residual)
+        return whole[: fragment.numel]
+
+    def _whole(self, of_fragments: Iterator[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Values by fragment as whole parameters, by name."""
+        device = self.worker.parameters[0].device
+        found = {
+            name: torch.zeros(parameter.numel(), dtype=dtype, device=device)
+            for name, parameter in zip(self.names, self.worker.parameters, strict=True)
+            if parameter.requires_grad
+        }
+        for fragment, values in zip(self.fragments, of_fragments, strict=True):
+            for one in fragment.pieces:
+                name = self.names[one.parameter]
+                found[name][one.start : one.start + one.numel] = values[one.offset : one.offset + one.numel]
+        return found
+
+
+def _overlaps(fragment: Fragment, own: slice) -> Iterator[tuple[Piece, slice]]:
+    """The pieces of a fragment in its elements `own`, and where."""
+    for piece in fragment.pieces:
+        first, last = max(piece.offset, own.start), min(piece.offset + piece.numel, own.stop)
+        if first < last:
+            yield piece, slice(first, last)

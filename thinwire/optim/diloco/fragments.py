@@ -1,0 +1,117 @@
+"""Which weights leave together: fragments of whole layers, strided over the depth of the model, filled up to equal
+sizes with what lies in no layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Fragment", "Piece", "auto_fragments", "cut_fragments", "layers_of"]
+
+_LAYERS_TO_A_FRAGMENT = 3
+_NUMBERED = re.compile(r"^(.*?\.)?(\d+)(?=\.)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `start + numel` of a flattened parameter, by its number; `offset`: where in the fragment."""
+
+    parameter: int
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Weights that are synchronised together, laid end to end."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in all."""
+        return sum(piece.numel for piece in self.pieces)
+
+
+def layers_of(names: Sequence[str]) -> list[list[int]]:
+    """The numbers of the parameters of each layer, in the order of the names.
+
+    A layer is an entry of the numbered list that holds most parameters: "encoder.layer.3." of
+    "encoder.layer.3.attention.weight". What lies in no such list is in none.
+    """
+    lists: dict[str, dict[int, list[int]]] = {}
+    for number, name in enumerate(names):
+        if (found := _NUMBERED.match(name)) is not None:
+            lists.setdefault(found[1] or "", {}).setdefault(int(found[2]), []).append(number)
+    if not lists:
+        return []
+    of_most = max(lists.values(), key=lambda entries: sum(map(len, entries.values())))
+    return [of_most[entry] for entry in sorted(of_most)]
+
+
+def auto_fragments(names: Sequence[str]) -> int:
+    """How many fragments a model should have: one for every three layers."""
+    return max(1, len(layers_of(names)) // _LAYERS_TO_A_FRAGMENT)
+
+
+def cut_fragments(names: Sequence[str], numels: Mapping[int, int], count: int) -> list[Fragment]:
+    """Cut the parameters `numels`, elements by number in `names`, into `count` fragments.
+
+    Layer i is in fragment i modulo `count`. What lies in no layer, embeddings above all, fills the smaller ones up to
+    the size of the others, cut anywhere: an outer step is elementwise. Raises ValueError where there are more fragments
+    than layers.
+    """
+    layers = [[number for number in layer if number in numels] for layer in layers_of(names)]
+    layers = [layer for layer in layers if layer]
+    if count > 1 and count > len(layers):
+        raise ValueError(
+            f"fragments={count} for {len(layers)} layers, as the names of the parameters show: a fragment is one layer "
+            "at least. Pass fewer, fragments='auto', or named_parameters=model.named_parameters()"
+        )
+    members: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+    for place, layer in enumerate(layers):
+        members[place % count] += [(number, 0, numels[number]) for number in layer]
+    in_layers = {number for layer in layers for number in layer}
+    _fill(members, [(number, numel) for number, numel in numels.items() if number not in in_layers])
+    return [Fragment(tuple(_laid_out(one))) for one in members]
+
+
+def _fill(members: list[list[tuple[int, int, int]]], rest: Sequence[tuple[int, int]]) -> None:
+    """Give `rest`, (number, elements), to `members`, so that all become as large as the largest or the mean."""
+    sizes = [sum(numel for _, _, numel in one) for one in members]
+    level = _level(sizes, sum(numel for _, numel in rest))
+    fragment = 0
+    for number, numel in rest:
+        start = 0
+        while start < numel:
+            if fragment == len(members) - 1:
+                taken = numel - start
+            else:
+                taken = min(numel - start, max(0, level - sizes[fragment]))
+            if taken:
+                members[fragment].append((number, start, taken))
+                sizes[fragment] += taken
+                start += taken
+            if start < numel:
+                fragment += 1
+
+
+def _level(sizes: Sequence[int], more: int) -> int:
+    """The height to which `more` fills up what has these `sizes`."""
+    ordered = sorted(sizes)
+    below = 0
+    for count, size in enumerate(ordered, start=1):
+        below += size
+        level = -(-(below + more) // count)
+        if count == len(ordered) or level <= ordered[count]:
+            return level
+    raise AssertionError("there is at least one fragment")
+
+
+def _laid_out(members: Sequence[tuple[int, int, int]]) -> Iterator[Piece]:
+    offset = 0
+    for number, start, numel in members:
+        yield Piece(number, start, numel, offset)
+        offset += numel

@@ -1,0 +1,305 @@
+"""The home of local updates: a worker that steps by itself, and fragments of its weights under way to and from the
+others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.comm.nodes import NodeLinks
+from thinwire.optim.diloco.checkpoint import LocalCheckpoint
+from thinwire.optim.diloco.fragments import Fragment
+from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, UnderWay
+from thinwire.optim.diloco.outer_weights import OuterWeights
+from thinwire.optim.diloco.timetable import Timetable
+from thinwire.optim.diloco.worker import Worker
+from thinwire.zero.home import Home, StepResult, ring_bytes
+from thinwire.zero.parameter_state import ParameterState
+from thinwire.zero.rank_checks import settings_digest
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
+
+__all__ = ["LocalHome"]
+
+
+class LocalHome(Home):
+    """Workers that take steps of their own, and now and then an outer step together, fragment by fragment.
+
+    One order on every rank: a fragment is passed on before the next one leaves, and taken in in the order of leaving.
+    """
+
+    kind = "local"
+
+    def __init__(
+        self,
+        comm: Communicator,
+        exchange_comm: Communicator,
+        links: NodeLinks | None,
+        worker: Worker,
+        names: Sequence[str],
+        fragments: Sequence[Fragment],
+        outer_steps: Sequence[OuterStep],
+        timetable: Timetable,
+        outer: OuterSettings,
+        mix: float,
+    ) -> None:
+        self.comm = comm
+        self.worker = worker
+        self.outer_settings = outer
+        self.fragments = fragments
+        self.outer_steps = outer_steps
+        self.weights = OuterWeights(worker, fragments)
+        self.under_way: list[UnderWay] = []
+        self.met_at = 0
+        """The step after which all workers last held the same weights."""
+        self.overflows = False
+        self.dropped_outer_steps = 0
+        self._exchange_comm = exchange_comm
+        self._links = links
+        self._names = list(names)
+        shape = [timetable.every, timetable.overlap, *(piece.numel for one in fragments for piece in one.pieces)]
+        self._checkpoint = LocalCheckpoint(
+            comm, self.nodes, worker, self._names, fragments, outer_steps, self.weights, shape
+        )
+        self._timetable = timetable
+        self._mix = mix
+        self._steps = 0
+        self._before_first: Callable[[], None] | None = None
+        worker.before_backwards(self._on_gradient)
+
+    # What it reports
+
+    @property
+    def timetable(self) -> Timetable:
+        """When fragments leave and arrive."""
+        return self._timetable
+
+    @property
+    def steps(self) -> int:
+        """Steps of every worker, whether or not each had a finite gradient in all of them."""
+        return self._steps
+
+    @property
+    def nodes(self) -> list[int] | None:
+        """The node of each rank, where nodes are the workers."""
+        return None if self._links is None else list(self._links.groups.node_of)
+
+    @property
+    def in_sync(self) -> bool:
+        """See Home."""
+        return not self.under_way and self.met_at == self._steps
+
+    @property
+    def bytes_sent(self) -> int:
+        """See Home."""
+        return self.bytes_sent_between_nodes + self.worker.bytes_inside + self._bytes_inside
+
+    @property
+    def bytes_sent_between_nodes(self) -> int:
+        """See Home."""
+        return self._exchange_comm.traffic.bytes_sent if self._links is None else self._links.bytes_between
+
+    @property
+    def _bytes_inside(self) -> int:
+        return 0 if self._links is None else self._links.bytes_inside
+
+    @property
+    def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
+        """See Home."""
+        return ring_bytes(self.comm, (one for one in self.parameters if one.requires_grad))
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """See Home."""
+        return self.worker.parameters
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See Home."""
+        return self._names
+
+    # One step
+
+    def step(self) -> StepResult:
+        """See Home: this worker's own step, then what the timetable has for it."""
+        result = self.worker.step(self.loss_scale, self.overflows)
+        self._steps += 1
+        self._take_in_due()
+        for fragment in self._timetable.leaving(self._steps):
+            self._leave(fragment)
+        if self._timetable.overlap == 0:
+            self._take_in_due()
+            if len(self.fragments) == 1 and self._timetable.leaving(self._steps) and self._mix == 0.0:
+                self.met_at = self._steps
+        return result
+
+    def drop(self) -> None:
+        """See Home; gradients never leave a worker."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See Home."""
+        return self.worker.no_sync()
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """See Home."""
+        self.worker.leave_out(parameters)
+
+    def end_backward(self) -> None:
+        """See Home."""
+        self.worker.end_backward()
+
+    def follow(self, gate: Callable[[], bool]) -> None:
+        """See Home."""
+        self.worker.follow(gate)
+
+    def before_first_backward(self, callback: Callable[[], None]) -> None:
+        """See Home."""
+        self._before_first = callback
+
+    def name(self, names: Mapping[int, str]) -> None:
+        """See Home; no error message of this home's names a parameter."""
+
+    # Weights
+
+    def synchronize_weights(self) -> None:
+        """Take in what is under way, and an outer step of every fragment; replicas then are the outer weights."""
+        if self.in_sync:
+            return
+        while self.under_way:
+            self._take_in(self.under_way[0])
+        for fragment in range(len(self.fragments)):
+            self._leave(fragment)
+            self._take_in(self.under_way[0])
+        self.met_at = self._steps
+
+    def show_own_weights(self, own: bool) -> None:
+        """See Home."""
+        self.weights.show(not own)
+
+    def parameter_state(self) -> ParameterState:
+        """See Home."""
+        return self.worker.parameter_state(lambda: self.in_sync)
+
+    # Checkpoints
+
+    def saved_slices(self) -> list[SavedSlice]:
+        """See Home. Waits for what is under way, which other ranks have to take part in at their next step at last."""
+        self._bring_all()
+        return self._checkpoint.slices(self.under_way)
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """See Home."""
+        self._bring_all()
+        return self._checkpoint.rank_tensors()
+
+    def counters(self) -> dict[str, Any]:
+        """See Home."""
+        self._bring_all()
+        return {**self._checkpoint.counters(self._steps, self.met_at, self.under_way), **vars(self.outer_settings)}
+
+    def load(self, source: SliceSource) -> None:
+        """See Home."""
+        while self.under_way:
+            self._take_in(self.under_way[0])
+        self._steps, self.met_at, self.under_way = self._checkpoint.load(source)
+
+    def load_weights(self, source: SliceSource) -> None:
+        """See Home."""
+        while self.under_way:
+            self._take_in(self.under_way[0])
+        self._checkpoint.load_weights(source)
+        self.met_at = self._steps
+
+    def reset_state(self) -> None:
+        """See Home; every worker goes on from the outer weights."""
+        while self.under_way:
+            self._take_in(self.under_way[0])
+        self.worker.reset_state()
+        for number, outer_step in enumerate(self.outer_steps):
+            outer_step.reset()
+            outer = self.weights.outer(number).clone()
+            self.weights.set(number, outer, outer)
+        self._steps = self.met_at = 0
+
+    def model_state_bytes(self) -> dict[str, float]:
+        """See Home."""
+        numel = sum(one.numel() for one in self.parameters if one.requires_grad)
+        found = self.worker.model_state_bytes(numel)
+        steps = self.outer_steps
+        residuals = [kept for one in steps for kept in (one.worker_residual, one.owner_residual) if kept is not None]
+        found["outer weights"] = 4.0 * numel
+        found["outer momentum"] = float(sum(one.momentum.nbytes for one in steps))
+        found["residuals"] = float(sum(one.nbytes for one in residuals))
+        return found
+
+    def close(self) -> None:
+        """See Home."""
+        self.worker.close()
+        self._exchange_comm.close()
+        if self._links is not None:
+            self._links.close()
+
+    # Parts
+
+    def _leave(self, fragment: int) -> None:
+        """Send a fragment's outer gradient; all that left before are passed on first, on every rank alike."""
+        for earlier in self.under_way:
+            self._pass_on(earlier)
+        digest = settings_digest([vars(self.outer_settings)], self._steps)
+        outer_step = self.outer_steps[fragment]
+        outer_step.leave(self.weights.outer(fragment), self.weights.replica(fragment), self._steps, digest)
+        self.under_way.append(UnderWay(fragment, self._steps))
+
+    def _pass_on(self, one: UnderWay) -> None:
+        if not one.passed_on:
+            self.outer_steps[one.fragment].pass_on(self.outer_settings)
+            one.passed_on = True
+
+    def _take_in_due(self) -> None:
+        while self.under_way and self._timetable.arrival(self.under_way[0].left_at) <= self._steps:
+            self._take_in(self.under_way[0], self._mix)
+
+    def _take_in(self, one: UnderWay, mix: float = 0.0) -> None:
+        """Take the outer step that a fragment has brought; where none was taken, begin again from the outer weights."""
+        arrived = self._bring(one)
+        self.under_way.remove(one)
+        if arrived.update is None:
+            outer = self.weights.outer(one.fragment).clone()
+            self.weights.set(one.fragment, outer, outer)
+            self.dropped_outer_steps += 1
+            if self.comm.rank == 0:
+                warnings.warn(
+                    f"the outer step of step {one.left_at} was dropped on every rank: some worker's weights were not "
+                    f"finite. Fragment {one.fragment} goes on from the outer weights, without the steps since the last",
+                    RuntimeWarning,
+                    stacklevel=6,
+                )
+        else:
+            self.weights.subtract(one.fragment, arrived.update, mix)
+
+    def _bring_all(self) -> None:
+        for one in self.under_way:
+            self._bring(one)
+
+    def _bring(self, one: UnderWay) -> Arrived:
+        """Wait for what a fragment brings."""
+        for earlier in self.under_way[: self.under_way.index(one) + 1]:
+            self._pass_on(earlier)
+        if one.arrived is None:
+            one.arrived = self.outer_steps[one.fragment].arrive()
+        return one.arrived
+
+    def _on_gradient(self, number: int) -> None:
+        """During backwards: go on with what is under way, where that does not mean to wait."""
+        del number
+        if self._before_first is not None:
+            callback, self._before_first = self._before_first, None
+            callback()
+        if self.under_way and not self.under_way[-1].passed_on:
+            last = self.under_way[-1]
+            if self.outer_steps[last.fragment].may_pass_on():
+                self._pass_on(last)

@@ -1,0 +1,358 @@
+"""DiLoCo as a torch optimizer around any other."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire import comm as communication
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.nodes import NodeLinks, agree_on_nodes
+from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
+from thinwire.optim.diloco.home import LocalHome
+from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
+from thinwire.optim.diloco.timetable import Timetable
+from thinwire.optim.diloco.worker import NodeWorker, RankWorker, Worker
+from thinwire.optim.home_options import Backend, Nodes
+from thinwire.optim.options import check_count
+from thinwire.zero import ShardedOptimizer
+from thinwire.zero.rank_checks import (
+    broadcast_from_rank_0,
+    check_parameters,
+    check_same_kind,
+    check_same_on_every_rank,
+)
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+__all__ = ["DiLoCo"]
+
+_MANY_PARAMETERS = 335_000_000
+
+
+class DiLoCo(SynchronizedOptimizer):
+    """Local steps of any optimizer, and every now and then an outer step on the mean of what the workers did.
+
+    DiLoCo (Douillard et al. 2023, arXiv 2311.08105), in fragments that overlap with training (Streaming DiLoCo,
+    Douillard et al. 2025, arXiv 2501.18512), through a codec with error feedback on both legs, the outer momentum
+    sharded over the ranks. Gradients never leave a worker, so that clipping, GradScaler and accumulation are the inner
+    optimizer's own; a step in which a worker's gradient is not finite is skipped by that worker alone.
+
+        opt = thinwire.DiLoCo(model.parameters(), torch.optim.AdamW, lr=4e-4, every=30)
+
+    Every rank must call `step` equally often. Between outer steps ranks hold weights of their own: `eval()` shows the
+    weights that all have in common, `train()` this worker's again, and `synchronize()` ends training with all alike.
+
+    Args:
+        params: parameters or groups, as the inner optimizer takes them, named or not; rank 0's values are given to all.
+        inner_class: any torch.optim class, or a function that builds an optimizer from groups; one that does not
+            communicate by itself. fp32 parameters are stepped as they are; 16-bit ones get fp32 master weights.
+        every: H, steps from one outer step of a fragment to its next.
+        outer_lr: rate of the outer SGD. By default what scaling-law studies found best (arXiv 2503.09799, figure 7),
+            by the number of workers: 0.6, beyond four of them 0.8; for one worker of a large model 0.4.
+        outer_momentum: its Nesterov momentum.
+        fragments: into how many the model is cut; "auto" is one for every three layers that the parameters' names show.
+            Layer i is in fragment i modulo their number; embeddings and what else is in no layer fills them up to equal
+            sizes. They leave at equal distances in time.
+        overlap: τ, steps that a fragment is under way while training goes on; by default 1, if `every` leaves room.
+        mix: how much of a worker's own weights remains in them when an outer step is taken in; by default 0.5 with
+            overlap and 0 without.
+        codec: "none", "bf16", "fp16", "int8" or "sign1": what outer gradients go through. One worker sends nothing.
+        block_size: elements that share one scale.
+        nodes: workers of several ranks, which average gradients exactly among themselves: "auto" makes each host of
+            several ranks a worker where there are several hosts, "flat" every rank; else the node of each rank.
+        stage: inside such a node, 0 keeps all state on every rank, 1 and 2 shard it (ZeRO).
+        max_norm: a worker's gradients are clipped to this 2-norm; 0 and None do not clip.
+        comm, comm_backend_name: as for every optimizer of ours.
+        named_parameters: names, where `params` has none: for fragments, checkpoints and errors.
+        param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
+        options: for the inner class: lr, betas, ...
+
+    `workers`: how many there are. `inner`: the inner optimizer. `outer_lr`, `outer_momentum`: may be set, on every rank
+    alike. `dropped_outer_steps`: outer steps that were not taken, as some worker's weights were not finite.
+
+    Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
+    """
+
+    _home: LocalHome
+
+    def __init__(
+        self,
+        params: ParamsT,
+        inner_class: Callable[..., torch.optim.Optimizer],
+        *,
+        every: int = 30,
+        outer_lr: float | None = None,
+        outer_momentum: float = 0.9,
+        fragments: int | Literal["auto"] = "auto",
+        overlap: int | None = None,
+        mix: float | None = None,
+        codec: CodecName = "int8",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        nodes: Nodes = "auto",
+        stage: int = 0,
+        max_norm: float | None = 0.0,
+        comm: Communicator | None = None,
+        comm_backend_name: Backend | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        param_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        self.comm = comm or communication.init(backend=comm_backend_name)
+        self.stage = stage
+        self.max_norm = 0.0 if max_norm is None else max_norm
+        if overlap is None and isinstance(every, int):
+            overlap = max(0, min(1, every - 1))
+        mix = (0.5 if overlap else 0.0) if mix is None else mix
+        plan: dict[str, Any] = {"every": every, "overlap": overlap, "fragments": fragments, "mix": mix, "stage": stage}
+        wire: dict[str, Any] = {"codec": codec, "block_size": block_size, "max_norm": self.max_norm}
+        outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+
+        def check() -> Any:
+            _check_options(inner_class, codec, block_size, **plan, **outer)
+            given = _listed(params)
+            check_parameters(_tensors(given), type(self).__name__)
+            return given
+
+        given = on_every_rank(self.comm, check, "build its optimizer", (ValueError, TypeError))
+        check_same_kind(self.comm, type(self).__name__, stage)
+        settings = {**plan, **wire, **outer, "nodes": nodes if isinstance(nodes, str) else list(nodes)}
+        check_same_on_every_rank(self.comm, _tensors(given), [], settings)
+        broadcast_from_rank_0(self.comm, _tensors(given))
+        links = _find_nodes(self.comm, nodes)
+        worker = self._make_worker(given, inner_class, links, named_parameters, param_dtype, options)
+        self._become(worker)
+        self.workers = self.comm.size if links is None else links.num_nodes
+        names = _names_of(worker, named_parameters)
+        cut = on_every_rank(
+            self.comm, lambda: _cut(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
+        )
+        if outer_lr is None:
+            outer_lr = _default_outer_lr(self.workers, sum(one.numel for one in cut))
+        self.outer = OuterSettings(float(outer_lr), float(outer_momentum))
+        exchange_comm = self.comm.duplicate()
+        device, made = worker.parameters[0].device, make_codec(codec, block_size)
+        steps = [make_outer_step(exchange_comm, links, one, made, number, device) for number, one in enumerate(cut)]
+        timetable = Timetable(every, plan["overlap"], len(cut))
+        self._move_in(LocalHome(self.comm, exchange_comm, links, worker, names, cut, steps, timetable, self.outer, mix))
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer of this worker's own steps; its groups are this optimizer's."""
+        return self._home.worker.optimizer
+
+    @property
+    def outer_lr(self) -> float:
+        """Rate of the outer steps; may be set, on every rank alike."""
+        return self.outer.lr
+
+    @outer_lr.setter
+    def outer_lr(self, lr: float) -> None:
+        self.outer.lr = lr
+
+    @property
+    def outer_momentum(self) -> float:
+        """Nesterov momentum of the outer steps; may be set, on every rank alike."""
+        return self.outer.momentum
+
+    @outer_momentum.setter
+    def outer_momentum(self, momentum: float) -> None:
+        self.outer.momentum = momentum
+
+    @property
+    def fragments(self) -> int:
+        """Into how many the model is cut."""
+        return len(self._home.fragments)
+
+    @property
+    def dropped_outer_steps(self) -> int:
+        """Outer steps of a fragment that were not taken, as some worker's weights were not finite."""
+        return self._home.dropped_outer_steps
+
+    def synchronize(self) -> None:
+        """Take in what is under way, and an outer step of every fragment, so that all ranks hold the outer weights: at
+        the end of training, or before anybody changes weights. Collective; the same as `synchronize_weights`."""
+        self.synchronize_weights()
+
+    # Parts
+
+    def _make_worker(
+        self,
+        given: ParamsT,
+        inner_class: Callable[..., torch.optim.Optimizer],
+        links: NodeLinks | None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        param_dtype: torch.dtype | None,
+        options: dict[str, Any],
+    ) -> Worker:
+        single = param_dtype in (None, torch.float32) and all(one.dtype == torch.float32 for one in _tensors(given))
+        if links is None and single and not getattr(inner_class, "whole_parameters", False):
+            if self.stage:
+                raise ValueError(
+                    f"stage={self.stage} shards state among the ranks of a worker, and every worker is one rank here: "
+                    "use stage=0, or say with nodes= which ranks are a worker"
+                )
+
+            def make() -> torch.optim.Optimizer:
+                inner = inner_class(given, **options)
+                if isinstance(inner, SynchronizedOptimizer) or type(inner).__module__.startswith("torch.distributed"):
+                    raise ValueError(f"{type(inner).__name__} {_COMMUNICATES}")
+                return inner
+
+            inner = on_every_rank(self.comm, make, "build its inner optimizer", (ValueError, TypeError))
+            return RankWorker(inner, self.comm, self.max_norm)
+        inside = self.comm.split(self.comm.rank) if links is None else links.inside
+        assert inside is not None
+        sharded = ShardedOptimizer(
+            given,
+            inner_class,
+            stage=self.stage,
+            comm=inside,
+            named_parameters=named_parameters,
+            param_dtype=param_dtype,
+            max_norm=self.max_norm,
+            **options,
+        )
+        return NodeWorker(sharded, inside if links is None else None)
+
+    def _become(self, worker: Worker) -> None:
+        """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""
+        torch.optim.Optimizer.__init__(self, [torch.zeros(1)], worker.optimizer.defaults)
+        self.param_groups = worker.optimizer.param_groups
+        self.state = worker.optimizer.state
+
+    @property
+    def _saved_name(self) -> str:
+        inner = self.inner
+        name = inner._saved_name if isinstance(inner, ShardedOptimizer) else type(inner).__name__
+        return f"DiLoCo of {name}"
+
+    def _take_scale(self) -> None:
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        found: Tensor | None = getattr(self, "found_inf", None)
+        if found is not None and grad_scale is None and isinstance(self.inner, ShardedOptimizer):
+            super()._take_scale()
+        self._home.overflows = found is not None and bool(found)
+        if found is not None:
+            self.loss_scale = 1.0 if grad_scale is None else float(grad_scale)
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        if self.loss_scale == 1.0:
+            warnings.warn(
+                f"step {self.steps} was skipped by rank {self.comm.rank}: {self.last_step.reason}. Its weights and "
+                "state are as before; other workers have stepped",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+_COMMUNICATES = (
+    "communicates by itself, and DiLoCo's inner optimizer steps alone: pass the plain class, as torch.optim.AdamW. "
+    "Ranks that share a worker are said with nodes=, and stage= shards their state"
+)
+
+
+def _check_options(
+    inner_class: object,
+    codec: CodecName,
+    block_size: int,
+    *,
+    every: object,
+    overlap: object,
+    fragments: object,
+    mix: float,
+    stage: int,
+    outer_lr: float | None,
+    outer_momentum: float,
+) -> None:
+    """Raise ValueError or TypeError for options that cannot work."""
+    if not callable(inner_class):
+        raise TypeError(
+            f"inner_class must be an optimizer class, or a function that builds one from groups, got {inner_class!r}: "
+            "pass torch.optim.AdamW, and its options beside it"
+        )
+    if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
+        raise ValueError(f"{inner_class.__name__} {_COMMUNICATES}")
+    make_codec(codec, block_size)
+    check_count("every", every)
+    assert isinstance(every, int)
+    if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every:
+        raise ValueError(
+            f"overlap must be a number of steps from 0 up to, not including, every={every}, got {overlap!r}: a "
+            "fragment has to be back before it leaves again"
+        )
+    if fragments != "auto":
+        check_count("fragments", fragments)
+    for name, value, low, high in (
+        ("mix", mix, 0.0, 1.0),
+        ("outer_momentum", outer_momentum, 0.0, 1.0),
+        ("outer_lr", 1.0 if outer_lr is None else outer_lr, 0.0, math.inf),
+    ):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not low <= value < high:
+            raise ValueError(f"{name} must be a number from {low:g} up to, not including, {high:g}, got {value!r}")
+    if stage not in (0, 1, 2):
+        raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
+
+
+def _cut(parameters: Sequence[Tensor], names: Sequence[str], fragments: int | Literal["auto"]) -> list[Fragment]:
+    """The fragments of those that train."""
+    numels = {number: one.numel() for number, one in enumerate(parameters) if one.requires_grad and one.numel()}
+    if not numels:
+        raise ValueError("no parameter trains: set requires_grad before the optimizer is built")
+    return cut_fragments(names, numels, auto_fragments(names) if fragments == "auto" else fragments)
+
+
+def _default_outer_lr(workers: int, parameters: int) -> float:
+    """What was best for many models at that number of workers (arXiv 2503.09799, figure 7)."""
+    if workers == 1:
+        return 0.4 if parameters >= _MANY_PARAMETERS else 0.6
+    return 0.6 if workers <= 4 else 0.8
+
+
+def _find_nodes(comm: Communicator, nodes: Nodes) -> NodeLinks | None:
+    """The workers of several ranks; None where every rank is one. Collective."""
+    if nodes == "flat":
+        return None
+    groups = agree_on_nodes(comm, None if isinstance(nodes, str) else nodes)
+    chosen = groups.hierarchical if isinstance(nodes, str) else len(groups.members) < comm.size
+    return NodeLinks(comm, groups) if chosen else None
+
+
+def _listed(params: ParamsT) -> Any:
+    """`params`, which may be an iterator, as lists."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be parameters or groups of them, got a single tensor: put it into a list")
+    given = list(params)
+    if not given:
+        raise ValueError("the optimizer got no parameters")
+    return [
+        {**one, "params": [one["params"]] if isinstance(one["params"], Tensor) else list(one["params"])}
+        if isinstance(one, dict)
+        else one
+        for one in given
+    ]
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    """All parameters in what an optimizer takes."""
+    flat = [entry for one in given for entry in (one["params"] if isinstance(one, dict) else [one])]
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in flat]
+
+
+def _names_of(worker: Worker, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[str]:
+    """What the worker's parameters are called, by whoever knows."""
+    known = {id(parameter): name for name, parameter in named_parameters or ()}
+    for number, group in enumerate(worker.optimizer.param_groups):
+        given = group.get("param_names") or [f"group{number}.{place}" for place in range(len(group["params"]))]
+        for parameter, name in zip(group["params"], given, strict=True):
+            known.setdefault(id(parameter), name)
+    return [known[id(parameter)] for parameter in worker.parameters]

@@ -1,0 +1,221 @@
+"""The outer step of one fragment: the outer gradient's way over the wire, the owner's momentum, and the outer weights,
+the same bits on every rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.comm.nodes import NodeLinks
+from thinwire.compress.codecs import Codec
+from thinwire.compress.exchange import Exchange
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange
+from thinwire.compress.low_memory_exchange import LowMemoryExchange
+from thinwire.optim.diloco.fragments import Fragment
+
+__all__ = ["Alone", "Arrived", "OuterSettings", "OuterStep", "Together", "UnderWay", "make_outer_step"]
+
+
+@dataclass
+class OuterSettings:
+    """Of the outer optimizer, SGD with Nesterov's momentum."""
+
+    lr: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What an outer step subtracts from the outer weights, one value an element; None where some worker's weights were
+    not finite, so that no outer step was taken."""
+
+    update: Tensor | None
+
+
+@dataclass
+class UnderWay:
+    """A fragment that left after step `left_at` and is not taken in yet. `passed_on`: leg 2 has begun; `arrived`: what
+    it brought, once that is here."""
+
+    fragment: int
+    left_at: int
+    passed_on: bool = False
+    arrived: Arrived | None = None
+
+
+class OuterStep(ABC):
+    """From workers' outer gradients of one fragment to what all subtract from the outer weights.
+
+    With Δ_m = w° - w_m of worker m (DiLoCo, arXiv 2311.08105, Algorithm 1; C a codec, e and s its residuals):
+
+        leg 1, worker m:  c_m = C(Δ_m + e_m),  e_m += Δ_m - c_m
+        owner:            a = mean c_m,  v = μ v + a,  u = η (a + μ v),  q = C(u + s),  s += u - q
+        leg 2, everyone:  w° -= q
+
+    Use: `leave`, `pass_on`, `arrive`, in this order.
+
+    `momentum`: v, fp32, of the elements `own` of the fragment, those that this rank owns.
+    """
+
+    own: slice
+    momentum: Tensor
+
+    @abstractmethod
+    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int) -> None:
+        """Leg 1: send w° - w, both fp32 [numel]. Collective."""
+
+    @abstractmethod
+    def may_pass_on(self) -> bool:
+        """Whether leg 1 has brought all."""
+
+    @abstractmethod
+    def pass_on(self, settings: OuterSettings) -> None:
+        """Take the owner's part of the outer step, waiting for leg 1, and begin leg 2. Collective."""
+
+    @abstractmethod
+    def arrive(self) -> Arrived:
+        """Wait for leg 2. Raises PacketError or SettingsError, on every rank, where ranks are out of step."""
+
+    def reset(self) -> None:
+        """Forget momentum and residuals."""
+        for one in (self.momentum, self.worker_residual, self.owner_residual):
+            if one is not None:
+                one.zero_()
+
+    @property
+    def worker_place(self) -> slice:
+        """The elements that `worker_residual` is of."""
+        return slice(0, 0)
+
+    @property
+    def worker_residual(self) -> Tensor | None:
+        """What of leg 1 is still to be sent; None where nothing is lost."""
+        return None
+
+    @property
+    def owner_residual(self) -> Tensor | None:
+        """The same of leg 2, of the elements `own`."""
+        return None
+
+
+class Together(OuterStep):
+    """Over the ranks of a communicator, or over nodes."""
+
+    def __init__(self, exchange: Exchange, numel: int) -> None:
+        self._exchange = exchange
+        self._numel = numel
+        self.own = exchange.owner_place
+        self.momentum = torch.zeros(self.own.stop - self.own.start, device=exchange.payload.device)
+        self._next_momentum: Tensor | None = None
+
+    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int) -> None:
+        """See OuterStep."""
+        payload = self._exchange.payload
+        payload[self._numel :].zero_()
+        torch.sub(outer, replica, out=payload[: self._numel])
+        self._exchange.start(step, settings=settings)
+
+    def may_pass_on(self) -> bool:
+        """See OuterStep."""
+        return self._exchange.leg_1_is_over
+
+    def pass_on(self, settings: OuterSettings) -> None:
+        """See OuterStep."""
+        after = torch.empty_like(self.momentum)
+
+        def take_outer_step(average: Tensor, place: slice) -> None:
+            torch.add(average, self.momentum[place], alpha=settings.momentum, out=after[place])
+            average.add_(after[place], alpha=settings.momentum).mul_(settings.lr)
+
+        self._exchange.advance(take_outer_step)
+        self._next_momentum = after
+
+    def arrive(self) -> Arrived:
+        """See OuterStep."""
+        exchange, after = self._exchange, self._next_momentum
+        assert after is not None, "arrive() follows pass_on()"
+        self._next_momentum = None
+        exchange.wait()
+        if not exchange.outcome().finite:
+            exchange.revert()
+            return Arrived(None)
+        self.momentum = after
+        exchange.commit()
+        update = torch.empty(exchange.padded_numel, device=after.device)
+        exchange.read(update)
+        return Arrived(update[: self._numel])
+
+    @property
+    def worker_place(self) -> slice:
+        """See OuterStep."""
+        return self._exchange.worker_place
+
+    @property
+    def worker_residual(self) -> Tensor | None:
+        """See OuterStep."""
+        return self._exchange.worker_residual
+
+    @property
+    def owner_residual(self) -> Tensor | None:
+        """See OuterStep."""
+        return self._exchange.owner_residual
+
+
+class Alone(OuterStep):
+    """Of a single worker, which sends nothing. In fp64, so that a step of rate 1 without momentum leads to the worker's
+    own weights, bit for bit."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.own = slice(0, numel)
+        self.momentum = torch.zeros(numel, device=device)
+        self._gradient: Tensor | None = None
+        self._update: Tensor | None = None
+
+    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int) -> None:
+        """See OuterStep."""
+        self._gradient = outer.double().sub_(replica)
+
+    def may_pass_on(self) -> bool:
+        """See OuterStep."""
+        return True
+
+    def pass_on(self, settings: OuterSettings) -> None:
+        """See OuterStep."""
+        assert self._gradient is not None, "pass_on() follows leave()"
+        gradient, self._gradient = self._gradient, None
+        if bool(torch.isfinite(gradient.abs().max())) if gradient.numel() else True:
+            momentum = gradient + self.momentum.double() * settings.momentum
+            self._update = gradient.add_(momentum, alpha=settings.momentum).mul_(settings.lr)
+            self.momentum.copy_(momentum)
+
+    def arrive(self) -> Arrived:
+        """See OuterStep."""
+        update, self._update = self._update, None
+        return Arrived(update)
+
+
+def make_outer_step(
+    comm: Communicator, links: NodeLinks | None, fragment: Fragment, codec: Codec, index: int, device: torch.device
+) -> OuterStep:
+    """Of fragment number `index`, over nodes where there are `links`, else over the ranks of `comm`."""
+    workers = comm.size if links is None else links.num_nodes
+    if workers == 1:
+        return Alone(fragment.numel, device)
+    exchange: Exchange
+    if links is not None:
+        exchange = HierarchicalExchange(links, fragment.numel, codec, bucket=index, device=device)
+    else:
+        exchange = LowMemoryExchange(
+            comm,
+            fragment.numel,
+            codec,
+            bucket=index,
+            device=device,
+            residual_dtype=torch.bfloat16,
+            reversible=False,
+        )
+    return Together(exchange, fragment.numel)

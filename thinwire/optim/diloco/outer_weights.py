@@ -1,0 +1,100 @@
+"""The outer weights, which all ranks have in common, beside the worker's own; and which of the two parameters show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.optim.diloco.fragments import Fragment, Piece
+from thinwire.optim.diloco.worker import Worker
+
+__all__ = ["OuterWeights"]
+
+
+class OuterWeights:
+    """fp32 outer weights by fragment, [elements], and a worker's replica of them.
+
+    `shown`: parameters show the outer weights. fp32 parameters then have changed places with them, so that no further
+    copy is held; 16-bit parameters are rounded from them, and the worker's master weights stay as they are.
+    """
+
+    def __init__(self, worker: Worker, fragments: Sequence[Fragment]) -> None:
+        self.shown = False
+        self._worker = worker
+        self._fragments = fragments
+        self._versions: list[int] = []
+        device = worker.parameters[0].device
+        self._kept = [torch.zeros(one.numel, device=device) for one in fragments]
+        for number in range(len(fragments)):
+            self._kept[number].copy_(self.replica(number))
+
+    def outer(self, fragment: int) -> Tensor:
+        """The outer weights of a fragment, to be read."""
+        return self._displaced(fragment) if self.shown else self._kept[fragment]
+
+    def replica(self, fragment: int) -> Tensor:
+        """The worker's own, to be read."""
+        kept, pieces = self._kept[fragment], self._fragments[fragment].pieces
+        values = [
+            kept[one.offset : one.offset + one.numel] if self.shown and self._single(one) else self._of_worker(one)
+            for one in pieces
+        ]
+        return torch.cat(values) if values else kept
+
+    def subtract(self, fragment: int, update: Tensor, mix: float) -> None:
+        """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°."""
+        outer = (self.outer(fragment) - update).float()
+        replica = outer if mix == 0.0 else torch.lerp(outer, self.replica(fragment), mix)
+        self.set(fragment, outer, replica)
+
+    def set(self, fragment: int, outer: Tensor, replica: Tensor) -> None:
+        """Write both."""
+        shown = self.shown
+        self.show(False)
+        self._kept[fragment].copy_(outer)
+        for piece in self._fragments[fragment].pieces:
+            self._worker.write(piece.parameter, piece.start, replica[piece.offset : piece.offset + piece.numel])
+        self.show(shown)
+
+    def show(self, outer: bool) -> None:
+        """Let parameters show the outer weights, or the worker's own.
+
+        Raises RuntimeError where parameters were changed while they showed the outer weights.
+        """
+        if outer == self.shown:
+            return
+        parameters = self._worker.parameters
+        if not outer and [one._version for one in parameters] != self._versions:
+            raise RuntimeError(
+                "parameters were changed after eval() and before train(), while they showed the weights that all "
+                "workers have in common: what one rank writes there others do not have. Change weights in training, "
+                "after optimizer.synchronize_weights() on every rank"
+            )
+        for kept, fragment in zip(self._kept, self._fragments, strict=True):
+            for piece in fragment.pieces:
+                self._change_places(kept[piece.offset : piece.offset + piece.numel], piece)
+        self.shown = outer
+        self._versions = [one._version for one in parameters]
+
+    def _change_places(self, kept: Tensor, piece: Piece) -> None:
+        single = self._single(piece)
+        own = self._of_worker(piece).clone() if single or self.shown else kept
+        self._worker.show(piece.parameter, piece.start, kept if single else own)
+        if single:
+            kept.copy_(own)
+
+    def _displaced(self, fragment: int) -> Tensor:
+        """The outer weights while parameters show them."""
+        kept, pieces = self._kept[fragment], self._fragments[fragment].pieces
+        values = [
+            self._of_worker(one) if self._single(one) else kept[one.offset : one.offset + one.numel] for one in pieces
+        ]
+        return torch.cat(values) if values else kept
+
+    def _single(self, piece: Piece) -> bool:
+        return self._worker.parameters[piece.parameter].dtype == torch.float32
+
+    def _of_worker(self, piece: Piece) -> Tensor:
+        return self._worker.weights(piece.parameter)[piece.start : piece.start + piece.numel]

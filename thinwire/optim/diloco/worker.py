@@ -1,0 +1,342 @@
+"""A worker's own part: an inner optimizer that steps this rank's replica of the weights, or the replica of its node."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
+from thinwire.optim.algorithm_home import check_in_sync
+from thinwire.zero import ShardedOptimizer
+from thinwire.zero.autograd_hooks import GradientHook
+from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.zero.parameter_state import Fragment, Held, ParameterState, find_state, whole_values
+
+__all__ = ["NodeWorker", "RankWorker", "Worker"]
+
+
+# What a key says of a value besides its kind: a plain number, or where in the parameter a slice begins.
+_NUMBER = "[number]"
+_START = "[start]"
+
+
+class Worker(ABC):
+    """An inner optimizer and the weights that it steps.
+
+    `optimizer`: the inner one. `parameters`: what it holds, in the order of its groups.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[Tensor]
+
+    @abstractmethod
+    def step(self, loss_scale: float, overflows: bool) -> StepResult:
+        """Step by the gradients, which are times `loss_scale`, or skip them where they are not finite.
+
+        `overflows`: a GradScaler has found that already.
+        """
+
+    @abstractmethod
+    def weights(self, number: int) -> Tensor:
+        """The fp32 weights that steps change, one-dimensional, of a parameter: to be read."""
+
+    @abstractmethod
+    def write(self, number: int, start: int, values: Tensor) -> None:
+        """Set elements of a parameter from `start` on, and all that follows from them."""
+
+    @abstractmethod
+    def show(self, number: int, start: int, values: Tensor) -> None:
+        """Let the parameter alone have these values from `start` on, rounded to its dtype."""
+
+    @abstractmethod
+    def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
+        """What is held of each parameter."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards inside only add up."""
+        return nullcontext()
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Expect no gradient of these in the next backward."""
+
+    def end_backward(self) -> None:
+        """Send what a backward has left unsent inside the node."""
+
+    def follow(self, gate: Callable[[], bool]) -> None:
+        """Send nothing inside the node while `gate()` is false."""
+
+    @abstractmethod
+    def before_backwards(self, callback: Callable[[int], None]) -> None:
+        """Call this, a method, now and then during backwards, and before the first gradient is taken."""
+
+    @abstractmethod
+    def saved(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The inner optimizer's state, keys "kind.name"; the parameters called `names`."""
+
+    @abstractmethod
+    def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        """Take over what `saved` gave; `read` raises KeyError for a key that there is not. Weights stay as they are."""
+
+    @abstractmethod
+    def reset_state(self) -> None:
+        """Forget the inner optimizer's state."""
+
+    @abstractmethod
+    def model_state_bytes(self, numel: int) -> dict[str, float]:
+        """Bytes that a rank holds of the replica, its gradients and its optimizer state, `numel` trained elements."""
+
+    @property
+    def bytes_inside(self) -> int:
+        """Bytes this rank has sent to ranks of its node."""
+        return 0
+
+    def close(self) -> None:
+        """Release communicators."""
+
+
+class RankWorker(Worker):
+    """One rank, fp32 parameters: any torch optimizer steps the parameters themselves.
+
+    Gradients are clipped to a 2-norm of `max_norm`, 0 for none: this rank's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator, max_norm: float) -> None:
+        self.optimizer = optimizer
+        self._comm = comm
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._max_norm = max_norm
+
+    def step(self, loss_scale: float, overflows: bool) -> StepResult:
+        """See Worker."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if not gradients:
+            return StepResult(False, math.nan, NO_GRADIENTS)
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / loss_scale
+        if overflows or not math.isfinite(norm):
+            return StepResult(False, math.inf, "a gradient was NaN or infinite on this rank")
+        factor = min(1.0, self._max_norm / norm) if self._max_norm and norm else 1.0
+        if factor != loss_scale:  # the same bits as without us where nothing is to be done
+            torch._foreach_mul_(gradients, factor / loss_scale)
+        self.optimizer.step()
+        return StepResult(True, norm)
+
+    def weights(self, number: int) -> Tensor:
+        """See Worker."""
+        return self.parameters[number].detach().reshape(-1)
+
+    def write(self, number: int, start: int, values: Tensor) -> None:
+        """See Worker."""
+        self.show(number, start, values)
+
+    def show(self, number: int, start: int, values: Tensor) -> None:
+        """See Worker."""
+        with torch.no_grad():
+            parameter = self.parameters[number]
+            if parameter.is_contiguous():
+                parameter.view(-1)[start : start + values.numel()].copy_(values)
+            else:
+                whole = parameter.reshape(-1)
+                whole[start : start + values.numel()].copy_(values)
+                parameter.copy_(whole.view(parameter.shape))
+
+    def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
+        """See Worker."""
+        return _OwnState(self, self._comm, in_sync)
+
+    def saved(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See Worker."""
+        return {
+            f"{kind}{'' if isinstance(value, Tensor) else _NUMBER}.{name}": torch.as_tensor(value)
+            for name, parameter in zip(names, self.parameters, strict=True)
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if value is not None
+        }
+
+    def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        """See Worker."""
+        self.reset_state()
+        for name, parameter in zip(names, self.parameters, strict=True):
+            for kind in kinds:
+                try:
+                    value = read(f"{kind}.{name}")
+                except KeyError:
+                    continue
+                entry = self.optimizer.state[parameter]
+                if kind.endswith(_NUMBER):
+                    entry[kind.removesuffix(_NUMBER)] = value.item()
+                else:
+                    # Step counts stay on the CPU, where torch's optimizers keep them.
+                    entry[kind] = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+
+    def reset_state(self) -> None:
+        """See Worker."""
+        self.optimizer.state.clear()
+
+    def model_state_bytes(self, numel: int) -> dict[str, float]:
+        """See Worker; state as it is held."""
+        held = float(
+            sum(getattr(one, "nbytes", 0) for entry in self.optimizer.state.values() for one in entry.values())
+        )
+        return {"weights": 4.0 * numel, "masters": 0.0, "gradients": 4.0 * numel, "optimizer state": held}
+
+    def before_backwards(self, callback: Callable[[int], None]) -> None:
+        """See Worker."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                GradientHook(callback, number).register(parameter)
+
+
+class NodeWorker(Worker):
+    """The ranks of a node, or one rank with master weights: gradients are averaged exactly inside, state is sharded."""
+
+    optimizer: ShardedOptimizer
+
+    def __init__(self, optimizer: ShardedOptimizer, own_comm: Communicator | None) -> None:
+        """`own_comm`: to be closed with it."""
+        self.optimizer = optimizer
+        self.parameters = [parameter for _, parameter in optimizer.saved_parameters()]
+        self._own_comm = own_comm
+        found = next(one for one in map(find_state, self.parameters) if one is not None)
+        self._state = found[0]
+
+    def step(self, loss_scale: float, overflows: bool) -> StepResult:
+        """See Worker."""
+        self.optimizer.loss_scale = loss_scale
+        self.optimizer.step()
+        return self.optimizer.last_step
+
+    def weights(self, number: int) -> Tensor:
+        """See Worker."""
+        parameter = self.parameters[number].detach()
+        if parameter.dtype == torch.float32:
+            return parameter.reshape(-1)
+        return whole_values(self._state, number, self._state.weights(number))[0].reshape(-1)
+
+    def write(self, number: int, start: int, values: Tensor) -> None:
+        """See Worker."""
+        if self.parameters[number].dtype == torch.float32:
+            self.show(number, start, values)
+            return
+        whole = self.weights(number).clone()
+        whole[start : start + values.numel()] = values
+        for held in self._state.weights(number).fragments:
+            held.values.copy_(whole[held.start : held.start + held.values.numel()])
+        self._state.after_writing_weights(number, whole.view(self.parameters[number].shape))
+
+    def show(self, number: int, start: int, values: Tensor) -> None:
+        """See Worker."""
+        with torch.no_grad():
+            self.parameters[number].view(-1)[start : start + values.numel()].copy_(values)
+
+    def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
+        """See Worker."""
+        return self._state
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See Worker."""
+        return self.optimizer.no_sync()
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """See Worker."""
+        self.optimizer.leave_out(parameters)
+
+    def end_backward(self) -> None:
+        """See Worker."""
+        self.optimizer.end_backward()
+
+    def saved(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See Worker."""
+        found: dict[str, Tensor] = {}
+        for one in self.optimizer.saved_slices():
+            if one.kind not in ("weight", "master"):
+                found[f"{one.kind}.{one.name}"] = one.tensor
+                found[f"{one.kind}{_START}.{one.name}"] = torch.tensor(one.start)
+        return found
+
+    def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        """See Worker. Collective inside the node."""
+        slices: list[tuple[str, str, int, Tensor]] = []
+        for name, number in zip(names, range(len(names)), strict=True):
+            if self.optimizer.comm.rank == 0:
+                slices.append(("master", name, 0, self.weights(number)))
+                slices.append(("weight", name, 0, self.parameters[number].detach().reshape(-1)))
+            for kind in kinds:
+                if kind.endswith(_START):
+                    continue
+                try:
+                    slices.append((kind, name, int(read(f"{kind}{_START}.{name}")), read(f"{kind}.{name}")))
+                except KeyError:
+                    continue
+        state = self.optimizer.state_dict()
+        state["thinwire"] |= {"slices": slices, "rank_tensors": {}}
+        self.optimizer.load_state_dict(state)
+
+    def reset_state(self) -> None:
+        """See Worker."""
+        self.optimizer.reset_state()
+
+    def model_state_bytes(self, numel: int) -> dict[str, float]:
+        """See Worker."""
+        return self.optimizer.model_state_bytes()
+
+    def before_backwards(self, callback: Callable[[int], None]) -> None:
+        """See Worker; the inner optimizer looks for others by itself, and each step gives the chance to go on."""
+
+    @property
+    def bytes_inside(self) -> int:
+        """See Worker."""
+        return self.optimizer.bytes_sent
+
+    def close(self) -> None:
+        """See Worker."""
+        self.optimizer.close()
+        if self._own_comm is not None:
+            self._own_comm.close()
+
+
+class _OwnState(ParameterState):
+    """What one rank's inner optimizer has of its own replica."""
+
+    cuts_parameters = False
+
+    def __init__(self, worker: RankWorker, comm: Communicator, in_sync: Callable[[], bool]) -> None:
+        self.comm = comm
+        self._worker = worker
+        self._in_sync = in_sync
+
+    def parameter(self, number: int) -> Tensor:
+        """See ParameterState."""
+        return self._worker.parameters[number]
+
+    def weights(self, number: int) -> Held:
+        """See ParameterState."""
+        check_in_sync(self._in_sync())
+        return Held([Fragment(0, self._worker.weights(number))], everywhere=True)
+
+    def after_writing_weights(self, number: int, value: Tensor | None) -> None:
+        """See ParameterState."""
+        assert value is not None, "every rank has all of its weights"
+        self._worker.write(number, 0, value.reshape(-1))
+
+    def state(self, number: int, kind: str) -> Held:
+        """See ParameterState."""
+        values = self._worker.optimizer.state.get(self.parameter(number), {}).get(kind)
+        known = isinstance(values, Tensor) and values.numel() == self.parameter(number).numel()
+        return Held([Fragment(0, values.reshape(-1))] if known else [], everywhere=True, known=known)
+
+    def gradient(self, number: int) -> Held | None:
+        """See ParameterState."""
+        gradient = self.parameter(number).grad
+        return None if gradient is None else Held([Fragment(0, gradient.reshape(-1))], everywhere=True)
+
+    def after_writing_gradient(self, number: int) -> None:
+        """See ParameterState; the step reads the gradient itself."""
+
+    def kinds(self) -> list[str]:
+        """See ParameterState."""
+        return sorted({kind for entry in self._worker.optimizer.state.values() for kind in entry})
