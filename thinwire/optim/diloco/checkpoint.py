@@ -118,8 +118,10 @@ class LocalCheckpoint:
                         outer[piece.offset : piece.offset + piece.numel] -= update
             self.weights.set(number, outer, replica)
         self._load_inner(source, saved["inner_kinds"], ranks)
-        under_way = [UnderWay(*one, True, self._arrived(one[0], updates)) for one in saved["under_way"] if goes_on]
-        return saved["step"], saved["met_at"], under_way
+        under_way = [
+            UnderWay(number, left_at, True, self._arrived(number, updates)) for number, left_at in saved["under_way"]
+        ]
+        return saved["step"], saved["met_at"], under_way if goes_on else []
 
     def load_weights(self, source: SliceSource) -> None:
         """Take over the weights alone, for all workers."""
@@ -141,8 +143,8 @@ class LocalCheckpoint:
         return found
 
     def _arrived(self, fragment: int, updates: Mapping[int, Tensor]) -> Arrived:
-        pieces = self.fragments[fragment].pieces
-        if not all(piece.parameter in updates for piece in pieces):
+        pieces = self.fragments[fragment].pieces if fragment < len(self.fragments) else ()
+        if not pieces or not all(piece.parameter in updates for piece in pieces):
             return Arrived(None)
         return Arrived(torch.cat([updates[one.parameter][one.start : one.start + one.numel] for one in pieces]))
 
