@@ -1,71 +1,77 @@
-"""Block-sparse attention on a GPU beside compiled FlexAttention on the same blocks and dense flash attention, in bf16.
+"""Block-sparse attention on a GPU beside FlexAttention, dense flash and cuDNN attention, and others that are installed.
 
-All take turns within one run; the JSON has every figure, the table the ratios that matter.
+Every case runs in a process of its own, and the JSON is written after each: what crashes loses one case. The table has
+the ratios that matter; what could not be had is named with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.benchmarks.attention_gpu_case import FLASH, FLEX, OURS, Case, Result
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
-from experiments.tasks.attention_peers import Attention, compiled_flex_attention
-from thinwire.sparse_attn import BigBird, block_sparse_attention
 
-__all__ = ["main", "summarise"]
-
-_HEADS = 16
-_WARMUP = 3
-_OURS, _FLEX, _FLASH = "thinwire", "FlexAttention, compiled", "dense, flash"
-
-
-@dataclass(frozen=True)
-class Result:
-    """Median milliseconds of one system. `density`: the fraction of all blocks that the sparse ones attend."""
-
-    system: str
-    mode: str
-    length: int
-    block: int
-    head_size: int
-    density: float
-    milliseconds: float
+__all__ = ["main", "run_case", "summarise"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints a table, writes JSON; the exit code."""
+    """Measures, prints a table, writes JSON; the exit code: 1 where no case gave figures."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
     except InputError as error:
         return refuse("experiments.benchmarks.attention_gpu", error)
-    results = [
-        result
-        for head_size in options.head_sizes
-        for block in options.blocks
-        for length in options.lengths
-        for result in _measure(length, block, head_size, options.repetitions)
-    ]
-    summary = summarise(results)
-    _print_table(summary)
     made_on = {**machine.describe(), "gpu": torch.cuda.get_device_name()}
-    write_json(
-        options.output, {"machine": made_on, "summary": summary, "results": [asdict(result) for result in results]}
-    )
+    results: list[Result] = []
+    left_out: list[dict[str, Any]] = []
+    end = time.monotonic() + options.seconds
+    for length in options.lengths:
+        for head_size in options.head_sizes:
+            for block in options.blocks:
+                case = Case(length, block, head_size, options.repetitions)
+                found, missing = run_case([sys.executable, "-m", _CASE], case, end - time.monotonic())
+                results += found
+                left_out += missing
+                summary = summarise(results)
+                written = {"machine": made_on, "summary": summary, "left_out": left_out}
+                write_json(options.output, {**written, "results": [asdict(one) for one in results]})
+    _print_table(summarise(results))
+    for one in left_out:
+        print("Left out:", *one.values())
     print(f"Written: {options.output}")
-    return 0
+    return 0 if results else 1
+
+
+_CASE = "experiments.benchmarks.attention_gpu_case"
+
+
+def run_case(command: list[str], case: Case, seconds: float) -> tuple[list[Result], list[dict[str, Any]]]:
+    """Results of a case, measured by `command` within `seconds`, and what was left out of it and why."""
+    where = {"length": case.length, "block": case.block, "head_size": case.head_size}
+    if seconds <= 0:
+        return [], [{**where, "system": "all", "why": "no time was left: see --seconds"}]
+    try:
+        ran = subprocess.run([*command, json.dumps(asdict(case))], capture_output=True, text=True, timeout=seconds)
+        found = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else None
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        return [], [{**where, "system": "all", "why": type(error).__name__}]
+    if found is None:
+        last = ran.stderr.strip().splitlines()[-1:] or [""]
+        return [], [{**where, "system": "all", "why": f"exit code {ran.returncode}: {last[0][:300]}"}]
+    missing = [{**where, "system": name, "why": why} for name, why in found["left_out"].items()]
+    return [Result(**one) for one in found["results"]], missing
 
 
 def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -76,12 +82,13 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
         cases.setdefault(case, {})[result.system] = result
     summary = []
     for (head_size, block, length, mode), systems in cases.items():
-        ours = systems[_OURS]
+        if OURS not in systems:
+            continue
+        ours = systems[OURS]
         ratios = {
-            name: systems[name].milliseconds / ours.milliseconds if name in systems else None
-            for name in (_FLEX, _FLASH)
+            name: systems[name].milliseconds / ours.milliseconds if name in systems else None for name in (FLEX, FLASH)
         }
-        dense = ratios[_FLASH]
+        dense = ratios[FLASH]
         summary.append(
             {
                 "head_size": head_size,
@@ -89,68 +96,12 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "length": length,
                 "mode": mode,
                 "milliseconds": ours.milliseconds,
-                "times_faster_than_flex": ratios[_FLEX],
+                "times_faster_than_flex": ratios[FLEX],
                 "times_faster_than_dense": dense,
                 "of_one_over_density": None if dense is None else dense * ours.density,
             }
         )
     return summary
-
-
-def _measure(length: int, block: int, head_size: int, repetitions: int) -> list[Result]:
-    layout = BigBird(_HEADS, block)
-    index = layout.index(length, device="cuda")
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_sparse_attention(q, k, v, layout)
-
-    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    systems: dict[str, Attention] = {_OURS: ours, _FLASH: flash}
-    if block % 128 == 0:  # FlexAttention's tiles are whole blocks of its mask
-        systems[_FLEX] = compiled_flex_attention(index)
-    q, k, v, gradient = (
-        torch.randn(1, _HEADS, length, head_size, device="cuda", dtype=torch.bfloat16) for _ in range(4)
-    )
-    inputs = [one.requires_grad_() for one in (q, k, v)]
-    results = []
-    for mode in ("forward", "training"):
-        runs = {
-            name: _run(attend, inputs, gradient if mode == "training" else None) for name, attend in systems.items()
-        }
-        times = _take_turns(runs, repetitions)
-        density = index.density()
-        results += [
-            Result(name, mode, length, block, head_size, density, milliseconds) for name, milliseconds in times.items()
-        ]
-    return results
-
-
-def _run(attend: Attention, inputs: list[Tensor], gradient: Tensor | None) -> Callable[[], None]:
-    def forward() -> None:
-        with torch.no_grad():
-            attend(*inputs)
-
-    def training() -> None:
-        torch.autograd.grad(attend(*inputs), inputs, gradient)
-
-    return forward if gradient is None else training
-
-
-def _take_turns(runs: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for repetition in range(_WARMUP + repetitions):
-        for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            if repetition >= _WARMUP:
-                times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(measured) for name, measured in times.items()}
 
 
 def _print_table(summary: Sequence[dict[str, Any]]) -> None:
@@ -166,7 +117,7 @@ def _print_table(summary: Sequence[dict[str, Any]]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.benchmarks.attention_gpu", "Times block-sparse attention on the GPU present.")
-    lengths = (4096, 8192, 16384, 32768, 65536)
+    lengths = (4096, 16384, 65536)
     parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, metavar="N", help="tokens")
     parser.add_argument(
         "--blocks", type=int, nargs="+", choices=(16, 32, 64, 128), default=(64, 128), help="tokens each"
@@ -175,6 +126,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--head-sizes", type=positive, nargs="+", default=(64, 128), metavar="N", help="width of a head"
     )
     parser.add_argument("--repetitions", type=positive, default=15, metavar="N", help="of every system")
+    parser.add_argument(
+        "--seconds", type=positive, default=450, metavar="N", help="no case goes on for longer than this from the start"
+    )
     output = RESULTS / "gpu" / "attention.json"
     parser.add_argument("--output", type=Path, default=output, metavar="FILE.json", help="for the measurements")
     options = parser.parse_args(arguments)

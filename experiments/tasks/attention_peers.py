@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,7 +16,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from thinwire.sparse_attn import BlockIndex
 
-__all__ = ["Attention", "compiled_flex_attention", "dense_attention", "gathered_attention", "materialised_attention"]
+__all__ = [
+    "Attention",
+    "compiled_flex_attention",
+    "dense_attention",
+    "flex_mask",
+    "gathered_attention",
+    "materialised_attention",
+]
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,21 +66,34 @@ def gathered_attention(index: BlockIndex) -> Attention:
     return attend
 
 
-def compiled_flex_attention(index: BlockIndex) -> Attention:
+def compiled_flex_attention(index: BlockIndex, *, mode: str = "default", **kernel_options: Any) -> Attention:
     """FlexAttention on the same blocks, compiled for this length alone; all blocks are whole ones, without a mask.
 
+    mode: torch.compile's, "max-autotune-no-cudagraphs" to have it choose its tiles. kernel_options: Flex's own.
     Earlier ones may be compiled again when they are called again.
     """
-    mask = _flex_mask(index)
+    mask = flex_mask(index)
     # A call that failed once, as a backward on CPUs does, would leave all later ones uncompiled, without a word.
     torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = compiled(q, k, v, block_mask=mask)
+        out: Tensor = compiled(q, k, v, block_mask=mask, kernel_options=kernel_options or None)
         return out
 
     return attend
+
+
+def flex_mask(index: BlockIndex) -> BlockMask:
+    """Flex's mask from the index itself, on its device: from a function of tokens it would cost more than attention."""
+    heads, rows, columns = index.places
+    counts = index.row_offsets.diff().view(index.num_heads, index.num_rows)
+    device = index.columns.device
+    places = torch.zeros(index.num_heads, index.num_rows, index.num_columns, dtype=torch.int32, device=device)
+    within = torch.arange(len(columns), device=device) - index.row_offsets[heads * index.num_rows + rows]
+    places[heads, rows, within] = columns.int()
+    nothing = torch.zeros_like(counts), torch.zeros_like(places)
+    return BlockMask.from_kv_blocks(*(x[None] for x in (*nothing, counts, places)), BLOCK_SIZE=index.block)
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -89,17 +110,3 @@ def _runs(index: BlockIndex) -> Iterator[tuple[int, int, Tensor]]:
         start, stop = index.row_offsets[first], index.row_offsets[last]
         yield first, last, index.columns[start:stop].view(last - first, count)
         first = last
-
-
-def _flex_mask(index: BlockIndex) -> BlockMask:
-    """Flex's mask from the index itself: making it from a function of tokens would cost more than the attention."""
-    rows, columns = index.num_rows, index.num_columns
-    counts = index.row_offsets.diff()
-    places = torch.zeros(rows, columns, dtype=torch.int32)
-    for row in range(rows):
-        start, stop = index.row_offsets[row : row + 2].tolist()
-        places[row, : stop - start] = index.columns[start:stop]
-    nothing = torch.zeros_like(counts), torch.zeros_like(places)
-    return BlockMask.from_kv_blocks(
-        *(x[None, None] for x in (*nothing, counts, places)), BLOCK_SIZE=index.block, compute_q_blocks=False
-    )

@@ -81,7 +81,8 @@ def block_sparse_attention(
 def autocast_like_torch(x: Tensor) -> Tensor:
     """`x` as torch's own attention would take it under autocast, which leaves float64 alone."""
     device = x.device.type
-    if x.dtype not in _SUPPORTED_DTYPES or not torch.amp.is_autocast_available(device):
+    # torch.amp.is_autocast_available would break torch 2.11's graphs, and no "meta" tensor may ask for the state.
+    if x.dtype not in _SUPPORTED_DTYPES or device == "meta":
         return x
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 

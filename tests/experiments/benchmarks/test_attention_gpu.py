@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 import torch
 
-from experiments.benchmarks.attention_gpu import Result, main, summarise
+from experiments.benchmarks.attention_gpu import main, run_case, summarise
+from experiments.benchmarks.attention_gpu_case import Case, Result, UnavailableError, systems
+from thinwire.sparse_attn import BigBird
 
 
 def test_ratios() -> None:
@@ -22,3 +27,50 @@ def test_ratios() -> None:
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "no NVIDIA GPU" in capsys.readouterr().err
+
+
+CASE = Case(4096, 64, 128, 1)
+FOUND = {
+    "results": [
+        {
+            "system": "thinwire",
+            "mode": "forward",
+            "length": 4096,
+            "block": 64,
+            "head_size": 128,
+            "density": 0.1,
+            "milliseconds": 1.5,
+        }
+    ],
+    "left_out": {"other": "is not installed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "why"),
+    [
+        ("import os; os.abort()", 60, "exit code -6"),
+        ("raise RuntimeError('illegal memory access')", 60, "RuntimeError: illegal memory access"),
+        ("print('no figures')", 60, "JSONDecodeError"),
+        ("pass", -1, "no time was left"),
+    ],
+)
+def test_a_crash_loses_one_case_and_says_why(program: str, seconds: float, why: str) -> None:
+    found, (missing,) = run_case([sys.executable, "-c", program], CASE, seconds)
+    assert found == []
+    assert why in missing["why"]
+    assert (missing["length"], missing["block"], missing["head_size"]) == (4096, 64, 128)
+
+
+def test_what_a_case_measured_and_left_out_is_read() -> None:
+    program = f"import sys; print('noise'); print({json.dumps(FOUND)!r})"
+    (result,), (missing,) = run_case([sys.executable, "-c", program], CASE, 60)
+    assert (result.system, result.milliseconds) == ("thinwire", 1.5)
+    assert (missing["system"], missing["why"]) == ("other", "is not installed")
+
+
+def test_what_cannot_be_had_says_why() -> None:
+    makers = systems(CASE, BigBird(16, 64).index(4096))
+    for name, why in (("block_sparse_attn", "not installed"), ("FlexAttention, compiled", "128 tokens")):
+        with pytest.raises(UnavailableError, match=why):
+            makers[name]()

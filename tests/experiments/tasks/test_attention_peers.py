@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.tasks.attention_peers import gathered_attention
+from experiments.tasks.attention_peers import flex_mask, gathered_attention
 from thinwire.sparse_attn import BigBird, Custom, Fixed, reference_attention
 
 
@@ -27,3 +27,14 @@ def test_gathered_attention_refuses_heads_that_differ() -> None:
     mask[1, 0] = True
     with pytest.raises(ValueError, match="got 2 different"):
         gathered_attention(Custom(mask, 16).index(48))
+
+
+@pytest.mark.parametrize("layout", [BigBird(2, 16), BigBird(2, 16, different_layout_per_head=True), Fixed(2, 16)])
+def test_flex_has_the_same_blocks_both_ways(layout: BigBird | Fixed) -> None:
+    index = layout.index(160)
+    mask = flex_mask(index)
+    assert torch.equal(mask.to_dense().bool()[0], index.dense())
+    assert mask.kv_indices.device == index.columns.device
+    columns = mask.full_q_num_blocks  # what a backward walks along
+    assert columns is not None
+    assert torch.equal(columns[0].flatten(), index.column_offsets.diff())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,17 +16,23 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-from thinwire.sparse_attn.kernels.triton import launch, packed
+from experiments.benchmarks.triton_compiling import compiling_for, resources
+from experiments.benchmarks.triton_resources import compile_attention, compile_packed
+from thinwire.sparse_attn.kernels.triton import device, launch, packed
 from thinwire.sparse_attn.layouts.named import Custom
-from thinwire.sparse_attn.pattern import Pattern
 
-GROUPS = ("joined_and_split_blocks", "masks_and_dropout", "long_rows", "nothing_leaks", "packed_blocks")
+GROUPS = (
+    "joined_and_split_blocks",
+    "masks_and_dropout",
+    "long_rows",
+    "nothing_leaks",
+    "packed_blocks",
+    "tensor_cores_in_float32",
+    "tiles_of_every_gpu",
+    "offsets_beyond_2_to_the_31",
+)
 SHARED_MEMORY = 163 << 10  # bytes that a program may have on sm_80
-NO_DEVICE = -1  # Triton keeps what it compiled by device: no real one must get this
 
 
 @pytest.fixture(scope="module")
@@ -44,65 +51,61 @@ def test_in_the_interpreter(interpreted: subprocess.CompletedProcess[str], group
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[dict[str, list[Any]]]:
     """What launches have compiled so far for an sm_80 that is not here, by the kernel's name; nothing is run."""
-    kernels: dict[str, list[Any]] = {}
-    run = JITFunction.run
-
-    def compile_only(function, *arguments, grid, warmup, **settings):
-        kernel = run(function, *arguments, grid=grid, warmup=True, **settings)
-        kernels.setdefault(function.__name__, []).append(kernel)
-        return kernel
-
-    driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: NO_DEVICE,
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: GPUTarget("cuda", 80, 32),
-        )
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
+    with compiling_for(8) as kernels:
         yield kernels
-    driver.set_active(None)  # whoever comes next finds the machine's own
 
 
 @pytest.fixture(scope="module")
 def attention(compiled: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Forward and backward with every mask there is, over rows and columns long enough to be shared out."""
-    blocks = torch.eye(140, dtype=torch.bool)
-    blocks[-1], blocks[:, 0] = True, True
-    q, k, v, d_out = torch.randn(4, 1, 1, 2240, 64, dtype=torch.bfloat16)
-    index, seed = Custom(blocks, 16).index(2240), torch.zeros(1, dtype=torch.int64)
-    biases = torch.zeros(1, 2240), torch.zeros(1, 1, 2240, 2240)
-    pattern = Pattern(index, *biases, seed, causal=True, scale=0.125, dropout_p=0.1)
-    out, lse = launch.forward(q, k, v, pattern)
-    launch.backward(d_out, q, k, v, out, lse, pattern, needs_d_bias=True)
+    """Forward and backward as BERT trains, with padding and dropout."""
+    compile_attention(torch.bfloat16, 64, 64, "BERT")
     return compiled
 
 
-@pytest.mark.parametrize("kernel", ["forward", "merge", "queries", "keys", "add_parts"])
-def test_compiles_for_sm_80(attention: dict[str, list[Any]], kernel: str) -> None:
-    fits_sm_80(attention[f"{kernel}_kernel"])
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+def test_attention_for_sm_80_keeps_its_sums_in_registers(attention: dict[str, list[Any]], kernel: str) -> None:
+    for one in attention[f"{kernel}_kernel"]:
+        used = resources(one)
+        assert used.spills == 0
+        assert used.shared <= SHARED_MEMORY
 
 
 def test_packed_blocks_compile_for_sm_80(compiled: dict[str, list[Any]]) -> None:
     """Products and softmaxes of the largest blocks, with every mask there is."""
-    index = Custom(torch.ones(1, 2, 2).bool(), 128).index(256)
     for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(1, 1, 256, 64, dtype=dtype)
-        blocks = packed.sampled(a, a.mT, index)
-        for transposed in (False, True):
-            packed.expanded(blocks, a, index, transposed=transposed)
-        packed.softmax(blocks, 0.1, torch.zeros(1, 4, 128, 128), torch.zeros(1, 256), index, blocks)
-        packed.softmax_backward(blocks, blocks, index)
+        compile_packed(dtype, 128)
     for kernel in ("sampled", "expanded", "softmax", "softmax_backward"):
         assert len(compiled[f"{kernel}_kernel"]) >= 2
-        fits_sm_80(compiled[f"{kernel}_kernel"])
+        for one in compiled[f"{kernel}_kernel"]:
+            assert resources(one).shared <= SHARED_MEMORY
 
 
-def fits_sm_80(kernels: list[Any]) -> None:
-    for one in kernels:
-        assert one.asm["cubin"]
-        assert one.metadata.shared <= SHARED_MEMORY
+def test_launches_run_on_the_gpu_that_holds_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    there = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    with device.guard(there):
+        assert entered == [there.device]
+    with device.guard(torch.zeros(1)):
+        assert len(entered) == 1
+    guarded: list[torch.Tensor] = []
+    monkeypatch.setattr(device, "guard", lambda tensor: guarded.append(tensor) or nullcontext())
+    q = torch.zeros(1, 1, 0, 16)
+    pattern = SimpleNamespace(bias=None)
+    launch.forward(q, q, q, pattern)
+    launch.backward(q, q, q, q, q, q, pattern, needs_d_bias=False)
+    index = Custom(torch.zeros(1, 1, 1, dtype=torch.bool), 16).index(16)
+    packed.sampled(q, q.mT, index)
+    packed.expanded(torch.zeros(0, 0, 16, 16), q[:0], index, transposed=False)
+    packed.softmax(q, 1.0, None, None, index, q)
+    packed.softmax_backward(q, q, index)
+    assert len(guarded) == 6
 
 
 class Pair(NamedTuple):

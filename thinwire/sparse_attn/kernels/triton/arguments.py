@@ -82,7 +82,8 @@ class Walk(NamedTuple):
 class Config(NamedTuple):
     """What a kernel is compiled for, each a `tl.constexpr`: what is done to scores, and tokens and columns of a tile.
 
-    BLOCK: tokens of the layout's blocks. T: tokens of a tile. WIDTH: columns, a power of two.
+    BLOCK: tokens of the layout's blocks. T: tokens of a tile. STEP: how many of a tile's tokens are taken at a time
+    along a row or column of tiles; it divides T. WIDTH: columns, a power of two.
     """
 
     CAUSAL: Any
@@ -91,6 +92,7 @@ class Config(NamedTuple):
     DROPOUT: Any
     BLOCK: Any
     T: Any
+    STEP: Any
     WIDTH: Any
 
 

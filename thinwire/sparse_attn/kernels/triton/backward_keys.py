@@ -7,10 +7,15 @@ import triton.language as tl
 
 from thinwire.sparse_attn.kernels.triton.gradients import row_statistics, score_gradients
 from thinwire.sparse_attn.kernels.triton.tiles import (
-    finite_rows,
+    add_product,
+    first_of,
+    load_finite_rows,
     load_item,
     load_rows,
+    mask_of,
+    not_finite,
     part_of,
+    product,
     rows_of,
     store_rows,
     this_head,
@@ -21,27 +26,63 @@ __all__ = ["keys_kernel"]
 
 @triton.jit
 def _along_column(
-    entry, d_k, d_v, keys, values, columns, q, d_out, lse, delta, walk, head, config, MASKED: tl.constexpr
+    entry,
+    d_k,
+    d_v,
+    keys,
+    values,
+    columns,
+    q,
+    d_out,
+    lse,
+    delta,
+    walk,
+    head,
+    config,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """Add what one tile of queries does to the gradients of a column of keys and their values."""
-    first = tl.load(walk.entries + entry) * config.T
-    rows = first + tl.arange(0, config.T)
-    queries = load_rows(q, first, config)
-    of_out = load_rows(d_out, first, config)
+    first = first_of(entry, walk, config)
+    rows = (first + tl.arange(0, config.STEP))[None, :]
+    queries = load_rows(q, first, config.STEP, config)
+    of_out = load_rows(d_out, first, config.STEP, config)
     shift, inner = row_statistics(lse, delta, head, rows)
-    mask = tl.load(walk.masks + entry) if MASKED else 0
-    seen, d_scores = score_gradients(
-        queries, keys, values, of_out, shift, inner, rows, columns, mask, head, config, MASKED
-    )
-    if MASKED or config.HAS_KEY_BIAS or config.HAS_BIAS:
-        of_out, bad_out = finite_rows(of_out)
-        queries, bad_queries = finite_rows(queries)
-        reached = tl.max(tl.where(seen != 0.0, bad_out[:, None], 0), 0)
+    mask = mask_of(entry, walk, config) if MASKED else 0
+    # Transposed, so that what comes out of two products goes into two more as it lies in registers.
+    scores, d_powers = product(keys, tl.trans(queries)), product(values, tl.trans(of_out))
+    seen, d_scores = score_gradients(scores, d_powers, shift, inner, rows, columns, mask, head, config, MASKED)
+    if CAREFUL:
+        of_out, bad_out = load_finite_rows(d_out, first, config.STEP, config)
+        queries, bad_queries = load_finite_rows(q, first, config.STEP, config)
+        reached = tl.max(tl.where(seen != 0.0, bad_out[None, :], 0), 1)
         d_v = tl.where((reached > 0)[:, None], float("nan"), d_v)
-        reached = tl.max(tl.where(d_scores != 0.0, bad_queries[:, None], 0), 0)
+        reached = tl.max(tl.where(d_scores != 0.0, bad_queries[None, :], 0), 1)
         d_k = tl.where((reached > 0)[:, None], float("nan"), d_k)
-    d_v += tl.dot(tl.trans(seen.to(of_out.dtype)), of_out, input_precision="ieee")
-    d_k += tl.dot(tl.trans(d_scores.to(queries.dtype)), queries, input_precision="ieee")
+    d_v = add_product(seen.to(of_out.dtype), of_out, d_v)
+    d_k = add_product(d_scores.to(queries.dtype), queries, d_k)
+    return d_k, d_v
+
+
+@triton.jit
+def _along_whole_column(keys, values, columns, q, d_out, lse, delta, item, walk, head, config, CAREFUL: tl.constexpr):
+    """The gradients of an item's keys and values. CAREFUL as in the forward."""
+    d_k = tl.zeros([config.T, config.WIDTH], tl.float32)
+    d_v = tl.zeros([config.T, config.WIDTH], tl.float32)
+    if CAREFUL:
+        for entry in tl.range(item.start, item.end, num_stages=1):
+            d_k, d_v = _along_column(
+                entry, d_k, d_v, keys, values, columns, q, d_out, lse, delta, walk, head, config, True, True
+            )
+    else:
+        for entry in range(item.start, tl.minimum(item.end, item.unmasked)):
+            d_k, d_v = _along_column(
+                entry, d_k, d_v, keys, values, columns, q, d_out, lse, delta, walk, head, config, True, False
+            )
+        for entry in range(tl.maximum(item.start, item.unmasked), item.end):
+            d_k, d_v = _along_column(
+                entry, d_k, d_v, keys, values, columns, q, d_out, lse, delta, walk, head, config, False, False
+            )
     return d_k, d_v
 
 
@@ -56,33 +97,18 @@ def keys_kernel(
     """
     item = load_item(walk, config)
     head = this_head(item, sizes, biases, dropout, scale)
-    columns = item.first + tl.arange(0, config.T)
-    keys = load_rows(rows_of(k, item.batch, item.head, sizes.keys, sizes.width), item.first, config)
-    values = load_rows(rows_of(v, item.batch, item.head, sizes.keys, sizes.width), item.first, config)
+    columns = (item.first + tl.arange(0, config.T))[:, None]
+    keys = load_rows(rows_of(k, item.batch, item.head, sizes.keys, sizes.width), item.first, config.T, config)
+    values = load_rows(rows_of(v, item.batch, item.head, sizes.keys, sizes.width), item.first, config.T, config)
     q_rows = rows_of(q, item.batch, item.head, sizes.queries, sizes.width)
     d_out_rows = rows_of(d_out, item.batch, item.head, sizes.queries, sizes.width)
-    of_keys = tl.zeros([config.T, config.WIDTH], tl.float32)
-    of_values = tl.zeros([config.T, config.WIDTH], tl.float32)
-    for unmasked in tl.static_range(2):
-        start = tl.maximum(item.start, item.unmasked) if unmasked else item.start
-        end = item.end if unmasked else tl.minimum(item.end, item.unmasked)
-        for entry in range(start, end):
-            of_keys, of_values = _along_column(
-                entry,
-                of_keys,
-                of_values,
-                keys,
-                values,
-                columns,
-                q_rows,
-                d_out_rows,
-                lse,
-                delta,
-                walk,
-                head,
-                config,
-                unmasked == 0,
-            )
+    of_keys, of_values = _along_whole_column(
+        keys, values, columns, q_rows, d_out_rows, lse, delta, item, walk, head, config, False
+    )
+    if not_finite(of_keys + of_values):
+        of_keys, of_values = _along_whole_column(
+            keys, values, columns, q_rows, d_out_rows, lse, delta, item, walk, head, config, True
+        )
     of_keys *= factor
     if item.slot < 0:
         store_rows(rows_of(d_k, item.batch, item.head, sizes.keys, sizes.width), of_keys, item.first, config)

@@ -7,12 +7,17 @@ import triton
 import triton.language as tl
 
 from thinwire.sparse_attn.kernels.triton.tiles import (
+    add_product,
     attended_scores,
-    finite_rows,
+    first_of,
     keep_mask,
+    load_finite_rows,
     load_item,
     load_rows,
+    mask_of,
+    not_finite,
     part_of,
+    product,
     rows_of,
     store_rows,
     this_head,
@@ -22,13 +27,15 @@ __all__ = ["forward_kernel", "merge_kernel"]
 
 
 @triton.jit
-def _attend(entry, out, largest, total, queries, rows, k, v, walk, head, config, MASKED: tl.constexpr):
+def _attend(
+    entry, out, largest, total, queries, rows, k, v, walk, head, config, MASKED: tl.constexpr, CAREFUL: tl.constexpr
+):
     """Take one more tile of keys in."""
-    first = tl.load(walk.entries + entry) * config.T
-    columns = first + tl.arange(0, config.T)
-    keys = load_rows(k, first, config)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * head.scale
-    mask = tl.load(walk.masks + entry) if MASKED else 0
+    first = first_of(entry, walk, config)
+    columns = (first + tl.arange(0, config.STEP))[None, :]
+    keys = load_rows(k, first, config.STEP, config)
+    scores = product(queries, tl.trans(keys)) * head.scale
+    mask = mask_of(entry, walk, config) if MASKED else 0
     scores = attended_scores(scores, rows, columns, mask, head, config, MASKED)
     top = tl.maximum(largest, tl.max(scores, 1))
     powers = tl.exp2(scores - top[:, None])
@@ -37,13 +44,41 @@ def _attend(entry, out, largest, total, queries, rows, k, v, walk, head, config,
     out = out * shrink[:, None]
     if config.DROPOUT:
         powers = tl.where(keep_mask(head, rows, columns), powers * head.dropout.kept, 0.0)
-    values = load_rows(v, first, config)
-    if MASKED or config.HAS_KEY_BIAS or config.HAS_BIAS:
-        values, bad = finite_rows(values)
+    if CAREFUL:
+        values, bad = load_finite_rows(v, first, config.STEP, config)
         reached = tl.max(tl.where(powers != 0.0, bad[None, :], 0), 1)
         out = tl.where((reached > 0)[:, None], float("nan"), out)
-    out += tl.dot(powers.to(values.dtype), values, input_precision="ieee")
-    return out, top, total
+    else:
+        values = load_rows(v, first, config.STEP, config)
+    return add_product(powers.to(values.dtype), values, out), top, total
+
+
+@triton.jit
+def _attend_all(queries, rows, k, v, item, walk, head, config, CAREFUL: tl.constexpr):
+    """An item's tiles of keys one after another: the sum of values, and of the powers their largest exponent and sum.
+
+    With CAREFUL, values that are not finite reach only queries that attend them; without, which is faster, all queries
+    of the tile, as zero times NaN is NaN.
+    """
+    out = tl.zeros([config.T, config.WIDTH], tl.float32)
+    # Below every score that is no -inf, so that its difference to -inf is -inf and not NaN.
+    largest = tl.full([config.T], -3.0e38, tl.float32)
+    total = tl.zeros([config.T], tl.float32)
+    if CAREFUL:
+        for entry in tl.range(item.start, item.end, num_stages=1):
+            out, largest, total = _attend(
+                entry, out, largest, total, queries, rows, k, v, walk, head, config, True, True
+            )
+    else:
+        for entry in range(item.start, tl.minimum(item.end, item.unmasked)):
+            out, largest, total = _attend(
+                entry, out, largest, total, queries, rows, k, v, walk, head, config, True, False
+            )
+        for entry in range(tl.maximum(item.start, item.unmasked), item.end):
+            out, largest, total = _attend(
+                entry, out, largest, total, queries, rows, k, v, walk, head, config, False, False
+            )
+    return out, largest, total
 
 
 @triton.jit
@@ -55,20 +90,13 @@ def forward_kernel(q, k, v, out, lse, walk, parts, part_lse, sizes, biases, drop
     item = load_item(walk, config)
     head = this_head(item, sizes, biases, dropout, scale)
     rows = item.first + tl.arange(0, config.T)
-    queries = load_rows(rows_of(q, item.batch, item.head, sizes.queries, sizes.width), item.first, config)
+    places = rows[:, None]
+    queries = load_rows(rows_of(q, item.batch, item.head, sizes.queries, sizes.width), item.first, config.T, config)
     k_rows = rows_of(k, item.batch, item.head, sizes.keys, sizes.width)
     v_rows = rows_of(v, item.batch, item.head, sizes.keys, sizes.width)
-    result = tl.zeros([config.T, config.WIDTH], tl.float32)
-    # Below every score that is no -inf, so that its difference to -inf is -inf and not NaN.
-    largest = tl.full([config.T], -3.0e38, tl.float32)
-    total = tl.zeros([config.T], tl.float32)
-    for unmasked in tl.static_range(2):
-        start = tl.maximum(item.start, item.unmasked) if unmasked else item.start
-        end = item.end if unmasked else tl.minimum(item.end, item.unmasked)
-        for entry in range(start, end):
-            result, largest, total = _attend(
-                entry, result, largest, total, queries, rows, k_rows, v_rows, walk, head, config, unmasked == 0
-            )
+    result, largest, total = _attend_all(queries, places, k_rows, v_rows, item, walk, head, config, False)
+    if not_finite(result):
+        result, largest, total = _attend_all(queries, places, k_rows, v_rows, item, walk, head, config, True)
     nothing = total == 0.0
     result = tl.where(nothing[:, None], 0.0, result / tl.where(nothing, 1.0, total)[:, None])
     sums = (largest + tl.log2(tl.where(nothing, 1.0, total))) * 0.6931471805599453
@@ -88,7 +116,7 @@ def merge_kernel(out, lse, merges, slots, parts, part_lse, sizes, config):
     """Join the parts of one long row of one sample."""
     merge = merges + tl.program_id(0) * 4
     batch = tl.program_id(1).to(tl.int64)
-    head = tl.load(merge)
+    head = tl.load(merge).to(tl.int64)
     first = tl.load(merge + 1) * config.T
     slot, count = tl.load(merge + 2), tl.load(merge + 3)
     rows = first + tl.arange(0, config.T)
@@ -103,7 +131,7 @@ def merge_kernel(out, lse, merges, slots, parts, part_lse, sizes, config):
         number = batch * slots + slot + part
         weight = tl.exp(tl.load(part_lse + number * config.T + places) - largest)
         total += weight
-        result += weight[:, None] * load_rows(part_of(parts, number, config), 0, config)
+        result += weight[:, None] * load_rows(part_of(parts, number, config), 0, config.T, config)
     nothing = total == 0.0
     result = tl.where(nothing[:, None], 0.0, result / tl.where(nothing, 1.0, total)[:, None])
     sums = tl.where(nothing, float("inf"), largest + tl.log(tl.where(nothing, 1.0, total)))

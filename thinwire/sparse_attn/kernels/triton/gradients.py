@@ -19,22 +19,23 @@ __all__ = ["add_parts_kernel", "row_statistics", "score_gradients"]
 
 
 @triton.jit
-def score_gradients(
-    queries, keys, values, d_out, shift, delta, rows, columns, mask, head, config, MASKED: tl.constexpr
-):
-    """A tile's probabilities as the output has them, and the gradients of its scores."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * head.scale
-    scores = attended_scores(scores, rows, columns, mask, head, config, MASKED)
+def score_gradients(scores, d_powers, shift, delta, rows, columns, mask, head, config, MASKED: tl.constexpr):
+    """A tile's probabilities as the output has them, and the gradients of its scores.
+
+    scores: products of queries and keys. d_powers: of the output's gradients and values. Both are [queries, keys] or
+    their transpose; rows, columns: as `attended_scores` has them. shift, delta: as `row_statistics` gives them, shaped
+    like rows.
+    """
+    scores = attended_scores(scores * head.scale, rows, columns, mask, head, config, MASKED)
     attends = scores != float("-inf")
-    powers = tl.where(attends, tl.exp2(scores - shift[:, None]), 0.0)
-    d_powers = tl.dot(d_out, tl.trans(values), input_precision="ieee")
+    powers = tl.where(attends, tl.exp2(scores - shift), 0.0)
     seen = powers
     if config.DROPOUT:
         keep = keep_mask(head, rows, columns)
         d_powers = tl.where(keep, d_powers * head.dropout.kept, 0.0)
         seen = tl.where(keep, powers * head.dropout.kept, 0.0)
     # Where a query does not attend a key, NaN in the one is none of the other's business.
-    d_scores = tl.where(attends, powers * (d_powers - delta[:, None]), 0.0)
+    d_scores = tl.where(attends, powers * (d_powers - delta), 0.0)
     return seen, d_scores
 
 
@@ -52,10 +53,10 @@ def add_parts_kernel(target, merges, slots, parts, length, width, config):
     """Add up the parts of one long row or column of one sample, in their order. target: Heads."""
     merge = merges + tl.program_id(0) * 4
     batch = tl.program_id(1).to(tl.int64)
-    head = tl.load(merge)
+    head = tl.load(merge).to(tl.int64)
     first = tl.load(merge + 1) * config.T
     slot, count = tl.load(merge + 2), tl.load(merge + 3)
     result = tl.zeros([config.T, config.WIDTH], tl.float32)
     for part in range(count):
-        result += load_rows(part_of(parts, batch * slots + slot + part, config), 0, config)
+        result += load_rows(part_of(parts, batch * slots + slot + part, config), 0, config.T, config)
     store_rows(rows_of(target, batch, head, length, width), result, first, config)

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex
+from thinwire.sparse_attn.kernels.triton.device import where_its_tensor_is
 from thinwire.sparse_attn.kernels.triton.packed_products import Matrix, expanded_kernel, sampled_kernel
 from thinwire.sparse_attn.kernels.triton.packed_softmax import Scores, softmax_backward_kernel, softmax_kernel
 
@@ -19,6 +20,7 @@ _INNER = 32  # columns of a at a time
 _WIDEST = 64  # rows and columns of the result that a program makes
 
 
+@where_its_tensor_is
 def sampled(a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
     """The blocks of a b: a [B, H, M, K], b [B, H, K, N] to [B, nnz, block, block]."""
     batch, _, _, inner = a.shape
@@ -34,6 +36,7 @@ def sampled(a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
     return out
 
 
+@where_its_tensor_is
 def expanded(packed: Tensor, b: Tensor, index: BlockIndex, *, transposed: bool) -> Tensor:
     """The packed matrix, or its transpose, times b: b [B, H, K, N] to [B, H, M, N]."""
     batch, heads, _, width = b.shape
@@ -64,6 +67,7 @@ def expanded(packed: Tensor, b: Tensor, index: BlockIndex, *, transposed: bool) 
     return out
 
 
+@where_its_tensor_is
 def softmax(
     packed: Tensor, scale: float, bias: Tensor | None, key_bias: Tensor | None, index: BlockIndex, out: Tensor
 ) -> None:
@@ -98,6 +102,7 @@ def softmax(
         out.copy_(written)
 
 
+@where_its_tensor_is
 def softmax_backward(d_out: Tensor, out: Tensor, index: BlockIndex) -> Tensor:
     """The gradient of the scores, scaled and biased, of their softmax `out`: packed, float32."""
     batch, entries, block, _ = out.shape

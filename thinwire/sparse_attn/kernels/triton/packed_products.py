@@ -44,7 +44,7 @@ def sampled_kernel(a, b, out, places, entries, inner, BLOCK: tl.constexpr, T: tl
         step = first + tl.arange(0, INNER)
         left = tl.load(a_rows + step[None, :].to(tl.int64) * a.column, mask=(step < inner)[None, :], other=0.0)
         right = tl.load(b_columns + step[:, None].to(tl.int64) * b.row, mask=(step < inner)[:, None], other=0.0)
-        result += tl.dot(left, right, input_precision="ieee")
+        result = tl.dot(left, right, result, input_precision="tf32x3")
     target = out + (batch * entries + entry) * BLOCK * BLOCK + rows[:, None] * BLOCK + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty))
 
@@ -87,6 +87,6 @@ def expanded_kernel(
             inner = part * T + tl.arange(0, T)
             left = tl.load(block + rows[:, None] * across + inner[None, :] * down)
             right = tl.load(b_columns + (first + inner)[:, None] * b.row, mask=inside, other=0.0)
-            result += tl.dot(left, right, input_precision="ieee")
+            result = tl.dot(left, right, result, input_precision="tf32x3")
     target = out + ((batch * (tl.num_programs(0) // tiles) + line) * BLOCK + rows)[:, None] * width
     tl.store(target + columns[None, :], result.to(out.dtype.element_ty), mask=inside)

@@ -9,12 +9,17 @@ import triton.language as tl
 from thinwire.sparse_attn.kernels.triton.arguments import Head, Item, Rows
 
 __all__ = [
+    "add_product",
     "attended_scores",
-    "finite_rows",
+    "first_of",
     "keep_mask",
+    "load_finite_rows",
     "load_item",
     "load_rows",
+    "mask_of",
+    "not_finite",
     "part_of",
+    "product",
     "rows_of",
     "store_rows",
     "this_head",
@@ -23,16 +28,17 @@ __all__ = [
 
 @triton.jit
 def load_item(walk, config):
-    """The item of this program; `first` is its first token."""
+    """The item of this program: `first` is its first token, and its entries are counted in steps."""
+    steps: tl.constexpr = config.T // config.STEP
     item = walk.items + tl.program_id(0) * 6
     batch = tl.program_id(1).to(tl.int64)
     return Item(
         batch=batch,
-        head=tl.load(item),
+        head=tl.load(item).to(tl.int64),
         first=tl.load(item + 1) * config.T,
-        start=tl.load(item + 2),
-        end=tl.load(item + 3),
-        unmasked=tl.load(item + 4),
+        start=tl.load(item + 2) * steps,
+        end=tl.load(item + 3) * steps,
+        unmasked=tl.load(item + 4) * steps,
         slot=tl.load(item + 5),
     )
 
@@ -68,13 +74,42 @@ def this_head(item, sizes, biases, dropout, scale):
 
 
 @triton.jit
-def load_rows(matrix, first, config):
-    """[T, WIDTH] from row `first` on, zeros beyond the matrix."""
-    rows = first + tl.arange(0, config.T)
+def first_of(entry, walk, config):
+    """The first token of the STEP tokens that make one step of a walk: T / STEP steps are a tile."""
+    steps: tl.constexpr = config.T // config.STEP
+    tile = entry // steps
+    return tl.load(walk.entries + tile) * config.T + (entry - tile * steps) * config.STEP
+
+
+@triton.jit
+def mask_of(entry, walk, config):
+    """Which blocks of a step's tile are attended, a bit each."""
+    return tl.load(walk.masks + entry // (config.T // config.STEP))
+
+
+@triton.jit
+def load_rows(matrix, first, COUNT: tl.constexpr, config):
+    """[COUNT, WIDTH] from row `first` on, zeros beyond the matrix."""
+    rows = first + tl.arange(0, COUNT)
     columns = tl.arange(0, config.WIDTH)
     inside = (rows[:, None] < matrix.length) & (columns[None, :] < matrix.width)
     place = matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
     return tl.load(place, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_finite_rows(matrix, first, COUNT: tl.constexpr, config):
+    """`load_rows` with zeros for what is not finite, and which rows held such, 1 or 0.
+
+    Memory is read twice: a tile cleaned in registers would be held whole by every warp that multiplies with it.
+    """
+    rows = first + tl.arange(0, COUNT)
+    columns = tl.arange(0, config.WIDTH)
+    inside = (rows[:, None] < matrix.length) & (columns[None, :] < matrix.width)
+    place = matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
+    finite = tl.abs(tl.load(place, mask=inside, other=0.0).to(tl.float32)) < float("inf")
+    bad = tl.max(tl.where(finite, 0, 1), 1)
+    return tl.load(place, mask=inside & finite, other=0.0), bad
 
 
 @triton.jit
@@ -105,7 +140,7 @@ def keep_mask(head, rows, columns):
     golden = tl.full([], 0x9E3779B9, tl.uint32)
     head_key = _mix(low ^ _mix(high + head.number.to(tl.uint32) * golden))
     row_keys = _mix(head_key + rows.to(tl.uint32))
-    words = _mix(row_keys[:, None] ^ (columns.to(tl.uint32) * golden)[None, :])
+    words = _mix(row_keys ^ (columns.to(tl.uint32) * golden))
     return words >= head.dropout.threshold
 
 
@@ -113,32 +148,43 @@ def keep_mask(head, rows, columns):
 def attended_scores(scores, rows, columns, mask, head, config, MASKED: tl.constexpr):
     """Exponents of two with the biases in; -inf where a query does not attend a key, whatever the score was.
 
+    rows, columns: of queries and of keys, [T, 1] and [1, T], or [1, T] and [T, 1] where scores are the transpose.
     mask: which of the tile's blocks are attended, a bit each; not looked at without MASKED.
     """
     log2_e: tl.constexpr = 1.4426950408889634
     if config.HAS_KEY_BIAS:
         added = tl.load(head.key_bias + columns, mask=columns < head.keys, other=0.0)
-        scores = tl.where((added == float("-inf"))[None, :], float("-inf"), scores + (added * log2_e)[None, :])
+        scores = tl.where(added == float("-inf"), float("-inf"), scores + added * log2_e)
     if config.HAS_BIAS:
-        inside = (rows[:, None] < head.queries) & (columns[None, :] < head.keys)
-        place = head.bias + rows[:, None].to(tl.int64) * head.bias_row
-        added = tl.load(place + columns[None, :].to(tl.int64) * head.bias_column, mask=inside, other=0.0)
+        place = head.bias + rows.to(tl.int64) * head.bias_row + columns.to(tl.int64) * head.bias_column
+        added = tl.load(place, mask=(rows < head.queries) & (columns < head.keys), other=0.0)
         scores = tl.where(added == float("-inf"), float("-inf"), scores + added * log2_e)
     if MASKED:
-        joined: tl.constexpr = config.T // config.BLOCK
-        inner = tl.arange(0, config.T) // config.BLOCK
-        bits = inner[:, None] * joined + inner[None, :]
-        attends = (((mask >> bits) & 1) != 0) & (columns[None, :] < head.keys)
+        attends = columns < head.keys
         if config.CAUSAL:
-            attends = attends & (columns[None, :] <= rows[:, None])
+            attends = attends & (columns <= rows)
+        if config.BLOCK < config.T:
+            joined: tl.constexpr = config.T // config.BLOCK
+            bit = (rows % config.T) // config.BLOCK * joined + (columns % config.T) // config.BLOCK
+            attends = attends & (((mask >> bit) & 1) != 0)
         scores = tl.where(attends, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def finite_rows(values):
-    """`values` [T, WIDTH] with zeros for what is not finite, and which rows held such."""
-    finite = tl.abs(values.to(tl.float32)) < float("inf")
-    clean = tl.where(finite, values, tl.zeros_like(values))
-    bad = tl.max(tl.where(finite, 0, 1), 1)
-    return clean, bad
+def not_finite(values):
+    """Whether anything in a tile is infinite or NaN: one answer for the whole program."""
+    zero = tl.sum(tl.sum(values * 0.0, 1), 0)
+    return zero != zero
+
+
+@triton.jit
+def product(left, right):
+    """left right, float32."""
+    return tl.dot(left, right, input_precision="tf32x3")
+
+
+@triton.jit
+def add_product(left, right, total):
+    """total + left right, float32."""
+    return tl.dot(left, right, total, input_precision="tf32x3")
