@@ -30,17 +30,31 @@ def test_a_raising_rank_ends_the_job(jobs):
     assert "KeyError: 'a bug of the user'" in done.stderr
 
 
-def test_a_stopped_rank_is_named(jobs):
-    done = jobs.mpirun(3, *JOB, "lose", "stopped", "3", "1")
+@pytest.mark.parametrize("chunk", [3, 100_003])
+def test_a_stopped_rank_is_named(jobs, chunk):
+    done = jobs.mpirun(3, *JOB, "lose", "stopped", str(chunk), "1")
     assert done.returncode != 0
-    assert "all_to_all of 9 float32" in done.stderr
+    assert f"all_to_all of {3 * chunk} float32" in done.stderr
     assert "rank 1 did not answer" in done.stderr
+
+
+def test_a_rank_at_another_call_is_named(jobs):
+    done = jobs.mpirun(3, *JOB, "lose", "elsewhere", "100003", "1")
+    assert done.returncode != 0
+    assert "ranks are not at the same call" in done.stderr
+    assert "rank 1 is at all_gather of 5 float32" in done.stderr or "is at all_to_all of 300009" in done.stderr
 
 
 def test_transfers_end_while_nobody_calls_mpi(jobs):
     done = jobs.mpirun(2, *JOB, "overlap")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} computed meanwhile" for rank in range(2)]
+
+
+def test_large_messages_go_to_one_partner_at_a_time(jobs):
+    done = jobs.mpirun(3, *JOB, "rounds")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} went round" for rank in range(3)]
 
 
 def test_who_never_joins_what_the_thread_drives_is_named(jobs):
