@@ -5,6 +5,7 @@ import secrets
 import pytest
 
 from tests.comm.job import JOB
+from tests.launching import need_mpi
 
 pytestmark = pytest.mark.launch
 
@@ -18,7 +19,7 @@ def test_body_under_mpirun(jobs):
 
 
 def test_body_without_mpirun(jobs):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "body", str(secrets.randbits(31)), "mpi")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "rank 0 of 1 passed over mpi\n"
@@ -67,7 +68,7 @@ def test_who_never_joins_what_the_thread_drives_is_named(jobs):
 
 
 def test_the_thread_ends_with_the_communicator_and_with_the_process(jobs):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "end_threads")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "1 before\n0 at exit\n"
@@ -75,7 +76,7 @@ def test_the_thread_ends_with_the_communicator_and_with_the_process(jobs):
 
 @pytest.mark.parametrize("level", ["single", "serialized"])
 def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(jobs, level):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "one_thread", level)
     assert done.returncode == 0, done.stdout + done.stderr
     warning, error = done.stdout.splitlines()
@@ -84,7 +85,7 @@ def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(jobs, level):
 
 
 def test_the_thread_can_be_switched_off(jobs):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "switched_off", THINWIRE_MPI_PROGRESS="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "0 threads\n"

@@ -17,12 +17,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from thinwire.comm.checks import ReduceOp
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.failure import ROLL_CALL_SECONDS, Call, RollCall
+from thinwire.comm.mpi_library import MPI
 from thinwire.comm.mpi_progress import SLEEP_SECONDS, Progress, Transfer
 from thinwire.comm.mpi_rounds import Rounds, address
 from thinwire.comm.pairwise import LEAST_CHUNK_BYTES

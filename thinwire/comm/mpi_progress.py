@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
 
-from mpi4py import MPI
 from torch import Tensor
 
+from thinwire.comm.mpi_library import MPI
 from thinwire.comm.mpi_rounds import CALLS_A_LOOK, Rounds
 
 __all__ = ["SLEEP_SECONDS", "Progress", "Transfer"]

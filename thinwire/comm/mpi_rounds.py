@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpi4py import MPI
 from torch import Tensor
+
+from thinwire.comm.mpi_library import MPI
 
 __all__ = ["CALLS_A_LOOK", "Exchange", "Rounds", "address"]
 
