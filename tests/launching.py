@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,26 @@ def run(command: list[str], **extra: str) -> Done:
     return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=LIMIT_SECONDS)
 
 
+@cache
+def _why_no_mpi() -> str | None:
+    """What mpi4py says where it cannot be used; in a process of its own, as importing it starts MPI."""
+    code = "try: import mpi4py.MPI\nexcept (ImportError, RuntimeError) as error: print(error)"
+    return run([sys.executable, "-c", code]).stdout.strip() or None
+
+
+def need_mpi() -> None:
+    """Skip the test where mpi4py is missing, or finds no MPI library."""
+    lack = _why_no_mpi()
+    if lack is not None:
+        pytest.skip(f"no MPI: {lack}")
+
+
 def find_mpirun() -> str:
-    """Open MPI's launcher, beside the interpreter or on the path; without it, the test is skipped."""
+    """Open MPI's launcher, beside the interpreter or on the path; without it or mpi4py, the test is skipped."""
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("no mpirun on this machine")
-    pytest.importorskip("mpi4py")
+    need_mpi()
     return mpirun
 
 

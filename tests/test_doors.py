@@ -85,7 +85,8 @@ def names_for_type_checkers(door: str) -> set[str]:
 def import_everything(door: str) -> None:
     package = importlib.import_module(door)
     for module in pkgutil.iter_modules(package.__path__, f"{door}."):
-        if not module.name.endswith(("__main__", "mpi_backend")):  # the one runs, the other starts MPI
+        # The one runs, the others start MPI.
+        if not module.name.endswith("__main__") and not module.name.startswith("thinwire.comm.mpi_"):
             importlib.import_module(module.name)
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,108 @@ def stall() -> None:
     MPI.COMM_WORLD.Barrier()
 
 
+def rounds() -> None:
+    """Large messages go to one partner after another, also while a rank waits for something else; errors come out."""
+    from mpi4py import MPI
+
+    world = comm.init(timeout=60.0)
+    assert isinstance(world, comm.MPICommunicator)
+    assert world._rounds is not None
+    group = world.duplicate()
+    sent_to = _record_partners(world)
+    outputs, inputs = _large_exchanges(world)
+    works = [world.all_to_all(*pair, async_op=True) for pair in zip(outputs, inputs, strict=True)]
+    # Rank 0 waits for others who come to this only once rank 0 has moved its rounds on.
+    if world.rank == 0:
+        group.barrier()
+    for work in reversed(works):
+        work.wait()
+    if world.rank != 0:
+        group.barrier()
+    _check_exchanges(world, outputs)
+    next_one, last = (world.rank + 1) % 3, (world.rank + 2) % 3
+    pieces = [-(-1_000_003 // 64512), -(-70_000 // 64512)]
+    assert sent_to == [rank for count in pieces for rank in [next_one] * count + [last] * count]
+
+    gathered, sent_to[:] = torch.empty(3 * 200_000, dtype=torch.uint8), []
+    world.all_gather(gathered, torch.full((200_000,), world.rank, dtype=torch.uint8))
+    assert torch.equal(gathered.view(3, -1), torch.arange(3, dtype=torch.uint8)[:, None].expand(3, 200_000))
+    assert sent_to == [next_one] * 4 + [last] * 4
+    world.all_gather(gathered[:30], torch.zeros(10, dtype=torch.uint8))
+    assert len(sent_to) == 8, "small messages are MPI's own business"
+
+    # Closed before anybody has waited, yet all arrives.
+    hurried = world.duplicate()
+    outputs, inputs = _large_exchanges(hurried)
+    for pair in zip(outputs, inputs, strict=True):
+        hurried.all_to_all(*pair, async_op=True)
+    hurried.close()
+    _check_exchanges(world, outputs)
+
+    # One rank without a thread: all leave the rounds to MPI.
+    alike = comm.MPICommunicator(timeout=60.0, progress=world.rank == 1)
+    assert alike._rounds is None
+    outputs, inputs = _large_exchanges(alike)
+    for pair in zip(outputs, inputs, strict=True):
+        alike.all_to_all(*pair)
+    _check_exchanges(world, outputs)
+
+    failing = world.duplicate()
+    assert isinstance(failing, comm.MPICommunicator)
+    assert failing._rounds is not None
+    failing._rounds._comm = _Refusing(failing._rounds._comm, MPI.Exception(MPI.ERR_OTHER))
+    (output, _), (source, _) = _large_exchanges(failing)
+    with pytest.raises(comm.CommunicationError, match="all_to_all of 3000009 uint8"):
+        failing.all_to_all(output, source)
+    world.barrier()
+    sys.stdout.write(f"rank {world.rank} went round\n")
+
+
+def _large_exchanges(world: comm.Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and inputs of two all-to-alls: rank r sends the number 10 r + s to rank s."""
+    row = (10 * world.rank + torch.arange(3)).to(torch.uint8)[:, None]
+    inputs = [row.expand(3, length).contiguous().flatten() for length in (1_000_003, 70_000)]
+    return [torch.zeros_like(one) for one in inputs], inputs
+
+
+def _check_exchanges(world: comm.Communicator, outputs: list[torch.Tensor]) -> None:
+    column = (10 * torch.arange(3) + world.rank).to(torch.uint8)[:, None]
+    for output in outputs:
+        assert torch.equal(output.view(3, -1), column.expand(3, output.numel() // 3))
+
+
+def _record_partners(world: comm.MPICommunicator) -> list[int]:
+    """To whom pieces of rounds are sent from now on, in their order."""
+    assert world._rounds is not None
+    recorder = _Recording(world._rounds._comm)
+    world._rounds._comm = recorder
+    return recorder.sent_to
+
+
+class _Recording:
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.sent_to: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def Isend(self, message: Any, to: int, tag: int) -> Any:  # noqa: N802 - MPI's name
+        self.sent_to.append(to)
+        return self._communicator.Isend(message, to, tag)
+
+
+class _Refusing:
+    def __init__(self, communicator: Any, error: Exception) -> None:
+        self._communicator, self._error = communicator, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def Irecv(self, message: Any, source: int, tag: int) -> Any:  # noqa: N802 - MPI's name
+        raise self._error
+
+
 def progress_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "thinwire-mpi-progress"]
 
@@ -161,7 +264,7 @@ def switched_off() -> None:
     sys.stdout.write(f"{len(progress_threads())} threads\n")
 
 
-TASKS = (body, mpi_body, lose, join, overlap, stall, end_threads, one_thread, switched_off)
+TASKS = (body, mpi_body, lose, join, overlap, rounds, stall, end_threads, one_thread, switched_off)
 
 if __name__ == "__main__":
     {task.__name__: task for task in TASKS}[sys.argv[1]](*sys.argv[2:])

@@ -3,12 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.comm.job import JOB
-from tests.launching import LAUNCHER_VARIABLES, environment
+from tests.launching import LAUNCHER_VARIABLES, environment, need_mpi
 from thinwire.comm import Launch, init
 from thinwire.comm.torch_launch import choose_backend
 
@@ -116,10 +117,41 @@ def test_gloo_under_mpirun(jobs):
 
 @pytest.mark.launch
 def test_mpi4py_over_another_mpi_is_recognised(jobs):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "join", "", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
     assert done.returncode != 0
     assert "mpirun started 2 ranks but mpi4py sees 1" in done.stderr
+
+
+def _without_an_mpi_library(folder: Path, code: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` where mpi4py is installed and finds no MPI, which it says as the real one does."""
+    (folder / "mpi4py").mkdir()
+    (folder / "mpi4py" / "__init__.py").write_text("")
+    (folder / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
+    variables = environment(**extra)
+    variables["PYTHONPATH"] = f"{folder}{os.pathsep}{variables['PYTHONPATH']}"
+    return subprocess.run([sys.executable, "-c", code], env=variables, check=True, capture_output=True, text=True)
+
+
+def test_mpi4py_without_an_mpi_library_is_an_error_where_mpi_is_asked_for(tmp_path):
+    code = (
+        "from thinwire import comm\n"
+        "for ask in (lambda: comm.init('mpi'), lambda: comm.MPICommunicator):\n"
+        "    try: ask()\n"
+        "    except ImportError as error: print(error)\n"
+        "print(comm.init(quiet=True).backend)"
+    )
+    *errors, backend = _without_an_mpi_library(tmp_path, code).stdout.splitlines()
+    assert len(errors) == 2
+    assert all("cannot be used: cannot load MPI library. Install mpi4py and an MPI library" in one for one in errors)
+    assert backend == "single"
+
+
+def test_mpirun_without_an_mpi_library_for_mpi4py_takes_gloo(tmp_path):
+    started = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    code = "from thinwire import comm\nprint(comm.init(quiet=True).backend)"
+    variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in started.items()}
+    assert _without_an_mpi_library(tmp_path, code, **variables).stdout == "gloo\n"
 
 
 def test_nothing_of_a_process_group_outlives_python():

@@ -5,6 +5,7 @@ import secrets
 import pytest
 
 from tests.comm.job import JOB
+from tests.launching import need_mpi
 
 pytestmark = pytest.mark.launch
 
@@ -18,7 +19,7 @@ def test_body_under_mpirun(jobs):
 
 
 def test_body_without_mpirun(jobs):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "body", str(secrets.randbits(31)), "mpi")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "rank 0 of 1 passed over mpi\n"
@@ -30,17 +31,31 @@ def test_a_raising_rank_ends_the_job(jobs):
     assert "KeyError: 'a bug of the user'" in done.stderr
 
 
-def test_a_stopped_rank_is_named(jobs):
-    done = jobs.mpirun(3, *JOB, "lose", "stopped", "3", "1")
+@pytest.mark.parametrize("chunk", [3, 100_003])
+def test_a_stopped_rank_is_named(jobs, chunk):
+    done = jobs.mpirun(3, *JOB, "lose", "stopped", str(chunk), "1")
     assert done.returncode != 0
-    assert "all_to_all of 9 float32" in done.stderr
+    assert f"all_to_all of {3 * chunk} float32" in done.stderr
     assert "rank 1 did not answer" in done.stderr
+
+
+def test_a_rank_at_another_call_is_named(jobs):
+    done = jobs.mpirun(3, *JOB, "lose", "elsewhere", "100003", "1")
+    assert done.returncode != 0
+    assert "ranks are not at the same call" in done.stderr
+    assert "rank 1 is at all_gather of 5 float32" in done.stderr or "is at all_to_all of 300009" in done.stderr
 
 
 def test_transfers_end_while_nobody_calls_mpi(jobs):
     done = jobs.mpirun(2, *JOB, "overlap")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} computed meanwhile" for rank in range(2)]
+
+
+def test_large_messages_go_to_one_partner_at_a_time(jobs):
+    done = jobs.mpirun(3, *JOB, "rounds")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} went round" for rank in range(3)]
 
 
 def test_who_never_joins_what_the_thread_drives_is_named(jobs):
@@ -53,7 +68,7 @@ def test_who_never_joins_what_the_thread_drives_is_named(jobs):
 
 
 def test_the_thread_ends_with_the_communicator_and_with_the_process(jobs):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "end_threads")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "1 before\n0 at exit\n"
@@ -61,7 +76,7 @@ def test_the_thread_ends_with_the_communicator_and_with_the_process(jobs):
 
 @pytest.mark.parametrize("level", ["single", "serialized"])
 def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(jobs, level):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "one_thread", level)
     assert done.returncode == 0, done.stdout + done.stderr
     warning, error = done.stdout.splitlines()
@@ -70,7 +85,7 @@ def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(jobs, level):
 
 
 def test_the_thread_can_be_switched_off(jobs):
-    pytest.importorskip("mpi4py")
+    need_mpi()
     done = jobs.alone(*JOB, "switched_off", THINWIRE_MPI_PROGRESS="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "0 threads\n"

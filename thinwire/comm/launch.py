@@ -32,13 +32,14 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
 
     Recognised, in this order: a thread of ``threads.run``, an initialised torch.distributed, torchrun,
     mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, a process on its own. ``backend`` None chooses MPI
-    under mpirun when mpi4py is installed, else NCCL when every rank has a GPU, else Gloo. With NCCL or MPI
+    under mpirun when mpi4py and its MPI are there, else NCCL when every rank has a GPU, else Gloo. With NCCL or MPI
     the rank's GPU becomes the current one. ``timeout`` in seconds is for each collective; in
     ``threads.run`` that of the run holds. Rank 0 says on stderr what was found, and optimizers what they save,
     unless ``quiet``.
 
-    Raises ``ValueError`` for a backend that cannot work here and ``RuntimeError`` when the launcher's and
-    the library's idea of the job differ, or ranks run different versions of thinwire.
+    Raises ``ValueError`` for a backend that cannot work here, ``ImportError`` for MPI where there is none, and
+    ``RuntimeError`` when the launcher's and the library's idea of the job differ, or ranks run different versions of
+    thinwire.
     """
     check_timeout(timeout)
     if backend is not None and backend not in get_args(Backend):
@@ -64,7 +65,7 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
 def _join(launch: Launch, backend: Backend | None, timeout: float) -> Communicator:
     if dist.is_initialized() and backend != "mpi":
         return _wrap_initialised(backend, timeout)
-    if backend == "mpi" or (backend is None and launch.launcher == "mpirun" and _has_mpi4py()):
+    if backend == "mpi" or (backend is None and launch.launcher == "mpirun" and _has_mpi()):
         return _join_mpi(launch, timeout)
     if launch.launcher == "single" and backend is None:
         return threads.single(timeout)
@@ -85,9 +86,8 @@ def _join_mpi(launch: Launch, timeout: float) -> Communicator:
             "backend 'mpi' under torchrun: torchrun starts processes that MPI knows nothing of, so that each "
             "would be alone; start the script with mpirun, or leave the backend to init()"
         )
-    from mpi4py import MPI
-
     from thinwire.comm.mpi_backend import MPICommunicator, install_abort_hook
+    from thinwire.comm.mpi_library import MPI
 
     world = MPI.COMM_WORLD.Get_size()
     if launch.size is not None and launch.size != world:
@@ -104,10 +104,10 @@ def _join_mpi(launch: Launch, timeout: float) -> Communicator:
     return MPICommunicator(timeout=timeout)
 
 
-def _has_mpi4py() -> bool:
+def _has_mpi() -> bool:
     try:
-        import mpi4py.MPI  # noqa: F401 - importing is the test: it loads the MPI library
-    except (ImportError, RuntimeError):
+        import thinwire.comm.mpi_library  # noqa: F401 - importing is the test: it loads the MPI library
+    except ImportError:
         return False
     return True
 

@@ -10,19 +10,22 @@ import os
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from thinwire.comm.checks import ReduceOp
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.failure import ROLL_CALL_SECONDS, Call, RollCall
+from thinwire.comm.mpi_library import MPI
 from thinwire.comm.mpi_progress import SLEEP_SECONDS, Progress, Transfer
+from thinwire.comm.mpi_rounds import Rounds, address
+from thinwire.comm.pairwise import LEAST_CHUNK_BYTES
 from thinwire.comm.work import Pending
 
 __all__ = ["MPICommunicator", "install_abort_hook"]
@@ -30,7 +33,13 @@ __all__ = ["MPICommunicator", "install_abort_hook"]
 _LARGEST_COUNT = 2**31 - 1
 """Most elements that one MPI call before MPI-4 can count."""
 
+_LARGEST_TAG = 2**15 - 1
+"""That every MPI takes."""
+
 _TOKEN_BYTES = 256
+
+_CLOSING_SECONDS = 5.0
+"""How long a communicator that is closed moves what nobody has waited for."""
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -77,26 +86,32 @@ class MPICommunicator(Communicator):
             own.Set_errhandler(MPI.ERRORS_RETURN)
         self._cuda_aware = _is_cuda_aware() if cuda_aware is None else cuda_aware
         self._progress = progress if isinstance(progress, Progress) else self._make_progress(progress)
+        self._rounds = self._make_rounds()
         self._in_flight: set[Transfer] = set()
         self._tokens: list[MPI.Request] = []
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         chunk = input.nbytes // self.size
+        if self._streams_would_meet(chunk):
+            return self._start_rounds(call, output, list(input.chunk(self.size)))
 
         def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            return self._comm.Ialltoall([_buffer(input), count, block], [_buffer(output), count, block])
+            return self._comm.Ialltoall([address(input), count, block], [address(output), count, block])
 
         return self._start_blocks(chunk, start, output, input)
 
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        if self._streams_would_meet(input.nbytes):
+            return self._start_rounds(call, output, [input] * self.size)
+
         def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            return self._comm.Iallgather([_buffer(input), count, block], [_buffer(output), count, block])
+            return self._comm.Iallgather([address(input), count, block], [address(output), count, block])
 
         return self._start_blocks(input.nbytes, start, output, input)
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
         def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            return self._comm.Ibcast([_buffer(tensor), count, block], root)
+            return self._comm.Ibcast([address(tensor), count, block], root)
 
         return self._start_blocks(tensor.nbytes, start, tensor, tensor)
 
@@ -107,7 +122,7 @@ class MPICommunicator(Communicator):
             piece = tensor[first : first + _LARGEST_COUNT]
             datatype = MPI.UINT16_T if half else _DATATYPES[tensor.dtype]
             reduction = _half_precision_op(tensor.dtype, op) if half else _OPS[op]
-            target = [_buffer(piece), piece.numel(), datatype]
+            target = [address(piece), piece.numel(), datatype]
             requests.append(self._comm.Iallreduce(MPI.IN_PLACE, target, reduction))
         return self._track(requests, tensor)
 
@@ -117,9 +132,7 @@ class MPICommunicator(Communicator):
         """Start a transfer of blocks of ``nbytes`` bytes, given to ``start`` as a datatype and a count."""
         if nbytes == 0:
             return self._track([], *tensors)
-        for tensor in tensors:
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()
+        _await_streams(*tensors)
         if nbytes <= _LARGEST_COUNT:
             return self._track([start(MPI.BYTE, nbytes)], *tensors)
         block = _large_block(nbytes)
@@ -127,8 +140,19 @@ class MPICommunicator(Communicator):
         block.Free()
         return self._track([request], *tensors)
 
+    def _streams_would_meet(self, nbytes: int) -> bool:
+        """Whether messages of so many bytes to every other rank go in rounds."""
+        return self._rounds is not None and self.size > 2 and nbytes >= LEAST_CHUNK_BYTES
+
+    def _start_rounds(self, call: Call, output: Tensor, sent: list[Tensor]) -> Pending:
+        assert self._rounds is not None
+        _await_streams(output, *sent[:1])
+        # Ranks at different calls must not take each other's messages: they find out when their time is over.
+        exchange = self._rounds.start(output.chunk(self.size), sent, zlib.crc32(call.encode()) & _LARGEST_TAG)
+        return Transfer(exchange.test, (output, sent[0]), self._in_flight, self._progress, short=False)
+
     def _track(self, requests: list[MPI.Request], *tensors: Tensor) -> Pending:
-        return Transfer(requests, tensors, self._in_flight, self._progress)
+        return Transfer(partial(MPI.Request.Testall, requests), tensors, self._in_flight, self._progress)
 
     def _subgroup(self, members: list[int], number: int) -> Communicator:
         own = self._comm.Get_group()
@@ -181,6 +205,16 @@ class MPICommunicator(Communicator):
             warnings.warn(f"{lacking}; THINWIRE_MPI_PROGRESS=0 silences this", RuntimeWarning, stacklevel=3)
         return None
 
+    def _make_rounds(self) -> Rounds | None:
+        """For large messages, where every rank has a thread that drives them: MPI knows nothing of the next round."""
+        driven = bytearray([self._progress is not None])
+        self._comm.Allreduce(MPI.IN_PLACE, [driven, MPI.UINT8_T], MPI.MIN)
+        if self._progress is None or not driven[0]:
+            return None
+        rounds = Rounds(self._comm)
+        self._progress.add_rounds(rounds)
+        return rounds
+
     def _leave_in_flight(self) -> None:
         if self._progress is not None:
             self._progress.watch(self._in_flight)
@@ -188,9 +222,15 @@ class MPICommunicator(Communicator):
     def _abandon(self) -> None:
         if self._progress is not None:
             self._progress.forget(self._in_flight)
+        if self._rounds is not None:
+            self._rounds.stop()
 
     def _release(self) -> None:
         if not MPI.Is_finalized():
+            deadline = time.monotonic() + _CLOSING_SECONDS
+            while self._rounds is not None and self._rounds.busy and time.monotonic() < deadline:
+                self._rounds.look()
+                time.sleep(SLEEP_SECONDS)
             self._comm.Free()
             self._control.Free()
 
@@ -221,8 +261,11 @@ class _AbortOnException:
             MPI.COMM_WORLD.Abort(1)
 
 
-def _buffer(tensor: Tensor) -> MPI.buffer:
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+def _await_streams(*tensors: Tensor) -> None:
+    """Wait until GPUs are done with ``tensors``, which MPI is about to touch."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _large_block(nbytes: int) -> MPI.Datatype:

@@ -5,14 +5,18 @@ One thread asks after every transfer in flight. It sleeps when there is none, an
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import cycle, islice
 
-from mpi4py import MPI
 from torch import Tensor
+
+from thinwire.comm.mpi_library import MPI
+from thinwire.comm.mpi_rounds import CALLS_A_LOOK, Rounds
 
 __all__ = ["SLEEP_SECONDS", "Progress", "Transfer"]
 
@@ -22,7 +26,8 @@ SLEEP_SECONDS = 50e-6
 _YIELDS_BEFORE_SLEEP = 200
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 100e-6, 2e-3
-"""Seconds between two looks of the thread. In the longest pause a socket's buffer should not run empty or full."""
+"""Seconds between two looks of the thread, and of a caller whose transfer takes long. In the longest pause a socket's
+buffer should not run empty or full."""
 
 _MOVING_SECONDS = 40e-6
 """Processor time of a look that moved data. One that finds nothing takes 3 to 20 microseconds."""
@@ -55,9 +60,17 @@ class Progress:
         """Leave ``transfers`` alone."""
         self._watched.remove(transfers)
 
+    def add_rounds(self, rounds: Rounds) -> None:
+        """Move these too, for as long as they exist, whoever drives MPI."""
+        self._watched.add_rounds(rounds)
+
+    def look_at_rounds(self) -> bool:
+        """Move what MPI does not move of itself while it is called; whether something did."""
+        return self._watched.look_at_rounds()
+
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """Within this context the caller drives MPI itself, and the thread stands aside."""
+        """Within this context the caller drives MPI, and the thread stands aside."""
         self._watched.attend(1)
         try:
             yield
@@ -66,20 +79,27 @@ class Progress:
 
 
 class Transfer:
-    """Requests in flight, with the tensors that MPI reads and writes until they are over."""
+    """Messages in flight, with the tensors that MPI reads and writes until they are over."""
 
     def __init__(
         self,
-        requests: list[MPI.Request],
+        test: Callable[[], bool],
         tensors: tuple[Tensor, ...],
         in_flight: set[Transfer],
         progress: Progress | None,
+        *,
+        short: bool = True,
     ) -> None:
-        """It joins ``in_flight`` and leaves it when it is over. ``progress``: what may be told to drive it, if any."""
-        self._requests = requests
+        """It joins ``in_flight`` and leaves it when it is over. ``progress``: what may be told to drive it, if any.
+
+        ``test`` says whether it is over, or raises ``MPI.Exception``. ``short``: it may be over so soon that who waits
+        for it should not sleep at first, nor long.
+        """
+        self._drive = test
         self._tensors = tensors
         self._in_flight = in_flight
         self._progress = progress
+        self._short = short
         self._testing = threading.Lock()
         self._over = False
         self._error: MPI.Exception | None = None
@@ -87,6 +107,11 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether it is over, well or badly; drives progress and never raises. Any thread may call it."""
+        self._look_at_rounds()
+        return self.test()
+
+    def test(self) -> bool:
+        """``done``, where rounds have just been looked at."""
         with self._testing:  # MPI forbids that two threads test one request
             if not self._over:
                 self._test()
@@ -95,20 +120,35 @@ class Transfer:
     def wait(self, seconds: float) -> bool:
         """Block for at most ``seconds``; False if it is still running. Raises ``MPI.Exception``."""
         deadline = time.monotonic() + seconds
-        yields = 0
+        pace, yields = _Pace(), 0
         with nullcontext() if self._progress is None else self._progress.attended():
-            while not self.done():
+            while True:
+                moved = self._look_at_rounds()
+                calls = 1 if yields < _YIELDS_BEFORE_SLEEP and self._short else CALLS_A_LOOK
+                if any(self.test() for _ in range(calls)):
+                    break
                 if time.monotonic() >= deadline:
                     return False
-                yields += 1
-                time.sleep(0 if yields < _YIELDS_BEFORE_SLEEP else SLEEP_SECONDS)
+                if self._short:
+                    yields += 1
+                    if yields < _YIELDS_BEFORE_SLEEP:
+                        # Not a sleep of no time, which returns at once: other ranks may need this core.
+                        os.sched_yield()
+                    else:
+                        time.sleep(SLEEP_SECONDS)
+                else:
+                    time.sleep(pace.pause(moved))
         if self._error is not None:
             raise self._error
         return True
 
+    def _look_at_rounds(self) -> bool:
+        # All of them: another rank may need them to move before it comes to what this one waits for.
+        return self._progress is not None and self._progress.look_at_rounds()
+
     def _test(self) -> None:
         try:
-            self._over = MPI.Request.Testall(self._requests)
+            self._over = self._drive()
         except MPI.Exception as error:
             # Other requests may still run: the tensors stay in flight.
             self._error, self._over = error, True
@@ -119,12 +159,26 @@ class Transfer:
             self._progress.forget((self,))
 
 
+class _Pace:
+    """How long to pause between two looks: shortly after data moved, ever longer while none does."""
+
+    def __init__(self) -> None:
+        self._pause = _SHORTEST_PAUSE
+
+    def pause(self, moved: bool) -> float:
+        """Seconds until the next look."""
+        self._pause = _SHORTEST_PAUSE if moved else min(2 * self._pause, _LONGEST_PAUSE)
+        return self._pause
+
+
 class _Watched:
     """What the thread and the rest of the process share."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._transfers: set[Transfer] = set()
+        self._rounds: weakref.WeakSet[Rounds] = weakref.WeakSet()
+        self._adding_rounds = threading.Lock()
         self._attending = 0
         self._closed = False
 
@@ -136,6 +190,16 @@ class _Watched:
     def remove(self, transfers: Iterable[Transfer]) -> None:
         with self._changed:
             self._transfers.difference_update(transfers)
+
+    def add_rounds(self, rounds: Rounds) -> None:
+        with self._adding_rounds:
+            self._rounds.add(rounds)
+
+    def look_at_rounds(self) -> bool:
+        """Whether something moved."""
+        with self._adding_rounds:
+            everywhere = list(self._rounds)
+        return any([rounds.look() for rounds in everywhere])
 
     def attend(self, callers: int) -> None:
         with self._changed:
@@ -150,13 +214,11 @@ class _Watched:
 
     def drive(self) -> None:
         """Look at all transfers again and again: soon after data moved, ever more rarely while none does."""
-        pause = _SHORTEST_PAUSE
+        pace = _Pace()
         while self._wait_for_some():
             before = time.thread_time()
-            self._look()
-            moved = time.thread_time() - before >= _MOVING_SECONDS
-            pause = _SHORTEST_PAUSE if moved else min(2 * pause, _LONGEST_PAUSE)
-            time.sleep(pause)
+            moved = self._look() or time.thread_time() - before >= _MOVING_SECONDS
+            time.sleep(pace.pause(moved))
 
     def _wait_for_some(self) -> bool:
         """Sleep until there is something to look at, or this is closed: then False."""
@@ -164,12 +226,15 @@ class _Watched:
             self._changed.wait_for(lambda: self._closed or (self._transfers and not self._attending))
             return not self._closed
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Whether rounds moved."""
         with self._changed:
             transfers = list(self._transfers)
         # Not with the lock, which callers take who neither wait for MPI nor expect to.
-        for transfer in transfers:
-            transfer.done()
+        moved = self.look_at_rounds()
+        for transfer in islice(cycle(transfers), max(CALLS_A_LOOK, len(transfers))):
+            transfer.test()
+        return moved
 
 
 def _stop(watched: _Watched, thread: threading.Thread) -> None:

@@ -13,6 +13,7 @@ from experiments.ethernet.cluster import namespaces
 from experiments.ethernet.cluster.clusters import EmulatedCluster, LoopbackCluster
 from experiments.ethernet.cluster.commands import run
 from tests.experiments.ethernet.cluster.needs import needs_cluster
+from tests.launching import need_mpi
 
 REPOSITORY = Path(__file__).parents[4]
 MAKE_AND_WAIT = """
@@ -120,7 +121,7 @@ def test_what_a_killed_maker_left_is_removed_by_the_next() -> None:
 
 @pytest.mark.launch
 def test_loopback_stands_in_without_root(tmp_path: Path) -> None:
-    pytest.importorskip("mpi4py")
+    need_mpi()
     program = tmp_path / "program.py"
     program.write_text(SUM_OF_RANKS)
     finished = LoopbackCluster(2).run([str(program)], seconds=100)

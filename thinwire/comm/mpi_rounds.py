@@ -1,0 +1,180 @@
+"""Large all-to-alls and all-gathers over MPI, with one partner at a time.
+
+MPI's own non-blocking ones send to everybody at once. On Ethernet the senders' streams then meet at each receiver's
+link, share it unevenly, and the last of them takes 1.4 to 2 times as long as the bytes alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.comm.mpi_library import MPI
+
+__all__ = ["CALLS_A_LOOK", "Exchange", "Rounds", "address"]
+
+CALLS_A_LOOK = 8
+"""Open MPI looks at its sockets in every eighth call only, so that fewer would see nothing of them."""
+
+_PIECE = 63 << 10
+"""Bytes of one message. Open MPI sends up to 64 KiB over TCP, its own header included, without asking the receiver
+first; what is larger waits for both ends to look, again and again."""
+
+_FEWEST, _MOST = 2, 64
+"""Pieces under way. Two keep a link of 1 Gb/s busy for 1 ms. On slower ones more would wait in queues, those of the
+next round among them, so that streams meet."""
+
+_FAST_SECONDS = 0.5e-3
+"""Where all that was under way has moved since a look so short ago, there may be more."""
+
+
+class Rounds:
+    """Exchanges of one communicator, one after another in the order of their starts, which is that of all ranks.
+
+    They move while somebody looks here. Any thread may.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """``comm``: whose point-to-point messages are for these rounds alone."""
+        self._comm = comm
+        self._looking = threading.Lock()  # MPI forbids that two threads test one request
+        self._to_begin: deque[Exchange] = deque()
+        self._under_way: deque[_Piece] = deque()
+        self._most = _FEWEST
+        self._looked = 0.0
+        self._error: MPI.Exception | None = None
+        self._stopped = False
+
+    def start(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Exchange:
+        """Start to send ``sent[i]`` to rank i and to hear ``received[i]`` from it, at least two ranks.
+
+        All are contiguous bytes, equally many and not none, and must outlive the exchange. ``tag``: the same on all
+        ranks, another than that of exchanges that these could be taken for.
+        """
+        rank = self._comm.Get_rank()
+        received[rank].copy_(sent[rank])
+        exchange = Exchange(self, received, sent, tag)
+        with self._looking:
+            self._to_begin.append(exchange)
+        self.look()
+        return exchange
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be moved."""
+        return not self._stopped and bool(self._under_way or self._to_begin)
+
+    def look(self) -> bool:
+        """Move what can be moved; whether something did. Never raises: the exchanges do."""
+        if not self.busy:
+            return False
+        with self._looking:
+            try:
+                return self._advance()
+            except MPI.Exception as error:
+                self._error, self._stopped = error, True
+                return True
+
+    def raise_error(self) -> None:
+        """Raise the ``MPI.Exception`` that ended these rounds, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Leave MPI alone from now on: what is under way stays there."""
+        self._stopped = True
+
+    def _advance(self) -> bool:
+        moved = self._end()
+        now = time.monotonic()
+        if not moved:
+            self._most = _FEWEST
+        elif not self._under_way and now - self._looked < _FAST_SECONDS:
+            self._most = min(2 * self._most, _MOST)
+        self._looked = now
+        while self._begin():
+            moved = True
+            if not self._end():
+                break
+        return moved
+
+    def _end(self) -> bool:
+        """See which pieces have moved; whether one has."""
+        before = len(self._under_way)
+        while self._under_way and self._under_way[0].has_ended():
+            self._under_way.popleft().exchange.end_one()
+        return len(self._under_way) < before
+
+    def _begin(self) -> bool:
+        """Begin as many pieces as may; whether one did."""
+        before = len(self._under_way)
+        while self._to_begin and len(self._under_way) < self._most:
+            self._under_way.append(self._to_begin[0].begin_one(self._comm))
+            if self._to_begin[0].all_begun:
+                self._to_begin.popleft()
+        return len(self._under_way) > before
+
+
+class Exchange:
+    """One all-to-all or all-gather. In round k each rank sends to the one k places on and hears from the one k back."""
+
+    def __init__(self, rounds: Rounds, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> None:
+        self._rounds = rounds
+        self._received, self._sent = received, sent
+        self._tag = tag
+        self._pieces = -(-sent[0].nbytes // _PIECE)
+        self._total = self._pieces * (len(sent) - 1)
+        self._begun = self._ended = 0
+
+    def test(self) -> bool:
+        """Whether it is over. Raises ``MPI.Exception``."""
+        if not self.over:
+            self._rounds.raise_error()
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether all of it has moved."""
+        return self._ended == self._total
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether nothing of it is left to begin."""
+        return self._begun == self._total
+
+    def begin_one(self, comm: MPI.Intracomm) -> _Piece:
+        """Begin the next piece."""
+        rank, size = comm.Get_rank(), comm.Get_size()
+        turns, place = divmod(self._begun, self._pieces)
+        to, source = (rank + turns + 1) % size, (rank - turns - 1) % size
+        first = place * _PIECE
+        arriving = address(self._received[source][first : first + _PIECE])
+        leaving = address(self._sent[to][first : first + _PIECE])
+        self._begun += 1
+        arrival = comm.Irecv([arriving, MPI.BYTE], source, self._tag)
+        return _Piece(self, [arrival, comm.Isend([leaving, MPI.BYTE], to, self._tag)])
+
+    def end_one(self) -> None:
+        """Count a piece that has moved."""
+        self._ended += 1
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One message under way to a partner, and its like from the other."""
+
+    exchange: Exchange
+    requests: list[MPI.Request]
+
+    def has_ended(self) -> bool:
+        return any(MPI.Request.Testall(self.requests) for _ in range(CALLS_A_LOOK))
+
+
+def address(tensor: Tensor) -> MPI.buffer:
+    """The memory of a contiguous tensor on any device, for MPI; the tensor must outlive it."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
