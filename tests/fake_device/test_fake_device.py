@@ -27,6 +27,12 @@ def became_of(jobs: Jobs) -> dict[str, str | None]:
     return results
 
 
+def test_several_processes_stage_their_tensors_over_gloo(jobs: Jobs) -> None:
+    build()
+    done = jobs.torchrun(2, "-m", "tests.fake_device.staged_program", "OneBitAdam-0")
+    assert "2 ranks agree" in done.stdout, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, became_of: dict[str, str | None]) -> None:
     assert became_of[name] is None, became_of[name]
