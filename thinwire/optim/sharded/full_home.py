@@ -94,7 +94,7 @@ class FullHome(AlgorithmShardedHome):
         if applied:
             self._group.receive_averages()
             self._find_clip()
-            self._group.update(vote.absent, self.loss_scale, self._under_way.clip)
+            self._group.update(vote.absent, self.loss_scale, float(self._under_way.clip))
             self._compare_replicas()
         norm = self._norm / self.loss_scale if vote.finite else math.inf
         self._end_step()
