@@ -29,7 +29,7 @@ help:
 	@echo "make ethernet        race DDP, PowerSGD and 1-bit Adam over slow links (as root on Linux; about half an hour)"
 	@echo "make plan-accuracy   thinwire plan beside steps at settings it has not seen (as root on Linux; about 15 minutes)"
 	@echo "make redraw          draw the pictures of recorded results again, from their JSON (ARGS=NAME for one)"
-	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present"
+	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present, in stages of under 8 minutes"
 	@echo "make docs            build these pages and the API reference as a site, into site/"
 	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
 
@@ -95,9 +95,7 @@ redraw: $(READY)
 	$(RUN) -m experiments.redraw $(ARGS)
 
 gpu:
-	$(GPU_PYTHON) -m pytest tests/gpu
-	$(GPU_PYTHON) -m experiments.benchmarks.kernels --device cuda $(ARGS)
-	$(GPU_PYTHON) -m experiments.benchmarks.attention_gpu
+	$(GPU_PYTHON) -m experiments.gpu $(ARGS)
 
 # The variable silences a notice about another project.
 docs: $(READY)

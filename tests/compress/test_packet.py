@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from thinwire.compress import Flags, Header, PacketError
-from thinwire.compress.packet import HEADER_BYTES, check_headers, raise_flag, write_headers
+from thinwire.compress.packet import HEADER_BYTES, check_headers, write_headers
 
 headers = st.builds(
     Header,
@@ -42,8 +42,7 @@ def test_written_to_every_row_and_nowhere_else(header, rows, body) -> None:
 @pytest.mark.parametrize("condition", [True, False])
 def test_a_flag_is_raised_beside_those_already_there(condition) -> None:
     packets = torch.zeros(2, 32, dtype=torch.uint8)
-    write_headers(packets, Header(1, 64, 3, 5, Flags.INCOMPLETE))
-    raise_flag(packets, Flags.NON_FINITE, torch.tensor(condition))
+    write_headers(packets, Header(1, 64, 3, 5, Flags.INCOMPLETE), finite=torch.tensor(not condition))
     wanted = Flags.INCOMPLETE | Flags.NON_FINITE if condition else Flags.INCOMPLETE
     assert check_headers(packets[:1, :HEADER_BYTES], Header(1, 64, 3, 5)) == wanted
     assert check_headers(packets[:, :HEADER_BYTES], Header(1, 64, 3, 5)) == wanted

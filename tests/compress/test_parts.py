@@ -222,8 +222,10 @@ def test_a_shard_is_cut_into_equal_parts_no_smaller_than_asked(blocks: int, bloc
 @pytest.mark.parametrize(("codec", "kib"), [("sign1", 64), ("int8", 128), ("bf16", 256), ("none", 512)])
 def test_the_smallest_part_is_a_message_of_some_size(codec: str, kib: int) -> None:
     one = make_codec(codec)
-    assert least_part(one) % one.block_size == 0
-    assert kib << 10 <= one.packet_bytes(least_part(one)) < 1.03 * (kib << 10)
+    least = least_part(one, "gloo")
+    assert least % one.block_size == 0
+    assert kib << 10 <= one.packet_bytes(least) < 1.03 * (kib << 10)
+    assert len(cut_shard(1 << 30, one.block_size, least_part(one, "nccl"))) == 1
 
 
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
@@ -240,7 +242,7 @@ def make(kind: str, model: torch.nn.Module, comm: Communicator, **options: Any) 
 
 
 def cut_finely(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
-    monkeypatch.setattr("thinwire.compress.exchange.least_part", lambda codec: least)
+    monkeypatch.setattr("thinwire.compress.exchange.least_part", lambda codec, backend: least)
 
 
 def trained(kind: str, size: int, **options: Any) -> tuple[Tensor, int]:

@@ -25,6 +25,7 @@ from thinwire.comm.checks import (
 )
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.failure import Call, RollCall, describe_failure
+from thinwire.comm.staging import Staging, bring_to_host
 from thinwire.comm.traffic import Traffic, sent_bytes
 from thinwire.comm.work import Finishing, Pending, Work
 
@@ -62,6 +63,7 @@ class Communicator(ABC):
         self.speaks = False
         self._sequence = 0
         self._failure: CommunicationError | None = None
+        self._staging = Staging()
 
     def all_to_all(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
         """Send chunk j of ``input`` to rank j; chunk i of ``output`` is what rank i sent here.
@@ -100,7 +102,7 @@ class Communicator(ABC):
         check_reduction(tensor, op)
         wire_op: ReduceOp = "sum" if op == "mean" else op
         flat = _flat(tensor)
-        host = self._placed(flat, reduction=True)
+        host, arrived = self._placed(flat, reduction=True)
         signature = f"all_reduce({op}) of {_amount(tensor)}"
 
         def start(call: Call) -> Pending:
@@ -109,7 +111,7 @@ class Communicator(ABC):
                 pending = Finishing(pending, lambda: flat.copy_(host, non_blocking=True))
             return Finishing(pending, lambda: flat.div_(self.size)) if op == "mean" else pending
 
-        return self._issue("all_reduce", signature, flat.nbytes, start, async_op)
+        return self._issue("all_reduce", signature, flat.nbytes, start, async_op, arrived)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -153,6 +155,7 @@ class Communicator(ABC):
     def close(self) -> None:
         """Release the backend's resources; later calls raise. Collective. Closing twice is fine."""
         if self._failure is None:
+            self._staging.begin_all()
             self._failure = CommunicationError("it was closed")
             self._release()
 
@@ -240,7 +243,7 @@ class Communicator(ABC):
     ) -> Work:
         """Issue a collective that only moves bytes, so that any dtype travels on any backend."""
         source, target = _as_bytes(input), _as_bytes(output)
-        wire_source = self._placed(source, reduction=False)
+        wire_source, arrived = self._placed(source, reduction=False)
         staged = wire_source is not source
         if input is output:
             wire_target = wire_source
@@ -253,20 +256,33 @@ class Communicator(ABC):
                 return Finishing(pending, lambda: target.copy_(wire_target, non_blocking=True))
             return pending
 
-        return self._issue(name, f"{name}{detail} of {_amount(input)}", source.nbytes, begin, async_op)
+        return self._issue(name, f"{name}{detail} of {_amount(input)}", source.nbytes, begin, async_op, arrived)
 
-    def _placed(self, tensor: Tensor, *, reduction: bool) -> Tensor:
-        """``tensor`` itself, or a pinned host copy where the backend cannot read its device."""
+    def _placed(self, tensor: Tensor, *, reduction: bool) -> tuple[Tensor, torch.Event | None]:
+        """``tensor`` itself, or a pinned host copy where the backend cannot read its device, and when it is whole."""
         if not self._needs_staging(tensor.device, reduction=reduction):
-            return tensor
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+            return tensor, None
+        return bring_to_host(tensor)
 
-    def _issue(self, name: str, signature: str, nbytes: int, start: Callable[[Call], Pending], async_op: bool) -> Work:
+    def _issue(
+        self,
+        name: str,
+        signature: str,
+        nbytes: int,
+        start: Callable[[Call], Pending],
+        async_op: bool,
+        arrived: torch.Event | None = None,
+    ) -> Work:
+        """Start a collective; one whose tensors are staged when they have ``arrived``, and before any later one."""
         self._raise_earlier_failure()
         self._sequence += 1
         call = Call(self._sequence, signature)
-        with self._failures_of(call):
-            pending = start(call)
+        if arrived is not None:
+            pending = self._staging.follow(arrived, partial(self._start_staged, start, call))
+        else:
+            self._staging.begin_all()
+            with self._failures_of(call):
+                pending = start(call)
         self.traffic.add(name, sent_bytes(name, nbytes, self.size))
         work = Work(pending, partial(self._wait, call))
         if async_op:
@@ -274,6 +290,11 @@ class Communicator(ABC):
         else:
             work.wait()
         return work
+
+    def _start_staged(self, start: Callable[[Call], Pending], call: Call) -> Pending:
+        pending = start(call)
+        self._leave_in_flight()
+        return pending
 
     def _wait(self, call: Call, pending: Pending, timeout: float | None) -> None:
         """Wait for a transfer of ``call``, for ``timeout`` seconds or, with None, for the communicator's own."""
@@ -292,6 +313,7 @@ class Communicator(ABC):
     def _make_group(self, name: str, members: list[int] | None) -> Communicator | None:
         """Make a group on its members; the other ranks only count it."""
         self._raise_earlier_failure()
+        self._staging.begin_all()
         self._sequence += 1
         if members is None:
             return None

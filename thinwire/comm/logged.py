@@ -49,15 +49,23 @@ class LoggedCommunicator(Communicator):
             self.barrier()
         return _as_dict(found, show_straggler, self) if return_dict else None
 
-    def _issue(self, name: str, signature: str, nbytes: int, start: Callable[[Call], Pending], async_op: bool) -> Work:
+    def _issue(
+        self,
+        name: str,
+        signature: str,
+        nbytes: int,
+        start: Callable[[Call], Pending],
+        async_op: bool,
+        arrived: torch.Event | None = None,
+    ) -> Work:
         end = self.log.begin(name, nbytes, self)
         if end is None:
-            return super()._issue(name, signature, nbytes, start, async_op)
+            return super()._issue(name, signature, nbytes, start, async_op, arrived)
 
         def begin(call: Call) -> Pending:
             return Finishing(start(call), end)
 
-        return super()._issue(name, signature, nbytes, begin, async_op)
+        return super()._issue(name, signature, nbytes, begin, async_op, arrived)
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         return self._inner._start_all_to_all(call, output, input)

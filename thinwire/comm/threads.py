@@ -32,7 +32,7 @@ def run(fn: Callable[[Communicator], Result], size: int, timeout: float = 60.0) 
     Inside ``fn``, ``thinwire.comm.init()`` returns the thread's own communicator. When a rank raises, the
     others get a ``CommunicationError`` that names it, and ``run`` raises the first rank's exception.
     ``timeout`` in seconds for each collective. The random generator of torch is shared by all threads:
-    give each rank its own ``torch.Generator``.
+    give each rank its own ``torch.Generator``. A rank's backwards run on its own thread, on a GPU too.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, not {size}")
@@ -47,7 +47,9 @@ def run(fn: Callable[[Communicator], Result], size: int, timeout: float = 60.0) 
         torch.set_num_threads(compute_threads)
         _context.communicator = ThreadCommunicator(world, rank, timeout)
         try:
-            results[rank] = fn(_context.communicator)
+            # torch has one thread for all backwards on a device: there the ranks' hooks would wait for each other.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = fn(_context.communicator)
         except BaseException as error:
             job.leave(rank, error)
         else:

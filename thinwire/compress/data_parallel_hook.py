@@ -9,7 +9,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from thinwire import comm as communication
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import Exchange, bring_headers
 
 __all__ = ["CompressionState", "ddp_hook"]
 
@@ -73,6 +73,7 @@ class CompressionState:
         in_flight[-1][0].advance()
         for exchange, _, _ in in_flight:
             exchange.wait()
+        bring_headers(exchange for exchange, _, _ in in_flight)
         finite = all([exchange.outcome().finite for exchange, _, _ in in_flight])
         for exchange, gradients, future in in_flight:
             # A NaN goes on to every rank's gradients, where a GradScaler finds it; the residuals stay clean.

@@ -3,7 +3,7 @@ part by part. Two collectives a part; nothing that must survive a skipped step c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +17,15 @@ from thinwire.compress.packet import (
     Header,
     PacketError,
     SettingsError,
+    all_finite,
     check_headers,
-    raise_flag,
     write_headers,
 )
 from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
+from thinwire.zero.host_reading import read_together
 
-__all__ = ["Adjust", "Division", "Exchange", "Headers", "Leg", "Outcome"]
+__all__ = ["Adjust", "Division", "Exchange", "Headers", "Leg", "Outcome", "bring_headers"]
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
@@ -117,7 +118,7 @@ class Exchange:
         first = 0 if division.own is None else division.own * self.shard
         self.owner_place = slice(first, first if division.own is None else first + self.shard)
         self.worker_place = slice(0, self.shard * division.sent)
-        self.parts = cut_shard(self.shard, codec.block_size, least_part(codec) if part is None else part)
+        self.parts = cut_shard(self.shard, codec.block_size, least_part(codec, comm.backend) if part is None else part)
         owned = 0 if division.own is None else self.shard
         self.valid_in_own_shard = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
         self._comm = comm
@@ -174,7 +175,7 @@ class Exchange:
         assert self._leg_2, "wait() follows advance()"
         for number, leg in enumerate(self._leg_2):
             leg.work.wait()
-            self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number))
+            self._headers.append(Headers(leg.received[:, :HEADER_BYTES], number))
 
     @property
     def leg_1_is_over(self) -> bool:
@@ -187,11 +188,12 @@ class Exchange:
         return bool(self._headers) and bool(self._leg_2)
 
     def outcome(self) -> Outcome:
-        """Check every header of both legs and say what they said.
+        """Check every header of both legs and say what they said; after `bring_headers` without a wait.
 
         Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, part, codec or block
         size, and SettingsError where one has other hyperparameters.
         """
+        bring_headers([self])
         flags = Flags.NONE
         for leg in self._headers:
             flags |= leg.check(self._expected)
@@ -229,7 +231,7 @@ class Exchange:
             if residual is not None:
                 residual.masked_fill_(mask[place], 0.0)
 
-    def scale_step(self, coefficient: float) -> None:
+    def scale_step(self, coefficient: float | Tensor) -> None:
         """Change the new worker residual to what it were had this step's change been `coefficient` times as large.
 
         With e the residual before and e' after, payload x and packet p: e' = x + e - p, so that e + c·(e' - e) is the
@@ -283,17 +285,16 @@ class Exchange:
 
     def _send_average(self, number: int, average: Tensor, place: slice) -> Leg:
         """Encode the average of a part, fp32, which becomes the new owner residual, and send it to every worker."""
-        not_finite = ~torch.isfinite(average.abs().max())
+        finite = all_finite(average)
         send, receive = self._packets(1, place), self._packets(self._comm.size, place)
         before = None if self.owner_residual is None else self.owner_residual[place]
         self.codec.encode(average, before, send, self._valid_in(place))
-        write_headers(send, replace(self._expected, part=number, flags=self._flags_to_pass_on()))
-        raise_flag(send, Flags.NON_FINITE, not_finite)
+        write_headers(send, replace(self._expected, part=number), finite)
+        self._pass_on_flags(send)
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
 
-    def _flags_to_pass_on(self) -> Flags:
-        """What leg 2 has to tell of leg 1: nothing, as every rank saw the same headers."""
-        return Flags.NONE
+    def _pass_on_flags(self, packets: Tensor) -> None:
+        """Let leg 2 tell of leg 1: here nothing, as every rank saw the same headers."""
 
     def _valid_in(self, place: slice) -> int:
         """How many elements of a part of the own shard are not padding."""
@@ -304,3 +305,19 @@ class Exchange:
     def _packets(self, rows: int, place: slice) -> Tensor:
         numbers = self.codec.packet_bytes(place.stop - place.start)
         return torch.empty(rows, numbers, dtype=torch.uint8, device=self._device)
+
+
+def bring_headers(exchanges: Iterable[Exchange], others: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Bring the headers of all `exchanges`, whose `outcome` then waits for nothing, to the host; return `others` there.
+
+    On an accelerator, which must be the same for all, the host waits once; after `wait` of each.
+    """
+    away = [one for one in exchanges if one._device.type != "cpu" and one._headers]
+    if not away:
+        return read_together(others)
+    held = [headers.raw for exchange in away for headers in exchange._headers]
+    together, *found = read_together([torch.cat(held), *others])
+    brought = iter(torch.split(together, [len(one) for one in held]))
+    for exchange in away:
+        exchange._headers = [replace(headers, raw=next(brought)) for headers in exchange._headers]
+    return found

@@ -12,7 +12,15 @@ from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Adjust, Division, Exchange, Headers, Leg
-from thinwire.compress.packet import HEADER_BYTES, Flags, PacketError, SettingsError, write_headers
+from thinwire.compress.packet import (
+    HEADER_BYTES,
+    Flags,
+    PacketError,
+    SettingsError,
+    flags_on_device,
+    pass_on_flags,
+    write_headers,
+)
 
 __all__ = ["HierarchicalExchange", "make_exchange"]
 
@@ -96,10 +104,10 @@ class HierarchicalExchange(Exchange):
             everyone = mine.new_empty(links.inside.size * mine.shape[0], mine.shape[1])
             work = links.inside.all_gather(everyone, mine)
             packets = everyone[: len(senders)]
-            self._headers.append(Headers(packets[:, :HEADER_BYTES].clone(), number, senders))
+            self._headers.append(Headers(packets[:, :HEADER_BYTES], number, senders))
             self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
 
-    def scale_step(self, coefficient: float) -> None:
+    def scale_step(self, coefficient: float | Tensor) -> None:
         """See Exchange."""
         if self._links.lane is not None:
             super().scale_step(coefficient)
@@ -116,18 +124,25 @@ class HierarchicalExchange(Exchange):
         assert self._sum is not None
         return self._sum
 
-    def _flags_to_pass_on(self) -> Flags:
+    def _pass_on_flags(self, packets: Tensor) -> None:
         """What this rank has heard of others, which only it may have, passed on to everyone."""
-        flags = Flags.NONE
         heard, self._passed_on = self._headers[self._passed_on :], len(self._headers)
+        known = Flags.NONE
         for headers in heard:
-            try:
-                flags |= headers.check(self._expected)
-            except SettingsError:
-                flags |= Flags.SETTINGS
-            except PacketError:
-                flags |= Flags.MISMATCH
-        return flags
+            if headers.raw.device.type == "cpu":
+                known |= self._flags_of(headers)
+            else:
+                pass_on_flags(packets, flags_on_device(headers.raw, replace(self._expected, part=headers.part)))
+        if known:
+            pass_on_flags(packets, torch.tensor(int(known), dtype=torch.int16))
+
+    def _flags_of(self, headers: Headers) -> Flags:
+        try:
+            return headers.check(self._expected)
+        except SettingsError:
+            return Flags.SETTINGS
+        except PacketError:
+            return Flags.MISMATCH
 
     def _add_up(self) -> Tensor:
         """Return this rank's lane of the node's sum, times nodes / ranks: the mean over nodes is then that of ranks."""

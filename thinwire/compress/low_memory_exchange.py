@@ -59,6 +59,10 @@ class LowMemoryExchange(Exchange):
         self._leg_2 = []
         return parts[0] if len(parts) == 1 else self.codec.join(parts)
 
+    def arrived(self, row: int) -> list[Tensor]:
+        """What leg 2 brought from one owner, uint8 [1, packet_bytes] for each part; after `wait`."""
+        return [leg.received[row : row + 1] for leg in self._leg_2]
+
     def commit(self) -> None:
         """Take over the new residuals."""
         assert self._average is not None, "commit() follows wait()"

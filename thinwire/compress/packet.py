@@ -3,9 +3,10 @@ an error on every rank and never a silent wrong sum."""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 import numpy as np
@@ -21,8 +22,10 @@ __all__ = [
     "Header",
     "PacketError",
     "SettingsError",
+    "all_finite",
     "check_headers",
-    "raise_flag",
+    "flags_on_device",
+    "pass_on_flags",
     "write_headers",
 ]
 
@@ -32,7 +35,7 @@ assert _HEADER.size == HEADER_BYTES
 _MAGIC = 0x5754  # "TW", little-endian
 _VERSION = 3
 _FLAG_BYTES = slice(4, 6)
-_FLAGS_INT16 = 2  # the same place in the header seen as int16
+_FLAGS_INT16, _SETTINGS_INT16 = 2, 7  # places in the header seen as int16
 _NUMBERS = ("bucket", "part", "step", "settings")
 _LIMIT = 1 << 16  # they are sent modulo this
 
@@ -114,23 +117,72 @@ class Header:
             )
 
 
-def write_headers(packets: Tensor, header: Header) -> None:
-    """Put `header` at the start of every row of `packets`, uint8 [rows, bytes]."""
-    raw = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-    packets[:, :HEADER_BYTES].copy_(raw.to(packets.device).expand(packets.shape[0], -1))
+def write_headers(packets: Tensor, header: Header, finite: bool | Tensor = True) -> None:
+    """Put `header` at the start of every row of `packets`, uint8 [rows, bytes], contiguous.
 
-
-def raise_flag(packets: Tensor, flag: Flags, condition: Tensor) -> None:
-    """Set `flag` in every row's header where `condition`, a bool scalar on the packets' device, holds.
-
-    Stays on the device, so that it costs no synchronisation.
+    Unless `finite`, it says NON_FINITE; as a bool scalar on the packets' device that is found out there, and the host
+    neither waits for the device nor copies anything to it.
     """
-    flags = packets[:, :HEADER_BYTES].view(torch.int16)[:, _FLAGS_INT16]
-    flags.bitwise_or_(condition.to(torch.int16) * int(flag))
+    if finite is not True:
+        header = replace(header, flags=header.flags | Flags.NON_FINITE)
+    if packets.device.type == "cpu":
+        packets.numpy()[:, :HEADER_BYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
+    else:
+        _fill_headers(packets, header.pack())
+    if isinstance(finite, Tensor):
+        _flags_in(packets).bitwise_xor_(finite)  # NON_FINITE is the lowest bit: this takes it back where all is well
+
+
+def pass_on_flags(packets: Tensor, flags: Tensor) -> None:
+    """Set `flags`, int16 [] on the packets' device, in every row's header."""
+    _flags_in(packets).bitwise_or_(flags)
+
+
+def all_finite(values: Tensor) -> bool | Tensor:
+    """Whether all of `values`, fp32 [n], are finite, for `write_headers`: on a device a bool scalar that is there."""
+    if not values.numel():
+        return True
+    if values.device.type == "cpu":
+        least, greatest = torch.aminmax(values)  # NaN where there is one
+        return math.isfinite(least) and math.isfinite(greatest)
+    magnitude: Tensor = torch.linalg.vector_norm(values, math.inf)
+    return magnitude < math.inf
+
+
+def flags_on_device(headers: Tensor, expected: Header) -> Tensor:
+    """What `check_headers` would find in `headers`, uint8 [senders, 16], as int16 [] on their device, without a wait.
+
+    MISMATCH or SETTINGS stand for what it would raise.
+    """
+    wanted = torch.empty_like(headers[:1])
+    write_headers(wanted, expected)
+    fields = headers.contiguous().view(torch.int16)
+    differs = fields != wanted.view(torch.int16)
+    seen, *others = fields[:, _FLAGS_INT16].unbind()
+    for flags in others:
+        seen = seen | flags
+    strange = differs[:, :_FLAGS_INT16].any() | differs[:, _FLAGS_INT16 + 1 : _SETTINGS_INT16].any()
+    strange |= (seen & ~_KNOWN_FLAGS) != 0
+    other_settings = differs[:, _SETTINGS_INT16].any()
+    found = strange * int(Flags.MISMATCH) | other_settings * int(Flags.SETTINGS)
+    return (seen & _KNOWN_FLAGS) | found.to(torch.int16)
+
+
+def _fill_headers(packets: Tensor, raw: bytes) -> None:
+    """Write `raw` as numbers that travel in the launches themselves, as wide as the rows' alignment allows."""
+    heads = packets[:, :HEADER_BYTES] if packets.shape[0] > 1 else packets[0, :HEADER_BYTES]
+    dtype, code = (torch.int64, "<2q") if heads.dim() == 1 or packets.shape[1] % 8 == 0 else (torch.int32, "<4i")
+    words = heads.view(dtype)
+    for number, word in enumerate(struct.unpack(code, raw)):
+        words[..., number].fill_(word)
+
+
+def _flags_in(packets: Tensor) -> Tensor:
+    return packets[:, :HEADER_BYTES].view(torch.int16)[:, _FLAGS_INT16]
 
 
 def check_headers(headers: Tensor, expected: Header, senders: Sequence[int] | None = None) -> Flags:
-    """The flags of all `headers`, uint8 [senders, 16], together; on a GPU this waits for the device.
+    """The flags of all `headers`, uint8 [senders, 16], together; waits for the device where they are on one.
 
     `senders`: their ranks; by default 0, 1, ... Raises PacketError, naming the sender, unless each header is
     `expected`, flags aside, and all flags are known.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.exchange import Exchange, Outcome
-from thinwire.compress.packet import Flags
+from thinwire.compress.packet import Flags, all_finite
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.members import Contribution
@@ -19,7 +19,7 @@ from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import settings_digest
 
-__all__ = ["AlgorithmBucket", "Exchanges", "Parameters", "StepUnderWay", "place_of"]
+__all__ = ["AlgorithmBucket", "Exchanges", "Parameters", "StepUnderWay", "may_clip", "place_of"]
 
 
 class Exchanges(Protocol):
@@ -59,11 +59,11 @@ class StepUnderWay:
     """What every bucket of a step shares.
 
     `number`: of steps that were sent. `loss_scale`: what gradients are taken to be times. `sketch`: where gradients are
-    counted whose averaged norm is wanted before leg 2. `clip`: what they are multiplied by because of it. `unplaced`:
-    whether a trainable parameter lies in no bucket yet. `divide_first`: what gradients that are averaged exactly are
-    divided by before they leave. `settings_sent`: by parameter group, those that payloads depend
-    on. `frees_gradients`: let each gradient go once it is in the payload, so that it cannot be sent again. `groups`:
-    the parameter groups.
+    counted whose averaged norm is wanted before leg 2. `sketched`: that norm, before the host has it. `clip`: what they
+    are multiplied by because of it, until then perhaps fp32 [] on an accelerator. `unplaced`: whether a trainable
+    parameter lies in no bucket yet. `divide_first`: what gradients that are averaged exactly are divided by before they
+    leave. `settings_sent`: by parameter group, those that payloads depend on. `frees_gradients`: let each gradient go
+    once it is in the payload, so that it cannot be sent again. `groups`: the parameter groups.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -72,7 +72,8 @@ class StepUnderWay:
     divide_first: float = 1.0
     loss_scale: float = 1.0
     sketch: NormSketch | None = None
-    clip: float = 1.0
+    sketched: Tensor | None = None
+    clip: float | Tensor = 1.0
     settings_sent: dict[int, AdamSettings] = field(default_factory=dict)
     frees_gradients: bool = False
     _digest: int | None = None
@@ -80,6 +81,7 @@ class StepUnderWay:
     def begin(self) -> None:
         """Forget what the last step has found and sent."""
         self.clip = 1.0
+        self.sketched = None
         self.begin_sending()
 
     def begin_sending(self) -> None:
@@ -263,7 +265,7 @@ class AlgorithmBucket:
         if self.send is Send.LOCAL:
             return
         clip = self._step.clip
-        if self.send is Send.EXACT or clip >= 1.0:
+        if self.send is Send.EXACT or not may_clip(clip):
             self.exchange.advance()
             return
         self.exchange.scale_step(clip)
@@ -288,12 +290,17 @@ class AlgorithmBucket:
 
     # What a step does
 
+    @property
+    def sent(self) -> Exchange | None:
+        """What this step's payload went through; None where nothing was sent."""
+        return None if self.stayed or self.send is Send.LOCAL else self.exchange
+
     def outcome(self) -> Outcome | None:
         """What the headers said, the same on every rank; None where nothing was sent."""
-        if self.stayed or self.send is Send.LOCAL:
+        if self.sent is None:
             return None
         outcome = self.exchange.outcome()
-        return replace(outcome, finite=self.own_is_finite()) if self._rewritten else outcome
+        return replace(outcome, finite=bool(self.own_is_finite())) if self._rewritten else outcome
 
     def average(self) -> Tensor | None:
         """In an EXACT step the averages that have arrived, fp32 [padded_numel], which `receive` leaves as they are
@@ -332,13 +339,13 @@ class AlgorithmBucket:
             output.masked_fill_(self.zero_variance, 0.0)
             self.exchange.hold_zero(self.zero_variance)
 
-    def clip_own(self, clip: float) -> None:
+    def clip_own(self, clip: float | Tensor) -> None:
         """Shrink what this rank's gradient adds to a local step to `clip` times as much."""
         torch.lerp(self._payload_of_zeros(), self.exchange.payload, clip, out=self.exchange.payload)
 
-    def own_is_finite(self) -> bool:
-        """Whether this rank's payload is."""
-        return bool(torch.isfinite(self.exchange.payload.abs().max()))
+    def own_is_finite(self) -> bool | Tensor:
+        """Whether this rank's payload is; as a bool scalar where that is on an accelerator."""
+        return all_finite(self.exchange.payload)
 
     # Parts
 
@@ -369,6 +376,11 @@ class AlgorithmBucket:
             out = payload[place_of(slot)]
             self._algorithm.payload(None, self.contribution(slot), self._clock, out)
         return payload
+
+
+def may_clip(clip: float | Tensor) -> bool:
+    """Whether a clip changes gradients, as far as the host knows."""
+    return isinstance(clip, Tensor) or clip < 1.0
 
 
 def place_of(slot: Slot) -> slice:

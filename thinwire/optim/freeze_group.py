@@ -16,6 +16,7 @@ from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.group_weights import GroupWeights, slots_with_elements
 from thinwire.optim.members import Members
 from thinwire.optim.options import check_same_freeze
+from thinwire.zero.host_reading import read_together
 
 __all__ = ["FreezeGroup"]
 
@@ -157,7 +158,8 @@ class FreezeGroup:
 
     def _own_is_finite(self) -> bool:
         """Whether this rank can take its local step; warns where it cannot."""
-        if all(bucket.own_is_finite() for bucket in self.buckets):
+        found = [torch.as_tensor(bucket.own_is_finite()) for bucket in self.buckets]
+        if all(map(bool, read_together(found))):
             return True
         self.left_out_steps += 1
         warnings.warn(

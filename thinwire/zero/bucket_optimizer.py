@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.zero.bucket_state import own_fragments
-from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.master_weights import MasterWeights, bring_beside
 from thinwire.zero.parameter_state import Fragment
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import group_settings, read_state, state_slices
@@ -63,9 +63,10 @@ class BucketOptimizer:
         if self.optimizer is None:
             return
         masters = self._masters
-        gradient = average.to(device=masters.weights.device, dtype=torch.float32)
+        gradient = average.to(torch.float32)
         if coefficient != 1.0:
             gradient.mul_(coefficient)
+        (gradient,) = bring_beside([masters], [gradient])
         for run, view in zip(masters.runs, masters.views, strict=True):
             view.grad = None if run.parameter in absent else gradient[run.place]
         for number, inner in zip(self._used_groups, self.optimizer.param_groups, strict=True):

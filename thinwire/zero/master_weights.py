@@ -11,7 +11,7 @@ from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import read_weight
 
-__all__ = ["MasterWeights"]
+__all__ = ["MasterWeights", "bring_beside"]
 
 
 class MasterWeights:
@@ -31,12 +31,18 @@ class MasterWeights:
         self._pin_memory = pin_memory
         self.runs = bucket.runs(0, bucket.layout.numel) if whole else bucket.own_runs
         self.weights = self._initial_weights()
+        self._landing: Tensor | None = None
         self.views = [self.weights[run.place] for run in self.runs]
 
     @property
     def separate(self) -> bool:
         """Whether they are other tensors than the parameters' own."""
         return self._offload or self.bucket.dtype != torch.float32
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether they are in CPU memory, and the parameters are not."""
+        return self._offload
 
     @property
     def held(self) -> slice:
@@ -52,7 +58,18 @@ class MasterWeights:
                 self.bucket.flat.copy_(self.weights)
             return lambda: None
         shard = self.weights if self.separate else self.weights.clone()
-        return self.bucket.gather(shard.to(device=self.bucket.flat.device, dtype=self.bucket.dtype))
+        # Page-locked weights leave while the host goes on, and are rounded where that is fast. They change again only
+        # after the host has waited for the next step's gradients, which come behind them.
+        shard = shard.to(self.bucket.flat.device, non_blocking=True)
+        return self.bucket.gather(shard.to(self.bucket.dtype))
+
+    def start_bringing(self, values: Tensor) -> Tensor:
+        """`values`, fp32 like the weights, on their way to lie beside them: there once the host has waited."""
+        if not self._offload:
+            return values
+        if self._landing is None:
+            self._landing = self._rest(torch.empty_like(self.weights))
+        return self._landing.copy_(values, non_blocking=self._pin_memory)
 
     def own_cuts(self) -> list[tuple[int, slice]]:
         """The numbers of the runs that reach into this rank's shard, each with those of its elements that do."""
@@ -77,6 +94,8 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, source: SliceSource, names: Sequence[str]) -> None:
         """Take them over; the parameters hold their weights already."""
+        if self._offload:
+            _wait_for(self.bucket.flat.device)  # earlier weights may be leaving
         for run, view in zip(self.runs, self.views, strict=True):
             view.copy_(read_weight(source, torch.float32, names[run.parameter], run.start, run.numel))
 
@@ -99,3 +118,16 @@ class MasterWeights:
 
     def _rest(self, weights: Tensor) -> Tensor:
         return weights.pin_memory() if self._pin_memory else weights
+
+
+def bring_beside(masters: Sequence[MasterWeights], values: Sequence[Tensor]) -> list[Tensor]:
+    """`values`, fp32 like each of `masters`' weights, where those are: for weights that are offloaded copies, which the
+    next call for them overwrites. All leave before the host waits, once."""
+    brought = [one.start_bringing(of_one) for one, of_one in zip(masters, values, strict=True)]
+    if any(one.offloaded for one in masters):
+        _wait_for(masters[0].bucket.flat.device)
+    return brought
+
+
+def _wait_for(device: torch.device) -> None:
+    torch.accelerator.current_stream(device).synchronize()

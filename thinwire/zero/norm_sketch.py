@@ -3,7 +3,6 @@ enough to be averaged exactly."""
 
 from __future__ import annotations
 
-import math
 import random
 
 import torch
@@ -53,16 +52,17 @@ class NormSketch:
             self._fold(signed, column, chance.choice((-1, 1)))
             flat = flat[length:]
 
-    def norm(self) -> float:
-        """The estimate for everything added in this step; not finite where any rank's was not. Collective."""
+    def norm(self) -> Tensor:
+        """The estimate for everything added in this step, fp64 [] where the vectors are; not finite where any rank's
+        was not. Collective."""
         self._comm.all_reduce(self._sums, "mean")
         return self.own_norm()
 
-    def own_norm(self) -> float:
+    def own_norm(self) -> Tensor:
         """The same for what this rank has added alone."""
-        square = float(self._sums.double().square().sum())
+        norm = self._sums.double().square_().sum().sqrt_()
         self._sums.zero_()
-        return math.sqrt(square) if square >= 0 else math.nan
+        return norm
 
     def _fold(self, signed: Tensor, column: int, sign: int) -> None:
         """Add `signed` to the sums, from `column` on and round again."""

@@ -21,7 +21,7 @@ from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_parameters import ShardedParameters
 
-__all__ = ["NOT_FINITE", "ShardedHome", "Vote", "clip_coefficient"]
+__all__ = ["NOT_FINITE", "ShardedHome", "Vote", "clip_coefficient", "clip_of_norm"]
 
 NOT_FINITE = "a gradient was NaN or infinite"
 
@@ -171,8 +171,10 @@ class ShardedHome(Home):
         norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
         norms.append(torch.zeros((), device=parameters.device))  # where there are no others
         square = torch.stack(norms).double().square().sum()
-        others = [bool(missing), *settings_votes(parameters.groups, self.steps)]
-        votes = torch.stack([square, *square.new_tensor(others).unbind()])
+        votes = torch.empty(4, dtype=torch.float64, device=parameters.device)
+        votes[0] = square
+        for place, own in enumerate((bool(missing), *settings_votes(parameters.groups, self.steps)), start=1):
+            votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
         parameters.exchange_comm.all_reduce(votes)
         total, anything_missing, digests, squares = votes.tolist()
         check_settings_votes(parameters.exchange_comm, parameters.groups, digests, squares)
@@ -226,3 +228,13 @@ class ShardedHome(Home):
 def clip_coefficient(max_norm: float, norm: float) -> float:
     """What a gradient of this norm is multiplied by: torch's clip_grad_norm_. `max_norm` 0 does not clip."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+
+
+def clip_of_norm(max_norm: float, norm: Tensor) -> float | Tensor:
+    """`clip_coefficient` of a norm, fp64 [], and 1 where it is not finite; on an accelerator fp32 [] there, without a
+    wait. `max_norm` is above 0."""
+    if norm.device.type == "cpu":
+        number = float(norm)
+        return clip_coefficient(max_norm, number) if math.isfinite(number) else 1.0
+    clip = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
+    return torch.where(norm < math.inf, clip, 1.0).float()

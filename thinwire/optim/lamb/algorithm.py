@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from thinwire.optim.adam.algorithm import Adam, Compressed
 from thinwire.optim.algorithm import Agreement, Clock
@@ -35,6 +36,7 @@ class Lamb(Adam):
         super().__init__(compressed)
         self.coefficients: dict[int, float] = {}
         self._layers: dict[int, Layer] = {}
+        self._rows_of: dict[tuple[int, ...], Tensor] = {}
 
     def scale(self, parameter: int) -> float:
         """See Algorithm."""
@@ -55,8 +57,9 @@ class Lamb(Adam):
             torch._foreach_mul_(updates, momenta)
             torch._foreach_div_(updates, settings.first_correction(clock.steps))
             _add_decay(members)
-            squares[members.parameters, 0] += square_norms(members.weights).to(squares.device)
-            squares[members.parameters, 1] += square_norms(updates).to(squares.device)
+            rows = self._rows(members, squares)
+            squares[rows, 0] += square_norms(members.weights).to(squares.device)
+            squares[rows, 1] += square_norms(updates).to(squares.device)
         agreed, _ = agree(squares)
         norms = agreed.sqrt().tolist()
         for parameter, settings in agree.settings.items():
@@ -84,7 +87,7 @@ class Lamb(Adam):
         """Give the layers' momenta their mean RMS; one that is zero altogether stays so."""
         squares = agree.zeros(1)
         for members in groups:
-            squares[members.parameters, 0] += square_norms(members["exp_avg"]).to(squares.device)
+            squares[self._rows(members, squares), 0] += square_norms(members["exp_avg"]).to(squares.device)
         agreed, _ = agree(squares)
         roots = torch.tensor([numel**0.5 for numel in agree.numels])
         magnitudes = (agreed[:, 0].sqrt().float() / roots).tolist()
@@ -108,10 +111,11 @@ class Lamb(Adam):
             if self._compressed == "momentum":
                 torch._foreach_div_(updates, denominators)
             grown = greatest_growths(members["exp_avg_sq_fresh"], denominators, settings, clock.steps)
-            growths[members.parameters] = grown.double().to(growths.device)
-            squares[members.parameters, 0] += square_norms(updates).to(squares.device)
+            rows = self._rows(members, squares)
+            growths[rows] = grown.double().to(growths.device)
+            squares[rows, 0] += square_norms(updates).to(squares.device)
             _add_decay(members)
-            squares[members.parameters, 1] += square_norms(updates).to(squares.device)
+            squares[rows, 1] += square_norms(updates).to(squares.device)
         agreed, greatest = agree(squares, growths)
         norms = agreed.sqrt().tolist()
         for parameter, settings in agree.settings.items():
@@ -164,6 +168,14 @@ class Lamb(Adam):
             torch._foreach_div_(gradients, members["denominator"])
         track_variances(gradients, members["exp_avg_sq_fresh"], settings)
         torch._foreach_copy_(momenta, members.averages)
+
+    def _rows(self, members: Members, sums: Tensor) -> Tensor:
+        """Where `sums` has these parameters: an index that is copied to its device once and not in every step."""
+        numbers = tuple(members.parameters)
+        known = self._rows_of.get(numbers)
+        if known is None or known.device != sums.device:
+            known = self._rows_of[numbers] = torch.tensor(numbers, device=sums.device)
+        return known
 
     def _scales(self, members: Members) -> list[float]:
         return [self.scale(parameter) for parameter in members.parameters]

@@ -116,6 +116,7 @@ class FreezeGroups:
             for index, layout in enumerate(layouts, len(self.buckets))
         ]
         weights = ReplicatedWeights(self._table, made)
+        numels = [parameter.numel() for parameter in self._parameters]
         group = FreezeGroup(
             self.comm,
             self._table,
@@ -124,7 +125,7 @@ class FreezeGroups:
             clock,
             made,
             weights,
-            agreement=partial(RankZeros, self.comm, [parameter.numel() for parameter in self._parameters]),
+            agreement=partial(RankZeros, self.comm, numels, device=self._parameters[0].device),
             rates=lambda: [float(one["lr"]) for one in self._table.groups()],
             changed=lambda: weights.show_state(algorithm),
         )

@@ -194,7 +194,7 @@ class ReplicatedHome(AlgorithmHome):
             group.receive_averages()
         synchronizer.find_clip(backward.absent)
         for group in self.groups:
-            group.update(backward.absent, self.loss_scale, self._layout.under_way.clip)
+            group.update(backward.absent, self.loss_scale, float(self._layout.under_way.clip))
         self._layout.under_way.number += 1
         self._compare_replicas()
         return StepResult(True, synchronizer.norm)

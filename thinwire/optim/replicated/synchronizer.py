@@ -8,19 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.exchange import Outcome
 from thinwire.optim.algorithm import Send
-from thinwire.optim.bucket import AlgorithmBucket
+from thinwire.optim.bucket import AlgorithmBucket, may_clip
 from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.hearing import clip_by_sketch, hear
 from thinwire.optim.options import naming_differences
 from thinwire.optim.replicated.freeze_groups import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.zero.arrival_order import agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.norm_sketch import NormSketch
-from thinwire.zero.sharded_home import clip_coefficient
+from thinwire.zero.sharded_home import clip_coefficient, clip_of_norm
 
 __all__ = ["SynchronizedBackward", "Synchronizer"]
 
@@ -170,13 +172,14 @@ class Synchronizer:
         exact = [group for group in self._layout.groups if group.send is Send.EXACT]
         local = [group for group in self._layout.groups if group.send is Send.LOCAL]
         if exact and len(exact) + len(local) == len(self._layout.groups):
-            square = torch.tensor([_square_of_averages(exact, absent)], dtype=torch.float64)
+            square = _square_of_averages(exact, absent).to(self._table.parameters[0].device)
             self._layout.comm.broadcast(square)
-            self._take_norm(math.sqrt(float(square)))
+            self.norm = math.sqrt(float(square)) / self._loss_scale
+            self._under_way.clip = clip_coefficient(self._max_norm, self.norm) if math.isfinite(self.norm) else 1.0
         if local:
             assert self._sketch is not None
-            clip = clip_coefficient(self._max_norm, self._sketch.own_norm() / self._loss_scale)
-            for bucket in (one for group in local for one in group.buckets if clip < 1.0):
+            clip = clip_of_norm(self._max_norm, self._sketch.own_norm() / self._loss_scale)
+            for bucket in (one for group in local for one in group.buckets if may_clip(clip)):
                 bucket.clip_own(clip)
 
     # Parts
@@ -193,7 +196,11 @@ class Synchronizer:
     def _hear(self) -> list[Outcome]:
         """The outcomes of the buckets not heard of yet."""
         with naming_differences(self._comm, self._under_way.groups):
-            heard = [bucket.outcome() for bucket in self._layout.buckets[self._heard :]]
+            buckets = self._layout.buckets[self._heard :]
+            norm = hear(self._under_way, (one.sent for one in buckets if one.sent is not None))
+            heard = [bucket.outcome() for bucket in buckets]
+        if norm is not None:
+            self.norm = norm / self._loss_scale
         self._heard = len(self._layout.buckets)
         return [outcome for outcome in heard if outcome is not None]
 
@@ -212,16 +219,11 @@ class Synchronizer:
             self.watcher.add(self._layout.place(order).buckets)
 
     def _sketch_clip(self) -> None:
-        assert self._sketch is not None
-        self._take_norm(self._sketch.norm())
-
-    def _take_norm(self, norm: float) -> None:
-        self.norm = norm / self._loss_scale
-        self._under_way.clip = clip_coefficient(self._max_norm, self.norm) if math.isfinite(self.norm) else 1.0
+        clip_by_sketch(self._under_way, self._max_norm, self._loss_scale)
 
 
-def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int]) -> float:
-    """The square of the averaged gradients' 2-norm, times that of the loss scale, in an EXACT step."""
+def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int]) -> Tensor:
+    """The square of the averaged gradients' 2-norm, times that of the loss scale, in an EXACT step: fp64 []."""
     members = [one for group in groups for one in group.weights.members(absent)]
     norms = [norm for one in members for norm in torch._foreach_norm(one.averages)]
-    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

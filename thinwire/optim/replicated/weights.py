@@ -16,6 +16,7 @@ from thinwire.optim.members import Members
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.zero import Slot
 from thinwire.zero.flat_bucket import Run
+from thinwire.zero.host_reading import read_together
 
 __all__ = ["RankZeros", "ReplicatedWeights", "weight_and_master"]
 
@@ -107,17 +108,22 @@ class RankZeros:
     on every rank cannot depend on each rank's own.
     """
 
-    def __init__(self, comm: Communicator, numels: Sequence[int], settings: dict[int, AdamSettings]) -> None:
+    def __init__(
+        self, comm: Communicator, numels: Sequence[int], settings: dict[int, AdamSettings], device: torch.device
+    ) -> None:
+        """`device`: where the numbers are found."""
         self._comm = comm
+        self._device = device
         self.numels = numels
         self.settings = settings
 
     def zeros(self, kinds: int) -> Tensor:
         """See Agreement."""
-        return torch.zeros(len(self.numels), kinds, dtype=torch.float64)
+        return torch.zeros(len(self.numels), kinds, dtype=torch.float64, device=self._device)
 
     def __call__(self, sums: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See Agreement."""
         together = torch.cat([sums, torch.zeros_like(sums[:, :1]) if greatest is None else greatest[:, None]], dim=1)
         self._comm.broadcast(together)
+        (together,) = read_together([together])
         return together[:, :-1], together[:, -1]

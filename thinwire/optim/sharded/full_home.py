@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.optim import group_checkpoint
 from thinwire.optim.algorithm import Keep, Send
 from thinwire.optim.algorithm_home import check_may_leave_out
-from thinwire.optim.bucket import AlgorithmBucket
+from thinwire.optim.bucket import AlgorithmBucket, may_clip
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
@@ -33,7 +33,7 @@ from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.replicas import ComparisonTimes, compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
-from thinwire.zero.sharded_home import NOT_FINITE, Vote
+from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_of_norm
 from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = ["FullHome"]
@@ -94,7 +94,7 @@ class FullHome(AlgorithmShardedHome):
         if applied:
             self._group.receive_averages()
             self._find_clip()
-            self._group.update(vote.absent, self.loss_scale, self._under_way.clip)
+            self._group.update(vote.absent, self.loss_scale, float(self._under_way.clip))
             self._compare_replicas()
         norm = self._norm / self.loss_scale if vote.finite else math.inf
         self._end_step()
@@ -135,6 +135,7 @@ class FullHome(AlgorithmShardedHome):
         if self._group.send is Send.LOCAL:
             return Vote(True, math.nan, frozenset())
         with naming_differences(self.comm, self._parameters.groups):
+            self._hear(bucket.sent for bucket in self._group.buckets if bucket.sent is not None)
             outcomes = [one for one in (bucket.outcome() for bucket in self._group.buckets) if one is not None]
         absent = self._watcher.left_out
         if any(outcome.incomplete for outcome in outcomes):
@@ -151,12 +152,13 @@ class FullHome(AlgorithmShardedHome):
                 own = bucket.exchange.payload[masters.held]
                 square += torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
             self._parameters.exchange_comm.all_reduce(square)
-            self._take_norm(math.sqrt(float(square)))
+            self._norm = math.sqrt(float(square))
+            norm = torch.tensor(self._norm / self._loss_scale, dtype=torch.float64)
+            self._under_way.clip = clip_of_norm(self._options.clips_to, norm)
         elif self._group.send is Send.LOCAL:
-            self._take_norm(self._sketch.own_norm())
-            self._norm = math.nan  # of this rank alone
-            for bucket in self._group.buckets if self._under_way.clip < 1.0 else ():
-                bucket.clip_own(self._under_way.clip)
+            clip = clip_of_norm(self._options.clips_to, self._sketch.own_norm() / self._loss_scale)
+            for bucket in self._group.buckets if may_clip(clip) else ():
+                bucket.clip_own(clip)
 
     def _prepare(self) -> None:
         """Be ready for the kind of step that comes next."""
@@ -167,14 +169,10 @@ class FullHome(AlgorithmShardedHome):
         self._under_way.sketch = self._sketch if sketched else None
         if self._sketch is not None:  # which a load has taken to another step
             self._sketch.begin(self.steps)
-        holds = self._sketch_clip if sketched and send is not Send.LOCAL else None
+        holds = self._clip_by_sketch if sketched and send is not Send.LOCAL else None
         if (self._group.buckets, holds) != self._watched:
             self._watched = (self._group.buckets, holds)
             self._watcher.use(self._group.buckets, True, holds)
-
-    def _sketch_clip(self) -> None:
-        assert self._sketch is not None
-        self._take_norm(self._sketch.norm())
 
     # Parts
 

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.compress.exchange import Exchange
 from thinwire.optim.algorithm import Algorithm, Clock
 from thinwire.optim.algorithm_home import AlgorithmHome
 from thinwire.optim.bucket import StepUnderWay
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.group_checkpoint import check_settings
+from thinwire.optim.hearing import clip_by_sketch, hear
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.options import check_same_freeze
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.residuals import ranks_to_resume
+from thinwire.zero.host_reading import read_together
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.saved_slices import SliceSource
-from thinwire.zero.sharded_home import ShardedHome, Vote, clip_coefficient
+from thinwire.zero.sharded_home import ShardedHome, Vote
 from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = ["AlgorithmShardedHome", "ShardAgreement"]
@@ -124,12 +127,14 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         # A GradScaler has to see them, and may change its scale: then they are sent again.
         self._under_way.frees_gradients = self.scaled is False
 
-    def _take_norm(self, norm: float) -> None:
-        """Take the averaged gradient's norm, times the loss scale, for this step's."""
-        self._norm = norm
-        scaled = norm / self._loss_scale
-        clip = clip_coefficient(self._options.clips_to, scaled) if math.isfinite(scaled) else 1.0
-        self._under_way.clip = clip
+    def _clip_by_sketch(self) -> None:
+        clip_by_sketch(self._under_way, self._options.clips_to, self._loss_scale)
+
+    def _hear(self, exchanges: Iterable[Exchange]) -> None:
+        """Bring to the host what packets' headers, and the sketch, have said."""
+        norm = hear(self._under_way, exchanges)
+        if norm is not None:
+            self._norm = norm
 
     def drop(self) -> None:
         """See Home."""
@@ -251,7 +256,8 @@ class ShardAgreement:
             greatest = greatest.contiguous()
             self._comm.all_reduce(greatest, "max")
         adding.wait()
-        return sums.cpu(), greatest.cpu()
+        sums, greatest = read_together([sums, greatest])
+        return sums, greatest
 
 
 def _merged(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

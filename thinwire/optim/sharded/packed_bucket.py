@@ -15,9 +15,10 @@ from thinwire.compress.exchange import Outcome
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Clock, Linear
-from thinwire.optim.bucket import StepUnderWay
+from thinwire.optim.bucket import StepUnderWay, may_clip
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.members import MembersByGroup
+from thinwire.optim.sharded.own_packets import OwnPackets
 from thinwire.optim.sharded.packing import FrozenState
 from thinwire.optim.sharded.preconditioner import table
 from thinwire.zero import BucketLayout, Slot
@@ -77,6 +78,7 @@ class PackedBucket:
         self.exchange.owner_residual = state.owner_residual
         self._incomplete = False
         self._stayed = False
+        self._beside = OwnPackets(bucket.shard_of(self.codes)) if masters.offloaded else None
 
     # What a backward does
 
@@ -121,7 +123,7 @@ class PackedBucket:
         """Average what leg 1 brought, and start leg 2."""
         clip = self._step.clip
         kept = None
-        if clip < 1.0:
+        if may_clip(clip):
             self.exchange.scale_step(clip)
             kept = self._decayed_momentum()
 
@@ -137,6 +139,8 @@ class PackedBucket:
     def wait(self) -> None:
         """Wait for leg 2."""
         self.exchange.wait()
+        if self._beside is not None:
+            self._beside.bring(self.exchange.arrived(self._comm.rank))
 
     def end_step(self) -> None:
         """Forget a step that was not applied."""
@@ -157,6 +161,8 @@ class PackedBucket:
         if self._stayed:
             # What the average of every rank's β₁ u is, without an exchange; residuals wait for the next one.
             self.exchange.codec.scale(self.momentum, self._settings(self.layout.slots[0].parameter).beta1)
+            if self._beside is not None:
+                self._beside.take([self.momentum[self._comm.rank : self._comm.rank + 1]])
             return
         self.momentum = self.exchange.take_packets()
         if self._has_zero_variance:
@@ -175,7 +181,8 @@ class PackedBucket:
 
     def add_cuts(self, members: MembersByGroup, group_of: Sequence[int], momentum: Tensor, average: Tensor) -> None:
         """Add the own shard's runs, with these momenta and averages, fp32 [shard]."""
-        weights = self._masters.weights.to(average.device)
+        # They move only after the host has waited for what is found with them.
+        weights = self._masters.weights.to(average.device, non_blocking=True)
         for run in self.bucket.own_runs:
             state = {"exp_avg": momentum[run.place], "denominator": self._denominator(run)}
             state |= {name: values[run.place] for name, values in self.extra.items()}
@@ -185,9 +192,14 @@ class PackedBucket:
     def move(self, seed: int) -> None:
         """Move master weights and replica by u; `seed` of the replica's stochastic rounding."""
         if self._masters.separate:
-            first = self._comm.rank * self.layout.shard
-            self._apply_signs(self._masters.weights, self._masters.runs, first, seed=0)
-        self._apply_signs(self.bucket.flat, self.bucket.runs(0, self.layout.numel), 0, seed)
+            if self._beside is not None:
+                own, codes = self._beside.packets(self.exchange.codec), self._beside.codes
+            else:
+                rank = self._comm.rank
+                own, codes = self.momentum[rank : rank + 1], self.bucket.shard_of(self.codes)
+            self._apply_signs(self._masters.weights, self._masters.runs, own, codes, seed=0)
+        runs = self.bucket.runs(0, self.layout.numel)
+        self._apply_signs(self.bucket.flat, runs, self.momentum, self.codes, seed)
 
     def own_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard]."""
@@ -227,17 +239,16 @@ class PackedBucket:
         inverse: Tensor = self._table_of[run.parameter][codes.int()]
         return inverse.reciprocal_()
 
-    def _apply_signs(self, weights: Tensor, runs: Sequence[Run], first: int, seed: int) -> None:
-        """Move `weights`, which begin at element `first` of the bucket, by this step's u."""
-        momentum = self.momentum.to(weights.device)
+    def _apply_signs(self, weights: Tensor, runs: Sequence[Run], packets: Tensor, codes: Tensor, seed: int) -> None:
+        """Move `weights` by what `packets` say of u, and `codes` of who stays: all of the same elements."""
         trained = {slot.parameter for slot, parameter in self.bucket.members() if parameter.requires_grad}
         for run in (one for one in runs if one.parameter in trained):
             lr, decay = self._algorithm.rates(run.parameter, self._settings(run.parameter), self._clock)
             kernels.apply_signs(
                 weights[run.place],
-                momentum,
-                self.codes[first + run.place.start : first + run.place.stop].to(weights.device),
-                first=first + run.place.start,
+                packets,
+                codes[run.place],
+                first=run.place.start,
                 shard=self.layout.shard,
                 block_size=self.layout.block_size,
                 lr=lr,

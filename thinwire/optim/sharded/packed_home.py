@@ -25,6 +25,7 @@ from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, 
 from thinwire.optim.sharded.parameter_state import WarmupState
 from thinwire.zero.bucket_state import StateOfBuckets
 from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.zero.master_weights import bring_beside
 from thinwire.zero.replicas import compare_replicas
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_coefficient
@@ -79,6 +80,7 @@ class PackedHome(AlgorithmShardedHome):
         if not self.frozen:
             return self._vote_on_averages(self._gradients)
         with naming_differences(self.comm, self._parameters.groups):
+            self._hear(bucket.exchange for bucket in self._packed)
             outcomes = [bucket.outcome() for bucket in self._packed]
         absent = self._watcher.left_out
         if any(outcome.incomplete for outcome in outcomes):
@@ -90,17 +92,20 @@ class PackedHome(AlgorithmShardedHome):
         """Move the weights of all ranks by the exactly averaged gradients."""
         coefficient = clip_coefficient(self._options.clips_to, norm) / self.loss_scale
         filled = [number for number, gradients in enumerate(self._gradients) if gradients.filled]
-        of_bucket = {number: self._members(number, coefficient, absent) for number in filled}
+        averages = [self._gradients[number].average.to(torch.float32) for number in filled]
+        for average in averages if coefficient != 1.0 else ():
+            average.mul_(coefficient)
+        beside = bring_beside([self._parameters.masters[number] for number in filled], averages)
+        of_bucket = {
+            number: self._members(number, average, absent) for number, average in zip(filled, beside, strict=True)
+        }
         groups = [members for one in of_bucket.values() for members in one]
         self._algorithm.absorb_exact(groups, self._clock, self._agreement(absent))
         self._parameters.move_and_publish(filled, lambda number: self._algorithm.move(of_bucket[number], self._clock))
 
-    def _members(self, number: int, coefficient: float, absent: frozenset[int]) -> list[Members]:
-        """The own shard's cuts of a bucket's parameters, with their averaged gradients times `coefficient`."""
+    def _members(self, number: int, average: Tensor, absent: frozenset[int]) -> list[Members]:
+        """The own shard's cuts of a bucket's parameters, with their averaged gradients, fp32 [shard]."""
         masters, state = self._parameters.masters[number], self._state[number]
-        average = self._gradients[number].average.to(device=masters.weights.device, dtype=torch.float32)
-        if coefficient != 1.0:
-            average.mul_(coefficient)
         members = MembersByGroup(self._settings)
         for run, weight in zip(masters.runs, masters.views, strict=True):
             if run.parameter not in absent:
@@ -122,11 +127,6 @@ class PackedHome(AlgorithmShardedHome):
         assert self.frozen_at is not None
         if (self.steps - self.frozen_at) % self._options.resync_interval == 0:
             self._resynchronize()
-
-    def _find_clip(self) -> None:
-        """Between the legs: the averaged gradient's norm, and what it makes of this step."""
-        assert self._sketch is not None
-        self._take_norm(self._sketch.norm())
 
     def _resynchronize(self) -> None:
         replicas = (bucket.bucket.flat for bucket in self._packed)
@@ -201,7 +201,7 @@ class PackedHome(AlgorithmShardedHome):
         if self._sketch is not None:
             self._sketch.begin(self.steps)
         self._under_way.sketch = self._sketch
-        self._watcher.use(self._packed, True, self._find_clip if self._sketch is not None else None)
+        self._watcher.use(self._packed, True, self._clip_by_sketch if self._sketch is not None else None)
 
     def _variance_norm(self) -> float:
         return variance_norm(

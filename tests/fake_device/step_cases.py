@@ -1,0 +1,104 @@
+"""What a step costs on a device besides its kernels: moments at which the host waits, and launches."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fake_device import NAME, Counts, counting
+from tests.optim.subject import FREEZE, SUBJECTS, Subject
+from tests.optim.training import batch, make_model
+from thinwire.comm import Communicator, threads
+
+RANKS = 2
+STEPS = FREEZE + 10  # beyond the freeze, and a sync of those with local steps
+
+WAITS = {"OneBitLamb": 2}
+"""A step waits once, for the headers; LAMB's also for its norms, which Python's floats become coefficients of."""
+
+LAUNCHES = 22
+"""Of a frozen step of one bucket of one parameter, Adam's at stage 0, forward and backward apart. Six are not the
+bucket's: four copies that stand for two collectives, and two by which the host hears of all buckets."""
+
+
+class Counted:
+    """Counts what the ranks do between two meetings of theirs, all of them together."""
+
+    def __init__(self) -> None:
+        self._meeting = threading.Barrier(RANKS)
+
+    def __call__(self, comm: Communicator, work: Callable[[], object]) -> Counts:
+        self._meeting.wait()
+        if comm.rank:
+            self._meeting.wait()
+            work()
+            self._meeting.wait()
+            self._meeting.wait()
+            return Counts()
+        with counting() as counts:
+            self._meeting.wait()
+            work()
+            self._meeting.wait()
+        self._meeting.wait()  # nobody does more before it is read
+        return counts
+
+
+def waits_once_a_step(subject: Subject, **options: Any) -> None:
+    counted = Counted()
+    limit = WAITS.get(subject.name, 1)
+
+    def body(comm: Communicator) -> None:
+        model = make_model().to(NAME)
+        optimizer = subject.build(model, comm, **options)
+        for step in range(STEPS):
+            inputs, wanted = (one.to(NAME) for one in batch(comm.rank, step))
+            optimizer.zero_grad()
+            loss = (model(inputs) - wanted).square().mean()
+
+            def work(loss: Tensor = loss) -> None:
+                loss.backward()
+                optimizer.step()
+
+            waits = counted(comm, work).waits
+            if step > FREEZE:
+                assert waits.total() <= limit * RANKS, f"step {step}: {dict(waits)}"
+        assert optimizer.frozen
+
+    threads.run(body, RANKS, timeout=20)
+
+
+def launches_few_kernels_a_bucket() -> None:
+    counted = Counted()
+
+    def body(comm: Communicator) -> Counter[str]:
+        model = nn.Linear(40, 100, bias=False).to(NAME)
+        optimizer = SUBJECTS[0].build(model, comm, bucket_bytes=1 << 20)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(STEPS):
+            model.weight.grad = torch.randn(model.weight.shape, generator=generator).to(NAME)
+            launches = counted(comm, optimizer.step).launches
+        return launches
+
+    launches = threads.run(body, RANKS)[0]
+    assert launches.total() <= LAUNCHES * RANKS, dict(launches)
+
+
+CASES: dict[str, Callable[[], None]] = (
+    {f"{subject}-waits": partial(waits_once_a_step, subject) for subject in SUBJECTS}
+    | {f"{subject}-waits-clipped": partial(waits_once_a_step, subject, max_norm=1.0) for subject in SUBJECTS}
+    | {
+        f"{subject}-waits-offloaded": partial(waits_once_a_step, subject, offload=True, pin_memory=True)
+        for subject in SUBJECTS
+        if subject.packs
+    }
+    | {
+        "nodes-waits": partial(waits_once_a_step, SUBJECTS[0], nodes=[0, 0]),
+        "launches": launches_few_kernels_a_bucket,
+    }
+)

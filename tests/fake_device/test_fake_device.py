@@ -1,0 +1,38 @@
+"""What a GPU would run into, on a device that needs none: see `tests.fake_device`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.fake_device import build, compiler
+from tests.fake_device.program import CASES
+from tests.launching import Jobs
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler"),
+]
+
+
+@pytest.fixture(scope="module")
+def became_of(jobs: Jobs) -> dict[str, str | None]:
+    """By case, its error or None, from one process for all."""
+    build()
+    done = jobs.alone("-m", "tests.fake_device.program")
+    results = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    for name in CASES:
+        results.setdefault(name, f"did not end: {done.stderr[-2000:]}")
+    return results
+
+
+def test_several_processes_stage_their_tensors_over_gloo(jobs: Jobs) -> None:
+    build()
+    done = jobs.torchrun(2, "-m", "tests.fake_device.staged_program", "OneBitAdam-0")
+    assert "2 ranks agree" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, became_of: dict[str, str | None]) -> None:
+    assert became_of[name] is None, became_of[name]

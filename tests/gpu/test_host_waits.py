@@ -1,0 +1,118 @@
+"""A frozen step on a GPU: the host waits for it once, and what lies between two waits can be captured as a graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire import OneBitAdam, OneBitLion
+from thinwire.comm import Communicator, TorchCommunicator, threads
+from thinwire.compress import Exchange, make_codec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+STEPS = 10
+FROZEN = 6  # a step that is frozen, with everything compiled
+
+
+@pytest.fixture
+def comm() -> Iterator[Communicator]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    comm = TorchCommunicator()
+    try:
+        yield comm
+    finally:
+        comm.close()
+        dist.destroy_process_group()
+
+
+def waits_of(work: Callable[[], object]) -> int:
+    """How often torch waits for the device in `work()`."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_frozen_step_waits_once(comm, stage, max_norm) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.Linear(300, 64)).cuda()
+    optimizer = OneBitAdam(
+        model.parameters(), freeze_step=3, comm=comm, stage=stage, max_norm=max_norm, bucket_bytes=30_000
+    )
+    inputs = torch.randn(32, 64, device="cuda")
+
+    def until_the_end_of_backward() -> None:
+        optimizer.zero_grad()
+        (model(inputs) - inputs).square().mean().backward()
+
+    for step in range(STEPS):
+        # Buckets leave while the next layers' gradients are found.
+        torch.cuda.set_sync_debug_mode("error" if step >= FROZEN else "default")
+        until_the_end_of_backward()
+        assert waits_of(optimizer.step) <= 1 or step < FROZEN
+    assert optimizer.frozen
+
+
+@pytest.mark.parametrize("codec", ["sign1", "int8", "bf16"])
+def test_an_exchange_can_be_captured(comm, codec) -> None:
+    """Both legs with headers, flags and residuals; the outcome is read after each replay."""
+    numel = 5 * 2048 + 77
+    generator = torch.Generator().manual_seed(1)
+    vectors = [torch.randn(numel, generator=generator).cuda() for _ in range(4)]
+
+    def legs(exchange: Exchange, vector: Tensor, output: Tensor) -> None:
+        exchange.payload[:numel].copy_(vector)
+        exchange.start(5)
+        exchange.advance()
+        exchange.wait()
+        for leg in exchange._leg_2:
+            exchange.codec.decode(leg.received, output.view(-1, exchange.shard), exchange.numel)
+
+    exchange = Exchange(comm, numel, make_codec(codec), device="cuda", error_feedback=False)
+    given, output = torch.empty(numel, device="cuda"), torch.empty(exchange.padded_numel, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for vector in vectors[:2]:
+            legs(exchange, given.copy_(vector), output)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        legs(exchange, given, output)
+    for vector in vectors:
+        given.copy_(vector)
+        graph.replay()
+        found = output[:numel].clone()
+        assert exchange.outcome().finite
+        expected = Exchange(comm, numel, make_codec(codec), device="cuda", error_feedback=False)
+        assert torch.equal(found, expected.average(vector, step=5))
+
+
+def test_ranks_as_threads_do_not_wait_for_each_others_hooks() -> None:
+    """torch runs one device's backwards on one thread, unless told otherwise."""
+
+    def body(comm: Communicator) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(50, 20).cuda()
+        optimizer = OneBitLion(model.parameters(), comm=comm)
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs = torch.full((3, 50), 0.1 * (comm.rank + step), device="cuda")
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        return model.weight.detach().cpu()
+
+    found = threads.run(body, 4, timeout=30)
+    assert all(torch.equal(one, found[0]) for one in found)
