@@ -36,7 +36,7 @@ def _encode_run(run: Encode) -> Tensor:
         codes = _pack(signs)
         decoded = _sign_values(signs, scales.to(blocks.dtype))
     else:
-        scales = (blocks.abs().amax(dim=1) / 127.0).to(torch.float32)
+        scales = (blocks.abs().amax(dim=1) / _like(127.0, blocks)).to(torch.float32)
         levels = _levels(blocks, scales.to(blocks.dtype))
         codes = levels.view(torch.uint8)
         decoded = _level_values(levels, scales.to(blocks.dtype))
@@ -55,7 +55,7 @@ def decode(call: Decode) -> None:
             total = values[0]
             for row in values[1:]:
                 total = total + row
-            values = total / run.packets.size(0)
+            values = total / _like(run.packets.size(0), total)
         blocks = values.view(-1, run.block_size)
         run.output.copy_(torch.where(_valid(blocks, run.numel), blocks, 0.0).view(-1))
 
@@ -90,8 +90,13 @@ def store_rounded(weights: Tensor, values: Tensor, seed: int, first: int) -> Non
 
 
 def _single(value: float, like: Tensor) -> Tensor:
-    """A float32 scalar tensor: a number would be divided by in other ways on some devices."""
-    return torch.tensor(value, dtype=torch.float32, device=like.device)
+    """A float32 scalar tensor on the device of `like`."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _like(value: float, like: Tensor) -> Tensor:
+    """A scalar tensor of the same dtype and device: on a GPU, division by a number is a product with its reciprocal."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _numbers(vector: Tensor, first: int) -> Tensor:
