@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ from thinwire.compress import kernels
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or importlib.util.find_spec("cupy") is None, reason="needs an NVIDIA GPU and cupy"
-    ),
+    pytest.mark.skipif("cuda" not in BACKENDS, reason="needs an NVIDIA GPU, and cuda.bindings or cupy"),
 ]
 
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ucontext.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 #include <bit>
@@ -149,9 +150,23 @@ int sizes(void (*)(Parameters...), int* bytes) {
 
 }  // namespace emulation
 
+// Subnormals are 0 while one of these lives, as inputs and as results: what -ftz=true makes of a kernel.
+class Flushing {
+  public:
+    explicit Flushing(bool wanted) : before(_mm_getcsr()) {
+        if (wanted) _mm_setcsr(before | 0x8040);
+    }
+    ~Flushing() { _mm_setcsr(before); }
+
+  private:
+    unsigned before;
+};
+
 // Launch of a kernel; 0 on success, 1 if its threads wait for each other for ever.
-extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, void** arguments, unsigned seed) {
+extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, void** arguments, unsigned seed,
+                       int flush) {
     using namespace emulation;
+    const Flushing flushing(flush != 0);
     emulation::kernel = kernel;
     emulation::arguments = arguments;
     fibers = std::vector<Fiber>(threads);

@@ -80,11 +80,7 @@ def nvrtc() -> Nvrtc:
 def test_nvrtc_compiles(nvrtc: Nvrtc, source: str, architecture: int, block_size: int) -> None:
     if architecture not in nvrtc.architectures:
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
-    options = (
-        *compile_options(block_size, block_threads(block_size)),
-        f"-arch=sm_{architecture}",
-        "--device-as-default-execution-space",
-    )
+    options = (*compile_options(block_size, block_threads(block_size)), f"-arch=sm_{architecture}")
     status, log = nvrtc.compile(source_text(source), options)
     assert status == 0, log
     assert "kernels.cu" not in log, log  # no warning about the source

@@ -6,6 +6,7 @@ Apart from the backend that launches, so that compilers and an emulation can che
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "Argument",
     "Launch",
     "apply_signs_launch",
+    "architecture_option",
     "block_threads",
     "compile_options",
     "decode_launch",
@@ -46,7 +48,7 @@ STRUCTURES = {
 }
 
 Argument = np.int64 | NDArray[Any]
-"""An address or a number, or one structure: cupy passes arrays of one element by value, but no structured scalars."""
+"""An address or a number, or one structure, an array of one element: what is passed by value."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,22 @@ def source_text(source: str) -> str:
 
 
 def compile_options(block_size: int, threads: int) -> tuple[str, ...]:
-    """Options for NVRTC, architecture apart. No contraction to fused multiply-adds: backends agree to the bit."""
+    """Options for NVRTC, architecture apart. Backends agree to the bit: no contraction to fused multiply-adds,
+    subnormals as they are, division and root rounded as IEEE 754 says."""
     sizes = {"BLOCK_SIZE": block_size, "THREADS": threads, "ELEMENTS_PER_THREAD": _ELEMENTS_PER_THREAD}
-    return ("-std=c++17", "--fmad=false", *(f"-D{name}={value}" for name, value in sizes.items()))
+    exact = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+    return ("-std=c++17", *exact, *(f"-D{name}={value}" for name, value in sizes.items()))
+
+
+def architecture_option(capability: tuple[int, int], known: Sequence[int]) -> str:
+    """The option that names what to compile for, by a GPU's compute capability and the architectures that the compiler
+    knows: its machine code, or that of an elder sister, or PTX, which the driver compiles for GPUs to come."""
+    wanted = capability[0] * 10 + capability[1]
+    if family := [one for one in known if one // 10 == capability[0] and one <= wanted]:
+        return f"-arch=sm_{max(family)}"
+    if older := [one for one in known if one <= wanted]:
+        return f"-arch=compute_{max(older)}"
+    raise RuntimeError(f"this compiler knows no GPU as old as sm_{wanted}: it begins at sm_{min(known)}")
 
 
 def block_threads(block_size: int) -> int:
