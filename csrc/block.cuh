@@ -1,18 +1,13 @@
-// What the kernels of both codecs share: where a block lies in its packet row, reductions over a thread block, and
-// decoding.
+// What the kernels of both codecs share: where a block lies in its packet row, and decoding.
 //
 // One thread block serves one block of BLOCK_SIZE elements. A thread holds groups of four consecutive floats,
 // THREADS groups apart, so that the threads of a warp read and write 512 consecutive bytes.
 
 #include "numbers.cuh"
 #include "packet.cuh"
+#include "reduce.cuh"
 
-constexpr int WARP = 32;
-constexpr int WARPS = THREADS / WARP;
 constexpr int GROUPS = (BLOCK_SIZE / 4 + THREADS - 1) / THREADS;  // groups of four a thread
-constexpr unsigned ALL_LANES = 0xffffffffu;
-
-static_assert(THREADS % WARP == 0 && THREADS <= 1024, "a thread block is at most 32 whole warps");
 
 // Where this thread block's elements begin, and how many of them are not padding.
 __device__ long long block_start() { return static_cast<long long>(blockIdx.x) * BLOCK_SIZE; }
@@ -107,28 +102,4 @@ __device__ void decode_rows(const unsigned char* __restrict__ packets, float* __
         store_valid(output, at, valid,
                     make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
     }
-}
-
-struct Sum {
-    __device__ static float combine(float left, float right) { return left + right; }
-};
-
-struct Largest {
-    __device__ static unsigned combine(unsigned left, unsigned right) { return left > right ? left : right; }
-};
-
-// Combination of one value a thread, the same on every thread, in an order that does not vary.
-template <typename Operation, typename Value>
-__device__ Value reduce_block(Value value) {
-    __shared__ Value partial[WARP];
-    const int lane = threadIdx.x % WARP;
-    const int warp = threadIdx.x / WARP;
-    for (int offset = WARP / 2; offset > 0; offset /= 2)
-        value = Operation::combine(value, __shfl_xor_sync(ALL_LANES, value, offset));
-    if (lane == 0) partial[warp] = value;
-    __syncthreads();
-    value = lane < WARPS ? partial[lane] : Value(0);
-    for (int offset = WARP / 2; offset > 0; offset /= 2)
-        value = Operation::combine(value, __shfl_xor_sync(ALL_LANES, value, offset));
-    return value;
 }

@@ -11,17 +11,21 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
 from thinwire.compress.kernels.cuda.launch import (
     Argument,
     Launch,
     apply_signs_launch,
+    check_headers_launch,
     compile_options,
     decode_launch,
     encode_launch,
     momentum_payload_launch,
     source_folder,
+    store_rounded_launch,
+    write_headers_launch,
 )
+from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 
 COMPILER = shutil.which("g++")
 FUNCTIONS = {codec: [f"encode_{codec}", f"encode_rounded_{codec}", f"decode_{codec}"] for codec in ("sign1", "int8")}
@@ -30,6 +34,8 @@ FUNCTIONS["momentum"] = [
     for kernel in ("momentum_payload", "apply_signs")
     for dtype in ("float32", "bfloat16", "float16")
 ]
+FUNCTIONS["headers"] = ["write_headers", "check_headers"]
+FUNCTIONS["rounding"] = [f"store_rounded_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
 
 
@@ -49,6 +55,18 @@ def momentum_payload(call: MomentumPayload) -> None:
 
 def apply_signs(call: ApplySigns) -> None:
     run(apply_signs_launch(call))
+
+
+def store_rounded(call: StoreRounded) -> None:
+    run(store_rounded_launch(call))
+
+
+def write_headers(call: WriteHeaders) -> None:
+    run(write_headers_launch(call))
+
+
+def check_headers(call: CheckHeaders) -> None:
+    run(check_headers_launch(call))
 
 
 def compile_source(source: Path, functions: Sequence[str], definitions: Sequence[str]) -> ctypes.CDLL:

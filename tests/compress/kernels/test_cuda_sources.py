@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.compress.kernels import emulation
-from tests.compress.kernels.body import CODECS
 from thinwire.compress.kernels import packet_bytes
 from thinwire.compress.kernels.calls import Encode
 from thinwire.compress.kernels.cuda.launch import (
@@ -28,7 +27,7 @@ from thinwire.compress.kernels.cuda.launch import (
 
 ARCHITECTURES = (70, 80, 90)
 BLOCK_SIZES = (192, 2048, 65536)
-SOURCES = (*CODECS, "momentum")
+SOURCES = tuple(emulation.FUNCTIONS)
 
 
 class Nvrtc:
@@ -110,7 +109,7 @@ def test_nvcc_compiles(source: str, architecture: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_have_the_members_that_are_packed(name: str) -> None:
     """In this order, of these types; that nothing lies between them the sources assert by their size."""
-    source = source_text("sign1") + source_text("momentum")
+    source = "".join(map(source_text, SOURCES))
     declared = re.search(rf"struct {name} {{(.*?)}};", source, re.DOTALL)
     assert declared
     types = {"long long": np.int64, "float": np.float32, "unsigned": np.uint32}

@@ -22,7 +22,9 @@ from thinwire.compress.kernels.calls import (
     Encode,
     MomentumPayload,
     Operation,
+    StoreRounded,
 )
+from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = ["Backend", "backends", "prepare"]
@@ -42,6 +44,15 @@ class Backend(Protocol):
 
     def apply_signs(self, call: ApplySigns) -> None:
         """The update of the weights."""
+
+    def store_rounded(self, call: StoreRounded) -> None:
+        """Rounding at random."""
+
+    def write_headers(self, call: WriteHeaders) -> None:
+        """Headers of packets to be sent."""
+
+    def check_headers(self, call: CheckHeaders) -> None:
+        """Headers of packets that came."""
 
 
 def backends() -> dict[str, Backend]:

@@ -9,11 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
+from thinwire.compress.kernels.header_reference import check_headers, write_headers
 from thinwire.compress.kernels.noise import random_bits
 from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
 
-__all__ = ["apply_signs", "decode", "encode", "momentum_payload", "store_rounded"]
+__all__ = [
+    "apply_signs",
+    "check_headers",
+    "decode",
+    "encode",
+    "momentum_payload",
+    "store_rounded",
+    "write_headers",
+]
+
+_AT_ONCE = 1 << 20  # elements whose random bits, 8 bytes each, are in memory
 
 
 def encode(call: Encode) -> None:
@@ -76,10 +87,17 @@ def apply_signs(call: ApplySigns) -> None:
     weights = call.weights
     step = _signed_scales(call, _numbers(weights, call.first)) * _single(call.lr, weights)
     values = weights.float() * _single(call.decay, weights) - torch.where(call.codes != 0, step, 0.0)
-    store_rounded(weights, values, call.seed, call.first)
+    _store(weights, values, call.seed, call.first)
 
 
-def store_rounded(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
+def store_rounded(call: StoreRounded) -> None:
+    """Write `values` into `weights`, in pieces."""
+    for first in range(0, call.weights.numel(), _AT_ONCE):
+        piece = slice(first, first + _AT_ONCE)
+        _store(call.weights[piece], call.values[piece], call.seed, first)
+
+
+def _store(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
     """Write float32 `values` into `weights`, of any width; 16 bits get one of the two neighbours at random, with the
     probability that keeps the mean, the same for the same seed and element number. `weights` begin at `first`."""
     if weights.dtype == torch.bfloat16:

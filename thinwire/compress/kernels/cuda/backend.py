@@ -6,19 +6,23 @@ from typing import Any
 
 import torch
 
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
 from thinwire.compress.kernels.cuda.launch import (
     Launch,
     apply_signs_launch,
     architecture_option,
+    check_headers_launch,
     compile_options,
     decode_launch,
     encode_launch,
     momentum_payload_launch,
     source_text,
+    store_rounded_launch,
+    write_headers_launch,
 )
 from thinwire.compress.kernels.cuda.machine_code import machine_code
 from thinwire.compress.kernels.cuda.toolkit import Toolkit, find_toolkit
+from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 
 __all__ = ["CudaBackend", "make_backend"]
 
@@ -47,6 +51,18 @@ class CudaBackend:
     def apply_signs(self, call: ApplySigns) -> None:
         """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
         self._run(apply_signs_launch(call), call.packets.device)
+
+    def store_rounded(self, call: StoreRounded) -> None:
+        """Rounding at random; see `thinwire.compress.kernels.rounding.store_rounded`."""
+        self._run(store_rounded_launch(call), call.weights.device)
+
+    def write_headers(self, call: WriteHeaders) -> None:
+        """Headers of packets to be sent; see `thinwire.compress.kernels.headers`."""
+        self._run(write_headers_launch(call), call.packets.device)
+
+    def check_headers(self, call: CheckHeaders) -> None:
+        """Headers of packets that came; see `thinwire.compress.kernels.headers`."""
+        self._run(check_headers_launch(call), call.headers.device)
 
     def _run(self, launch: Launch, device: torch.device) -> None:
         if not launch.grid:

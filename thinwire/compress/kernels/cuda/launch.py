@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import ApplySigns, Call, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, PacketCall, StoreRounded
+from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.noise import keys
 
 __all__ = [
@@ -26,17 +27,22 @@ __all__ = [
     "apply_signs_launch",
     "architecture_option",
     "block_threads",
+    "check_headers_launch",
     "compile_options",
     "decode_launch",
     "encode_launch",
     "momentum_payload_launch",
     "source_folder",
     "source_text",
+    "store_rounded_launch",
+    "write_headers_launch",
 ]
 
 _WARP = 32
 _MAX_THREADS = 1024
 _MOMENTUM_THREADS = 256
+_HEADER_THREADS = 128
+_NO_BLOCKS = 64  # the block size of sources that know no blocks
 _ELEMENTS_PER_THREAD = 8
 _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -45,6 +51,9 @@ STRUCTURES = {
     "Layout": np.dtype([("numel", np.int64), ("row_blocks", np.int64), ("row_bytes", np.int64)]),
     "Factors": np.dtype([("beta1", np.float32), ("gain", np.float32), ("loss_scale", np.float32)]),
     "Step": np.dtype([("lr", np.float32), ("decay", np.float32), ("first_key", np.uint32), ("second_key", np.uint32)]),
+    "Keys": np.dtype([("first", np.uint32), ("second", np.uint32)]),
+    "Header": np.dtype([("first", np.int64), ("second", np.int64)]),
+    "HeaderRows": np.dtype([("rows", np.int64), ("row_bytes", np.int64), ("scales", np.int64), ("flag", np.int64)]),
 }
 
 Argument = np.int64 | NDArray[Any]
@@ -96,6 +105,33 @@ def apply_signs_launch(call: ApplySigns) -> Launch:
     addresses = (_address(call.weights), _aligned("packets", call.packets), _address(call.codes))
     step = _structure("Step", call.lr, call.decay, *keys(call.seed))
     return _momentum_launch(call, f"apply_signs_{name}", call.weights, addresses, step)
+
+
+def store_rounded_launch(call: StoreRounded) -> Launch:
+    """Launch that rounds values at random into weights."""
+    numel = call.weights.numel()
+    addresses = (_address(call.weights), _address(call.values))
+    arguments = (*addresses, np.int64(numel), _structure("Keys", *keys(call.seed)))
+    function = f"store_rounded_{_TYPE_NAMES[call.weights.dtype]}"
+    grid = -(-numel // (_MOMENTUM_THREADS * _ELEMENTS_PER_THREAD))
+    return Launch("rounding", function, _NO_BLOCKS, grid, _MOMENTUM_THREADS, arguments)
+
+
+def write_headers_launch(call: WriteHeaders) -> Launch:
+    """Launch of a thread block for each row, which writes its header."""
+    rows = call.packets.size(0)
+    header = _structure("Header", call.first, call.second)
+    place = _structure("HeaderRows", rows, call.packets.stride(0), call.scales, call.flag)
+    arguments = (_aligned_rows("packets", call.packets), _address(call.condition), header, place)
+    return Launch("headers", "write_headers", _NO_BLOCKS, rows, _HEADER_THREADS, arguments)
+
+
+def check_headers_launch(call: CheckHeaders) -> Launch:
+    """Launch of one thread block that looks at all rows."""
+    expected = _structure("Header", call.first, call.second)
+    place = _structure("HeaderRows", call.headers.size(0), call.headers.stride(0), 0, call.known)
+    arguments = (_aligned_rows("headers", call.headers), _address(call.report), expected, place)
+    return Launch("headers", "check_headers", _NO_BLOCKS, 1, _HEADER_THREADS, arguments)
 
 
 def source_folder() -> Path:
@@ -166,7 +202,7 @@ def _momentum_launch(
     return Launch("momentum", function, call.block_size, grid, _MOMENTUM_THREADS, arguments)
 
 
-def _layout(call: Call, numel: int) -> Argument:
+def _layout(call: PacketCall, numel: int) -> Argument:
     return _structure("Layout", numel, call.shard // call.block_size, call.packets.size(1))
 
 
@@ -183,6 +219,13 @@ def _aligned(name: str, tensor: Tensor | None) -> np.int64:
             "take slices at multiples of 4 elements, or clone it"
         )
     return address
+
+
+def _aligned_rows(name: str, rows: Tensor) -> np.int64:
+    """Address of rows of bytes that a kernel reads or writes as words."""
+    if rows.stride(0) % 4:
+        raise ValueError(f"{name} has rows of {rows.stride(0)} bytes: make them a multiple of 4")
+    return _aligned(name, rows)
 
 
 def _address(tensor: Tensor | None) -> np.int64:
