@@ -28,7 +28,10 @@ from thinwire.compress.kernels.cuda.launch import (
 from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 
 COMPILER = shutil.which("g++")
-FUNCTIONS = {codec: [f"encode_{codec}", f"encode_rounded_{codec}", f"decode_{codec}"] for codec in ("sign1", "int8")}
+FUNCTIONS = {
+    codec: [f"{kernel}_{codec}" for kernel in ("encode", "encode_rounded", "decode", "decode_mean")]
+    for codec in ("sign1", "int8")
+}
 FUNCTIONS["momentum"] = [
     f"{kernel}_{dtype}"
     for kernel in ("momentum_payload", "apply_signs")
@@ -84,7 +87,12 @@ def compile_source(source: Path, functions: Sequence[str], definitions: Sequence
 
 
 def launch(
-    library: ctypes.CDLL, function: str, grid: int, threads: int, arguments: Sequence[Argument], flush: bool = False
+    library: ctypes.CDLL,
+    function: str,
+    grid: tuple[int, int],
+    threads: int,
+    arguments: Sequence[Argument],
+    flush: bool = False,
 ) -> int:
     """Run a kernel, its threads in a random order; 0 on success, 1 if they wait for each other for ever.
 
@@ -98,11 +106,11 @@ def launch(
 
 
 def launch_at(
-    library: ctypes.CDLL, function: str, grid: int, threads: int, places: ctypes.Array, flush: bool = False
+    library: ctypes.CDLL, function: str, grid: tuple[int, int], threads: int, places: ctypes.Array, flush: bool = False
 ) -> int:
     """The same, given where each argument lies, as a driver is."""
     kernel = ctypes.cast(library[f"emulated_{function}"], ctypes.c_void_p)
-    return int(library.emulate(kernel, ctypes.c_longlong(grid), threads, places, secrets.randbits(32), int(flush)))
+    return int(library.emulate(kernel, *grid, threads, places, secrets.randbits(32), int(flush)))
 
 
 def argument_sizes(library: ctypes.CDLL, function: str) -> list[int]:

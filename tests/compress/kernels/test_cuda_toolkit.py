@@ -134,14 +134,14 @@ class FakeDriver:
     def cuLaunchKernel(self, kernel, *numbers):  # noqa: N802
         assert self.contexts[-1:] == [CONTEXT], "a launch on another device, or on none"
         source, options, name = kernel
-        grid, grid_y, grid_z, threads, threads_y, threads_z, shared, stream, parameters, extra = numbers
-        assert (grid_y, grid_z, threads_y, threads_z, shared, extra) == (1, 1, 1, 1, 0, 0)
+        grid_x, grid_y, grid_z, threads, threads_y, threads_z, shared, stream, parameters, extra = numbers
+        assert (grid_z, threads_y, threads_z, shared, extra) == (1, 1, 1, 0, 0)
         definitions = dict(option[2:].split("=") for option in options if option.startswith("-D"))
         assert threads == int(definitions["THREADS"])
         library = emulation.library_of(source, int(definitions["BLOCK_SIZE"]), threads)
         count = len(emulation.argument_sizes(library, name))
         places = (ctypes.c_void_p * count).from_address(parameters)
-        assert emulation.launch_at(library, name, grid, threads, places) == 0
+        assert emulation.launch_at(library, name, (grid_x, grid_y), threads, places) == 0
         self.launches.append((name, stream))
         return (OK,)
 
@@ -308,8 +308,8 @@ def test_cupy_compiles_with_our_options_alone() -> None:
     assert cupy.options == options
     kernel = toolkit.load(b"CUBIN", "encode_sign1", 0)
     arguments = encode_launch(make_call(3)[0]).arguments
-    toolkit.launch(kernel, 7, 32, arguments, 0, STREAM)
-    assert cupy.launched == [((7,), (32,), arguments)]
+    toolkit.launch(kernel, (7, 2), 32, arguments, 0, STREAM)
+    assert cupy.launched == [((7, 2), (32,), arguments)]
 
 
 def test_without_a_compiler_plain_torch_takes_over_when_training_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,20 @@ class TestOperators:
             kernels.decode_mean(codec, packets, output, 128, block_size)
 
 
+@pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 96])
+def test_gpus_divide_to_the_last_bit(rows: int) -> None:
+    """By products with inverses: sums of every magnitude, subnormal ones and those next to the largest among them."""
+    shard = 40 * 64
+    packets = torch.randint(0, 256, (rows, kernels.packet_bytes("sign1", shard, 64)), dtype=torch.uint8)
+    magnitudes = torch.rand(rows, 40) * 2.0 ** torch.randint(-149, 120, (40,)).float()
+    kernels.scales("sign1", packets, 64).copy_(magnitudes)
+    wanted, mean = torch.empty(2, shard)
+    REFERENCE.decode_mean("sign1", packets, wanted, shard - 3, 64)
+    Unchecked(emulation).decode_mean("sign1", packets, mean, shard - 3, 64)
+    assert torch.equal(mean.view(torch.int32), wanted.view(torch.int32))
+
+
 class DividesAsGpusDo(TorchDispatchMode):
     """torch on CUDA multiplies by the reciprocal where a tensor is divided by a number, or by a scalar on the CPU that
     was made of one."""

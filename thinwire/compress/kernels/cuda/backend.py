@@ -65,7 +65,7 @@ class CudaBackend:
         self._run(check_headers_launch(call), call.headers.device)
 
     def _run(self, launch: Launch, device: torch.device) -> None:
-        if not launch.grid:
+        if 0 in launch.grid:
             return
         index = torch.cuda.current_device() if device.index is None else device.index
         key = (launch.source, launch.function, launch.block_size, launch.threads, index)

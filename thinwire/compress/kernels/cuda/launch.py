@@ -30,7 +30,9 @@ __all__ = [
     "check_headers_launch",
     "compile_options",
     "decode_launch",
+    "division",
     "encode_launch",
+    "exact_inverse",
     "momentum_payload_launch",
     "source_folder",
     "source_text",
@@ -40,16 +42,23 @@ __all__ = [
 
 _WARP = 32
 _MAX_THREADS = 1024
+_MAX_ROWS = 65535
+_MAX_BUCKET = 1 << 35
 _MOMENTUM_THREADS = 256
 _HEADER_THREADS = 128
 _NO_BLOCKS = 64  # the block size of sources that know no blocks
 _ELEMENTS_PER_THREAD = 8
+_ELEMENTS_OF_BLOCK = 16
 _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 # The structures of csrc/, member by member, as kernels take them by value.
 STRUCTURES = {
     "Layout": np.dtype([("numel", np.int64), ("row_blocks", np.int64), ("row_bytes", np.int64)]),
-    "Factors": np.dtype([("beta1", np.float32), ("gain", np.float32), ("loss_scale", np.float32)]),
+    "Factors": np.dtype(
+        [("beta1", np.float32), ("gain", np.float32), ("loss_scale", np.float32), ("inverse", np.float32)]
+    ),
+    "Range": np.dtype([("first", np.int64), *((name, np.uint32) for name in ("octet", "factor", "shift", "aligned"))]),
+    "Rows": np.dtype([("count", np.int32), ("exact", np.int32), ("inverse", np.float32)]),
     "Step": np.dtype([("lr", np.float32), ("decay", np.float32), ("first_key", np.uint32), ("second_key", np.uint32)]),
     "Keys": np.dtype([("first", np.uint32), ("second", np.uint32)]),
     "Header": np.dtype([("first", np.int64), ("second", np.int64)]),
@@ -67,7 +76,7 @@ class Launch:
     source: str
     function: str
     block_size: int
-    grid: int
+    grid: tuple[int, int]
     threads: int
     arguments: tuple[Argument, ...]
 
@@ -85,18 +94,23 @@ def encode_launch(run: Encode) -> Launch:
 
 def decode_launch(run: Decode) -> Launch:
     """Launch that decodes one of a call's runs, or averages its rows."""
-    addresses = _aligned("packets", run.packets), _aligned("output", run.output)
-    arguments = (*addresses, _layout(run, run.numel), np.int64(run.averaged))
-    return _block_launch(run, f"decode_{run.codec}", run.output, arguments)
+    arguments: tuple[Argument, ...] = (_aligned("packets", run.packets), _aligned("output", run.output))
+    arguments += (_layout(run, run.numel),)
+    if not run.mean:
+        return _block_launch(run, f"decode_{run.codec}", run.output, arguments)
+    rows = run.averaged
+    exact = rows & (rows - 1) == 0
+    arguments += (_structure("Rows", rows, exact, np.float32(1) / np.float32(rows)),)
+    return _block_launch(run, f"decode_mean_{run.codec}", run.output, arguments)
 
 
 def momentum_payload_launch(call: MomentumPayload) -> Launch:
     """Launch that writes the payload of leg 1."""
     name = _TYPE_NAMES[torch.float32 if call.gradient is None else call.gradient.dtype]
-    vectors = map(_address, (call.gradient, call.codes, call.table, call.payload))
-    addresses = (_aligned("packets", call.packets), *vectors)
-    factors = _structure("Factors", call.beta1, 1.0 - call.beta1, call.loss_scale)
-    return _momentum_launch(call, f"momentum_payload_{name}", call.payload, addresses, factors)
+    vectors = (call.gradient, call.codes, call.payload)
+    addresses = (_aligned("packets", call.packets), *map(_address, (*vectors[:2], call.table, call.payload)))
+    factors = _structure("Factors", call.beta1, 1.0 - call.beta1, call.loss_scale, exact_inverse(call.loss_scale))
+    return _momentum_launch(call, f"momentum_payload_{name}", vectors, addresses, factors)
 
 
 def apply_signs_launch(call: ApplySigns) -> Launch:
@@ -104,7 +118,7 @@ def apply_signs_launch(call: ApplySigns) -> Launch:
     name = _TYPE_NAMES[call.weights.dtype]
     addresses = (_address(call.weights), _aligned("packets", call.packets), _address(call.codes))
     step = _structure("Step", call.lr, call.decay, *keys(call.seed))
-    return _momentum_launch(call, f"apply_signs_{name}", call.weights, addresses, step)
+    return _momentum_launch(call, f"apply_signs_{name}", (call.weights, call.codes), addresses, step)
 
 
 def store_rounded_launch(call: StoreRounded) -> Launch:
@@ -114,7 +128,7 @@ def store_rounded_launch(call: StoreRounded) -> Launch:
     arguments = (*addresses, np.int64(numel), _structure("Keys", *keys(call.seed)))
     function = f"store_rounded_{_TYPE_NAMES[call.weights.dtype]}"
     grid = -(-numel // (_MOMENTUM_THREADS * _ELEMENTS_PER_THREAD))
-    return Launch("rounding", function, _NO_BLOCKS, grid, _MOMENTUM_THREADS, arguments)
+    return Launch("rounding", function, _NO_BLOCKS, (grid, 1), _MOMENTUM_THREADS, arguments)
 
 
 def write_headers_launch(call: WriteHeaders) -> Launch:
@@ -123,7 +137,7 @@ def write_headers_launch(call: WriteHeaders) -> Launch:
     header = _structure("Header", call.first, call.second)
     place = _structure("HeaderRows", rows, call.packets.stride(0), call.scales, call.flag)
     arguments = (_aligned_rows("packets", call.packets), _address(call.condition), header, place)
-    return Launch("headers", "write_headers", _NO_BLOCKS, rows, _HEADER_THREADS, arguments)
+    return Launch("headers", "write_headers", _NO_BLOCKS, (rows, 1), _HEADER_THREADS, arguments)
 
 
 def check_headers_launch(call: CheckHeaders) -> Launch:
@@ -131,7 +145,7 @@ def check_headers_launch(call: CheckHeaders) -> Launch:
     expected = _structure("Header", call.first, call.second)
     place = _structure("HeaderRows", call.headers.size(0), call.headers.stride(0), 0, call.known)
     arguments = (_aligned_rows("headers", call.headers), _address(call.report), expected, place)
-    return Launch("headers", "check_headers", _NO_BLOCKS, 1, _HEADER_THREADS, arguments)
+    return Launch("headers", "check_headers", _NO_BLOCKS, (1, 1), _HEADER_THREADS, arguments)
 
 
 def source_folder() -> Path:
@@ -175,31 +189,66 @@ def architecture_option(capability: tuple[int, int], known: Sequence[int]) -> st
     raise RuntimeError(f"this compiler knows no GPU as old as sm_{wanted}: it begins at sm_{min(known)}")
 
 
+def division(divisor: int) -> tuple[int, int]:
+    """Factor and shift by which a kernel divides: n // divisor = 2n · factor >> 32 >> shift, for 0 ≤ n < 2^31."""
+    shift = (divisor - 1).bit_length()
+    return -((-1 << 31 + shift) // divisor), shift
+
+
+def exact_inverse(value: float) -> np.float32:
+    """1 / value, in float32, where that is exact, as with powers of two; else 0."""
+    single = np.float32(value)
+    inverse = np.float32(1.0) / single
+    return inverse if np.frexp(single)[0] == 0.5 and np.isfinite(inverse) else np.float32(0)
+
+
 def block_threads(block_size: int) -> int:
-    """Threads a thread block: whole warps, eight elements a thread where the limit allows it."""
-    warps = -(-block_size // (_ELEMENTS_PER_THREAD * _WARP))
+    """Threads of a thread block that serves a block: whole warps, sixteen elements a thread where the limit allows it,
+    so that what a thread finds out once is spread over many, and many loads are under way."""
+    warps = -(-block_size // (_ELEMENTS_OF_BLOCK * _WARP))
     return min(warps * _WARP, _MAX_THREADS)
 
 
 def _block_launch(run: Encode | Decode, function: str, vector: Tensor, arguments: tuple[Argument, ...]) -> Launch:
-    """Launch of one thread block for each block of `vector`."""
-    grid = vector.numel() // run.block_size
+    """Launch of one thread block for each block of `vector`: a row of them for each packet that is read or written."""
+    row_blocks = run.shard // run.block_size
+    grid = (row_blocks, vector.numel() // run.block_size // row_blocks if row_blocks else 0)
+    if grid[1] > _MAX_ROWS:
+        raise ValueError(f"{grid[1]} packets at once: a GPU takes {_MAX_ROWS} at most")
     return Launch(run.codec, function, run.block_size, grid, block_threads(run.block_size), arguments)
 
 
 def _momentum_launch(
     call: MomentumPayload | ApplySigns,
     function: str,
-    vector: Tensor,
+    vectors: Sequence[Tensor | None],
     addresses: tuple[Argument, ...],
     factors: Argument,
 ) -> Launch:
-    """Launch over the groups of four, counted from element 0 of the bucket, in which elements of `vector` lie."""
-    first, numel = call.first, vector.numel()
-    groups = -(-(first + numel) // 4) - first // 4 if numel else 0
-    grid = -(-groups // (_MOMENTUM_THREADS * _ELEMENTS_PER_THREAD // 4))
-    arguments = (*addresses, _layout(call, numel), np.int64(first), factors)
-    return Launch("momentum", function, call.block_size, grid, _MOMENTUM_THREADS, arguments)
+    """Launch over the groups of eight, counted from element 0 of the bucket, in which elements of `vectors` lie."""
+    first, numel = call.first, call.codes.numel()
+    groups = -(-(first + numel) // _ELEMENTS_PER_THREAD) - first // _ELEMENTS_PER_THREAD if numel else 0
+    grid = -(-groups // _MOMENTUM_THREADS)
+    if first + numel > _MAX_BUCKET:
+        raise ValueError(f"a bucket of {first + numel} elements: a GPU's kernels number {_MAX_BUCKET} at most")
+    dividing = division(max(call.shard // call.block_size, 1))
+    arguments = (
+        *addresses,
+        _layout(call, numel),
+        _structure("Range", first, first // _ELEMENTS_PER_THREAD, *dividing, 0),
+        factors,
+    )
+    return Launch("momentum", function, call.block_size, (grid, 1), _MOMENTUM_THREADS, arguments)
+
+
+def _in_fours(first: int, vectors: Sequence[Tensor | None]) -> bool:
+    """Whether in vectors that begin at element `first` of a bucket each element whose number is a multiple of four lies
+    at a multiple of four times its size."""
+    return all(
+        (one.data_ptr() - first * one.element_size()) % (4 * one.element_size()) == 0
+        for one in vectors
+        if one is not None
+    )
 
 
 def _layout(call: PacketCall, numel: int) -> Argument:

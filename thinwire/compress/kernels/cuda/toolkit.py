@@ -40,7 +40,7 @@ class Toolkit(Protocol):
         """A kernel of that machine code, on a device."""
 
     def launch(
-        self, kernel: Any, grid: int, threads: int, arguments: Sequence[Argument], device: int, stream: int
+        self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
         """Launch a loaded kernel on one of its device's streams, whatever device and thread are current."""
 
@@ -108,7 +108,7 @@ class BindingsToolkit:
             return self._checked(self._driver.cuModuleGetFunction(module, name.encode()))
 
     def launch(
-        self, kernel: Any, grid: int, threads: int, arguments: Sequence[Argument], device: int, stream: int
+        self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
         """See Toolkit."""
         memory = ctypes.create_string_buffer(b"".join([argument.tobytes() for argument in arguments]))
@@ -119,9 +119,7 @@ class BindingsToolkit:
         parameters = (ctypes.c_void_p * len(places))(*places)
         with self._current(device):
             self._checked(
-                self._driver.cuLaunchKernel(
-                    kernel, grid, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0
-                )
+                self._driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
             )
 
     @contextmanager
@@ -194,10 +192,10 @@ class CupyToolkit:
             return module, module.get_function(name)  # a module that nobody holds is unloaded
 
     def launch(
-        self, kernel: Any, grid: int, threads: int, arguments: Sequence[Argument], device: int, stream: int
+        self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
         """See Toolkit."""
         _, function = kernel
         cuda = self._cupy.cuda
         with cuda.Device(device), cuda.ExternalStream(stream, device):
-            function((grid,), (threads,), tuple(arguments))
+            function(grid, (threads,), tuple(arguments))
