@@ -99,8 +99,8 @@ def launch(
     `flush`: with subnormals as zeros, which no GPU is told to do: to see what it would change.
     """
     sizes = argument_sizes(library, function)
-    assert sizes == [argument.nbytes for argument in arguments], "arguments of the types that the kernel takes"
-    memory = [ctypes.create_string_buffer(argument.tobytes(), argument.nbytes) for argument in arguments]
+    assert sizes == [len(argument) for argument in arguments], "arguments of the types that the kernel takes"
+    memory = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
     places = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, memory))
     return launch_at(library, function, grid, threads, places, flush)
 

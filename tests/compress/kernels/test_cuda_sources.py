@@ -20,7 +20,9 @@ from thinwire.compress.kernels.cuda.launch import (
     STRUCTURES,
     block_threads,
     compile_options,
+    division,
     encode_launch,
+    exact_inverse,
     source_folder,
     source_text,
 )
@@ -121,3 +123,19 @@ def test_the_emulation_notices_threads_that_wait_for_ever(tmp_path: Path) -> Non
     source.write_text('extern "C" __global__ void stuck() { if (threadIdx.x % 2) __syncthreads(); }')
     library = emulation.compile_source(source, ["stuck"], ("-DBLOCK_SIZE=64", "-DTHREADS=32"))
     assert emulation.launch(library, "stuck", grid=(1, 1), threads=32, arguments=()) != 0
+
+
+@pytest.mark.parametrize("divisor", [*range(1, 70), 1000, 2**20 - 1, 2**30, 2**31 - 1])
+def test_kernels_divide_whole_numbers_by_a_factor(divisor: int) -> None:
+    factor, shift = division(divisor)
+    assert factor < 2**32
+    for times in (0, 1, 2, 3, 1000, 2**31 // divisor):
+        for number in (times * divisor - 1, times * divisor, times * divisor + divisor // 2):
+            if 0 <= number < 2**31:
+                assert (2 * number * factor >> 32 >> shift) == number // divisor
+
+
+def test_products_replace_divisions_where_they_are_exact() -> None:
+    for exponent in range(-126, 128):
+        assert np.float32(exact_inverse(2.0**exponent)) * np.float32(2.0**exponent) == 1
+    assert [exact_inverse(value) for value in (3.0, 0.1, 1.5, 65535.0, 2.0**127 * 1.5)] == [0.0] * 5

@@ -309,7 +309,9 @@ def test_cupy_compiles_with_our_options_alone() -> None:
     kernel = toolkit.load(b"CUBIN", "encode_sign1", 0)
     arguments = encode_launch(make_call(3)[0]).arguments
     toolkit.launch(kernel, (7, 2), 32, arguments, 0, STREAM)
-    assert cupy.launched == [((7, 2), (32,), arguments)]
+    ((grid, threads, given),) = cupy.launched
+    assert (grid, threads) == ((7, 2), (32,))
+    assert [(one.tobytes(), one.size) for one in given] == [(one, 1) for one in arguments]
 
 
 def test_without_a_compiler_plain_torch_takes_over_when_training_starts(monkeypatch: pytest.MonkeyPatch) -> None:

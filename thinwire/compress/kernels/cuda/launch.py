@@ -5,15 +5,15 @@ Apart from the backend that launches, so that compilers and an emulation can che
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, PacketCall, StoreRounded
@@ -65,8 +65,18 @@ STRUCTURES = {
     "HeaderRows": np.dtype([("rows", np.int64), ("row_bytes", np.int64), ("scales", np.int64), ("flag", np.int64)]),
 }
 
-Argument = np.int64 | NDArray[Any]
-"""An address or a number, or one structure, an array of one element: what is passed by value."""
+Argument = bytes
+"""An address, a number or a structure, as a kernel finds it in memory."""
+
+_FORMATS = {
+    np.dtype(kind): form for kind, form in ((np.int64, "q"), (np.uint32, "I"), (np.int32, "i"), (np.float32, "f"))
+}
+_PACKERS = {
+    name: struct.Struct("<" + "".join(_FORMATS[kind.fields[member][0]] for member in kind.names or ()))
+    for name, kind in STRUCTURES.items()
+    if kind.fields is not None
+}
+_INTEGER = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ def decode_launch(run: Decode) -> Launch:
         return _block_launch(run, f"decode_{run.codec}", run.output, arguments)
     rows = run.averaged
     exact = rows & (rows - 1) == 0
-    arguments += (_structure("Rows", rows, exact, np.float32(1) / np.float32(rows)),)
+    arguments += (_structure("Rows", rows, exact, float(np.float32(1) / np.float32(rows))),)
     return _block_launch(run, f"decode_mean_{run.codec}", run.output, arguments)
 
 
@@ -125,7 +135,7 @@ def store_rounded_launch(call: StoreRounded) -> Launch:
     """Launch that rounds values at random into weights."""
     numel = call.weights.numel()
     addresses = (_address(call.weights), _address(call.values))
-    arguments = (*addresses, np.int64(numel), _structure("Keys", *keys(call.seed)))
+    arguments = (*addresses, _INTEGER.pack(numel), _structure("Keys", *keys(call.seed)))
     function = f"store_rounded_{_TYPE_NAMES[call.weights.dtype]}"
     grid = -(-numel // (_MOMENTUM_THREADS * _ELEMENTS_PER_THREAD))
     return Launch("rounding", function, _NO_BLOCKS, (grid, 1), _MOMENTUM_THREADS, arguments)
@@ -195,11 +205,10 @@ def division(divisor: int) -> tuple[int, int]:
     return -((-1 << 31 + shift) // divisor), shift
 
 
-def exact_inverse(value: float) -> np.float32:
-    """1 / value, in float32, where that is exact, as with powers of two; else 0."""
-    single = np.float32(value)
-    inverse = np.float32(1.0) / single
-    return inverse if np.frexp(single)[0] == 0.5 and np.isfinite(inverse) else np.float32(0)
+def exact_inverse(value: float) -> float:
+    """1 / value where both are float32's, as with powers of two; else 0."""
+    mantissa, exponent = math.frexp(value)
+    return 1.0 / value if mantissa == 0.5 and -148 <= 1 - exponent <= 127 else 0.0
 
 
 def block_threads(block_size: int) -> int:
@@ -256,26 +265,25 @@ def _layout(call: PacketCall, numel: int) -> Argument:
 
 
 def _structure(name: str, *members: float) -> Argument:
-    return np.array([members], dtype=STRUCTURES[name])
+    return _PACKERS[name].pack(*members)
 
 
-def _aligned(name: str, tensor: Tensor | None) -> np.int64:
+def _aligned(name: str, tensor: Tensor | None) -> Argument:
     """Address of what a kernel reads or writes four elements at a time."""
-    address = _address(tensor)
-    if tensor is not None and address % (4 * tensor.element_size()):
+    if tensor is not None and tensor.data_ptr() % (4 * tensor.element_size()):
         raise ValueError(
             f"{name} starts at an address that is not a multiple of {4 * tensor.element_size()} bytes: "
             "take slices at multiples of 4 elements, or clone it"
         )
-    return address
+    return _address(tensor)
 
 
-def _aligned_rows(name: str, rows: Tensor) -> np.int64:
+def _aligned_rows(name: str, rows: Tensor) -> Argument:
     """Address of rows of bytes that a kernel reads or writes as words."""
     if rows.stride(0) % 4:
         raise ValueError(f"{name} has rows of {rows.stride(0)} bytes: make them a multiple of 4")
     return _aligned(name, rows)
 
 
-def _address(tensor: Tensor | None) -> np.int64:
-    return np.int64(0 if tensor is None else tensor.data_ptr())
+def _address(tensor: Tensor | None) -> Argument:
+    return _INTEGER.pack(0 if tensor is None else tensor.data_ptr())

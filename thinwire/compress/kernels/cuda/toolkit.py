@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import struct
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from thinwire.compress.kernels.cuda.launch import Argument
 
@@ -103,41 +106,48 @@ class BindingsToolkit:
 
     def load(self, code: bytes, name: str, device: int) -> Any:
         """See Toolkit."""
-        with self._current(device):
+        switched = self._push(self._context(device))
+        try:
             module = self._checked(self._driver.cuModuleLoadData(code))
             return self._checked(self._driver.cuModuleGetFunction(module, name.encode()))
+        finally:
+            if switched:
+                self._checked(self._driver.cuCtxPopCurrent())
 
     def launch(
         self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
         """See Toolkit."""
-        memory = ctypes.create_string_buffer(b"".join([argument.tobytes() for argument in arguments]))
-        address, places = ctypes.addressof(memory), []
+        raw = b"".join(arguments)
+        behind = -(-len(raw) // 8) * 8
+        memory = bytearray(behind + 8 * len(arguments))
+        memory[: len(raw)] = raw
+        address = start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        places = []
         for argument in arguments:
             places.append(address)
-            address += argument.nbytes
-        parameters = (ctypes.c_void_p * len(places))(*places)
-        with self._current(device):
-            self._checked(
-                self._driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
-            )
-
-    @contextmanager
-    def _current(self, device: int) -> Iterator[None]:
-        """Make a device's primary context, the one torch works in, current: threads begin without any."""
-        driver = self._driver
-        if device not in self._contexts:
-            handle = self._checked(driver.cuDeviceGet(device))
-            self._contexts[device] = self._checked(driver.cuDevicePrimaryCtxRetain(handle))
-        context = self._contexts[device]
-        if int(self._checked(driver.cuCtxGetCurrent())) == int(context):
-            yield
-            return
-        self._checked(driver.cuCtxPushCurrent(context))
+            address += len(argument)
+        struct.pack_into(f"={len(places)}Q", memory, behind, *places)
+        switched = self._push(self._context(device))
         try:
-            yield
+            self._checked(self._driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, start + behind, 0))
         finally:
-            self._checked(driver.cuCtxPopCurrent())
+            if switched:
+                self._checked(self._driver.cuCtxPopCurrent())
+
+    def _context(self, device: int) -> Any:
+        """A device's primary context, the one torch works in."""
+        if device not in self._contexts:
+            handle = self._checked(self._driver.cuDeviceGet(device))
+            self._contexts[device] = self._checked(self._driver.cuDevicePrimaryCtxRetain(handle))
+        return self._contexts[device]
+
+    def _push(self, context: Any) -> bool:
+        """Make it current, unless it is: threads begin without any. Whether it has to be popped."""
+        if int(self._checked(self._driver.cuCtxGetCurrent())) == int(context):
+            return False
+        self._checked(self._driver.cuCtxPushCurrent(context))
+        return True
 
     @staticmethod
     def _checked(answer: tuple[Any, ...]) -> Any:
@@ -198,4 +208,9 @@ class CupyToolkit:
         _, function = kernel
         cuda = self._cupy.cuda
         with cuda.Device(device), cuda.ExternalStream(stream, device):
-            function(grid, (threads,), tuple(arguments))
+            function(grid, (threads,), tuple(map(_by_value, arguments)))
+
+
+def _by_value(argument: Argument) -> NDArray[np.void]:
+    """What cupy hands to a kernel as it is: an array of one element."""
+    return np.frombuffer(argument, dtype=np.dtype((np.void, len(argument))))
