@@ -1,6 +1,6 @@
 # Every target sets up .venv first, from pinned versions: nothing but Python 3.11+, git, make and gcc is needed.
 PYTHON ?= python3
-# `make gpu` uses the Python that has a CUDA build of torch, and cupy: the machine's own, not .venv.
+# `make gpu` uses the Python that has a CUDA build of torch: the machine's own, not .venv.
 GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

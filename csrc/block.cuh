@@ -1,41 +1,53 @@
-// What the kernels of both codecs share: where a block lies in its packet row, reductions over a thread block, and
-// decoding.
+// What the kernels of both codecs share: where a block lies in its packet row, and decoding.
 //
 // One thread block serves one block of BLOCK_SIZE elements. A thread holds groups of four consecutive floats,
 // THREADS groups apart, so that the threads of a warp read and write 512 consecutive bytes.
 
 #include "numbers.cuh"
 #include "packet.cuh"
+#include "reduce.cuh"
 
-constexpr int WARP = 32;
-constexpr int WARPS = THREADS / WARP;
+// How many packets are averaged, and the nearest float to the inverse of that, which is `exact` where it is that inverse.
+struct Rows {
+    int count;
+    int exact;
+    float inverse;
+};
+
+static_assert(sizeof(Rows) == 12, "no gaps between members");
+
 constexpr int GROUPS = (BLOCK_SIZE / 4 + THREADS - 1) / THREADS;  // groups of four a thread
-constexpr unsigned ALL_LANES = 0xffffffffu;
+constexpr int MEAN_GROUPS = GROUPS < 4 ? GROUPS : 4;              // of which the sums are in registers at once
+constexpr bool KEPT = GROUPS <= 8;                                // whether registers hold all groups of a thread
+constexpr int UNROLLED = KEPT ? GROUPS : 1;
+constexpr bool EVEN = BLOCK_SIZE % (4 * THREADS) == 0;            // no thread's last group lies beyond the block
+constexpr bool WHOLE_TURNS = EVEN && GROUPS % MEAN_GROUPS == 0;
 
-static_assert(THREADS % WARP == 0 && THREADS <= 1024, "a thread block is at most 32 whole warps");
+// Between these a quotient by up to 2^24, and its remainder, are normal floats.
+constexpr float SAFE_SMALLEST = 7.88860905221011805e-31f;  // 2^-100
+constexpr float SAFE_LARGEST = 1.26765060022822940e30f;    // 2^100
 
-// Where this thread block's elements begin, and how many of them are not padding.
-__device__ long long block_start() { return static_cast<long long>(blockIdx.x) * BLOCK_SIZE; }
+// Where this thread block's elements begin, and how many of them are not padding. The grid has a column for each block
+// of a row, and a row for each row.
+__device__ long long block_start(Layout layout) {
+    return (blockIdx.y * layout.row_blocks + blockIdx.x) * BLOCK_SIZE;
+}
 
-__device__ int valid_elements(long long numel) {
-    const long long left = numel - block_start();
+__device__ int valid_elements(Layout layout) {
+    const long long left = layout.numel - block_start(layout);
     return left < 0 ? 0 : left < BLOCK_SIZE ? static_cast<int>(left) : BLOCK_SIZE;
 }
 
 // First element, within the block, of this thread's k-th group.
 __device__ int group_at(int k) { return 4 * (static_cast<int>(threadIdx.x) + k * THREADS); }
 
-// The row this block lies in, and the bytes at which its scale and codes begin there.
-__device__ long long row_index(Layout layout) { return blockIdx.x / static_cast<unsigned>(layout.row_blocks); }
-
-__device__ long long column_index(Layout layout) { return blockIdx.x % static_cast<unsigned>(layout.row_blocks); }
-
-__device__ long long scale_offset(Layout layout) { return HEADER_BYTES + SCALE_BYTES * column_index(layout); }
+// The bytes at which this block's scale and codes begin in its row.
+__device__ long long scale_offset() { return HEADER_BYTES + SCALE_BYTES * static_cast<long long>(blockIdx.x); }
 
 template <int CODE_BITS>
 __device__ long long codes_offset(Layout layout) {
     constexpr int BLOCK_BYTES = BLOCK_SIZE / 8 * CODE_BITS;
-    return HEADER_BYTES + SCALE_BYTES * layout.row_blocks + column_index(layout) * BLOCK_BYTES;
+    return HEADER_BYTES + SCALE_BYTES * layout.row_blocks + static_cast<long long>(blockIdx.x) * BLOCK_BYTES;
 }
 
 __device__ float4 load_four(const float* values) { return *reinterpret_cast<const float4*>(values); }
@@ -83,52 +95,79 @@ __device__ void store_valid(Output* output, int at, int valid, float4 value) {
     store_four(output + at, value);
 }
 
-// Each run of row_blocks output blocks is the mean of the next `rows` packets, as Codec reads them: rows = 1 decodes.
-template <typename Codec>
-__device__ void decode_rows(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
-                            long long rows) {
-    const int valid = valid_elements(layout.numel);
-    const unsigned char* first = packets + row_index(layout) * rows * layout.row_bytes;
-    const unsigned char* scales = first + scale_offset(layout);
-    const unsigned char* codes = first + codes_offset<Codec::BITS>(layout);
-    output += block_start();
-#pragma unroll
-    for (int k = 0; k < GROUPS; ++k) {
-        const int at = group_at(k);
-        if (at >= BLOCK_SIZE) break;
-        float4 total = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
-#pragma unroll 4
-        for (long long row = 0; row < rows; ++row) {
-            const float scale = *reinterpret_cast<const float*>(scales + row * layout.row_bytes);
-            const float4 decoded = Codec::decode(codes + row * layout.row_bytes, at, scale);
-            total = make_float4(total.x + decoded.x, total.y + decoded.y, total.z + decoded.z, total.w + decoded.w);
-        }
-        const float count = static_cast<float>(rows);
-        store_valid(output, at, valid,
-                    make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
-    }
+// total / rows, to the nearest, from the nearest float to 1 / rows: their product, corrected by its remainder to within
+// one place, and by that one's to the nearest (Markstein), where no remainder can fall below the normal floats.
+__device__ float divide(float total, float rows, float inverse) {
+    const float magnitude = fabsf(total);
+    if (!(magnitude >= SAFE_SMALLEST && magnitude <= SAFE_LARGEST)) return total / rows;
+    float quotient = total * inverse;
+    quotient = __fmaf_rn(__fmaf_rn(-rows, quotient, total), inverse, quotient);
+    return __fmaf_rn(__fmaf_rn(-rows, quotient, total), inverse, quotient);
 }
 
-struct Sum {
-    __device__ static float combine(float left, float right) { return left + right; }
-};
+__device__ float4 divide(float4 total, Rows rows) {
+    if (rows.exact)
+        return make_float4(total.x * rows.inverse, total.y * rows.inverse, total.z * rows.inverse,
+                           total.w * rows.inverse);
+    const float count = static_cast<float>(rows.count);
+    return make_float4(divide(total.x, count, rows.inverse), divide(total.y, count, rows.inverse),
+                       divide(total.z, count, rows.inverse), divide(total.w, count, rows.inverse));
+}
 
-struct Largest {
-    __device__ static unsigned combine(unsigned left, unsigned right) { return left > right ? left : right; }
-};
+// This block of one packet, as Codec reads it.
+template <typename Codec>
+__device__ void decode_row(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout) {
+    const unsigned char* row = packets + blockIdx.y * layout.row_bytes;
+    const float scale = *reinterpret_cast<const float*>(row + scale_offset());
+    const Codec codec(row + codes_offset<Codec::BITS>(layout));
+    const long long begin = block_start(layout);
+    if (EVEN && begin + BLOCK_SIZE <= layout.numel) {
+        float* own = output + begin + group_at(0);
+#pragma unroll UNROLLED
+        for (int k = 0; k < GROUPS; ++k) store_four(own + 4 * THREADS * k, codec.decode(k, scale));
+        return;
+    }
+    const int valid = valid_elements(layout);
+#pragma unroll 1
+    for (int k = 0; k < GROUPS; ++k)
+        if (group_at(k) < BLOCK_SIZE) store_valid(output + begin, group_at(k), valid, codec.decode(k, scale));
+}
 
-// Combination of one value a thread, the same on every thread, in an order that does not vary.
-template <typename Operation, typename Value>
-__device__ Value reduce_block(Value value) {
-    __shared__ Value partial[WARP];
-    const int lane = threadIdx.x % WARP;
-    const int warp = threadIdx.x / WARP;
-    for (int offset = WARP / 2; offset > 0; offset /= 2)
-        value = Operation::combine(value, __shfl_xor_sync(ALL_LANES, value, offset));
-    if (lane == 0) partial[warp] = value;
-    __syncthreads();
-    value = lane < WARPS ? partial[lane] : Value(0);
-    for (int offset = WARP / 2; offset > 0; offset /= 2)
-        value = Operation::combine(value, __shfl_xor_sync(ALL_LANES, value, offset));
-    return value;
+// The mean of this block of all packets, which are of the same elements.
+template <typename Codec>
+__device__ void decode_mean(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
+                            Rows rows) {
+    const long long begin = block_start(layout);
+    const bool whole = WHOLE_TURNS && begin + BLOCK_SIZE <= layout.numel;
+    output += begin;
+    for (int first = 0; first < GROUPS; first += MEAN_GROUPS) {
+        const unsigned char* scale_of_row = packets + scale_offset();
+        Codec codec(packets + codes_offset<Codec::BITS>(layout));
+        float4 total[MEAN_GROUPS];
+#pragma unroll
+        for (int k = 0; k < MEAN_GROUPS; ++k)
+            total[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
+#pragma unroll 4
+        for (int row = 0; row < rows.count; ++row) {
+            const float scale = *reinterpret_cast<const float*>(scale_of_row);
+#pragma unroll
+            for (int k = 0; k < MEAN_GROUPS; ++k) {
+                if (!WHOLE_TURNS && group_at(first + k) >= BLOCK_SIZE) break;
+                const float4 decoded = codec.decode(first + k, scale);
+                total[k] = make_float4(total[k].x + decoded.x, total[k].y + decoded.y, total[k].z + decoded.z,
+                                       total[k].w + decoded.w);
+            }
+            scale_of_row += layout.row_bytes;
+            codec.advance(layout.row_bytes);
+        }
+#pragma unroll
+        for (int k = 0; k < MEAN_GROUPS; ++k) {
+            const int at = group_at(first + k);
+            const float4 mean = divide(total[k], rows);
+            if (whole)
+                store_four(output + at, mean);
+            else
+                store_valid(output, at, valid_elements(layout), mean);
+        }
+    }
 }

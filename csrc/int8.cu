@@ -21,14 +21,23 @@ __device__ float scaled(unsigned word, int position, float scale) {
     return static_cast<float>(static_cast<signed char>(word >> 8 * position)) * scale;
 }
 
-struct Int8 {
+// A thread's groups of four in a packet.
+class Int8 {
+  public:
     static constexpr int BITS = 8;
 
-    __device__ static float4 decode(const unsigned char* codes, int at, float scale) {
-        const unsigned word = *reinterpret_cast<const unsigned*>(codes + at);
+    __device__ explicit Int8(const unsigned char* codes) : words(codes + threadIdx.x * 4) {}
+
+    __device__ void advance(long long bytes) { words += bytes; }
+
+    __device__ float4 decode(int k, float scale) const {
+        const unsigned word = *reinterpret_cast<const unsigned*>(words + k * (THREADS * 4));
         return make_float4(scaled(word, 0, scale), scaled(word, 1, scale), scaled(word, 2, scale),
                            scaled(word, 3, scale));
     }
+
+  private:
+    const unsigned char* words;
 };
 
 // Encode payload + residual (residual may be null) into the packets and write what was lost to `lost`, which may be the
@@ -36,32 +45,32 @@ struct Int8 {
 template <typename Residual, typename Lost>
 __device__ void encode(const float* payload, const Residual* residual, Lost* lost, unsigned char* __restrict__ packets,
                        Layout layout) {
-    const int valid = valid_elements(layout.numel);
-    payload += block_start();
-    if (residual != nullptr) residual += block_start();
-    lost += block_start();
-    unsigned char* row = packets + row_index(layout) * layout.row_bytes;
+    const int valid = valid_elements(layout);
+    payload += block_start(layout);
+    if (residual != nullptr) residual += block_start(layout);
+    lost += block_start(layout);
+    unsigned char* row = packets + blockIdx.y * layout.row_bytes;
     unsigned char* codes = row + codes_offset<8>(layout);
 
-    float4 corrected[GROUPS];
+    float4 corrected[KEPT ? GROUPS : 1];
     unsigned largest = 0u;
-#pragma unroll
+#pragma unroll UNROLLED
     for (int k = 0; k < GROUPS; ++k) {
-        corrected[k] = load_corrected(payload, residual, group_at(k), valid);
-        largest = Largest::combine(largest, magnitude_bits(corrected[k].x));
-        largest = Largest::combine(largest, magnitude_bits(corrected[k].y));
-        largest = Largest::combine(largest, magnitude_bits(corrected[k].z));
-        largest = Largest::combine(largest, magnitude_bits(corrected[k].w));
+        const float4 value = corrected[KEPT ? k : 0] = load_corrected(payload, residual, group_at(k), valid);
+        largest = Largest::combine(largest, magnitude_bits(value.x));
+        largest = Largest::combine(largest, magnitude_bits(value.y));
+        largest = Largest::combine(largest, magnitude_bits(value.z));
+        largest = Largest::combine(largest, magnitude_bits(value.w));
     }
     const float scale = __uint_as_float(reduce_block<Largest>(largest)) / LARGEST_LEVEL;
-    if (threadIdx.x == 0) *reinterpret_cast<float*>(row + scale_offset(layout)) = scale;
+    if (threadIdx.x == 0) *reinterpret_cast<float*>(row + scale_offset()) = scale;
 
     const bool usable = scale > 0.0f && scale <= LARGEST_FLOAT;
-#pragma unroll
+#pragma unroll UNROLLED
     for (int k = 0; k < GROUPS; ++k) {
         const int at = group_at(k);
         if (at >= BLOCK_SIZE) break;
-        const float4 value = corrected[k];
+        const float4 value = KEPT ? corrected[k] : load_corrected(payload, residual, at, valid);
         float4 levels = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (usable)
             levels = make_float4(level(value.x, scale), level(value.y, scale), level(value.z, scale),
@@ -87,7 +96,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_int8(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
-                 long long rows) {
-    decode_rows<Int8>(packets, output, layout, rows);
+    decode_int8(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout) {
+    decode_row<Int8>(packets, output, layout);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    decode_mean_int8(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
+                     Rows rows) {
+    decode_mean<Int8>(packets, output, layout, rows);
 }

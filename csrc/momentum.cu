@@ -1,20 +1,24 @@
 // A momentum kept as sign1 packets, over a range of elements of its bucket: the next payload of leg 1 from it and a
 // gradient, and the update of the weights. Packets must be 4-byte aligned, everything else may lie anywhere.
 //
-// A layout's numel counts the elements of the range, which begins at number `first` of the bucket. A thread takes four
-// elements whose numbers in the bucket begin at a multiple of four, ELEMENTS_PER_THREAD / 4 times; the first and the
-// last four of a range may be fewer.
+// A layout's numel counts the elements of the range, which begins at number `first` of the bucket. A thread takes the
+// elements whose numbers in the bucket begin at a multiple of ELEMENTS_PER_THREAD; the first and the last of a range may
+// be fewer. They lie in one block, so that there is one scale, and their signs are one byte.
 
 #include "numbers.cuh"
 #include "packet.cuh"
 
-constexpr int QUADS = ELEMENTS_PER_THREAD / 4;
+constexpr int EACH = ELEMENTS_PER_THREAD;
 
-// Of the last momentum, of the gradient, and what the gradient is divided by.
+static_assert(EACH == 8, "the signs of a thread's elements are a byte");
+
+// Of the last momentum, of the gradient, and what the gradient is divided by, with the inverse of that, which is 0 where
+// it is not exact.
 struct Factors {
     float beta1;
     float gain;
     float loss_scale;
+    float inverse;
 };
 
 // The size of the step, the factor of the weights, and the two keys of their rounding's seed.
@@ -25,102 +29,264 @@ struct Step {
     unsigned second_key;
 };
 
-static_assert(sizeof(Factors) == 12 && sizeof(Step) == 16, "no gaps between members");
+// Number of the range's first element and of the first eight; how a block's number is divided by those of a row: 2n times
+// the factor, shifted by 32 and this; and whether every whole eight lies aligned to fours, in all that the range is of.
+struct Range {
+    long long first;
+    unsigned octet;
+    unsigned factor;
+    unsigned shift;
+    unsigned aligned;
+};
 
-// Four elements: where they begin, which of them belong to the range, their scale and their sign bits.
-struct Quad {
-    long long number;
-    long long at;  // index within the range; may be -3 for the first, of which then only the end belongs to it
-    int low;
-    int high;
+static_assert(sizeof(Factors) == 16 && sizeof(Step) == 16 && sizeof(Range) == 24, "no gaps between members");
+
+// Eight elements: where they begin, in the bucket divided by eight, and within the range, which the first may precede.
+struct Octet {
+    unsigned number;
+    long long at;
+};
+
+__device__ Octet find_octet(Range range) {
+    Octet octet;
+    octet.number = range.octet + blockIdx.x * THREADS + threadIdx.x;
+    octet.at = static_cast<long long>(octet.number) * EACH - range.first;
+    return octet;
+}
+
+// Whether all eight belong to the range; and those that do, from low to high.
+__device__ bool is_whole(const Octet& octet, Layout layout) {
+    return octet.at >= 0 && octet.at + EACH <= layout.numel;
+}
+
+__device__ int low_of(const Octet& octet) { return octet.at < 0 ? static_cast<int>(-octet.at) : 0; }
+
+__device__ int high_of(const Octet& octet, Layout layout) {
+    const long long left = layout.numel - octet.at;
+    return left < 0 ? 0 : left < EACH ? static_cast<int>(left) : EACH;
+}
+
+// What the last momentum's packets say of eight elements: a scale, and a sign bit each.
+struct Signs {
     float scale;
     unsigned bits;
 };
 
-__device__ Quad find_quad(const unsigned char* packets, int k, Layout layout, long long first) {
-    Quad quad;
-    const long long index = (static_cast<long long>(blockIdx.x) * QUADS + k) * THREADS + threadIdx.x;
-    quad.number = (first / 4 + index) * 4;
-    quad.at = quad.number - first;
-    quad.low = quad.at < 0 ? static_cast<int>(-quad.at) : 0;
-    quad.high = layout.numel - quad.at < 4 ? static_cast<int>(layout.numel - quad.at) : 4;
-    if (quad.high <= quad.low) {
-        quad.high = quad.low = 0;
-        return quad;
-    }
-    const unsigned block = static_cast<unsigned>(quad.number / BLOCK_SIZE);
-    const int place = static_cast<int>(quad.number % BLOCK_SIZE);
-    const unsigned row_blocks = static_cast<unsigned>(layout.row_blocks);
-    const unsigned column = block % row_blocks;
-    const unsigned char* row = packets + block / row_blocks * layout.row_bytes + HEADER_BYTES;
-    const long long codes_at = static_cast<long long>(column) * (BLOCK_SIZE / 8);
-    const unsigned char* codes = row + SCALE_BYTES * layout.row_blocks + codes_at;
-    quad.scale = *reinterpret_cast<const float*>(row + SCALE_BYTES * column);
-    quad.bits = codes[place / 8] >> place % 8;
-    return quad;
+__device__ Signs load_signs(const unsigned char* packets, const Octet& octet, Layout layout, Range range) {
+    constexpr unsigned BLOCK_OCTETS = BLOCK_SIZE / EACH;
+    const unsigned block = octet.number / BLOCK_OCTETS;
+    const unsigned row_index = __umulhi(2 * block, range.factor) >> range.shift;
+    const unsigned column = block - row_index * static_cast<unsigned>(layout.row_blocks);
+    const unsigned char* row = packets + row_index * layout.row_bytes;
+    const unsigned place = column * BLOCK_OCTETS + octet.number % BLOCK_OCTETS;
+    return {reinterpret_cast<const float*>(row)[HEADER_BYTES / SCALE_BYTES + column],
+            (row + SCALE_BYTES * layout.row_blocks + place)[HEADER_BYTES]};
 }
 
-__device__ float signed_magnitude(const Quad& quad, int i, float magnitude) {
-    return quad.bits >> i & 1u ? magnitude : -magnitude;
+// `magnitude`, or where bit i is 0 its negative; 0 where the element does not move.
+__device__ float signed_magnitude(unsigned bits, int i, bool moves, float magnitude) {
+    const float value = __uint_as_float(__float_as_uint(magnitude) ^ (~(bits << (31 - i)) & 0x80000000u));
+    return moves ? value : 0.0f;
+}
+
+// All of eight elements, aligned to fours.
+template <typename Value>
+__device__ void load_whole(const Value* values, Value (&loaded)[EACH]) {
+#pragma unroll
+    for (int half = 0; half < EACH; half += 4) {
+        const Four<Value> four = *reinterpret_cast<const Four<Value>*>(values + half);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) loaded[half + i] = four.value[i];
+    }
+}
+
+template <typename Value>
+__device__ void store_whole(Value* values, const Value (&stored)[EACH]) {
+#pragma unroll
+    for (int half = 0; half < EACH; half += 4)
+        *reinterpret_cast<Four<Value>*>(values + half) = {stored[half], stored[half + 1], stored[half + 2],
+                                                         stored[half + 3]};
+}
+
+// Elements low to high of eight, wherever they lie; zeros elsewhere.
+template <typename Value>
+__device__ void load_some(const Value* values, int low, int high, Value (&loaded)[EACH]) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) loaded[i] = i >= low && i < high ? values[i] : Value{};
+}
+
+template <typename Value>
+__device__ void store_some(Value* values, int low, int high, const Value (&stored)[EACH]) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (i >= low && i < high) values[i] = stored[i];
+}
+
+// gradient / loss_scale: by a product where that is exact, as it is with powers of two.
+template <typename Gradient>
+__device__ void unscale(const Gradient (&gradients)[EACH], Factors factors, float (&changes)[EACH]) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) changes[i] = widen(gradients[i]);
+    if (factors.inverse != 0.0f) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) changes[i] *= factors.inverse;
+        return;
+    }
+#pragma unroll 1
+    for (int turn = 0; turn < EACH; ++turn) {  // a ring, so that registers need no index and the division stands once
+        const float first = changes[0] / factors.loss_scale;
+#pragma unroll
+        for (int i = 0; i + 1 < EACH; ++i) changes[i] = changes[i + 1];
+        changes[EACH - 1] = first;
+    }
+}
+
+template <typename Gradient>
+__device__ void make_payload(const Signs& signs, const Gradient (&gradients)[EACH], const unsigned char (&codes)[EACH],
+                             const float* preconditioner, Factors factors, float (&payload)[EACH]) {
+    float changes[EACH];
+    unscale(gradients, factors, changes);
+    const float kept = signs.scale * factors.beta1;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const float change = factors.gain * changes[i] * preconditioner[codes[i]];
+        payload[i] = signed_magnitude(signs.bits, i, codes[i] != 0, kept) + change;
+    }
 }
 
 template <typename Gradient>
 __device__ void write_payload(const unsigned char* __restrict__ packets, const Gradient* __restrict__ gradient,
                               const unsigned char* __restrict__ codes, const float* __restrict__ table,
-                              float* __restrict__ payload, Layout layout, long long first, Factors factors) {
-    Quad quads[QUADS];
-    Four<Gradient> gradients[QUADS] = {};
-    Four<unsigned char> four_codes[QUADS];
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        const Quad quad = quads[k] = find_quad(packets, k, layout, first);
-        if (gradient != nullptr) gradients[k] = load_part(gradient, quad.at, quad.low, quad.high);
-        four_codes[k] = load_part(codes, quad.at, quad.low, quad.high);
+                              float* __restrict__ payload, Layout layout, Range range, Factors factors) {
+    static_assert(THREADS == 256, "a thread for each entry of the table");
+    // Entry 0 is a factor 0: a product where nothing moves, too, hands on what is not finite.
+    __shared__ float preconditioner[THREADS];
+    preconditioner[threadIdx.x] = threadIdx.x == 0 ? 0.0f : table[threadIdx.x];
+    __syncthreads();
+    const Octet octet = find_octet(range);
+    if (octet.at >= layout.numel) return;
+    const Signs signs = load_signs(packets, octet, layout, range);
+    Gradient gradients[EACH] = {};
+    unsigned char octet_codes[EACH];
+    float result[EACH];
+    codes += octet.at;
+    payload += octet.at;
+    if (range.aligned != 0u && is_whole(octet, layout)) {
+        if (gradient != nullptr) load_whole(gradient + octet.at, gradients);
+        load_whole(codes, octet_codes);
+        make_payload(signs, gradients, octet_codes, preconditioner, factors, result);
+        store_whole(payload, result);
+        return;
     }
+    const int low = low_of(octet);
+    const int high = high_of(octet, layout);
+    if (gradient != nullptr) load_some(gradient + octet.at, low, high, gradients);
+    load_some(codes, low, high, octet_codes);
+    make_payload(signs, gradients, octet_codes, preconditioner, factors, result);
+    store_some(payload, low, high, result);
+}
+
+// Eight values as the words of memory they lie in.
+template <typename Value>
+struct Words {
+    static constexpr int COUNT = EACH * sizeof(Value) / 4;
+    unsigned word[COUNT];
+
+    __device__ explicit Words(const Value* values) {
 #pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        const Quad& quad = quads[k];
-        if (quad.high == 0) continue;
-        const float kept = quad.scale * factors.beta1;
-        Four<float> result;
+        for (int half = 0; half < 2; ++half) {
+            const Line line = reinterpret_cast<const Line*>(values)[half];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned char code = four_codes[k].value[i];
-            const float change = factors.gain * (widen(gradients[k].value[i]) / factors.loss_scale);
-            // A product where nothing moves, too: it hands on what is not finite.
-            result.value[i] = code ? signed_magnitude(quad, i, kept) + change * table[code] : 0.0f + change * 0.0f;
+            for (int i = 0; i < COUNT / 2; ++i) word[half * (COUNT / 2) + i] = line.word[i];
         }
-        store_part(payload, quad.at, quad.low, quad.high, result);
     }
+
+    __device__ void store(Value* values) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Line line;
+#pragma unroll
+            for (int i = 0; i < COUNT / 2; ++i) line.word[i] = word[half * (COUNT / 2) + i];
+            reinterpret_cast<Line*>(values)[half] = line;
+        }
+    }
+
+  private:
+    struct alignas(4 * sizeof(Value)) Line {
+        unsigned word[COUNT / 2];
+    };
+};
+
+__device__ float value_at(const Words<float>& words, int i) { return __uint_as_float(words.word[i]); }
+
+__device__ float value_at(const Words<BFloat16>& words, int i) {
+    return __uint_as_float(i % 2 == 0 ? words.word[i / 2] << 16 : words.word[i / 2] & 0xffff0000u);
+}
+
+__device__ float value_at(const Words<Float16>& words, int i) {
+    return widen(Float16{static_cast<unsigned short>(words.word[i / 2] >> 16 * (i % 2))});
+}
+
+// A pair of values, of which none may be NaN, rounded by a random half each.
+__device__ void round_pair(Words<float>& words, int pair, float first, float second, unsigned) {
+    words.word[2 * pair] = __float_as_uint(first);
+    words.word[2 * pair + 1] = __float_as_uint(second);
+}
+
+__device__ void round_pair(Words<BFloat16>& words, int pair, float first, float second, unsigned random) {
+    words.word[pair] = __byte_perm(__float_as_uint(first) + (random & 0xffffu),
+                                   __float_as_uint(second) + (random >> 16), 0x7632);
+}
+
+__device__ void round_pair(Words<Float16>& words, int pair, float first, float second, unsigned random) {
+    Float16 low;
+    Float16 high;
+    round_at_random(first, random & 0xffffu, low);
+    round_at_random(second, random >> 16, high);
+    words.word[pair] = low.bits | static_cast<unsigned>(high.bits) << 16;
+}
+
+// Eight weights that are all there, aligned to fours; false where one of them becomes NaN, and all stay what they were.
+template <typename Weight>
+__device__ bool move_whole(Weight* weights, const unsigned char* codes, const Signs& signs, unsigned number,
+                           Step step) {
+    Words<Weight> words(weights);
+    const Words<unsigned char> bytes(codes);
+    const float magnitude = signs.scale * step.lr;
+    float values[EACH];
+    bool is_nan = false;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const bool moves = (bytes.word[i / 4] & 0xffu << 8 * (i % 4)) != 0u;
+        values[i] = step.decay * value_at(words, i) - signed_magnitude(signs.bits, i, moves, magnitude);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) is_nan |= values[i] != values[i] || values[i + 1] != values[i + 1];
+    if (is_nan) return false;
+#pragma unroll
+    for (int pair = 0; pair < EACH / 2; ++pair)
+        round_pair(words, pair, values[2 * pair], values[2 * pair + 1],
+                   random_pair(number * (EACH / 2) + pair, step.first_key, step.second_key));
+    words.store(weights);
+    return true;
 }
 
 template <typename Weight>
 __device__ void move_weights(Weight* __restrict__ weights, const unsigned char* __restrict__ packets,
-                             const unsigned char* __restrict__ codes, Layout layout, long long first, Step step) {
-    Quad quads[QUADS];
-    Four<Weight> values[QUADS];
-    Four<unsigned char> four_codes[QUADS];
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        const Quad quad = quads[k] = find_quad(packets, k, layout, first);
-        values[k] = load_part(weights, quad.at, quad.low, quad.high);
-        four_codes[k] = load_part(codes, quad.at, quad.low, quad.high);
-    }
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        const Quad& quad = quads[k];
-        if (quad.high == 0) continue;
-        const float magnitude = quad.scale * step.lr;
-        const unsigned pair = static_cast<unsigned>(quad.number / 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float moved = four_codes[k].value[i] ? signed_magnitude(quad, i, magnitude) : 0.0f;
-            const float value = step.decay * widen(values[k].value[i]) - moved;
-            const unsigned both = random_pair(pair + i / 2, step.first_key, step.second_key);
-            const unsigned random = both >> 16 * (i % 2) & 0xffffu;
-            round_at_random(value, random, values[k].value[i]);
-        }
-        store_part(weights, quad.at, quad.low, quad.high, values[k]);
+                             const unsigned char* __restrict__ codes, Layout layout, Range range, Step step) {
+    const Octet octet = find_octet(range);
+    if (octet.at >= layout.numel) return;
+    const Signs signs = load_signs(packets, octet, layout, range);
+    codes += octet.at;
+    weights += octet.at;
+    if (range.aligned != 0u && is_whole(octet, layout) && move_whole(weights, codes, signs, octet.number, step)) return;
+    const int high = high_of(octet, layout);
+#pragma unroll 1
+    for (int i = low_of(octet); i < high; ++i) {
+        const float magnitude = signed_magnitude(signs.bits, i, codes[i] != 0, signs.scale * step.lr);
+        const float value = step.decay * widen(weights[i]) - magnitude;
+        const unsigned both = random_pair(octet.number * (EACH / 2) + i / 2, step.first_key, step.second_key);
+        round_at_random(value, both >> 16 * (i % 2) & 0xffffu, weights[i]);
     }
 }
 
@@ -128,13 +294,13 @@ __device__ void move_weights(Weight* __restrict__ weights, const unsigned char* 
     extern "C" __global__ void __launch_bounds__(THREADS) momentum_payload_##NAME(                                  \
         const unsigned char* __restrict__ packets, const TYPE* __restrict__ gradient,                               \
         const unsigned char* __restrict__ codes, const float* __restrict__ table, float* __restrict__ payload,      \
-        Layout layout, long long first, Factors factors) {                                                          \
-        write_payload(packets, gradient, codes, table, payload, layout, first, factors);                            \
+        Layout layout, Range range, Factors factors) {                                                          \
+        write_payload(packets, gradient, codes, table, payload, layout, range, factors);                            \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS) apply_signs_##NAME(                                       \
         TYPE* __restrict__ weights, const unsigned char* __restrict__ packets,                                      \
-        const unsigned char* __restrict__ codes, Layout layout, long long first, Step step) {                       \
-        move_weights(weights, packets, codes, layout, first, step);                                                 \
+        const unsigned char* __restrict__ codes, Layout layout, Range range, Step step) {                       \
+        move_weights(weights, packets, codes, layout, range, step);                                                 \
     }
 
 KERNELS_FOR(float32, float)

@@ -69,7 +69,7 @@ __device__ void round_at_random(float value, unsigned, float& rounded) { rounded
 
 __device__ void round_at_random(float value, unsigned random, BFloat16& rounded) {
     const unsigned bits = __float_as_uint(value);
-    rounded.bits = static_cast<unsigned short>(is_nan_bits(bits) ? 0x7fc0u : (bits + random) >> 16);
+    rounded.bits = static_cast<unsigned short>((value != value ? 0x7fc00000u : bits + random) >> 16);
 }
 
 __device__ void round_at_random(float value, unsigned random, Float16& rounded) {
@@ -80,7 +80,7 @@ __device__ void round_at_random(float value, unsigned random, Float16& rounded) 
     const unsigned wide = subnormal ? __float_as_uint(fabsf(value) + SMALLEST_NORMAL) : magnitude;
     unsigned half = (wide + (random >> 3) - (subnormal ? SMALLEST_NORMAL_BITS : REBIAS)) >> 13;
     if (half > HALF_INFINITY) half = HALF_INFINITY;
-    rounded.bits = static_cast<unsigned short>(is_nan_bits(bits) ? 0x7e00u : half | (bits >> 16 & 0x8000u));
+    rounded.bits = static_cast<unsigned short>(value != value ? 0x7e00u : half | (bits >> 16 & 0x8000u));
 }
 
 // To the nearest, ties to even.

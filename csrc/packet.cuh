@@ -3,8 +3,8 @@
 //   THREADS              threads a thread block, a multiple of 32
 //   ELEMENTS_PER_THREAD  of kernels whose thread blocks are not the blocks of a packet
 
-constexpr int HEADER_BYTES = 16;
-constexpr int SCALE_BYTES = 4;
+[[maybe_unused]] constexpr int HEADER_BYTES = 16;
+[[maybe_unused]] constexpr int SCALE_BYTES = 4;
 
 static_assert(BLOCK_SIZE % 64 == 0, "a block is a multiple of 64 elements");
 

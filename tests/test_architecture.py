@@ -54,7 +54,6 @@ LAZY_LOADERS = {
     "plan/models/finding.py": "transformers, and torch with it, are for families that have no formula",
     "plan/plan_command.py": "a calibration takes pydantic, and most plans have none",
     "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
-    "compress/kernels/rounding.py": "numba compiles on import, which plain torch does without",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from experiments.benchmarks.kernel_peers import cpu_copies, eager_decode_mean, eager_encode, eager_encode_as_deepspeed
 from thinwire.compress import kernels
+from thinwire.compress.kernels.rounding import store_rounded
 
 __all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]
 
@@ -107,10 +108,14 @@ def _frozen_stage(buffers: _Buffers) -> list[Peer]:
     def apply() -> None:
         kernels.apply_signs(weights, packets, codes, 0, elements, BLOCK_SIZE, lr=1e-4, decay=1.0, seed=3)
 
+    def rounded() -> None:
+        store_rounded(weights, buffers.target, seed=5)
+
     jobs = (
         ("momentum payload, bf16", 7 + coded, payload),
         ("sign1 encode, bf16 residual", 8 + coded, encode),
         ("apply signs, bf16", 5 + coded, apply),
+        ("store rounded, bf16", 6, rounded),
     )
     return [Peer(name, "kernel", name, floor, run) for name, floor, run in jobs]
 

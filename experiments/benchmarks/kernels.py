@@ -24,6 +24,7 @@ from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
+from thinwire.compress.kernels import backends
 
 __all__ = ["main"]
 
@@ -142,7 +143,7 @@ def _finding(results: Sequence[Result]) -> str:
 
 def _describe(device: str) -> dict[str, Any]:
     made_on: dict[str, Any] = {**machine.describe(), "threads": torch.get_num_threads()}
-    for package in ("numba", "cupy-cuda12x"):
+    for package in ("numba", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x"):
         try:
             made_on[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -173,6 +174,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda needs an NVIDIA GPU and a CUDA build of torch; none was found")
+    if options.device == "cuda" and "cuda" not in backends():
+        raise InputError(
+            "--device cuda needs NVIDIA's compiler, through cuda-bindings or cupy: pip install cuda-bindings"
+        )
     options.elements = options.elements or _ELEMENTS[options.device]
     options.output = options.output or _OUTPUT[options.device]
     check_writable(options.output.parent, "--output")

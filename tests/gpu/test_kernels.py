@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import pytest
 import torch
@@ -18,12 +17,14 @@ from tests.compress.kernels.body import (
 )
 from tests.compress.kernels.momentum_body import MomentumBody, make_momentum, same_bits
 from thinwire.compress import kernels
+from thinwire.compress.kernels.header_calls import header_words
+from thinwire.compress.kernels.headers import check_headers, new_reports, write_headers
+from thinwire.compress.kernels.rounding import store_rounded
+from thinwire.compress.packet import Flags, Header
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or importlib.util.find_spec("cupy") is None, reason="needs an NVIDIA GPU and cupy"
-    ),
+    pytest.mark.skipif("cuda" not in BACKENDS, reason="needs an NVIDIA GPU, and cuda.bindings or cupy"),
 ]
 
 
@@ -53,6 +54,67 @@ class TestMomentumOnCuda(MomentumBody):
         assert same_bits(payload.cpu(), on_cpu.payload(Subject("operators", kernels), values))
         moved = on_cuda.apply(Subject("operators", kernels, "cuda"), values.cuda(), 1e-3, 0.999, seed=11)
         assert same_bits(moved.cpu(), on_cpu.apply(Subject("operators", kernels), values, 1e-3, 0.999, seed=11))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_headers(rows: int) -> None:
+    """Written and checked without a wait of the host; the report names the odd row."""
+    packets = torch.zeros(rows, 32, dtype=torch.uint8, device="cuda")
+    packets[-1, 16:20] = torch.tensor([0, 0, 128, 127], dtype=torch.uint8, device="cuda")  # infinity
+    header, report = Header(1, 64, 3, 5), new_reports(1, "cuda")[0]
+    condition = torch.zeros((), dtype=torch.bool, device="cuda")
+    odd = Header(1, 64, 3, 6).pack()
+    write_headers(packets, header.pack())  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        write_headers(packets, header.pack(), flag=Flags.NON_FINITE, condition=condition, scales=2)
+        check_headers(packets[:, :16], header.pack(), sum(Flags), report)
+        write_headers(packets[-1:], odd)
+        check_headers(packets[:, :16], header.pack(), sum(Flags), report)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.tolist() == [Flags.NON_FINITE, rows, *header_words(odd)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("numel", [0, 5, 2049, 100_003])
+def test_rounding_has_the_bits_of_the_cpu(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel) * 2.0 ** torch.randint(-30, 30, (numel,))
+    on_cpu, on_cuda = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device="cuda")
+    store_rounded(on_cpu, values, seed=7)
+    store_rounded(on_cuda, values.cuda(), seed=7)
+    assert same_bits(on_cuda.cpu(), on_cpu)
+
+
+@pytest.mark.parametrize("value", [1e-38, 1e-40])
+def test_subnormals_are_kept(value: float) -> None:
+    payload = torch.full((64,), value, device="cuda")
+    packets = uninitialised_packets("sign1", 1, 64, 64, "cuda")
+    decoded = torch.empty_like(payload)
+    kernels.encode("sign1", payload.clone(), None, packets, 64, 64)
+    kernels.decode("sign1", packets, decoded, 64, 64)
+    assert torch.equal(decoded, payload)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_launches_are_captured(codec: str) -> None:
+    """A CUDA graph replays what was launched."""
+    payload = torch.randn(4 * 2048, device="cuda")
+    packets = uninitialised_packets(codec, 2, 2 * 2048, 2048, "cuda")
+    source, decoded = payload.clone(), torch.empty_like(payload)
+
+    def step() -> None:
+        payload.copy_(source)
+        kernels.encode(codec, payload, None, packets, 4 * 2048, 2048)
+        kernels.decode(codec, packets, decoded, 4 * 2048, 2048)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    source.normal_()
+    graph.replay()
+    torch.testing.assert_close(decoded + payload, source)
 
 
 @pytest.mark.parametrize("codec", CODECS)

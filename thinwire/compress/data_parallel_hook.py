@@ -10,6 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from thinwire import comm as communication
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
+from thinwire.compress.kernels import prepare
 
 __all__ = ["CompressionState", "ddp_hook"]
 
@@ -92,6 +93,8 @@ class CompressionState:
         codec = self._exact if self.step < self._start_step else self._codec
         known = self._exchanges.get(index)
         if known is None or known.numel != gradients.numel() or known.codec is not codec:
+            if gradients.is_cuda:
+                prepare(gradients.device)
             known = self._exchanges[index] = Exchange(
                 self.comm,
                 gradients.numel(),

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
+from thinwire.compress.kernels import prepare
 from thinwire.optim.algorithm import Linear
 from thinwire.optim.algorithm_home import AlgorithmHome
 from thinwire.optim.freeze_rule import FreezeRule
@@ -71,6 +72,8 @@ class CompressedOptimizer(SynchronizedOptimizer):
         self._move_in(home, chosen.averaging.times_mean(self.comm.size))
         freezes = [f"{option}={value!r}" for option, value in recipe.schedule.items() if "freeze_step" in option]
         held = [one for group in self.param_groups for one in group["params"]]
+        for device in {one.device for one in held if one.is_cuda}:
+            prepare(device)  # compression begins hours later, where a missing compiler is told too late
         uncompressed = ring_bytes(self.comm, [one for one in held if one.requires_grad])
         self._savings = SavingsReport(self, self.comm, freezes="".join(freezes), uncompressed=uncompressed)
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ucontext.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 #include <bit>
@@ -23,7 +24,7 @@
 #define __launch_bounds__(threads)
 
 struct Index {
-    unsigned x;
+    unsigned x, y;
 };
 
 struct alignas(16) float4 {
@@ -31,6 +32,14 @@ struct alignas(16) float4 {
 };
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned long long>(x) * y >> 32; }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+    unsigned chosen = 0;
+    for (int i = 0; i < 4; ++i) chosen |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return chosen;
+}
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __uint_as_float(unsigned value) { return std::bit_cast<float>(value); }
 
@@ -149,9 +158,23 @@ int sizes(void (*)(Parameters...), int* bytes) {
 
 }  // namespace emulation
 
+// Subnormals are 0 while one of these lives, as inputs and as results: what -ftz=true makes of a kernel.
+class Flushing {
+  public:
+    explicit Flushing(bool wanted) : before(_mm_getcsr()) {
+        if (wanted) _mm_setcsr(before | 0x8040);
+    }
+    ~Flushing() { _mm_setcsr(before); }
+
+  private:
+    unsigned before;
+};
+
 // Launch of a kernel; 0 on success, 1 if its threads wait for each other for ever.
-extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, void** arguments, unsigned seed) {
+extern "C" int emulate(emulation::Kernel kernel, int columns, int rows, int threads, void** arguments, unsigned seed,
+                       int flush) {
     using namespace emulation;
+    const Flushing flushing(flush != 0);
     emulation::kernel = kernel;
     emulation::arguments = arguments;
     fibers = std::vector<Fiber>(threads);
@@ -159,8 +182,8 @@ extern "C" int emulate(emulation::Kernel kernel, long long grid, int threads, vo
     exchanged.assign(threads, 0u);
     block_barrier = {.members = threads};
     std::mt19937 random(seed);
-    for (long long block = 0; block < grid; ++block) {
-        blockIdx.x = static_cast<unsigned>(block);
+    for (int block = 0; block < columns * rows; ++block) {
+        blockIdx = {static_cast<unsigned>(block % columns), static_cast<unsigned>(block / columns)};
         if (!run_block(threads, random)) return 1;
     }
     return 0;

@@ -11,44 +11,65 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
 from thinwire.compress.kernels.cuda.launch import (
     Argument,
     Launch,
     apply_signs_launch,
+    check_headers_launch,
     compile_options,
     decode_launch,
     encode_launch,
     momentum_payload_launch,
     source_folder,
+    store_rounded_launch,
+    write_headers_launch,
 )
+from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 
 COMPILER = shutil.which("g++")
-FUNCTIONS = {codec: [f"encode_{codec}", f"encode_rounded_{codec}", f"decode_{codec}"] for codec in ("sign1", "int8")}
+FUNCTIONS = {
+    codec: [f"{kernel}_{codec}" for kernel in ("encode", "encode_rounded", "decode", "decode_mean")]
+    for codec in ("sign1", "int8")
+}
 FUNCTIONS["momentum"] = [
     f"{kernel}_{dtype}"
     for kernel in ("momentum_payload", "apply_signs")
     for dtype in ("float32", "bfloat16", "float16")
 ]
+FUNCTIONS["headers"] = ["write_headers", "check_headers"]
+FUNCTIONS["rounding"] = [f"store_rounded_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
 
 
 def encode(call: Encode) -> None:
-    for run in call.runs():
-        _run(encode_launch(run))
+    for flat in call.runs():
+        run(encode_launch(flat))
 
 
 def decode(call: Decode) -> None:
-    for run in call.runs():
-        _run(decode_launch(run))
+    for flat in call.runs():
+        run(decode_launch(flat))
 
 
 def momentum_payload(call: MomentumPayload) -> None:
-    _run(momentum_payload_launch(call))
+    run(momentum_payload_launch(call))
 
 
 def apply_signs(call: ApplySigns) -> None:
-    _run(apply_signs_launch(call))
+    run(apply_signs_launch(call))
+
+
+def store_rounded(call: StoreRounded) -> None:
+    run(store_rounded_launch(call))
+
+
+def write_headers(call: WriteHeaders) -> None:
+    run(write_headers_launch(call))
+
+
+def check_headers(call: CheckHeaders) -> None:
+    run(check_headers_launch(call))
 
 
 def compile_source(source: Path, functions: Sequence[str], definitions: Sequence[str]) -> ctypes.CDLL:
@@ -65,24 +86,49 @@ def compile_source(source: Path, functions: Sequence[str], definitions: Sequence
         return ctypes.CDLL(str(path))
 
 
-def launch(library: ctypes.CDLL, function: str, grid: int, threads: int, arguments: Sequence[Argument]) -> int:
-    """Run a kernel, its threads in a random order; 0 on success, 1 if they wait for each other for ever."""
+def launch(
+    library: ctypes.CDLL,
+    function: str,
+    grid: tuple[int, int],
+    threads: int,
+    arguments: Sequence[Argument],
+    flush: bool = False,
+) -> int:
+    """Run a kernel, its threads in a random order; 0 on success, 1 if they wait for each other for ever.
+
+    `flush`: with subnormals as zeros, which no GPU is told to do: to see what it would change.
+    """
+    sizes = argument_sizes(library, function)
+    assert sizes == [len(argument) for argument in arguments], "arguments of the types that the kernel takes"
+    memory = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
+    places = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, memory))
+    return launch_at(library, function, grid, threads, places, flush)
+
+
+def launch_at(
+    library: ctypes.CDLL, function: str, grid: tuple[int, int], threads: int, places: ctypes.Array, flush: bool = False
+) -> int:
+    """The same, given where each argument lies, as a driver is."""
+    kernel = ctypes.cast(library[f"emulated_{function}"], ctypes.c_void_p)
+    return int(library.emulate(kernel, *grid, threads, places, secrets.randbits(32), int(flush)))
+
+
+def argument_sizes(library: ctypes.CDLL, function: str) -> list[int]:
+    """Bytes of each argument that a kernel takes."""
     sizes = (ctypes.c_int * 16)()
     count = library[f"sizes_of_{function}"](sizes)
-    assert sizes[:count] == [argument.nbytes for argument in arguments], "arguments of the types that the kernel takes"
-    memory = [ctypes.create_string_buffer(argument.tobytes(), argument.nbytes) for argument in arguments]
-    places = (ctypes.c_void_p * count)(*map(ctypes.addressof, memory))
-    kernel = ctypes.cast(library[f"emulated_{function}"], ctypes.c_void_p)
-    return int(library.emulate(kernel, ctypes.c_longlong(grid), threads, places, secrets.randbits(32)))
+    return sizes[:count]
 
 
-def _run(planned: Launch) -> None:
-    library = _library(planned.source, planned.block_size, planned.threads)
-    status = launch(library, planned.function, planned.grid, planned.threads, planned.arguments)
+def run(planned: Launch, flush: bool = False) -> None:
+    """One planned launch."""
+    library = library_of(planned.source, planned.block_size, planned.threads)
+    status = launch(library, planned.function, planned.grid, planned.threads, planned.arguments, flush)
     assert status == 0, f"the threads of {planned.function} wait for each other for ever"
 
 
 @functools.cache
-def _library(source: str, block_size: int, threads: int) -> ctypes.CDLL:
+def library_of(source: str, block_size: int, threads: int) -> ctypes.CDLL:
+    """Every kernel of one of the sources, compiled once."""
     definitions = [option for option in compile_options(block_size, threads) if option.startswith("-D")]
     return compile_source(source_folder() / f"{source}.cu", FUNCTIONS[source], definitions)

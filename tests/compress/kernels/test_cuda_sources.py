@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.benchmarks.machine_code import Compiler
 from tests.compress.kernels import emulation
 from tests.compress.kernels.body import CODECS
 from thinwire.compress.kernels import packet_bytes
@@ -21,78 +20,52 @@ from thinwire.compress.kernels.cuda.launch import (
     STRUCTURES,
     block_threads,
     compile_options,
+    division,
     encode_launch,
+    exact_inverse,
     source_folder,
     source_text,
 )
 
 ARCHITECTURES = (70, 80, 90)
-BLOCK_SIZES = (192, 2048, 65536)
-SOURCES = (*CODECS, "momentum")
+SOURCES = tuple(emulation.FUNCTIONS)
 
 
-class Nvrtc:
-    """The few calls of NVIDIA's run-time compiler that compiling takes."""
-
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        count = ctypes.c_int()
-        assert self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)) == 0
-        architectures = (ctypes.c_int * count.value)()
-        assert self._library.nvrtcGetSupportedArchs(architectures) == 0
-        self.architectures = list(architectures)
-
-    def compile(self, source: str, options: tuple[str, ...]) -> tuple[int, str]:
-        """Status, 0 if all is well, and what the compiler had to say."""
-        program = ctypes.c_void_p()
-        self._check(
-            self._library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
-        )
-        encoded = [option.encode() for option in options]
-        status = self._library.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
-        size = ctypes.c_size_t()
-        self._check(self._library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
-        log = ctypes.create_string_buffer(size.value)
-        self._check(self._library.nvrtcGetProgramLog(program, log))
-        self._check(self._library.nvrtcDestroyProgram(ctypes.byref(program)))
-        return status, log.value.decode()
-
-    @staticmethod
-    def _check(status: int) -> None:
-        assert status == 0, f"NVRTC failed with status {status}"
+def threads_of(source: str, block_size: int) -> int:
+    return block_threads(block_size) if source in CODECS else 256
 
 
 @pytest.fixture(scope="module")
-def nvrtc() -> Nvrtc:
+def nvrtc() -> Compiler:
     try:
-        package = importlib.util.find_spec("nvidia.cuda_nvrtc")
-    except ModuleNotFoundError:
-        package = None
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("the package nvidia-cuda-nvrtc-cu12 is not installed")
-    libraries = Path(package.submodule_search_locations[0], "lib").glob("libnvrtc.so.*")
-    return Nvrtc(next(libraries))
+        return Compiler()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_nvrtc_compiles(nvrtc: Nvrtc, source: str, architecture: int, block_size: int) -> None:
-    if architecture not in nvrtc.architectures:
-        pytest.skip(f"this NVRTC does not know sm_{architecture}")
-    options = (
-        *compile_options(block_size, block_threads(block_size)),
-        f"-arch=sm_{architecture}",
-        "--device-as-default-execution-space",
-    )
-    status, log = nvrtc.compile(source_text(source), options)
-    assert status == 0, log
+def test_nvrtc_compiles(nvrtc: Compiler, source: str) -> None:
+    """For the oldest GPUs, and blocks that thread blocks do not divide; tests/experiments has the others."""
+    if 70 not in nvrtc.architectures:
+        pytest.skip("this NVRTC does not know sm_70")
+    code, log = nvrtc.compile(source_text(source), (*compile_options(192, threads_of(source, 192)), "-arch=sm_70"))
+    assert code, log
     assert "kernels.cu" not in log, log  # no warning about the source
 
 
-def test_nvrtc_refuses_a_block_size_that_is_no_multiple_of_64(nvrtc: Nvrtc) -> None:
-    status, log = nvrtc.compile(source_text("sign1"), (*compile_options(100, 32), "-arch=sm_80"))
-    assert status != 0
+@pytest.mark.parametrize("source", SOURCES)
+def test_subnormals_are_not_flushed(nvrtc: Compiler, source: str) -> None:
+    """In none of the instructions; with the option that cupy appends they are, in most."""
+    options = (*compile_options(64, threads_of(source, 64)), "-arch=compute_80")
+    assert b".ftz" not in nvrtc.compile(source_text(source), options)[0]
+    if source in CODECS:
+        flushing = [option for option in options if option != "--ftz=false"]
+        assert b".ftz" in nvrtc.compile(source_text(source), (*flushing, "-ftz=true"))[0]
+
+
+def test_nvrtc_refuses_a_block_size_that_is_no_multiple_of_64(nvrtc: Compiler) -> None:
+    code, log = nvrtc.compile(source_text("sign1"), (*compile_options(100, 32), "-arch=sm_80"))
+    assert not code
     assert "multiple of 64" in log
 
 
@@ -105,7 +78,13 @@ def test_nvcc_compiles(source: str, architecture: int, tmp_path: Path) -> None:
     known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
     if f"compute_{architecture}" not in known.split():
         pytest.skip(f"this nvcc does not know sm_{architecture}")
-    command = [nvcc, *compile_options(2048, 256), f"-arch=sm_{architecture}", "-Werror=all-warnings", "-cubin"]
+    command = [
+        nvcc,
+        *compile_options(2048, threads_of(source, 2048)),
+        f"-arch=sm_{architecture}",
+        "-Werror=all-warnings",
+        "-cubin",
+    ]
     command += ["-o", str(tmp_path / "kernels.cubin"), str(source_folder() / f"{source}.cu")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -114,10 +93,10 @@ def test_nvcc_compiles(source: str, architecture: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_have_the_members_that_are_packed(name: str) -> None:
     """In this order, of these types; that nothing lies between them the sources assert by their size."""
-    source = source_text("sign1") + source_text("momentum")
+    source = "".join(map(source_text, SOURCES))
     declared = re.search(rf"struct {name} {{(.*?)}};", source, re.DOTALL)
     assert declared
-    types = {"long long": np.int64, "float": np.float32, "unsigned": np.uint32}
+    types = {"long long": np.int64, "float": np.float32, "unsigned": np.uint32, "int": np.int32}
     members = [member.strip().rpartition(" ") for member in declared[1].split(";") if member.strip()]
     assert np.dtype([(member, types[kind]) for kind, _, member in members]) == STRUCTURES[name]
     assert re.search(rf"sizeof\({name}\) == {STRUCTURES[name].itemsize}\b", source)
@@ -143,4 +122,20 @@ def test_the_emulation_notices_threads_that_wait_for_ever(tmp_path: Path) -> Non
     source = tmp_path / "stuck.cu"
     source.write_text('extern "C" __global__ void stuck() { if (threadIdx.x % 2) __syncthreads(); }')
     library = emulation.compile_source(source, ["stuck"], ("-DBLOCK_SIZE=64", "-DTHREADS=32"))
-    assert emulation.launch(library, "stuck", grid=1, threads=32, arguments=()) != 0
+    assert emulation.launch(library, "stuck", grid=(1, 1), threads=32, arguments=()) != 0
+
+
+@pytest.mark.parametrize("divisor", [*range(1, 70), 1000, 2**20 - 1, 2**30, 2**31 - 1])
+def test_kernels_divide_whole_numbers_by_a_factor(divisor: int) -> None:
+    factor, shift = division(divisor)
+    assert factor < 2**32
+    for times in (0, 1, 2, 3, 1000, 2**31 // divisor):
+        for number in (times * divisor - 1, times * divisor, times * divisor + divisor // 2):
+            if 0 <= number < 2**31:
+                assert (2 * number * factor >> 32 >> shift) == number // divisor
+
+
+def test_products_replace_divisions_where_they_are_exact() -> None:
+    for exponent in range(-126, 128):
+        assert np.float32(exact_inverse(2.0**exponent)) * np.float32(2.0**exponent) == 1
+    assert [exact_inverse(value) for value in (3.0, 0.1, 1.5, 65535.0, 2.0**127 * 1.5)] == [0.0] * 5

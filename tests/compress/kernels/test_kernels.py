@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compress.kernels import emulation
 from tests.compress.kernels.body import (
@@ -292,6 +293,50 @@ class TestOperators:
             kernels.decode_mean(codec, packets, output[:128], 129, block_size)
         with pytest.raises(ValueError, match="rows of"):
             kernels.decode_mean(codec, packets, output, 128, block_size)
+
+
+@pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 96])
+def test_gpus_divide_to_the_last_bit(rows: int) -> None:
+    """By products with inverses: sums of every magnitude, subnormal ones and those next to the largest among them."""
+    shard = 40 * 64
+    packets = torch.randint(0, 256, (rows, kernels.packet_bytes("sign1", shard, 64)), dtype=torch.uint8)
+    magnitudes = torch.rand(rows, 40) * 2.0 ** torch.randint(-149, 120, (40,)).float()
+    kernels.scales("sign1", packets, 64).copy_(magnitudes)
+    wanted, mean = torch.empty(2, shard)
+    REFERENCE.decode_mean("sign1", packets, wanted, shard - 3, 64)
+    Unchecked(emulation).decode_mean("sign1", packets, mean, shard - 3, 64)
+    assert torch.equal(mean.view(torch.int32), wanted.view(torch.int32))
+
+
+class DividesAsGpusDo(TorchDispatchMode):
+    """torch on CUDA multiplies by the reciprocal where a tensor is divided by a number, or by a scalar on the CPU that
+    was made of one."""
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_) and not isinstance(args[1], Tensor):
+            args = args[0], torch.full((), 1 / args[1], dtype=args[0].dtype)
+            function = {torch.ops.aten.div: torch.ops.aten.mul, torch.ops.aten.div_: torch.ops.aten.mul_}[
+                function.overloadpacket
+            ].Tensor
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("rows", [3, 5, 6, 7])
+def test_the_reference_divides_alike_on_gpus(codec: str, rows: int) -> None:
+    def results() -> list[Tensor]:
+        payload = torch.randn(rows * 640, generator=torch.Generator().manual_seed(rows))
+        packets = torch.zeros(rows, kernels.packet_bytes(codec, 640, 64), dtype=torch.uint8)
+        mean = torch.empty(640)
+        REFERENCE.encode(codec, payload, None, packets, rows * 640 - 5, 64)
+        REFERENCE.decode_mean(codec, packets, mean, 640, 64)
+        return [payload, packets, mean]
+
+    wanted = results()
+    with DividesAsGpusDo():
+        assert not torch.equal(torch.arange(100.0) / 3, torch.arange(100.0) / torch.full((), 3.0))
+        assert all(map(torch.equal, results(), wanted))
 
 
 def test_unknown_codecs_are_refused() -> None:

@@ -6,24 +6,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.compress.kernels import reference
+from tests.compress.kernels import emulation
+from thinwire.compress.kernels import ops, reference
+from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.rounding import store_rounded
 
+SUBJECTS = {name: backend for name, backend in ops.backends().items() if name != "cuda"}
+if emulation.COMPILER:
+    SUBJECTS["emulated cuda"] = emulation
 DTYPES = (torch.bfloat16, torch.float16)
 
 
+@pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000, 4096, 300_001])
 @pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
-def test_the_bits_of_the_reference(dtype: torch.dtype, numel: int) -> None:
-    pytest.importorskip("numba")
+def test_the_bits_of_the_reference(subject: str, dtype: torch.dtype, numel: int) -> None:
+    if subject == "emulated cuda" and numel > 4096:
+        numel = 4097  # a third thread block, of one element
     generator = torch.Generator().manual_seed(numel)
     values = torch.randn(numel, generator=generator) * 10 ** (6 * torch.rand(numel, generator=generator) - 5)
     values[::7] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3e38]).repeat(numel)[
         : len(values[::7])
     ]
     mine, expected = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
-    store_rounded(mine, values, seed=1234567 << 40)
-    reference.store_rounded(expected, values, 1234567 << 40, 0)
+    SUBJECTS[subject].store_rounded(StoreRounded(mine, values, 1234567 << 40))
+    reference.store_rounded(StoreRounded(expected, values, 1234567 << 40))
     torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(mine.signbit() | mine.isnan(), expected.signbit() | expected.isnan())
 
@@ -49,3 +56,8 @@ def test_what_does_not_fit_is_refused() -> None:
         store_rounded(torch.zeros(5, dtype=torch.bfloat16), values, 0)
     with pytest.raises(ValueError, match="contiguous"):
         store_rounded(torch.zeros(8, dtype=torch.bfloat16)[::2], values, 0)
+
+
+def test_opcheck() -> None:
+    weights, values = torch.zeros(9, dtype=torch.bfloat16), torch.rand(9)
+    torch.library.opcheck(torch.ops.thinwire.store_rounded.default, (weights, values, 3))

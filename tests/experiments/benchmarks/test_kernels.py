@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,17 @@ def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.Capture
     assert all(result["milliseconds"] > 0 for result in written["results"])
     assert "sign1 encode" in capsys.readouterr().out
     assert output.with_suffix(".png").stat().st_size > 1000
+
+
+def test_it_needs_little(tmp_path: Path) -> None:
+    """A machine that has a GPU may have nothing beside torch and numpy."""
+    names = ("pydantic", "numba", "cupy", "matplotlib", "rich", "transformers")
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys({!r})); from experiments.benchmarks.kernels import main; main()"
+    )
+    command = [sys.executable, "-c", program.format(names), "--help"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "--device" in shown
 
 
 @pytest.mark.parametrize("elements", ["0", "2047", "many", "1.5M"])

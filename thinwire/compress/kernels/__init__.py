@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.ops import Backend, backends
+from thinwire.compress.kernels.ops import Backend, backends, prepare
 from thinwire.compress.kernels.packet_views import scales, span
 from thinwire.compress.packet_layout import (
     BLOCK_MULTIPLE,
@@ -40,6 +40,7 @@ __all__ = [
     "encode_rounded",
     "momentum_payload",
     "packet_bytes",
+    "prepare",
     "scales",
     "span",
 ]

@@ -11,10 +11,22 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.packet_views import span
 from thinwire.compress.packet_layout import check_codec, packet_bytes
 
-__all__ = ["CODEC_OPERATIONS", "OPERATIONS", "ApplySigns", "Call", "Decode", "Encode", "MomentumPayload", "Operation"]
+__all__ = [
+    "CODEC_OPERATIONS",
+    "OPERATIONS",
+    "ApplySigns",
+    "Call",
+    "Decode",
+    "Encode",
+    "MomentumPayload",
+    "Operation",
+    "PacketCall",
+    "StoreRounded",
+]
 
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TABLE_ENTRIES = 256
@@ -158,7 +170,34 @@ class ApplySigns:
                 raise ValueError(f"{name} is {factor}: it must be finite, in float32")
 
 
-Call = Encode | Decode | MomentumPayload | ApplySigns
+@dataclass(eq=False)
+class StoreRounded:
+    """Arguments of `store_rounded`."""
+
+    kernel: ClassVar = "store_rounded"
+
+    weights: Tensor
+    values: Tensor
+    seed: int
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the arguments fit together."""
+        weights, values = self.weights, self.values
+        if values.dtype != torch.float32 or weights.dtype not in _FLOAT_TYPES:
+            raise TypeError(f"values must be fp32 and weights fp32, bf16 or fp16, got {values.dtype}, {weights.dtype}")
+        if values.dim() != 1 or values.shape != weights.shape or values.device != weights.device:
+            raise ValueError(
+                f"values and weights must be vectors of one size on one device, got {tuple(values.shape)} on "
+                f"{values.device} and {tuple(weights.shape)} on {weights.device}"
+            )
+        if not (values.is_contiguous() and weights.is_contiguous()):
+            raise ValueError("values and weights must be contiguous: call contiguous()")
+
+
+PacketCall = Encode | Decode | MomentumPayload | ApplySigns
+"""Calls that read or write the packets of a codec."""
+
+Call = PacketCall | StoreRounded | WriteHeaders | CheckHeaders
 
 
 class Operation(NamedTuple):
@@ -206,6 +245,13 @@ OPERATIONS = {
         "(Tensor(a!) weights, Tensor packets, Tensor codes, int first, int shard, int block_size, float lr, "
         "float decay, int seed) -> ()",
         ApplySigns,
+    ),
+    "store_rounded": Operation("(Tensor(a!) weights, Tensor values, int seed) -> ()", StoreRounded),
+    "write_headers": Operation(
+        "(Tensor(a!) packets, int first, int second, int scales, Tensor? condition, int flag) -> ()", WriteHeaders
+    ),
+    "check_headers": Operation(
+        "(Tensor headers, int first, int second, int known, Tensor(a!) report) -> ()", CheckHeaders
     ),
 }
 

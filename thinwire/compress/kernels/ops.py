@@ -22,10 +22,12 @@ from thinwire.compress.kernels.calls import (
     Encode,
     MomentumPayload,
     Operation,
+    StoreRounded,
 )
+from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 from thinwire.compress.packet_layout import CODE_BITS
 
-__all__ = ["Backend", "backends"]
+__all__ = ["Backend", "backends", "prepare"]
 
 
 class Backend(Protocol):
@@ -43,15 +45,31 @@ class Backend(Protocol):
     def apply_signs(self, call: ApplySigns) -> None:
         """The update of the weights."""
 
+    def store_rounded(self, call: StoreRounded) -> None:
+        """Rounding at random."""
+
+    def write_headers(self, call: WriteHeaders) -> None:
+        """Headers of packets to be sent."""
+
+    def check_headers(self, call: CheckHeaders) -> None:
+        """Headers of packets that came."""
+
 
 def backends() -> dict[str, Backend]:
-    """Backends that can run here: "reference" always, "cpu" with numba, "cuda" with cupy and a GPU."""
+    """Backends that can run here: "reference" always, "cpu" with numba, "cuda" with a GPU and a compiler for it."""
     present = {"reference": _load("reference")}
     if importlib.util.find_spec("numba"):
         present["cpu"] = _load("cpu.backend")
-    if importlib.util.find_spec("cupy") and torch.cuda.is_available():
-        present["cuda"] = _load("cuda.backend")
+    if torch.cuda.is_available() and (cuda := _cuda_backend()) is not present["reference"]:
+        present["cuda"] = cuda
     return present
+
+
+def prepare(device: torch.device | str) -> None:
+    """Find the backend that serves `device` now, so that a missing compiler is told when training starts: a
+    RuntimeWarning then says that plain torch is used instead, and what to install."""
+    if (backend := _DEVICES.get(torch.device(device).type)) is not None:
+        backend()
 
 
 def _load(name: str) -> Backend:
@@ -63,23 +81,29 @@ def _cpu_backend() -> Backend:
     try:
         return _load("cpu.backend")
     except ImportError as error:
-        warnings.warn(
-            f"the CPU kernels need numba, which cannot be imported ({error}): plain torch is used instead, "
-            f"several times slower; pip install numba",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return _load("reference")
+        return _plain_torch("the CPU kernels need numba, which cannot be imported", error, "numba")
 
 
 @functools.cache
 def _cuda_backend() -> Backend:
     try:
-        return _load("cuda.backend")
+        backend = importlib.import_module("thinwire.compress.kernels.cuda.backend")
+        return cast("Backend", backend.make_backend())
     except ImportError as error:
-        raise RuntimeError(
-            f"the CUDA kernels need cupy, which cannot be imported ({error}): pip install 'thinwire[cuda]'"
-        ) from error
+        return _plain_torch(
+            "the CUDA kernels need NVIDIA's compiler NVRTC, through cuda.bindings or cupy, which cannot be had",
+            error,
+            "'thinwire[cuda]'",
+        )
+
+
+def _plain_torch(need: str, error: ImportError, package: str) -> Backend:
+    warnings.warn(
+        f"{need} ({error}): plain torch is used instead, several times slower; pip install {package}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return _load("reference")
 
 
 _DEVICES = {"cpu": _cpu_backend, "cuda": _cuda_backend}

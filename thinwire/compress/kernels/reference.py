@@ -9,11 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
+from thinwire.compress.kernels.header_reference import check_headers, write_headers
 from thinwire.compress.kernels.noise import random_bits
 from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
 
-__all__ = ["apply_signs", "decode", "encode", "momentum_payload", "store_rounded"]
+__all__ = [
+    "apply_signs",
+    "check_headers",
+    "decode",
+    "encode",
+    "momentum_payload",
+    "store_rounded",
+    "write_headers",
+]
+
+_AT_ONCE = 1 << 20  # elements whose random bits, 8 bytes each, are in memory
 
 
 def encode(call: Encode) -> None:
@@ -36,7 +47,7 @@ def _encode_run(run: Encode) -> Tensor:
         codes = _pack(signs)
         decoded = _sign_values(signs, scales.to(blocks.dtype))
     else:
-        scales = (blocks.abs().amax(dim=1) / 127.0).to(torch.float32)
+        scales = (blocks.abs().amax(dim=1) / _like(127.0, blocks)).to(torch.float32)
         levels = _levels(blocks, scales.to(blocks.dtype))
         codes = levels.view(torch.uint8)
         decoded = _level_values(levels, scales.to(blocks.dtype))
@@ -55,7 +66,7 @@ def decode(call: Decode) -> None:
             total = values[0]
             for row in values[1:]:
                 total = total + row
-            values = total / run.packets.size(0)
+            values = total / _like(run.packets.size(0), total)
         blocks = values.view(-1, run.block_size)
         run.output.copy_(torch.where(_valid(blocks, run.numel), blocks, 0.0).view(-1))
 
@@ -76,10 +87,17 @@ def apply_signs(call: ApplySigns) -> None:
     weights = call.weights
     step = _signed_scales(call, _numbers(weights, call.first)) * _single(call.lr, weights)
     values = weights.float() * _single(call.decay, weights) - torch.where(call.codes != 0, step, 0.0)
-    store_rounded(weights, values, call.seed, call.first)
+    _store(weights, values, call.seed, call.first)
 
 
-def store_rounded(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
+def store_rounded(call: StoreRounded) -> None:
+    """Write `values` into `weights`, in pieces."""
+    for first in range(0, call.weights.numel(), _AT_ONCE):
+        piece = slice(first, first + _AT_ONCE)
+        _store(call.weights[piece], call.values[piece], call.seed, first)
+
+
+def _store(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
     """Write float32 `values` into `weights`, of any width; 16 bits get one of the two neighbours at random, with the
     probability that keeps the mean, the same for the same seed and element number. `weights` begin at `first`."""
     if weights.dtype == torch.bfloat16:
@@ -90,8 +108,13 @@ def store_rounded(weights: Tensor, values: Tensor, seed: int, first: int) -> Non
 
 
 def _single(value: float, like: Tensor) -> Tensor:
-    """A float32 scalar tensor: a number would be divided by in other ways on some devices."""
-    return torch.tensor(value, dtype=torch.float32, device=like.device)
+    """A float32 scalar tensor on the device of `like`."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _like(value: float, like: Tensor) -> Tensor:
+    """A scalar tensor of the same dtype and device: on a GPU, division by a number is a product with its reciprocal."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _numbers(vector: Tensor, first: int) -> Tensor:

@@ -10,17 +10,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import ApplySigns, Call, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, PacketCall, StoreRounded
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
 from thinwire.compress.kernels.cpu import momentum, rounding
 from thinwire.compress.kernels.cpu.blocks import Layout, Range
 from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES, Values
+from thinwire.compress.kernels.header_reference import check_headers, write_headers
 from thinwire.compress.kernels.noise import keys
 from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.simd.workers import Workers
 
-__all__ = ["apply_signs", "decode", "encode", "momentum_payload", "store_rounded"]
+__all__ = [
+    "apply_signs",
+    "check_headers",
+    "decode",
+    "encode",
+    "momentum_payload",
+    "store_rounded",
+    "write_headers",
+]
 
 _ROUNDED_BLOCK = 4096
 
@@ -81,10 +90,10 @@ def apply_signs(call: ApplySigns) -> None:
     _over_elements(momentum.apply_signs, arguments, call.first, call.weights.numel(), call.block_size)
 
 
-def store_rounded(weights: Tensor, values: Tensor, seed: int) -> None:
+def store_rounded(call: StoreRounded) -> None:
     """Rounding at random; see `thinwire.compress.kernels.rounding.store_rounded`."""
-    arguments = _values(weights), _array(values), *_keys(seed)
-    numel = values.numel()
+    arguments = _values(call.weights), _array(call.values), *_keys(call.seed)
+    numel = call.values.numel()
 
     def work(first: int, last: int) -> None:
         elements = Range(first * _ROUNDED_BLOCK, min(last * _ROUNDED_BLOCK, numel))
@@ -93,7 +102,7 @@ def store_rounded(weights: Tensor, values: Tensor, seed: int) -> None:
     _share(work, -(-numel // _ROUNDED_BLOCK), _ROUNDED_BLOCK)
 
 
-def _packets(call: Call, numel: int) -> tuple[NDArray[Any], Layout]:
+def _packets(call: PacketCall, numel: int) -> tuple[NDArray[Any], Layout]:
     row_blocks = call.shard // call.block_size
     layout = Layout(CODE_BITS[call.codec], call.block_size, row_blocks, call.packets.size(1), numel)
     return _array(call.packets).reshape(-1), layout

@@ -1,0 +1,72 @@
+"""What the compiler makes of the CUDA kernels, for GPUs that are not here: no spills, and few instructions."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.benchmarks.kernel_code import ARCHITECTURES, COUNTED, compile_kernels
+from experiments.benchmarks.machine_code import Compiler, Program, disassemble, find_tool, resources
+
+# Instructions an element on sm_90: half of what the kernels took that divided element by element.
+LIMITS = {
+    "decode_sign1": 18.5,
+    "decode_mean_sign1": 29.5,
+    "momentum_payload_bfloat16": 28,
+    "apply_signs_bfloat16": 24,
+    "encode_sign1": 30,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    if not all(map(find_tool, ("cuobjdump", "nvdisasm"))):
+        pytest.skip("cuobjdump and nvdisasm, of the CUDA toolkit or Triton, are not installed")
+    try:
+        return Compiler()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(compiler: Compiler, architecture: int) -> None:
+    if architecture not in compiler.architectures:
+        pytest.skip(f"this NVRTC does not know sm_{architecture}")
+    programs: dict[str, Program] = {}
+    for block_size, code in compile_kernels(compiler, architecture):
+        used = resources(code)
+        assert used
+        assert {name: taken for name, taken in used.items() if taken.spilled_bytes or taken.registers > 64} == {}
+        if architecture == 90 and block_size == 2048 and used.keys() & LIMITS.keys():
+            programs |= disassemble(code)
+    for name, limit in LIMITS.items() if architecture == 90 else ():
+        counted = COUNTED[name]
+        assert programs[name].fewest_issued(counted.stored, counted.loads) / counted.elements <= limit, name
+
+
+LOOP = Program(
+    [
+        "MOV R0, 0x4",
+        "@P0 BRA `(.rare)",
+        "LDG.E R2, desc[UR4][R2.64]",  # 2: the loop
+        "IADD3 R0, R0, -0x1, RZ",
+        "@P1 BRA `(.loop)",
+        "STG.E.128 desc[UR4][R2.64], R4",
+        "EXIT",
+        "STG.E.U16 desc[UR4][R2.64], R4",  # 7: rare
+        "@P2 EXIT",
+        "BRA `(.loop)",
+    ],
+    {".loop": 2, ".rare": 7},
+)
+
+
+@pytest.mark.parametrize(
+    ("stored", "loads", "issued"), [(16, 1, 7), (16, 4, 7 + 3 * 3), (18, 1, 10), (2, 0, 4), (0, 0, 4)]
+)
+def test_the_shortest_way_is_counted(stored: int, loads: int, issued: int) -> None:
+    assert LOOP.fewest_issued(stored, loads) == issued
+
+
+def test_what_no_way_stores_is_refused() -> None:
+    with pytest.raises(ValueError, match="stores 100 bytes"):
+        LOOP.fewest_issued(100, 0)

@@ -1,0 +1,216 @@
+"""What compiles and launches CUDA kernels: NVRTC and the driver through `cuda.bindings`, which CUDA builds of torch
+bring, or through cupy where that is what there is. All of CUDA that the backend calls stands behind these few methods.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.compress.kernels.cuda.launch import Argument
+
+__all__ = ["BindingsToolkit", "CupyToolkit", "KernelCompilerError", "Toolkit", "find_toolkit"]
+
+_PROGRAM = "thinwire.cu"
+
+
+class KernelCompilerError(ImportError):
+    """Neither cuda.bindings nor cupy can compile here."""
+
+
+class Toolkit(Protocol):
+    """One way to NVRTC and the driver."""
+
+    @property
+    def compiler(self) -> str:
+        """Name and version of the compiler: what the same source becomes depends on it."""
+
+    @property
+    def architectures(self) -> Sequence[int]:
+        """The generations of GPUs that the compiler knows, as 90 for sm_90."""
+
+    def compile(self, source: str, options: Sequence[str]) -> bytes:
+        """Machine code of CUDA C++, or PTX where options name a virtual architecture, `compute_90`, for the driver to
+        compile; RuntimeError with the compiler's words where it refuses."""
+
+    def load(self, code: bytes, name: str, device: int) -> Any:
+        """A kernel of that machine code, on a device."""
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
+    ) -> None:
+        """Launch a loaded kernel on one of its device's streams, whatever device and thread are current."""
+
+
+def find_toolkit() -> Toolkit:
+    """cuda.bindings, else cupy; raises KernelCompilerError, saying why neither will do."""
+    reasons = []
+    for modules, toolkit in (
+        (("cuda.bindings.nvrtc", "cuda.bindings.driver"), BindingsToolkit),
+        (("cupy", "cupy.cuda.nvrtc", "cupy.cuda.function"), CupyToolkit),
+    ):
+        try:
+            return toolkit(*map(importlib.import_module, modules))
+        except (ImportError, RuntimeError, OSError) as error:  # the package is missing, or the libraries below it
+            reasons.append(f"{modules[0]}: {error}")
+    raise KernelCompilerError("; ".join(reasons))
+
+
+class BindingsToolkit:
+    """NVIDIA's own bindings. Every call gives a status first."""
+
+    def __init__(self, nvrtc: Any, driver: Any) -> None:
+        """`nvrtc` and `driver`: the modules of cuda.bindings. Raises RuntimeError where NVRTC's library is missing."""
+        self._nvrtc = nvrtc
+        self._driver = driver
+        self._contexts: dict[int, Any] = {}
+        major, minor = self._checked(nvrtc.nvrtcVersion())
+        self._compiler = f"NVRTC {major}.{minor}"
+
+    @property
+    def compiler(self) -> str:
+        """See Toolkit."""
+        return self._compiler
+
+    @property
+    def architectures(self) -> Sequence[int]:
+        """See Toolkit."""
+        return tuple(self._checked(self._nvrtc.nvrtcGetSupportedArchs()))
+
+    def compile(self, source: str, options: Sequence[str]) -> bytes:
+        """See Toolkit."""
+        nvrtc = self._nvrtc
+        program = self._checked(nvrtc.nvrtcCreateProgram(source.encode(), _PROGRAM.encode(), 0, None, None))
+        try:
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+            if int(status):
+                log = bytearray(self._checked(nvrtc.nvrtcGetProgramLogSize(program)))
+                self._checked(nvrtc.nvrtcGetProgramLog(program, log))
+                words = bytes(log).rstrip(b"\0").decode()
+                raise RuntimeError(f"{self._compiler} does not compile the kernels with {' '.join(options)}:\n{words}")
+            code = bytearray(self._checked(nvrtc.nvrtcGetCUBINSize(program)))
+            if code:
+                self._checked(nvrtc.nvrtcGetCUBIN(program, code))
+            else:
+                code = bytearray(self._checked(nvrtc.nvrtcGetPTXSize(program)))
+                self._checked(nvrtc.nvrtcGetPTX(program, code))
+        finally:
+            self._checked(nvrtc.nvrtcDestroyProgram(program))
+        return bytes(code)
+
+    def load(self, code: bytes, name: str, device: int) -> Any:
+        """See Toolkit."""
+        switched = self._push(self._context(device))
+        try:
+            module = self._checked(self._driver.cuModuleLoadData(code))
+            return self._checked(self._driver.cuModuleGetFunction(module, name.encode()))
+        finally:
+            if switched:
+                self._checked(self._driver.cuCtxPopCurrent())
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
+    ) -> None:
+        """See Toolkit."""
+        raw = b"".join(arguments)
+        behind = -(-len(raw) // 8) * 8
+        memory = bytearray(behind + 8 * len(arguments))
+        memory[: len(raw)] = raw
+        address = start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        places = []
+        for argument in arguments:
+            places.append(address)
+            address += len(argument)
+        struct.pack_into(f"={len(places)}Q", memory, behind, *places)
+        switched = self._push(self._context(device))
+        try:
+            self._checked(self._driver.cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, 0, stream, start + behind, 0))
+        finally:
+            if switched:
+                self._checked(self._driver.cuCtxPopCurrent())
+
+    def _context(self, device: int) -> Any:
+        """A device's primary context, the one torch works in."""
+        if device not in self._contexts:
+            handle = self._checked(self._driver.cuDeviceGet(device))
+            self._contexts[device] = self._checked(self._driver.cuDevicePrimaryCtxRetain(handle))
+        return self._contexts[device]
+
+    def _push(self, context: Any) -> bool:
+        """Make it current, unless it is: threads begin without any. Whether it has to be popped."""
+        if int(self._checked(self._driver.cuCtxGetCurrent())) == int(context):
+            return False
+        self._checked(self._driver.cuCtxPushCurrent(context))
+        return True
+
+    @staticmethod
+    def _checked(answer: tuple[Any, ...]) -> Any:
+        """What a call gives besides its status; RuntimeError where that is not success."""
+        status, *values = answer
+        if int(status):
+            raise RuntimeError(f"CUDA answered {getattr(status, 'name', status)}")
+        return values[0] if len(values) == 1 else values
+
+
+class CupyToolkit:
+    """cupy's NVRTC, called directly: cupy's own way to it flushes subnormals to zero, whatever options say."""
+
+    def __init__(self, cupy: Any, nvrtc: Any, function: Any) -> None:
+        """`cupy` and its modules `cupy.cuda.nvrtc` and `cupy.cuda.function`."""
+        self._cupy = cupy
+        self._nvrtc = nvrtc
+        self._modules = function
+        self._compiler = "NVRTC " + ".".join(map(str, nvrtc.getVersion()))
+
+    @property
+    def compiler(self) -> str:
+        """See Toolkit."""
+        return self._compiler
+
+    @property
+    def architectures(self) -> Sequence[int]:
+        """See Toolkit."""
+        return tuple(self._nvrtc.getSupportedArchs())
+
+    def compile(self, source: str, options: Sequence[str]) -> bytes:
+        """See Toolkit."""
+        nvrtc = self._nvrtc
+        program = nvrtc.createProgram(source, _PROGRAM, (), ())
+        try:
+            nvrtc.compileProgram(program, tuple(options))
+            virtual = any("compute_" in option for option in options)
+            return bytes(nvrtc.getPTX(program) if virtual else nvrtc.getCUBIN(program))
+        except nvrtc.NVRTCError as error:
+            words = nvrtc.getProgramLog(program)
+            raise RuntimeError(
+                f"{self._compiler} does not compile the kernels with {' '.join(options)}:\n{words}"
+            ) from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    def load(self, code: bytes, name: str, device: int) -> Any:
+        """See Toolkit."""
+        with self._cupy.cuda.Device(device):
+            module = self._modules.Module()
+            module.load(code)
+            return module, module.get_function(name)  # a module that nobody holds is unloaded
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
+    ) -> None:
+        """See Toolkit."""
+        _, function = kernel
+        cuda = self._cupy.cuda
+        with cuda.Device(device), cuda.ExternalStream(stream, device):
+            function(grid, (threads,), tuple(map(_by_value, arguments)))
+
+
+def _by_value(argument: Argument) -> NDArray[np.void]:
+    """What cupy hands to a kernel as it is: an array of one element."""
+    return np.frombuffer(argument, dtype=np.dtype((np.void, len(argument))))
