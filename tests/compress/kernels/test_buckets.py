@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -14,6 +16,14 @@ class TestReference(BucketKernels):
     @pytest.fixture
     def subject(self) -> Subject:
         return Subject(bucket_reference, reference)
+
+
+class TestCpu(BucketKernels):
+    @pytest.fixture
+    def subject(self) -> Subject:
+        pytest.importorskip("numba")
+        name = "thinwire.compress.kernels.cpu"
+        return Subject(importlib.import_module(f"{name}.bucket_backend"), importlib.import_module(f"{name}.backend"))
 
 
 def test_runs_must_be_in_order() -> None:
