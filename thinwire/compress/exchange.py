@@ -21,13 +21,17 @@ from thinwire.compress.packet import (
     raise_flag,
     write_headers,
 )
+from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 
-__all__ = ["Adjust", "Division", "Exchange", "Headers", "Leg", "Outcome"]
+__all__ = ["Adjust", "Division", "EncodePart", "Exchange", "Headers", "Leg", "Outcome"]
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
+
+EncodePart = Callable[[slice, Tensor], None]
+"""Encodes a part of every shard into packets, and leaves what was lost where `payload` is."""
 
 
 @dataclass(frozen=True)
@@ -136,21 +140,28 @@ class Exchange:
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
     @property
+    def takes_encoder(self) -> bool:
+        """Whether `start` can be given what encodes, since vectors leave as they are and the codec has kernels."""
+        return self.codec.name in CODE_BITS and self.worker_residual is not None
+
+    @property
     def payload(self) -> Tensor:
         """What to average, fp32 [padded_numel]: write it before `start`. New memory holds zeros."""
         if self._payload is None:
             self._payload = torch.zeros(self.padded_numel, device=self._device)
         return self._payload
 
-    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
         """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual.
 
-        `settings`: a digest of what must be alike on every rank.
+        `settings`: a digest of what must be alike on every rank. `encode`: what makes and encodes the payload part by
+        part, residual included, where `takes_encoder` holds; then nobody has written it before.
         """
+        encode = self._encode_part if encode is None else encode
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            self._encode_part(place, send)
+            encode(place, send)
             write_headers(send, replace(self._expected, part=number, flags=flags))
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))
@@ -201,10 +212,14 @@ class Exchange:
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""
-        assert self._leg_2, "read() follows wait()"
         shards = output.view(-1, self.shard)
+        self.read_parts(lambda place, packets: self.codec.decode(packets, shards[:, place], self.numel - place.start))
+
+    def read_parts(self, decode: Callable[[slice, Tensor], None]) -> None:
+        """Give each part of every shard, and the packets that leg 2 brought for it, to `decode`."""
+        assert self._leg_2, "read() follows wait()"
         for place, leg in zip(self.parts, self._leg_2, strict=True):
-            self.codec.decode(leg.received, shards[:, place], self.numel - place.start)
+            decode(place, leg.received)
         self._leg_2 = []
 
     def commit(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.packet import Flags
 
 __all__ = ["LowMemoryExchange"]
@@ -40,14 +40,14 @@ class LowMemoryExchange(Exchange):
         self._reversible = reversible
         self._next: Tensor | None = None
 
-    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
         """See Exchange; the payload's memory goes, or becomes the residual."""
         assert self.worker_residual is not None
         if self.worker_residual.dtype == torch.float32:
             self._next = self.payload
         else:
             self._next = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
-        super().start(step, flags, settings)
+        super().start(step, flags, settings, encode)
         self._payload = None
         if not self._reversible:
             self.worker_residual, self._next = self._next, None

@@ -15,11 +15,11 @@ from thinwire.compress.exchange import Outcome
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Clock, Linear
-from thinwire.optim.bucket import StepUnderWay
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.members import MembersByGroup
 from thinwire.optim.sharded.packing import FrozenState
 from thinwire.optim.sharded.preconditioner import table
+from thinwire.optim.step_under_way import StepUnderWay
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.flat_bucket import Run
 from thinwire.zero.master_weights import MasterWeights

@@ -32,9 +32,7 @@ def encode_payload(call: EncodePayload) -> None:
         _runs(call.segments, call.gradients),
         _contributing(call.beta1, call.divisors),
         _FORMS[call.form],
-        array(call.momentum),
-        _floats(call.denominators),
-        _floats(call.residual),
+        payload.Vectors(call.momentum.data_ptr(), _address(call.denominators), _address(call.residual)),
         array(call.lost),
         array(call.packets).reshape(-1),
         _part_layout(call.codec, call.part, call.packets),
@@ -51,7 +49,7 @@ def decode_and_move(call: DecodeAndMove) -> None:
         call.holds,
         array(call.packets).reshape(-1),
         array(call.output),
-        _floats(call.denominators),
+        _address(call.denominators),
         _part_layout(call.codec, call.part, call.packets),
     )
     _over_part(moving.decode_and_move, arguments, call.part, call.packets)
@@ -148,6 +146,10 @@ def _runs(segments: Segments, *tensors: Sequence[Tensor | None]) -> NDArray[np.i
 def _contributing(beta1: Sequence[float], divisors: Sequence[float]) -> NDArray[np.float32]:
     """β₁, the gradient's gain and its divisor, of each run."""
     return np.array([beta1, [1.0 - one for one in beta1], divisors], dtype=np.float32).T.copy()
+
+
+def _address(vector: Tensor | None) -> int:
+    return 0 if vector is None else vector.data_ptr()
 
 
 def _floats(vector: Tensor | None) -> NDArray[np.float32]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from thinwire.compress.kernels.cpu.blocks import Bytes
-from thinwire.simd import floats, integers
-from thinwire.simd.compiling import helper
+from thinwire.simd import floats, integers, memory
+from thinwire.simd.compiling import helper, inner
 from thinwire.simd.floats import LANES
 
 __all__ = [
@@ -21,10 +21,13 @@ __all__ = [
     "FORMATS",
     "NO_VALUES",
     "Values",
+    "nearest_bits",
     "round_and_store",
     "some_of",
     "store_nearest",
     "widen",
+    "widen_at",
+    "widen_some_at",
 ]
 
 NO_VALUES, _FLOAT32, BFLOAT16, _FLOAT16 = range(4)
@@ -72,6 +75,34 @@ def widen(values: Bytes, at: int, kind: int) -> floats.Vector:
     return floats.broadcast(np.float32(0.0))
 
 
+@inner
+def widen_at(address: int, kind: int) -> floats.Vector:
+    """Sixteen values that lie at an address, as float32; zeros for NO_VALUES."""
+    if kind == _FLOAT32:
+        value = memory.load_floats(address)
+    elif kind == BFLOAT16:
+        value = integers.as_floats(integers.shift_left(memory.load_shorts(address), _16))
+    elif kind == _FLOAT16:
+        value = _widen_float16(memory.load_shorts(address))
+    else:
+        value = floats.broadcast(np.float32(0.0))
+    return value
+
+
+@inner
+def widen_some_at(address: int, kind: int, count: int) -> floats.Vector:
+    """The first `count` of them, and zeros."""
+    if kind == _FLOAT32:
+        value = memory.load_some_floats(address, count)
+    elif kind == BFLOAT16:
+        value = integers.as_floats(integers.shift_left(memory.load_some_shorts(address, count), _16))
+    elif kind == _FLOAT16:
+        value = _widen_float16(memory.load_some_shorts(address, count))
+    else:
+        value = floats.broadcast(np.float32(0.0))
+    return value
+
+
 @helper
 def _widen_float16(half: integers.Integers) -> floats.Vector:
     sign_mask = integers.broadcast(_HALF_SIGN)
@@ -109,10 +140,15 @@ def store_nearest(values: Bytes, at: int, kind: int, value: floats.Vector) -> No
     """Write sixteen float32 from number `at` on, to the nearest that the format holds, ties to even."""
     if kind == _FLOAT32:
         floats.store(values, 4 * at, value)
-    elif kind == BFLOAT16:
-        integers.store_16_bits(values, 2 * at, _round_bfloat16(value, _nudge(integers.bits_of(value), _16)))
     else:
-        integers.store_16_bits(values, 2 * at, _nearest_float16(value))
+        integers.store_16_bits(values, 2 * at, nearest_bits(value, kind))
+
+
+@inner
+def nearest_bits(value: floats.Vector, kind: int) -> integers.Integers:
+    """Sixteen float32 as the nearest bfloat16 or float16, ties to even."""
+    brain = kind == BFLOAT16
+    return _round_bfloat16(value, _nudge(integers.bits_of(value), _16)) if brain else _nearest_float16(value)
 
 
 @helper

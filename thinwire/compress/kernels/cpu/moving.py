@@ -3,12 +3,14 @@ decoded is in the first-level cache while weights move."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Range
 from thinwire.compress.kernels.cpu.decode import decode_block
-from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, store_nearest
+from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, nearest_bits
 from thinwire.compress.kernels.cpu.momentum import Step, apply_signs
 from thinwire.compress.kernels.cpu.payload import DIVIDED
 from thinwire.compress.kernels.cpu.runs import (
@@ -22,10 +24,9 @@ from thinwire.compress.kernels.cpu.runs import (
     place_in_part,
     start_of,
 )
-from thinwire.simd import floats
-from thinwire.simd.compiling import helper, kernel
+from thinwire.simd import floats, memory
+from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
-from thinwire.simd.memory import bytes_at
 
 __all__ = ["decode_and_move", "move_packed"]
 
@@ -41,11 +42,13 @@ def decode_and_move(
     holds: bool,
     packets: Bytes,
     output: Floats,
-    denominators: Floats,
+    denominators: int,
     part: PartLayout,
     blocks: Range,
 ) -> None:
-    """See `bucket_reference.decode_and_move`. `runs`: weights, and then replicas. `factors`: -rate and decay."""
+    """See `bucket_reference.decode_and_move`. `runs`: weights, and then replicas. `factors`: -rate and decay.
+    `denominators`: their address."""
+    output_at = output.ctypes.data
     for block in range(blocks.first, blocks.last):
         start = start_of(part, block)
         stop = start + part.block_size
@@ -53,82 +56,66 @@ def decode_and_move(
         decode_block(packets, place, part.code_bits, part.row_bytes, 1, output, start, stop, False)
         output[start + place.valid : stop] = 0.0
         if holds:
-            _hold(output, denominators, start, stop)
+            _hold(output_at, denominators, start, stop)
         run = first_run(runs, start)
         while run < runs.shape[0] and runs[run, FIRST] < stop:
             low, high = max(runs[run, FIRST], start), min(runs[run, END], stop)
             if runs[run, KIND] != NO_VALUES:
-                offset = low - runs[run, FIRST]
-                weights = bytes_at(runs[run, ADDRESS] + 4 * offset, 4 * (high - low))
-                kind = runs[run, _REPLICA_KIND]
-                size = ELEMENT_BYTES[kind]
-                replica = Values(bytes_at(runs[run, _REPLICA] + size * offset, size * (high - low)), kind)
-                _move(weights, replica, factors[run], form, output, denominators, low, high)
+                offset, kind = low - runs[run, FIRST], runs[run, _REPLICA_KIND]
+                weights, replica = runs[run, ADDRESS] + 4 * offset, runs[run, _REPLICA] + ELEMENT_BYTES[kind] * offset
+                moves = _Move(factors[run, _RATE], factors[run, _DECAY], form == DIVIDED)
+                _move(weights, replica, kind, moves, output_at + 4 * low, denominators + 4 * low, high - low)
             run += 1
 
 
+class _Move(NamedTuple):
+    """What moves a run: the rate's negative, decay, and whether u is divided first."""
+
+    rate: np.float32
+    decay: np.float32
+    divides: bool
+
+
 @helper
-def _hold(output: Floats, denominators: Floats, start: int, stop: int) -> None:
+def _hold(output: int, denominators: int, start: int, stop: int) -> None:
     """Zero what was decoded where a denominator is infinite."""
     infinity, zero = floats.broadcast(np.float32(np.inf)), floats.broadcast(np.float32(0.0))
-    for at in range(start, stop, LANES):
-        infinite = floats.equal(floats.absolute(floats.load(denominators, at)), infinity)
-        floats.store(output, at, floats.select(infinite, zero, floats.load(output, at)))
+    for at in range(4 * start, 4 * stop, 4 * LANES):
+        infinite = floats.equal(floats.absolute(memory.load_floats(denominators + at)), infinity)
+        memory.store_floats(output + at, floats.select(infinite, zero, memory.load_floats(output + at)))
 
 
 @helper
-def _move(
-    weights: Bytes,
-    replica: Values,
-    factors: Floats,
-    form: int,
-    output: Floats,
-    denominators: Floats,
-    low: int,
-    high: int,
-) -> None:
-    """Move what belongs to elements low to high of the bucket."""
-    rate, decay = floats.broadcast(factors[_RATE]), floats.broadcast(factors[_DECAY])
-    behind = (high - low) // LANES * LANES
-    for i in range(0, behind, LANES):
-        _move_lanes(weights, replica.memory, replica.kind, i, rate, decay, form, output, denominators, low + i)
-    count = high - low - behind
+def _move(weights: int, replica: int, kind: int, moves: _Move, u: int, denominators: int, numel: int) -> None:
+    """Move `numel` weights; all but numbers are addresses."""
+    one = floats.broadcast(np.float32(1.0))
+    behind = numel // LANES * LANES
+    for at in range(0, 4 * behind, 4 * LANES):
+        denominator = memory.load_floats(denominators + at) if moves.divides else one
+        moved = _moved(memory.load_floats(weights + at), memory.load_floats(u + at), denominator, moves)
+        memory.store_floats(weights + at, moved)
+        if kind != NO_VALUES:
+            memory.store_shorts(replica + at // 2, nearest_bits(moved, kind))
+    count = numel - behind
     if count:
-        size = ELEMENT_BYTES[replica.kind]
-        some, some_replica = np.zeros(4 * LANES, np.uint8), np.zeros(4 * LANES, np.uint8)
-        some_output, some_denominators = np.zeros(LANES, np.float32), np.ones(LANES, np.float32)
-        some[: 4 * count] = weights[4 * behind : 4 * (behind + count)]
-        some_output[:count] = output[low + behind : high]
-        if denominators.size:
-            some_denominators[:count] = denominators[low + behind : high]
-        _move_lanes(some, some_replica, replica.kind, 0, rate, decay, form, some_output, some_denominators, 0)
-        weights[4 * behind : 4 * (behind + count)] = some[: 4 * count]
-        replica.memory[size * behind : size * (behind + count)] = some_replica[: size * count]
+        at = 4 * behind
+        denominator = memory.load_some_floats(denominators + at, count) if moves.divides else one
+        value, step = memory.load_some_floats(weights + at, count), memory.load_some_floats(u + at, count)
+        moved = _moved(value, step, denominator, moves)
+        memory.store_some_floats(weights + at, moved, count)
+        if kind != NO_VALUES:
+            memory.store_some_shorts(replica + at // 2, nearest_bits(moved, kind), count)
 
 
-@helper
-def _move_lanes(
-    weights: Bytes,
-    replica: Bytes,
-    kind: int,
-    of_run: int,
-    rate: floats.Vector,
-    decay: floats.Vector,
-    form: int,
-    output: Floats,
-    denominators: Floats,
-    at: int,
-) -> None:
-    """Sixteen elements, from number `of_run` of the weights on, and `at` of the bucket."""
-    value = floats.multiply(floats.load(weights, 4 * of_run), decay)
-    u = floats.load(output, at)
-    if form == DIVIDED:
-        moved = floats.add(value, floats.divide(floats.multiply(rate, u), floats.load(denominators, at)))
+@inner
+def _moved(weights: floats.Vector, u: floats.Vector, denominators: floats.Vector, moves: _Move) -> floats.Vector:
+    """Sixteen weights."""
+    decayed, rate = floats.multiply(weights, floats.broadcast(moves.decay)), floats.broadcast(moves.rate)
+    if moves.divides:
+        moved = floats.add(decayed, floats.divide(floats.multiply(rate, u), denominators))
     else:
-        moved = floats.multiply_add(u, rate, value)
-    floats.store(weights, 4 * of_run, moved)
-    if kind != NO_VALUES:
-        store_nearest(replica, of_run, kind, moved)
+        moved = floats.multiply_add(u, rate, decayed)
+    return moved
 
 
 @kernel

@@ -3,14 +3,16 @@ once, in the first-level cache, before it is encoded there."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Range, locate
 from thinwire.compress.kernels.cpu.decode import decode_block
 from thinwire.compress.kernels.cpu.encode import add_and_store, encode_block, store_rounded_block
-from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen
-from thinwire.compress.kernels.cpu.momentum import Factors, Preconditioner, momentum_payload
+from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen_at, widen_some_at
+from thinwire.compress.kernels.cpu.momentum import Factors
 from thinwire.compress.kernels.cpu.runs import (
     ADDRESS,
     END,
@@ -22,15 +24,22 @@ from thinwire.compress.kernels.cpu.runs import (
     place_in_part,
     start_of,
 )
-from thinwire.simd import floats
-from thinwire.simd.compiling import helper, kernel
+from thinwire.simd import floats, integers, memory
+from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
-from thinwire.simd.memory import bytes_at
 
-__all__ = ["DIVIDED", "MASKED", "PLAIN", "average_and_encode", "encode_packed_payload", "encode_payload"]
+__all__ = ["DIVIDED", "MASKED", "PLAIN", "Vectors", "average_and_encode", "encode_packed_payload", "encode_payload"]
 
 PLAIN, DIVIDED, MASKED = range(3)
 _BETA1, _GAIN, _DIVISOR = range(3)
+
+
+class Vectors(NamedTuple):
+    """Where the flat float32 vectors of a bucket lie: addresses, 0 for one that is missing."""
+
+    momentum: int
+    denominators: int
+    residual: int
 
 
 @kernel
@@ -38,16 +47,15 @@ def encode_payload(
     runs: Table,
     factors: NDArray[np.float32],
     form: int,
-    momentum: Floats,
-    denominators: Floats,
-    residual: Floats,
+    vectors: Vectors,
     lost: Floats,
     packets: Bytes,
     part: PartLayout,
     blocks: Range,
 ) -> None:
-    """See `bucket_reference.encode_payload`; an empty residual is none. `factors`: β₁, gain and divisor of each run."""
+    """See `bucket_reference.encode_payload`. `factors`: β₁, gain and divisor of each run."""
     nothing = np.empty(0, dtype=np.float32)
+    lost_at = lost.ctypes.data
     for block in range(blocks.first, blocks.last):
         start = start_of(part, block)
         stop = start + part.block_size
@@ -55,81 +63,63 @@ def encode_payload(
         while run < runs.shape[0] and runs[run, FIRST] < stop:
             low, high = max(runs[run, FIRST], start), min(runs[run, END], stop)
             kind = runs[run, KIND]
-            size = ELEMENT_BYTES[kind]
-            address = runs[run, ADDRESS] + (low - runs[run, FIRST]) * size
-            gradient = bytes_at(address, (high - low) * size)
-            _fill(gradient, kind, factors[run], form, momentum, denominators, residual, lost, low, high)
+            gradient = runs[run, ADDRESS] + (low - runs[run, FIRST]) * ELEMENT_BYTES[kind]
+            of_run = Factors(factors[run, _BETA1], factors[run, _GAIN], factors[run, _DIVISOR])
+            _fill(gradient, kind, of_run, form, vectors, lost_at, low, high)
             run += 1
         encode_block(lost, nothing, start, packets, part.block_size, part.code_bits, place_in_part(part, block, start))
 
 
 @helper
 def _fill(
-    gradient: Bytes,
-    kind: int,
-    factors: Floats,
-    form: int,
-    momentum: Floats,
-    denominators: Floats,
-    residual: Floats,
-    lost: Floats,
-    low: int,
-    high: int,
+    gradient: int, kind: int, factors: Factors, form: int, vectors: Vectors, lost: int, low: int, high: int
 ) -> None:
-    """Write payload + residual to elements low to high of `lost`."""
-    beta1, gain, divisor = factors[_BETA1], factors[_GAIN], factors[_DIVISOR]
+    """Write payload + residual to elements low to high of the vector at `lost`."""
+    size, one = ELEMENT_BYTES[kind], floats.broadcast(np.float32(1.0))
     behind = low + (high - low) // LANES * LANES
     for at in range(low, behind, LANES):
-        u = _contribution(gradient, at - low, kind, beta1, gain, divisor, form, momentum, denominators, at)
-        floats.store(lost, at, floats.add(u, floats.load(residual, at)) if residual.size else u)
-    if behind < high:
-        count = high - behind
-        some = some_of(gradient, behind - low, 0, count, ELEMENT_BYTES[kind])
-        some_momentum, some_denominators = np.zeros(LANES, np.float32), np.ones(LANES, np.float32)
-        some_residual, some_lost = np.zeros(LANES, np.float32), np.empty(LANES, np.float32)
-        some_momentum[:count] = momentum[behind:high]
-        if denominators.size:
-            some_denominators[:count] = denominators[behind:high]
-        u = _contribution(some, 0, kind, beta1, gain, divisor, form, some_momentum, some_denominators, 0)
-        if residual.size:
-            some_residual[:count] = residual[behind:high]
-            u = floats.add(u, floats.load(some_residual, 0))
-        floats.store(some_lost, 0, u)
-        lost[behind:high] = some_lost[:count]
+        new = widen_at(gradient + size * (at - low), kind)
+        before = memory.load_floats(vectors.momentum + 4 * at)
+        denominators = memory.load_floats(vectors.denominators + 4 * at) if form != PLAIN else one
+        u = _contribution(new, kind, before, denominators, factors, form)
+        if vectors.residual:
+            u = floats.add(u, memory.load_floats(vectors.residual + 4 * at))
+        memory.store_floats(lost + 4 * at, u)
+    count = high - behind
+    if count:
+        new = widen_some_at(gradient + size * (behind - low), kind, count)
+        before = memory.load_some_floats(vectors.momentum + 4 * behind, count)
+        denominators = memory.load_some_floats(vectors.denominators + 4 * behind, count) if form != PLAIN else one
+        u = _contribution(new, kind, before, denominators, factors, form)
+        if vectors.residual:
+            u = floats.add(u, memory.load_some_floats(vectors.residual + 4 * behind, count))
+        memory.store_some_floats(lost + 4 * behind, u, count)
 
 
-@helper
+@inner
 def _contribution(
-    gradient: Bytes,
-    of_run: int,
+    new: floats.Vector,
     kind: int,
-    beta1: np.float32,
-    gain: np.float32,
-    divisor: np.float32,
+    before: floats.Vector,
+    denominators: floats.Vector,
+    factors: Factors,
     form: int,
-    momentum: Floats,
-    denominators: Floats,
-    at: int,
 ) -> floats.Vector:
-    """Sixteen elements, from number `of_run` of the gradient on, and `at` of the others."""
-    before = floats.load(momentum, at)
+    """u of sixteen elements, from their gradients and momentum."""
     if kind == NO_VALUES:
-        return floats.multiply(before, floats.broadcast(beta1))
-    new = widen(gradient, of_run, kind)
-    if divisor != 1.0:
-        new = floats.divide(new, floats.broadcast(divisor))
-    if form == DIVIDED:
-        new = floats.divide(new, floats.load(denominators, at))
-    change = floats.subtract(new, before)
-    if gain < 0.5:
-        u = floats.multiply_add(floats.broadcast(gain), change, before)
+        u = floats.multiply(before, floats.broadcast(factors.beta1))
     else:
-        u = floats.multiply_add(floats.broadcast(gain - np.float32(1.0)), change, new)
-    if form == MASKED:
-        magnitude = floats.absolute(floats.load(denominators, at))
-        finite = floats.below(magnitude, floats.broadcast(np.float32(np.inf)))
-        zero, one = floats.broadcast(np.float32(0.0)), floats.broadcast(np.float32(1.0))
-        u = floats.multiply(u, floats.select(finite, one, zero))
+        if factors.loss_scale != 1.0:
+            new = floats.divide(new, floats.broadcast(factors.loss_scale))
+        if form == DIVIDED:
+            new = floats.divide(new, denominators)
+        small = factors.gain < 0.5
+        weight = floats.broadcast(factors.gain if small else factors.gain - np.float32(1.0))
+        u = floats.multiply_add(weight, floats.subtract(new, before), before if small else new)
+        if form == MASKED:
+            finite = floats.below(floats.absolute(denominators), floats.broadcast(np.float32(np.inf)))
+            zero, one = floats.broadcast(np.float32(0.0)), floats.broadcast(np.float32(1.0))
+            u = floats.multiply(u, floats.select(finite, one, zero))
     return u
 
 
@@ -173,28 +163,55 @@ def encode_packed_payload(
     for block in range(blocks.first, blocks.last):
         start = start_of(part, block)
         stop = start + part.block_size
-        number = start // part.block_size
+        place = locate(whole, start // part.block_size, 1)
+        decode_block(state, place, 1, whole.row_bytes, 1, payload, 0, part.block_size, False)
         run = first_run(runs, start)
         while run < runs.shape[0] and runs[run, FIRST] < stop:
             low, high = max(runs[run, FIRST], start), min(runs[run, END], stop)
             kind = runs[run, KIND]
-            size = ELEMENT_BYTES[kind]
-            address = runs[run, ADDRESS] + (low - runs[run, FIRST]) * size
-            of_run = factors[run]
-            momentum_payload(
-                state,
-                whole,
-                Values(bytes_at(address, (high - low) * size), kind),
-                Preconditioner(codes[low:high], tables[run]),
-                payload[low - start : high - start],
-                Factors(of_run[_BETA1], of_run[_GAIN], of_run[_DIVISOR]),
-                low,
-                False,
-                Range(number, number + 1),
-            )
+            gradient = runs[run, ADDRESS] + (low - runs[run, FIRST]) * ELEMENT_BYTES[kind]
+            of_run = Factors(factors[run, _BETA1], factors[run, _GAIN], factors[run, _DIVISOR])
+            _follow(gradient, kind, of_run, codes, tables[run], low, payload[low - start : high - start])
             run += 1
         place = place_in_part(part, block, start)
         payload[place.valid :] = 0.0
         add_and_store(payload, residual.memory, residual.kind, start, payload)
         encode_block(payload, nothing, 0, packets, part.block_size, part.code_bits, place)
         store_rounded_block(payload, lost.memory, lost.kind, start)
+
+
+@helper
+def _follow(
+    gradient: int, kind: int, factors: Factors, codes: Bytes, table: Floats, first: int, payload: Floats
+) -> None:
+    """Turn u, in `payload`, into the next contribution; its codes are those from number `first` on."""
+    size, payload_at = ELEMENT_BYTES[kind], payload.ctypes.data
+    behind = payload.size // LANES * LANES
+    for i in range(0, behind, LANES):
+        factor, moving = integers.look_up(table, codes, first + i), integers.load_8_bits(codes, first + i)
+        u = _followed(
+            widen_at(gradient + size * i, kind), memory.load_floats(payload_at + 4 * i), factor, moving, factors
+        )
+        memory.store_floats(payload_at + 4 * i, u)
+    count = payload.size - behind
+    if count:
+        some_codes = some_of(codes, first + behind, 0, count, 1)
+        factor, moving = integers.look_up(table, some_codes, 0), integers.load_8_bits(some_codes, 0)
+        new = widen_some_at(gradient + size * behind, kind, count)
+        before = memory.load_some_floats(payload_at + 4 * behind, count)
+        u = _followed(new, before, factor, moving, factors)
+        memory.store_some_floats(payload_at + 4 * behind, u, count)
+
+
+@inner
+def _followed(
+    new: floats.Vector, before: floats.Vector, factor: floats.Vector, codes: integers.Integers, factors: Factors
+) -> floats.Vector:
+    """Sixteen elements, of which those move whose code is not 0."""
+    zero = floats.broadcast(np.float32(0.0))
+    moving = integers.below(integers.broadcast(np.uint32(0)), codes)
+    if factors.loss_scale != 1.0:
+        new = floats.divide(new, floats.broadcast(factors.loss_scale))
+    kept = floats.select(moving, floats.multiply(before, floats.broadcast(factors.beta1)), zero)
+    change = floats.multiply(floats.broadcast(factors.gain), new)
+    return floats.add(kept, floats.multiply(change, floats.select(moving, factor, zero)))
