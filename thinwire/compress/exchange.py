@@ -21,7 +21,6 @@ from thinwire.compress.packet import (
     raise_flag,
     write_headers,
 )
-from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 
@@ -142,7 +141,7 @@ class Exchange:
     @property
     def takes_encoder(self) -> bool:
         """Whether `start` can be given what encodes, since vectors leave as they are and the codec has kernels."""
-        return self.codec.name in CODE_BITS and self.worker_residual is not None
+        return self.codec.has_kernels and self.worker_residual is not None
 
     @property
     def payload(self) -> Tensor:
@@ -174,10 +173,16 @@ class Exchange:
         assert self._leg_1, "advance() follows start()"
         average = torch.empty(self.shard, device=self._device)
         for number, place in enumerate(self.parts):
-            self._average_part(number, self._leg_1.pop(0), average[place])
-            if adjust is not None:
+            received = self._receive(number, self._leg_1.pop(0))
+            send, valid = self._packets(1, place), self._valid_in(place)
+            before = None if self.owner_residual is None else self.owner_residual[place]
+            if adjust is None:
+                self.codec.average_and_encode(received, before, average[place], send, valid)
+            else:
+                self.codec.decode_mean(received, average[place], valid)
                 adjust(average[place], place)
-            self._leg_2.append(self._send_average(number, average[place], place))
+                self.codec.encode(average[place], before, send, valid)
+            self._leg_2.append(self._send_average(number, send, place))
         self._average = average
 
     def wait(self) -> None:
@@ -285,20 +290,17 @@ class Exchange:
         valid = self.numel - self.worker_place.start - place.start
         self.codec.encode(self._encoded.view(-1, self.shard)[:, place], before, packets, valid)
 
-    def _average_part(self, number: int, leg: Leg, average: Tensor) -> None:
-        """Wait for a part of leg 1, and write the mean of what came into `average`, fp32."""
+    def _receive(self, number: int, leg: Leg) -> Tensor:
+        """Wait for a part of leg 1, and return what came, uint8 [workers, packet_bytes]."""
         leg.work.wait()
         self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number, self._leg_1_senders))
-        self.codec.decode_mean(leg.received, average, self._valid_in(self.parts[number]))
+        return leg.received
 
-    def _send_average(self, number: int, average: Tensor, place: slice) -> Leg:
-        """Encode the average of a part, fp32, which becomes the new owner residual, and send it to every worker."""
-        not_finite = ~torch.isfinite(average.abs().max())
-        send, receive = self._packets(1, place), self._packets(self._comm.size, place)
-        before = None if self.owner_residual is None else self.owner_residual[place]
-        self.codec.encode(average, before, send, self._valid_in(place))
+    def _send_average(self, number: int, send: Tensor, place: slice) -> Leg:
+        """Send an encoded part of the own shard to every worker, flagged where it is not finite."""
+        receive = self._packets(self._comm.size, place)
         write_headers(send, replace(self._expected, part=number, flags=self._flags_to_pass_on()))
-        raise_flag(send, Flags.NON_FINITE, not_finite)
+        raise_flag(send, Flags.NON_FINITE, self.codec.not_finite(send))
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
 
     def _flags_to_pass_on(self) -> Flags:

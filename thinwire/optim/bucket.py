@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.compress import kernels
 from thinwire.compress.exchange import EncodePart, Exchange, Outcome
 from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags
@@ -272,7 +271,7 @@ class AlgorithmBucket:
     @property
     def moves_at_once(self) -> bool:
         """Whether `receive_and_move` can be called: something was sent, through kernels over whole buckets."""
-        return not self.stayed and self.exchange.codec.name in kernels.CODE_BITS and buckets.serves(self.device)
+        return not self.stayed and self.exchange.codec.has_kernels and buckets.serves(self.device)
 
     def receive_and_move(self, rule: MoveRule, weights: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
         """Do what `receive` and then the algorithm's `move` would, in a COMPRESSED step that sent something.
