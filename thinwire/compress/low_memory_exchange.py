@@ -41,9 +41,10 @@ class LowMemoryExchange(Exchange):
         self._next: Tensor | None = None
 
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
-        """See Exchange; the payload's memory goes, or becomes the residual."""
+        """See Exchange; the payload's memory goes, or becomes the residual. What `encode` loses goes to
+        `next_residual`."""
         assert self.worker_residual is not None
-        if self.worker_residual.dtype == torch.float32:
+        if self.worker_residual.dtype == torch.float32 and encode is None:
             self._next = self.payload
         else:
             self._next = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
@@ -51,6 +52,12 @@ class LowMemoryExchange(Exchange):
         self._payload = None
         if not self._reversible:
             self.worker_residual, self._next = self._next, None
+
+    @property
+    def next_residual(self) -> Tensor:
+        """What becomes the worker's residual with this step, in its dtype, from `start` to `commit`; it may be the
+        residual itself."""
+        return self._encoded
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""

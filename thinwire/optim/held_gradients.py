@@ -12,7 +12,7 @@ from thinwire.compress.kernels import buckets
 from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.zero import BucketLayout, Slot
 
-__all__ = ["HeldGradients", "segments_of"]
+__all__ = ["HeldGradients", "part_of", "segments_of"]
 
 
 class HeldGradients:
