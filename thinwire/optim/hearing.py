@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from thinwire.compress.exchange import Exchange, bring_headers
-from thinwire.optim.bucket import StepUnderWay
+from thinwire.optim.step_under_way import StepUnderWay
 from thinwire.zero.sharded_home import clip_of_norm
 
 __all__ = ["clip_by_sketch", "hear"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.optim import group_checkpoint
 from thinwire.optim.algorithm import Keep, Send
 from thinwire.optim.algorithm_home import check_may_leave_out
-from thinwire.optim.bucket import AlgorithmBucket, may_clip
+from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
@@ -27,6 +27,7 @@ from thinwire.optim.sharded.full_weights import FullWeights
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.low_memory_wire import LowMemoryWire
 from thinwire.optim.sharded.parameter_state import GroupState
+from thinwire.optim.step_under_way import may_clip
 from thinwire.zero import BucketLayout
 from thinwire.zero.bucket_state import StateOfBuckets
 from thinwire.zero.flat_bucket import FlatBucket

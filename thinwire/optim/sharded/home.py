@@ -14,7 +14,6 @@ from torch import Tensor
 from thinwire.compress.exchange import Exchange
 from thinwire.optim.algorithm import Algorithm, Clock
 from thinwire.optim.algorithm_home import AlgorithmHome
-from thinwire.optim.bucket import StepUnderWay
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.group_checkpoint import check_settings
@@ -23,6 +22,7 @@ from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.options import check_same_freeze
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.residuals import ranks_to_resume
+from thinwire.optim.step_under_way import StepUnderWay
 from thinwire.zero.host_reading import read_together
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_state import OneRankState
