@@ -122,6 +122,9 @@ class Relabelled(Codec):
     def decode_mean(self, *arguments):
         self.inner.decode_mean(*arguments)
 
+    def not_finite(self, packets):
+        return self.inner.not_finite(packets)
+
     def join(self, parts):
         return self.inner.join(parts)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.compress import kernels
+from thinwire.compress.kernels import buckets
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, HEADER_BYTES, CodecName, codec_packet_bytes
 from thinwire.zero import valid_in_shard
 
@@ -29,6 +30,7 @@ class Codec(ABC):
     name: CodecName
     identifier: int  # the codec byte of a packet's header
     block_size: int
+    has_kernels: ClassVar[bool] = False  # those of `kernels` and `kernels.buckets`
 
     @abstractmethod
     def packet_bytes(self, shard: int) -> int:
@@ -58,6 +60,23 @@ class Codec(ABC):
     def scale(self, packets: Tensor, factor: float) -> None:
         """Multiply all that `packets`, uint8 [rows, packet_bytes], decode to."""
 
+    def average_and_encode(
+        self, received: Tensor, residual: Tensor | None, average: Tensor, packets: Tensor, numel: int
+    ) -> None:
+        """Encode the mean of `received`, plus `residual`, and leave in `average`, fp32 [shard], what the codec lost.
+
+        received: uint8 [workers, packet_bytes]; packets: uint8 [1, packet_bytes].
+        """
+        self.decode_mean(received, average, numel)
+        self.encode(average, residual, packets, numel)
+
+    @abstractmethod
+    def not_finite(self, packets: Tensor) -> Tensor:
+        """Whether anything that `packets` carry is NaN or infinite: a bool scalar on their device.
+
+        Residuals are finite, so that what is encoded is not exactly where an average is not.
+        """
+
     @abstractmethod
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         """Average `packets`, uint8 [workers, packet_bytes], summed in row order, into `output`, fp32 [shard]."""
@@ -69,6 +88,8 @@ class Codec(ABC):
 
 class _BlockCodec(Codec):
     """A scale a block, then codes of a fixed number of bits: `sign1` and `int8`, on the kernels."""
+
+    has_kernels = True
 
     def __init__(self, name: Literal["sign1", "int8"], identifier: int, block_size: int) -> None:
         self.name = name
@@ -92,6 +113,20 @@ class _BlockCodec(Codec):
 
     def scale(self, packets: Tensor, factor: float) -> None:
         kernels.scales(self.name, packets, self.block_size).mul_(factor)
+
+    def average_and_encode(
+        self, received: Tensor, residual: Tensor | None, average: Tensor, packets: Tensor, numel: int
+    ) -> None:
+        if not buckets.serves(average.device):
+            super().average_and_encode(received, residual, average, packets, numel)
+            return
+        size = self.block_size
+        buckets.average_and_encode(
+            self.name, received, residual=residual, lost=average, packets=packets, numel=numel, block_size=size
+        )
+
+    def not_finite(self, packets: Tensor) -> Tensor:
+        return ~torch.isfinite(kernels.scales(self.name, packets, self.block_size).abs().max())
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         kernels.decode_mean(self.name, packets, output, numel, self.block_size)
@@ -149,6 +184,9 @@ class _CastCodec(Codec):
 
     def scale(self, packets: Tensor, factor: float) -> None:
         self._values(packets).mul_(factor)
+
+    def not_finite(self, packets: Tensor) -> Tensor:
+        return ~torch.isfinite(self._values(packets).abs().max())
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         values = self._values(packets, output.numel())

@@ -24,10 +24,13 @@ from thinwire.compress.packet import (
 from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 
-__all__ = ["Adjust", "Division", "Exchange", "Headers", "Leg", "Outcome"]
+__all__ = ["Adjust", "Division", "EncodePart", "Exchange", "Headers", "Leg", "Outcome"]
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
+
+EncodePart = Callable[[slice, Tensor], None]
+"""Encodes a part of every shard into packets, and leaves what was lost where `payload` is."""
 
 
 @dataclass(frozen=True)
@@ -136,21 +139,28 @@ class Exchange:
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
     @property
+    def takes_encoder(self) -> bool:
+        """Whether `start` can be given what encodes, since vectors leave as they are and the codec has kernels."""
+        return self.codec.has_kernels and self.worker_residual is not None
+
+    @property
     def payload(self) -> Tensor:
         """What to average, fp32 [padded_numel]: write it before `start`. New memory holds zeros."""
         if self._payload is None:
             self._payload = torch.zeros(self.padded_numel, device=self._device)
         return self._payload
 
-    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
         """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual.
 
-        `settings`: a digest of what must be alike on every rank.
+        `settings`: a digest of what must be alike on every rank. `encode`: what makes and encodes the payload part by
+        part, residual included, where `takes_encoder` holds; then nobody has written it before.
         """
+        encode = self._encode_part if encode is None else encode
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            self._encode_part(place, send)
+            encode(place, send)
             write_headers(send, replace(self._expected, part=number, flags=flags))
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))
@@ -163,10 +173,16 @@ class Exchange:
         assert self._leg_1, "advance() follows start()"
         average = torch.empty(self.shard, device=self._device)
         for number, place in enumerate(self.parts):
-            self._average_part(number, self._leg_1.pop(0), average[place])
-            if adjust is not None:
+            received = self._receive(number, self._leg_1.pop(0))
+            send, valid = self._packets(1, place), self._valid_in(place)
+            before = None if self.owner_residual is None else self.owner_residual[place]
+            if adjust is None:
+                self.codec.average_and_encode(received, before, average[place], send, valid)
+            else:
+                self.codec.decode_mean(received, average[place], valid)
                 adjust(average[place], place)
-            self._leg_2.append(self._send_average(number, average[place], place))
+                self.codec.encode(average[place], before, send, valid)
+            self._leg_2.append(self._send_average(number, send, place))
         self._average = average
 
     def wait(self) -> None:
@@ -201,10 +217,14 @@ class Exchange:
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""
-        assert self._leg_2, "read() follows wait()"
         shards = output.view(-1, self.shard)
+        self.read_parts(lambda place, packets: self.codec.decode(packets, shards[:, place], self.numel - place.start))
+
+    def read_parts(self, decode: Callable[[slice, Tensor], None]) -> None:
+        """Give each part of every shard, and the packets that leg 2 brought for it, to `decode`."""
+        assert self._leg_2, "read() follows wait()"
         for place, leg in zip(self.parts, self._leg_2, strict=True):
-            self.codec.decode(leg.received, shards[:, place], self.numel - place.start)
+            decode(place, leg.received)
         self._leg_2 = []
 
     def commit(self) -> None:
@@ -270,20 +290,17 @@ class Exchange:
         valid = self.numel - self.worker_place.start - place.start
         self.codec.encode(self._encoded.view(-1, self.shard)[:, place], before, packets, valid)
 
-    def _average_part(self, number: int, leg: Leg, average: Tensor) -> None:
-        """Wait for a part of leg 1, and write the mean of what came into `average`, fp32."""
+    def _receive(self, number: int, leg: Leg) -> Tensor:
+        """Wait for a part of leg 1, and return what came, uint8 [workers, packet_bytes]."""
         leg.work.wait()
         self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number, self._leg_1_senders))
-        self.codec.decode_mean(leg.received, average, self._valid_in(self.parts[number]))
+        return leg.received
 
-    def _send_average(self, number: int, average: Tensor, place: slice) -> Leg:
-        """Encode the average of a part, fp32, which becomes the new owner residual, and send it to every worker."""
-        not_finite = ~torch.isfinite(average.abs().max())
-        send, receive = self._packets(1, place), self._packets(self._comm.size, place)
-        before = None if self.owner_residual is None else self.owner_residual[place]
-        self.codec.encode(average, before, send, self._valid_in(place))
+    def _send_average(self, number: int, send: Tensor, place: slice) -> Leg:
+        """Send an encoded part of the own shard to every worker, flagged where it is not finite."""
+        receive = self._packets(self._comm.size, place)
         write_headers(send, replace(self._expected, part=number, flags=self._flags_to_pass_on()))
-        raise_flag(send, Flags.NON_FINITE, not_finite)
+        raise_flag(send, Flags.NON_FINITE, self.codec.not_finite(send))
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
 
     def _flags_to_pass_on(self) -> Flags:

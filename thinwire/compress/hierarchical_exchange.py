@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Adjust, Division, Exchange, Headers, Leg
+from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Headers, Leg
 from thinwire.compress.packet import HEADER_BYTES, Flags, PacketError, SettingsError, write_headers
 
 __all__ = ["HierarchicalExchange", "make_exchange"]
@@ -63,8 +63,11 @@ class HierarchicalExchange(Exchange):
         self._sum: Tensor | None = None
         self._passed_on = 0
 
-    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
+    takes_encoder = False  # what leaves is the node's sum
+
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
         """Add up inside the node, and start leg 1 between nodes."""
+        assert encode is None, "what is encoded is the node's sum"
         links = self._links
         mine = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         self._expect(step, settings)

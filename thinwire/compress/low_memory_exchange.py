@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.packet import Flags
 
 __all__ = ["LowMemoryExchange"]
@@ -40,17 +40,24 @@ class LowMemoryExchange(Exchange):
         self._reversible = reversible
         self._next: Tensor | None = None
 
-    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0) -> None:
-        """See Exchange; the payload's memory goes, or becomes the residual."""
+    def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
+        """See Exchange; the payload's memory goes, or becomes the residual. What `encode` loses goes to
+        `next_residual`."""
         assert self.worker_residual is not None
-        if self.worker_residual.dtype == torch.float32:
+        if self.worker_residual.dtype == torch.float32 and encode is None:
             self._next = self.payload
         else:
             self._next = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
-        super().start(step, flags, settings)
+        super().start(step, flags, settings, encode)
         self._payload = None
         if not self._reversible:
             self.worker_residual, self._next = self._next, None
+
+    @property
+    def next_residual(self) -> Tensor:
+        """What becomes the worker's residual with this step, in its dtype, from `start` to `commit`; it may be the
+        residual itself."""
+        return self._encoded
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.optim.members import Contribution, Members
 
 __all__ = ["Agreement", "Algorithm", "Clock", "Keep", "Linear", "Send"]
@@ -108,6 +109,12 @@ class Algorithm(ABC):
 
     settings_class: ClassVar[type[AdamSettings]] = AdamSettings
 
+    payload_rule: PayloadRule | None = None
+    """What `payload` writes in COMPRESSED steps, where one kernel can do it; None for a payload of its own."""
+
+    move_rule: MoveRule | None = None
+    """What `absorb_compressed` and `move` do in COMPRESSED steps, where one kernel can do it."""
+
     def next_send(self, clock: Clock) -> Send:
         """What the step after `clock.steps` sends."""
         return Send.COMPRESSED if clock.frozen else Send.EXACT
@@ -154,6 +161,11 @@ class Algorithm(ABC):
     @abstractmethod
     def move(self, groups: Sequence[Members], clock: Clock) -> None:
         """Move `weights` by the state, or by what absorbing has left in `averages`."""
+
+    def rates(self, parameter: int, settings: AdamSettings, clock: Clock) -> tuple[float, float]:
+        """What u, that came back, is multiplied by to move a parameter, and what decay leaves of its weights; the step
+        is counted. For those with a `move_rule`, and `Linear` ones."""
+        raise NotImplementedError
 
     # Local steps
 
@@ -207,10 +219,6 @@ class Linear(Algorithm):
 
     There u is what everybody decoded, kept as signs, and 1 / (√v̂ + ε) is a constant that owners publish in 8 bits.
     """
-
-    @abstractmethod
-    def rates(self, parameter: int, settings: AdamSettings, clock: Clock) -> tuple[float, float]:
-        """What u is multiplied by to move a parameter, and what decay leaves of its weights; the step is counted."""
 
     def scale_momenta(self, groups: Sequence[Members], agree: Agreement) -> None:
         """Give u, in `exp_avg`, another scale for each parameter at the freeze."""

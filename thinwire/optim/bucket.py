@@ -3,96 +3,24 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.exchange import Exchange, Outcome
+from thinwire.compress.exchange import EncodePart, Exchange, Outcome
+from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
 from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.held_gradients import HeldGradients
+from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.optim.members import Contribution
+from thinwire.optim.step_under_way import Exchanges, Parameters, StepUnderWay
 from thinwire.zero import BucketLayout, Slot
-from thinwire.zero.norm_sketch import NormSketch
-from thinwire.zero.rank_checks import settings_digest
 
-__all__ = ["AlgorithmBucket", "Exchanges", "Parameters", "StepUnderWay", "place_of"]
-
-
-class Exchanges(Protocol):
-    """Makes what a bucket goes through."""
-
-    ranks: int
-
-    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """An exact average."""
-
-    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """One through the codec, with error feedback."""
-
-
-class Parameters(Protocol):
-    """An optimizer's parameters by number, with their groups."""
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        """By number."""
-
-    def group_number(self, index: int) -> int:
-        """Which parameter group one is in."""
-
-    def settings(self, group: int) -> AdamSettings:
-        """The hyperparameters of a parameter group now."""
-
-    def mask(self, group: int) -> Tensor | None:
-        """A parameter group's `exp_avg_mask`, if it has one."""
-
-    def describe(self, index: int) -> str:
-        """How an error message calls a parameter."""
-
-
-@dataclass
-class StepUnderWay:
-    """What every bucket of a step shares.
-
-    `number`: of steps that were sent. `loss_scale`: what gradients are taken to be times. `sketch`: where gradients are
-    counted whose averaged norm is wanted before leg 2. `clip`: what they are multiplied by because of it. `unplaced`:
-    whether a trainable parameter lies in no bucket yet. `divide_first`: what gradients that are averaged exactly are
-    divided by before they leave. `settings_sent`: by parameter group, those that payloads depend
-    on. `frees_gradients`: let each gradient go once it is in the payload, so that it cannot be sent again. `groups`:
-    the parameter groups.
-    """
-
-    groups: Sequence[Mapping[str, Any]]
-    unplaced: Callable[[], bool] = lambda: False
-    number: int = 0
-    divide_first: float = 1.0
-    loss_scale: float = 1.0
-    sketch: NormSketch | None = None
-    clip: float = 1.0
-    settings_sent: dict[int, AdamSettings] = field(default_factory=dict)
-    frees_gradients: bool = False
-    _digest: int | None = None
-
-    def begin(self) -> None:
-        """Forget what the last step has found and sent."""
-        self.clip = 1.0
-        self.begin_sending()
-
-    def begin_sending(self) -> None:
-        """Forget what was sent."""
-        self.settings_sent = {}
-        self._digest = None
-
-    @property
-    def settings(self) -> int:
-        """A digest of the hyperparameters as they are when the first bucket leaves, which all others send too."""
-        if self._digest is None:
-            self._digest = settings_digest(self.groups, self.number)
-        return self._digest
+__all__ = ["AlgorithmBucket", "place_of"]
 
 
 class AlgorithmBucket:
@@ -140,6 +68,7 @@ class AlgorithmBucket:
         self._new_state = new_state
         self._shards_state = shards_state
         self._incomplete = False
+        self._held = HeldGradients(layout)
         self._exact: Exchange | None = None
         self._compressed: Exchange | None = None
         self.begin()
@@ -233,17 +162,20 @@ class AlgorithmBucket:
     def take(self, slot: Slot, parameter: Tensor) -> None:
         """Write what a parameter contributes into the payload."""
         assert parameter.grad is not None
-        gradient = parameter.grad.reshape(-1)
         if self._step.sketch is not None:
-            self._step.sketch.add(gradient, slot.parameter)
-        self._write_payload(slot, gradient)
+            self._step.sketch.add(parameter.grad.reshape(-1), slot.parameter)
+        if self._rule is None:
+            self._write_payload(slot, parameter.grad.reshape(-1))
+        else:
+            self._held.take(slot, parameter.grad)
         if self._step.frees_gradients:
             parameter.grad = None
 
     @torch.no_grad()
     def leave_out(self, slot: Slot, expected: bool) -> None:
         """Count a parameter that has no gradient on this rank as zero; `expected`: nor on any other."""
-        self._write_payload(slot, None)
+        if self._rule is None:
+            self._write_payload(slot, None)
         self._incomplete |= not expected
 
     def stay(self) -> None:
@@ -256,7 +188,10 @@ class AlgorithmBucket:
             flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
             if self._step.unplaced():
                 flags |= Flags.UNPLACED
-            self.exchange.start(self._step.number, flags, self._step.settings)
+            rule = self._rule
+            encode = None if rule is None else self._encoder(rule)
+            self.exchange.start(self._step.number, flags, self._step.settings, encode)
+            self._held.release()
 
     def advance(self) -> None:
         """Average what leg 1 brought, clip it, and start leg 2; nothing in a local step."""
@@ -282,6 +217,7 @@ class AlgorithmBucket:
     def end_step(self) -> None:
         """Forget what this step brought, and was not applied."""
         self.stayed = self._has_average = self._rewritten = False
+        self._held.release()
         self._incomplete = False
         if self._compressed is not None:
             self._compressed.revert()
@@ -332,6 +268,26 @@ class AlgorithmBucket:
             output.masked_fill_(self.zero_variance, 0.0)
             self.exchange.hold_zero(self.zero_variance)
 
+    @property
+    def moves_at_once(self) -> bool:
+        """Whether `receive_and_move` can be called: something was sent, through kernels over whole buckets."""
+        return not self.stayed and self.exchange.codec.has_kernels and buckets.serves(self.device)
+
+    def receive_and_move(self, rule: MoveRule, weights: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Do what `receive` and then the algorithm's `move` would, in a COMPRESSED step that sent something.
+
+        `weights`: of each slot, fp32, and the replica that is rounded from it, where there are any.
+        """
+        assert self._algorithm.received_as is not None
+        exchange = self.exchange
+        exchange.commit()
+        rates = [self._algorithm.rates(number, settings, self._clock) for number, settings in self._settings()]
+        output, holds = self.state[self._algorithm.received_as], self.zero_variance is not None
+        decode = self._held.mover(exchange, rule, output, self.state[rule.denominators], holds, weights, rates)
+        exchange.read_parts(decode)
+        if self.zero_variance is not None:
+            exchange.hold_zero(self.zero_variance)
+
     def clip_own(self, clip: float) -> None:
         """Shrink what this rank's gradient adds to a local step to `clip` times as much."""
         torch.lerp(self._payload_of_zeros(), self.exchange.payload, clip, out=self.exchange.payload)
@@ -341,6 +297,26 @@ class AlgorithmBucket:
         return bool(torch.isfinite(self.exchange.payload.abs().max()))
 
     # Parts
+
+    @property
+    def _rule(self) -> PayloadRule | None:
+        """How this step's payload is made for the whole bucket at once; None where it is parameter by parameter."""
+        rule = self._algorithm.payload_rule
+        if rule is None or self.send is not Send.COMPRESSED or not buckets.serves(self.device):
+            return None
+        return rule if self.compressed.takes_encoder else None
+
+    def _settings(self) -> list[tuple[int, AdamSettings]]:
+        """Each parameter's number, and its hyperparameters now."""
+        groups = [self._parameters.group_number(slot.parameter) for slot in self.layout.slots]
+        of_group = {group: self._parameters.settings(group) for group in set(groups)}
+        return [(slot.parameter, of_group[group]) for slot, group in zip(self.layout.slots, groups, strict=True)]
+
+    def _encoder(self, rule: PayloadRule) -> EncodePart:
+        scaled, settings = self._step.loss_scale, self._settings()
+        beta1 = [one.beta1 for _, one in settings]
+        divisors = [scaled / self._algorithm.scale(number) for number, _ in settings]
+        return self._held.encoder(self.compressed, rule, self.state, beta1, divisors)
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         out = self.exchange.payload[place_of(slot)]

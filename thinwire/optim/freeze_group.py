@@ -10,12 +10,13 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Send
-from thinwire.optim.bucket import AlgorithmBucket, Parameters, place_of
+from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.formulas import AdamSettings, variance_norm
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.group_weights import GroupWeights, slots_with_elements
 from thinwire.optim.members import Members
 from thinwire.optim.options import check_same_freeze
+from thinwire.optim.step_under_way import Parameters
 
 __all__ = ["FreezeGroup"]
 
@@ -122,6 +123,8 @@ class FreezeGroup:
     def _compressed_step(self, send: Send) -> None:
         if send is Send.SYNC:
             self._count_local()
+        elif self._receive_and_move():
+            return
         for bucket in self.buckets:
             bucket.receive()
         everyone = self.weights.members()
@@ -130,6 +133,20 @@ class FreezeGroup:
         self._move(trained)
         if send is Send.SYNC:
             self._end_sync()
+
+    def _receive_and_move(self) -> bool:
+        """Do all of a compressed step bucket by bucket in one pass each, if the algorithm and the weights allow it."""
+        rule = self.algorithm.move_rule
+        if rule is None or not all(bucket.moves_at_once for bucket in self.buckets):
+            return False
+        weights = [self.weights.to_move(bucket) for bucket in self.buckets]
+        if any(of_bucket is None for of_bucket in weights):
+            return False
+        for bucket, of_bucket in zip(self.buckets, weights, strict=True):
+            assert of_bucket is not None
+            bucket.receive_and_move(rule, of_bucket)
+            self.weights.moved(bucket)
+        return True
 
     def _local_step(self) -> None:
         finite = self._own_is_finite()

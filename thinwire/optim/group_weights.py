@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from thinwire.optim.algorithm import Algorithm, Clock
-from thinwire.optim.bucket import AlgorithmBucket, Parameters
+from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.members import Members, MembersByGroup
+from thinwire.optim.step_under_way import Parameters
 from thinwire.zero import Slot
 from thinwire.zero.flat_bucket import Run
 
@@ -64,6 +65,14 @@ class GroupWeights(ABC):
     @abstractmethod
     def change(self, change: Change, groups: Sequence[Members], steps: int) -> None:
         """Have the common weights of `groups` changed, the same bits on every rank, after so many steps."""
+
+    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]] | None:
+        """The weights of each slot that trains, fp32, whole and contiguous, and the 16-bit replica that shows them;
+        None where they do not lie like that."""
+        return None
+
+    def moved(self, bucket: AlgorithmBucket) -> None:
+        """Note that weights of `to_move`, and the replicas, were changed together."""
 
     @abstractmethod
     def show_common(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Keep
 from thinwire.optim.formulas import decay
 from thinwire.optim.home_options import HomeKeywords
+from thinwire.optim.linear_rules import PayloadRule
 from thinwire.optim.members import Contribution, Members
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import check_group
@@ -29,6 +30,7 @@ class Lion(Algorithm):
 
     state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK}
     freezes = False
+    payload_rule = PayloadRule("plain", "exp_avg", None)
 
     def payload(self, gradient: Tensor | None, own: Contribution, clock: Clock, out: Tensor) -> None:
         """c_i = β₁ m + (1 - β₁) g_i."""

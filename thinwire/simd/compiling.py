@@ -17,7 +17,7 @@ from llvmlite import binding
 
 from thinwire.simd.announcing import announce_compiling
 
-__all__ = ["helper", "kernel", "source_files"]
+__all__ = ["helper", "inner", "kernel", "source_files"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -75,6 +75,11 @@ def _cache_key(module: str) -> str:
 def helper(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Compile a function that only kernels call."""
     return cast("Callable[_Parameters, _Result]", numba.njit(nogil=True)(function))
+
+
+def inner(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Compile a function that stands in an inner loop, in whose place its code is put however long it is."""
+    return cast("Callable[_Parameters, _Result]", numba.njit(nogil=True, forceinline=True)(function))
 
 
 def kernel(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:

@@ -20,6 +20,7 @@ from thinwire.optim.formulas import (
     track_moments,
     warmup_update,
 )
+from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.optim.members import Contribution, Members
 
 __all__ = ["Adam", "Compressed"]
@@ -39,6 +40,9 @@ class Adam(Linear):
 
     def __init__(self, compressed: Compressed) -> None:
         self._compressed = compressed
+        divides = compressed == "update"
+        self.payload_rule = PayloadRule("divided" if divides else "masked", "exp_avg", "denominator")
+        self.move_rule = MoveRule("plain" if divides else "divided", "denominator")
 
     def payload(self, gradient: Tensor | None, own: Contribution, clock: Clock, out: Tensor) -> None:
         """m_i = β₁ m + (1 - β₁) g_i, divided by √v̂ + ε where updates are compressed."""

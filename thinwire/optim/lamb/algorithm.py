@@ -33,6 +33,7 @@ class Lamb(Adam):
 
     def __init__(self, compressed: Compressed) -> None:
         super().__init__(compressed)
+        self.move_rule = None  # norms of the updates come first
         self.coefficients: dict[int, float] = {}
         self._layers: dict[int, Layer] = {}
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.optim.algorithm import Algorithm, Clock, Send
-from thinwire.optim.bucket import AlgorithmBucket, StepUnderWay
+from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.weights import RankZeros, ReplicatedWeights
 from thinwire.optim.replicated.wire import Wire
+from thinwire.optim.step_under_way import StepUnderWay
 from thinwire.zero import BucketLayout, bucket_numel, partition
 
 __all__ = ["FreezeGroups"]

@@ -38,6 +38,28 @@ class ReplicatedWeights(GroupWeights):
         """See GroupWeights."""
         change(groups)
 
+    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]] | None:
+        """See GroupWeights."""
+        found: list[tuple[Tensor | None, Tensor | None]] = []
+        for slot in bucket.layout.slots:
+            parameter = self._table.parameters[slot.parameter]
+            if not parameter.requires_grad:
+                found.append((None, None))
+                continue
+            weight = self._table.weight(slot.parameter)
+            replica = None if weight is parameter else parameter
+            if not (weight.is_contiguous() and parameter.is_contiguous()):
+                return None
+            if replica is not None and replica.dtype not in (torch.bfloat16, torch.float16):
+                return None
+            found.append((weight, replica))
+        return found
+
+    def moved(self, bucket: AlgorithmBucket) -> None:
+        """See GroupWeights."""
+        for slot in bucket.layout.slots:
+            self._table.accept(slot.parameter)
+
     def show_common(self) -> None:
         """See GroupWeights."""
         for bucket in self._buckets:

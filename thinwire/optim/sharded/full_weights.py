@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.algorithm import Algorithm, Clock, Keep
-from thinwire.optim.bucket import AlgorithmBucket, Parameters, place_of
+from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements
 from thinwire.optim.members import Members, MembersByGroup
 from thinwire.optim.sharded.common_weights import CommonWeights
+from thinwire.optim.step_under_way import Parameters
 from thinwire.zero import Slot
 from thinwire.zero.flat_bucket import Run
 

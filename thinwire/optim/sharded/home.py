@@ -13,7 +13,6 @@ from torch import Tensor
 
 from thinwire.optim.algorithm import Algorithm, Clock
 from thinwire.optim.algorithm_home import AlgorithmHome
-from thinwire.optim.bucket import StepUnderWay
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.group_checkpoint import check_settings
@@ -21,6 +20,7 @@ from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.options import check_same_freeze
 from thinwire.optim.recipe import Recipe
 from thinwire.optim.residuals import ranks_to_resume
+from thinwire.optim.step_under_way import StepUnderWay
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.saved_slices import SliceSource

@@ -11,15 +11,17 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress import kernels
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Outcome
+from thinwire.compress.exchange import EncodePart, Outcome
+from thinwire.compress.kernels import buckets
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Clock, Linear
-from thinwire.optim.bucket import StepUnderWay
 from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.held_gradients import part_of, segments_of
 from thinwire.optim.members import MembersByGroup
 from thinwire.optim.sharded.packing import FrozenState
 from thinwire.optim.sharded.preconditioner import table
+from thinwire.optim.step_under_way import StepUnderWay
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.flat_bucket import Run
 from thinwire.zero.master_weights import MasterWeights
@@ -62,8 +64,11 @@ class PackedBucket:
         self._clock = clock
         self._step = step
         self._settings = settings
-        tables = table(self.ranges[:, 0], self.ranges[:, 1])
-        self._table_of = {slot.parameter: values for slot, values in zip(self.layout.slots, tables, strict=True)}
+        self._tables = table(self.ranges[:, 0], self.ranges[:, 1])
+        self._table_of = {slot.parameter: one for slot, one in zip(self.layout.slots, self._tables, strict=True)}
+        self._segments = segments_of(self.layout)
+        self._at_once = buckets.serves(bucket.flat.device)
+        self._gradients: dict[int, Tensor] = {}  # held until all are there, where one kernel serves them all
         self._has_zero_variance = bool((self.codes == 0)[: self.layout.numel].any())
         self.exchange = LowMemoryExchange(
             comm,
@@ -93,13 +98,17 @@ class PackedBucket:
         gradient = parameter.grad.contiguous().view(-1)
         if self._step.sketch is not None:
             self._step.sketch.add(gradient, slot.parameter)
-        self._write_payload(slot, gradient)
+        if self._at_once:
+            self._gradients[slot.parameter] = gradient
+        else:
+            self._write_payload(slot, gradient)
         if self._step.frees_gradients:
             parameter.grad = None
 
     def leave_out(self, slot: Slot, expected: bool) -> None:
         """Count a parameter that has no gradient on this rank as zero; `expected`: nor on any other."""
-        self._write_payload(slot, None)
+        if not self._at_once:
+            self._write_payload(slot, None)
         self._incomplete |= not expected
 
     @property
@@ -114,7 +123,8 @@ class PackedBucket:
     def start(self) -> None:
         """Leg 1."""
         flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
-        self.exchange.start(self._clock.steps, flags, self._step.settings)
+        self.exchange.start(self._clock.steps, flags, self._step.settings, self._encoder() if self._at_once else None)
+        self._gradients = {}
         self._incomplete = False
 
     def advance(self) -> None:
@@ -142,6 +152,7 @@ class PackedBucket:
         """Forget a step that was not applied."""
         self.exchange.revert()
         self._stayed = False
+        self._gradients = {}
 
     # What a step does; the clock counts it already
 
@@ -186,8 +197,14 @@ class PackedBucket:
         """Move master weights and replica by u; `seed` of the replica's stochastic rounding."""
         if self._masters.separate:
             first = self._comm.rank * self.layout.shard
-            self._apply_signs(self._masters.weights, self._masters.runs, first, seed=0)
-        self._apply_signs(self.bucket.flat, self.bucket.runs(0, self.layout.numel), 0, seed)
+            if self._at_once and self._masters.weights.device == self.momentum.device:
+                self._move_at_once(self._masters.weights, first, seed=0)
+            else:
+                self._apply_signs(self._masters.weights, self._masters.runs, first, seed=0)
+        if self._at_once:
+            self._move_at_once(self.bucket.flat[: self.layout.numel], 0, seed)
+        else:
+            self._apply_signs(self.bucket.flat, self.bucket.runs(0, self.layout.numel), 0, seed)
 
     def own_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard]."""
@@ -198,6 +215,53 @@ class PackedBucket:
         return values
 
     # Parts
+
+    def _packed_state(self) -> buckets.PackedState:
+        layout = self.layout
+        return buckets.PackedState(self.momentum, self.codes, layout.shard, layout.numel, layout.block_size)
+
+    def _encoder(self) -> EncodePart:
+        """What makes and encodes a part of the payload."""
+        numbers = [slot.parameter for slot in self.layout.slots]
+        gradients = [self._gradients.get(number) for number in numbers]
+        beta1 = [self._settings(number).beta1 for number in numbers]
+        divisors = [self._step.loss_scale / self._algorithm.scale(number) for number in numbers]
+        state = self._packed_state()
+
+        def encode(place: slice, packets: Tensor) -> None:
+            assert self.exchange.worker_residual is not None
+            buckets.encode_packed_payload(
+                state,
+                self._segments,
+                gradients,
+                beta1,
+                divisors,
+                tables=self._tables,
+                residual=self.exchange.worker_residual,
+                lost=self.exchange.next_residual,
+                packets=packets,
+                part=part_of(self.exchange, place),
+            )
+
+        return encode
+
+    def _move_at_once(self, weights: Tensor, first: int, seed: int) -> None:
+        """Move `weights`, which begin at element `first` of the bucket, by this step's u."""
+        moves = [parameter.requires_grad and bool(slot.numel) for slot, parameter in self.bucket.members()]
+        rates = [
+            self._algorithm.rates(slot.parameter, self._settings(slot.parameter), self._clock) if moved else (0.0, 1.0)
+            for slot, moved in zip(self.layout.slots, moves, strict=True)
+        ]
+        buckets.move_packed(
+            self._packed_state(),
+            self._segments,
+            weights=weights,
+            first=first,
+            moves=moves,
+            rates=[rate for rate, _ in rates],
+            decays=[decay for _, decay in rates],
+            seed=seed,
+        )
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         place = slice(slot.offset, slot.offset + slot.numel)

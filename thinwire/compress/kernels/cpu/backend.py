@@ -23,11 +23,14 @@ from thinwire.simd.workers import Workers
 
 __all__ = [
     "apply_signs",
+    "array",
     "check_headers",
     "decode",
     "encode",
     "momentum_payload",
+    "share_blocks",
     "store_rounded",
+    "values",
     "write_headers",
 ]
 
@@ -47,13 +50,13 @@ _STREAM_ALIGNMENT = 64
 def encode(call: Encode) -> None:
     """Encode payload + residual; see `thinwire.compress.kernels.encode` and `encode_rounded`."""
     kernel = encoding.encode if call.new_residual is None else encoding.encode_rounded
-    arguments = [(_array(run.payload), *_residuals(run), *_packets(run, run.numel)) for run in call.runs()]
+    arguments = [(array(run.payload), *_residuals(run), *_packets(run, run.numel)) for run in call.runs()]
     _over_runs(kernel, arguments, call.payload.numel(), call.block_size)
 
 
 def _residuals(run: Encode) -> tuple[NDArray[Any], ...]:
     if run.new_residual is None:
-        return (_NO_FLOATS if run.residual is None else _array(run.residual),)
+        return (_NO_FLOATS if run.residual is None else array(run.residual),)
     return _NO_BYTES if run.residual is None else _byte_array(run.residual), _byte_array(run.new_residual)
 
 
@@ -61,7 +64,7 @@ def decode(call: Decode) -> None:
     """Decode every row, or average the rows; see `thinwire.compress.kernels.decode` and `decode_mean`."""
     runs, numel = list(call.runs()), call.output.numel()
     streaming = numel >= _STREAM_ELEMENTS and all(run.output.data_ptr() % _STREAM_ALIGNMENT == 0 for run in runs)
-    arguments = [(*_packets(run, run.numel), _array(run.output), run.averaged, streaming) for run in runs]
+    arguments = [(*_packets(run, run.numel), array(run.output), run.averaged, streaming) for run in runs]
     _over_runs(decoding.decode, arguments, numel, call.block_size)
 
 
@@ -72,9 +75,9 @@ def momentum_payload(call: MomentumPayload) -> None:
     aligned = (payload.data_ptr() - payload.element_size() * first) % _STREAM_ALIGNMENT == 0
     arguments = (
         *_packets(call, call.payload.numel()),
-        Values(_NO_BYTES, NO_VALUES) if call.gradient is None else _values(call.gradient),
-        momentum.Preconditioner(_array(call.codes), _array(call.table)),
-        _array(payload),
+        Values(_NO_BYTES, NO_VALUES) if call.gradient is None else values(call.gradient),
+        momentum.Preconditioner(array(call.codes), array(call.table)),
+        array(payload),
         momentum.Factors(np.float32(call.beta1), np.float32(1.0 - call.beta1), np.float32(call.loss_scale)),
         first,
         aligned and payload.numel() >= _STREAM_ELEMENTS,
@@ -86,29 +89,30 @@ def apply_signs(call: ApplySigns) -> None:
     """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
     step = momentum.Step(np.float32(call.lr), np.float32(call.decay), *_keys(call.seed))
     packets = _packets(call, call.weights.numel())
-    arguments = *packets, _values(call.weights), _array(call.codes), step, call.first
+    arguments = *packets, values(call.weights), array(call.codes), step, call.first
     _over_elements(momentum.apply_signs, arguments, call.first, call.weights.numel(), call.block_size)
 
 
 def store_rounded(call: StoreRounded) -> None:
     """Rounding at random; see `thinwire.compress.kernels.rounding.store_rounded`."""
-    arguments = _values(call.weights), _array(call.values), *_keys(call.seed)
+    arguments = values(call.weights), array(call.values), *_keys(call.seed)
     numel = call.values.numel()
 
     def work(first: int, last: int) -> None:
         elements = Range(first * _ROUNDED_BLOCK, min(last * _ROUNDED_BLOCK, numel))
         rounding.store_rounded(*arguments, elements)
 
-    _share(work, -(-numel // _ROUNDED_BLOCK), _ROUNDED_BLOCK)
+    share_blocks(work, -(-numel // _ROUNDED_BLOCK), _ROUNDED_BLOCK)
 
 
 def _packets(call: PacketCall, numel: int) -> tuple[NDArray[Any], Layout]:
     row_blocks = call.shard // call.block_size
     layout = Layout(CODE_BITS[call.codec], call.block_size, row_blocks, call.packets.size(1), numel)
-    return _array(call.packets).reshape(-1), layout
+    return array(call.packets).reshape(-1), layout
 
 
-def _values(tensor: Tensor) -> Values:
+def values(tensor: Tensor) -> Values:
+    """A contiguous tensor of floats of any width, as the loops take it."""
     return Values(_byte_array(tensor), FORMATS[tensor.dtype])
 
 
@@ -118,10 +122,11 @@ def _keys(seed: int) -> tuple[np.uint32, np.uint32]:
 
 
 def _byte_array(tensor: Tensor) -> NDArray[Any]:
-    return _array(tensor.detach().view(torch.uint8))
+    return array(tensor.detach().view(torch.uint8))
 
 
-def _array(tensor: Tensor) -> NDArray[Any]:
+def array(tensor: Tensor) -> NDArray[Any]:
+    """The tensor's own memory."""
     return tensor.detach().numpy()
 
 
@@ -135,7 +140,7 @@ def _over_runs(kernel: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
             begin = run * run_blocks
             kernel(*arguments[run], Range(max(first - begin, 0), min(last - begin, run_blocks)))
 
-    _share(work, numel // block_size, block_size)
+    share_blocks(work, numel // block_size, block_size)
 
 
 def _over_elements(
@@ -145,10 +150,10 @@ def _over_elements(
     if not numel:
         return
     begin, end = first // block_size, -(-(first + numel) // block_size)
-    _share(lambda low, high: kernel(*arguments, Range(begin + low, begin + high)), end - begin, block_size)
+    share_blocks(lambda low, high: kernel(*arguments, Range(begin + low, begin + high)), end - begin, block_size)
 
 
-def _share(work: Callable[[int, int], None], blocks: int, block_size: int) -> None:
+def share_blocks(work: Callable[[int, int], None], blocks: int, block_size: int) -> None:
     """Run work(first, last) over ranges that cover `blocks`, one a thread."""
     threads = max(1, min(_workers.threads(), blocks * block_size // _ELEMENTS_PER_THREAD))
     edges = [blocks * part // threads for part in range(threads + 1)]

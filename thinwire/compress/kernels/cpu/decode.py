@@ -9,7 +9,7 @@ from thinwire.simd import floats
 from thinwire.simd.compiling import helper, kernel
 from thinwire.simd.floats import LANES
 
-__all__ = ["decode"]
+__all__ = ["decode", "decode_block"]
 
 _STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
 
@@ -20,13 +20,29 @@ def decode(packets: Bytes, layout: Layout, output: Floats, rows: int, streaming:
     for block in range(blocks.first, blocks.last):
         start, stop = block * layout.block_size, (block + 1) * layout.block_size
         place = locate(layout, block, rows)
-        if layout.code_bits == 1:
-            _decode_signs(packets, place, layout.row_bytes, rows, output, start, stop, streaming)
-        else:
-            _decode_levels(packets, place, layout.row_bytes, rows, output, start, stop, streaming)
+        decode_block(packets, place, layout.code_bits, layout.row_bytes, rows, output, start, stop, streaming)
         output[start + place.valid : stop] = 0.0
     if streaming:
         floats.drain_streams()
+
+
+@helper
+def decode_block(
+    packets: Bytes,
+    place: Place,
+    code_bits: int,
+    row_bytes: int,
+    rows: int,
+    output: Floats,
+    start: int,
+    stop: int,
+    streaming: bool,
+) -> None:
+    """Write the mean of `rows` packets to elements start to stop, padding included."""
+    if code_bits == 1:
+        _decode_signs(packets, place, row_bytes, rows, output, start, stop, streaming)
+    else:
+        _decode_levels(packets, place, row_bytes, rows, output, start, stop, streaming)
 
 
 @helper

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Place, Range, locate
-from thinwire.compress.kernels.cpu.halves import BFLOAT16, NO_VALUES, round_to_nearest, widen
+from thinwire.compress.kernels.cpu.halves import BFLOAT16, NO_VALUES, store_nearest, widen
 from thinwire.simd import floats
 from thinwire.simd.compiling import helper, kernel
 from thinwire.simd.floats import LANES
 
-__all__ = ["encode", "encode_rounded"]
+__all__ = ["add_and_store", "encode", "encode_block", "encode_rounded", "store_rounded_block"]
 
 _STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
 
@@ -24,7 +24,8 @@ _STEP = 4 * LANES  # four sums side by side hide the latency of an addition; eve
 def encode(payload: Floats, residual: Floats, packets: Bytes, layout: Layout, blocks: Range) -> None:
     """Blocks of payload + residual, which is empty or as long; see `reference.encode`."""
     for block in range(blocks.first, blocks.last):
-        _encode_block(payload, residual, block * layout.block_size, packets, layout, block)
+        start = block * layout.block_size
+        encode_block(payload, residual, start, packets, layout.block_size, layout.code_bits, locate(layout, block, 1))
 
 
 @kernel
@@ -34,34 +35,37 @@ def encode_rounded(
     """The same with residuals in bf16; see `reference.encode`."""
     nothing = np.empty(0, dtype=np.float32)
     corrected = np.empty(layout.block_size, dtype=np.float32)
+    kind = BFLOAT16 if residual.size else NO_VALUES
     for block in range(blocks.first, blocks.last):
         start = block * layout.block_size
-        _correct(payload, residual, start, corrected)
-        _encode_block(corrected, nothing, 0, packets, layout, block)
-        _round(corrected, new_residual, start)
+        add_and_store(payload[start : start + layout.block_size], residual, kind, start, corrected)
+        place = locate(layout, block, 1)
+        encode_block(corrected, nothing, 0, packets, layout.block_size, layout.code_bits, place)
+        store_rounded_block(corrected, new_residual, BFLOAT16, start)
 
 
 @helper
-def _correct(payload: Floats, residual: Bytes, start: int, corrected: Floats) -> None:
-    """Write a block of payload + residual, which are bf16 if there are any, to `corrected`."""
-    kind = BFLOAT16 if residual.size else NO_VALUES
+def add_and_store(payload: Floats, residual: Bytes, kind: int, start: int, corrected: Floats) -> None:
+    """Write a block of payload, plus the residual from element `start` on, to `corrected`, which may be `payload`."""
     for i in range(0, corrected.size, LANES):
-        value = floats.add(floats.load(payload, start + i), widen(residual, start + i, kind))
-        floats.store(corrected, i, value)
+        floats.store(corrected, i, floats.add(floats.load(payload, i), widen(residual, start + i, kind)))
 
 
 @helper
-def _round(lost: Floats, new_residual: Bytes, start: int) -> None:
+def store_rounded_block(lost: Floats, new_residual: Bytes, kind: int, start: int) -> None:
+    """Write a block to elements `start` on of a residual of any width, to the nearest."""
     for i in range(0, lost.size, LANES):
-        round_to_nearest(new_residual, start + i, floats.load(lost, i))
+        store_nearest(new_residual, start + i, kind, floats.load(lost, i))
 
 
 @helper
-def _encode_block(payload: Floats, residual: Floats, start: int, packets: Bytes, layout: Layout, block: int) -> None:
+def encode_block(
+    payload: Floats, residual: Floats, start: int, packets: Bytes, block_size: int, code_bits: int, place: Place
+) -> None:
     """Encode payload + residual of one block, from element `start` on, and leave what the codec lost in `payload`."""
-    place, stop = locate(layout, block, 1), start + layout.block_size
+    stop = start + block_size
     correct = _needs_residual(payload, residual, start, stop, place.valid)
-    if layout.code_bits == 1:
+    if code_bits == 1:
         _encode_signs(payload, residual, packets, start, stop, place, correct)
     else:
         _encode_levels(payload, residual, packets, start, stop, place, correct)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from thinwire.compress.kernels.cpu.blocks import Bytes
-from thinwire.simd import floats, integers
-from thinwire.simd.compiling import helper
+from thinwire.simd import floats, integers, memory
+from thinwire.simd.compiling import helper, inner
 from thinwire.simd.floats import LANES
 
 __all__ = [
@@ -21,10 +21,13 @@ __all__ = [
     "FORMATS",
     "NO_VALUES",
     "Values",
+    "nearest_bits",
     "round_and_store",
-    "round_to_nearest",
     "some_of",
+    "store_nearest",
     "widen",
+    "widen_at",
+    "widen_some_at",
 ]
 
 NO_VALUES, _FLOAT32, BFLOAT16, _FLOAT16 = range(4)
@@ -72,6 +75,34 @@ def widen(values: Bytes, at: int, kind: int) -> floats.Vector:
     return floats.broadcast(np.float32(0.0))
 
 
+@inner
+def widen_at(address: int, kind: int) -> floats.Vector:
+    """Sixteen values that lie at an address, as float32; zeros for NO_VALUES."""
+    if kind == _FLOAT32:
+        value = memory.load_floats(address)
+    elif kind == BFLOAT16:
+        value = integers.as_floats(integers.shift_left(memory.load_shorts(address), _16))
+    elif kind == _FLOAT16:
+        value = _widen_float16(memory.load_shorts(address))
+    else:
+        value = floats.broadcast(np.float32(0.0))
+    return value
+
+
+@inner
+def widen_some_at(address: int, kind: int, count: int) -> floats.Vector:
+    """The first `count` of them, and zeros."""
+    if kind == _FLOAT32:
+        value = memory.load_some_floats(address, count)
+    elif kind == BFLOAT16:
+        value = integers.as_floats(integers.shift_left(memory.load_some_shorts(address, count), _16))
+    elif kind == _FLOAT16:
+        value = _widen_float16(memory.load_some_shorts(address, count))
+    else:
+        value = floats.broadcast(np.float32(0.0))
+    return value
+
+
 @helper
 def _widen_float16(half: integers.Integers) -> floats.Vector:
     sign_mask = integers.broadcast(_HALF_SIGN)
@@ -105,12 +136,40 @@ def _round_bfloat16(value: floats.Vector, random: integers.Integers) -> integers
 
 
 @helper
-def round_to_nearest(values: Bytes, at: int, value: floats.Vector) -> None:
-    """Write sixteen float32 from number `at` on, as the nearest bfloat16, ties to even."""
-    bits = integers.bits_of(value)
-    last_kept = integers.bit_and(integers.shift_right(bits, _16), integers.broadcast(np.uint32(1)))
-    nudge = integers.add(last_kept, integers.broadcast(np.uint32(0x7FFF)))
-    integers.store_16_bits(values, 2 * at, _round_bfloat16(value, nudge))
+def store_nearest(values: Bytes, at: int, kind: int, value: floats.Vector) -> None:
+    """Write sixteen float32 from number `at` on, to the nearest that the format holds, ties to even."""
+    if kind == _FLOAT32:
+        floats.store(values, 4 * at, value)
+    else:
+        integers.store_16_bits(values, 2 * at, nearest_bits(value, kind))
+
+
+@inner
+def nearest_bits(value: floats.Vector, kind: int) -> integers.Integers:
+    """Sixteen float32 as the nearest bfloat16 or float16, ties to even."""
+    brain = kind == BFLOAT16
+    return _round_bfloat16(value, _nudge(integers.bits_of(value), _16)) if brain else _nearest_float16(value)
+
+
+@helper
+def _nudge(bits: integers.Integers, dropped: np.uint32) -> integers.Integers:
+    """What rounds to the nearest, ties to even, once it is added and the last bits are `dropped`."""
+    last_kept = integers.bit_and(integers.shift_right(bits, dropped), integers.broadcast(np.uint32(1)))
+    return integers.add(last_kept, integers.broadcast((np.uint32(1) << (dropped - np.uint32(1))) - np.uint32(1)))
+
+
+@helper
+def _nearest_float16(value: floats.Vector) -> integers.Integers:
+    magnitude = integers.bits_of(floats.absolute(value))
+    # Next to 0.5 float32 are as far apart as subnormal float16: the sum is rounded once, to what float16 hold.
+    half = floats.broadcast(np.float32(0.5))
+    counted = integers.subtract(integers.bits_of(floats.add(floats.absolute(value), half)), integers.bits_of(half))
+    wide = integers.subtract(
+        integers.add(magnitude, _nudge(magnitude, _MANTISSA_DIFFERENCE)), integers.broadcast(_REBIAS)
+    )
+    subnormal = integers.below(magnitude, integers.broadcast(_SMALLEST_NORMAL_BITS))
+    rounded = integers.select(subnormal, counted, integers.shift_right(wide, _MANTISSA_DIFFERENCE))
+    return _with_sign(rounded, value)
 
 
 @helper
@@ -124,6 +183,12 @@ def _round_float16(value: floats.Vector, random: integers.Integers) -> integers.
     bias = integers.select(subnormal, smallest_normal, integers.broadcast(_REBIAS))
     wide = integers.add(wide, integers.shift_right(random, np.uint32(3)))
     rounded = integers.shift_right(integers.subtract(wide, bias), _MANTISSA_DIFFERENCE)
+    return _with_sign(rounded, value)
+
+
+@helper
+def _with_sign(rounded: integers.Integers, value: floats.Vector) -> integers.Integers:
+    """Float16 of these magnitudes, infinite beyond the largest, with the signs of `value`, and NaN where that is."""
     infinity = integers.broadcast(_HALF_INFINITY)
     rounded = integers.select(integers.below(rounded, infinity), rounded, infinity)
     rounded = integers.select(floats.not_a_number(value), integers.broadcast(_HALF_NAN), rounded)

@@ -1,0 +1,89 @@
+"""Kernels over a whole bucket: the specification, and those for CPUs, and what all refuse."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from tests.compress.kernels.bucket_body import BucketKernels, Subject
+from thinwire.compress.kernels import bucket_reference, buckets, reference
+from thinwire.compress.kernels.segments import Segments
+
+
+class TestReference(BucketKernels):
+    @pytest.fixture
+    def subject(self) -> Subject:
+        return Subject(bucket_reference, reference)
+
+
+class TestCpu(BucketKernels):
+    @pytest.fixture
+    def subject(self) -> Subject:
+        pytest.importorskip("numba")
+        name = "thinwire.compress.kernels.cpu"
+        return Subject(importlib.import_module(f"{name}.bucket_backend"), importlib.import_module(f"{name}.backend"))
+
+
+def test_runs_must_be_in_order() -> None:
+    with pytest.raises(ValueError, match="in order, without overlap"):
+        Segments([(0, 4), (3, 2)])
+
+
+def _arguments() -> dict[str, object]:
+    part = buckets.Part(0, 64, 64, 10, 64)
+    return {
+        "momentum": torch.zeros(64),
+        "denominators": None,
+        "residual": None,
+        "lost": torch.zeros(64),
+        "packets": torch.zeros(1, 16 + 4 + 8, dtype=torch.uint8),
+        "part": part,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"momentum": torch.zeros(63)}, "momentum must be a contiguous vector of 64 elements"),
+        ({"lost": torch.zeros(64, dtype=torch.float64)}, "lost must be torch.float32"),
+        ({"packets": torch.zeros(1, 27, dtype=torch.uint8)}, "size it with packet_bytes"),
+        ({"part": buckets.Part(0, 64, 64, 11, 64)}, "do not cover the 11 elements"),
+        ({"part": buckets.Part(0, 128, 64, 10, 64)}, "do not lie in a shard of 64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, object], says: str) -> None:
+    segments = Segments([(0, 4), (4, 6)])
+    with pytest.raises((TypeError, ValueError), match=says):
+        buckets.encode_payload(
+            "sign1",
+            "plain",
+            segments,
+            [None, torch.zeros(6)],
+            [0.9, 0.9],
+            [1.0, 1.0],
+            **(_arguments() | changed),  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize(
+    ("gradients", "beta1", "divisors", "form", "says"),
+    [
+        ([None], [0.9, 0.9], [1.0, 1.0], "plain", "1 tensors for 2 runs"),
+        ([None, torch.zeros(5)], [0.9, 0.9], [1.0, 1.0], "plain", "of its run's 6 elements"),
+        ([None, torch.zeros(6).double()], [0.9, 0.9], [1.0, 1.0], "plain", "convert it first"),
+        ([None, torch.zeros(12)[::2]], [0.9, 0.9], [1.0, 1.0], "plain", "must be contiguous"),
+        ([None, None], [0.9], [1.0, 1.0], "plain", "beta1 has 1 numbers for 2 runs"),
+        ([None, None], [0.9, 1.1], [1.0, 1.0], "plain", "between 0 and 1"),
+        ([None, None], [0.9, 0.9], [1.0, 0.0], "plain", "finite and not 0"),
+        ([None, None], [0.9, 0.9], [1.0, 1.0], "divided", "takes denominators"),
+        ([None, None], [0.9, 0.9], [1.0, 1.0], "other", "form must be"),
+    ],
+)
+def test_runs_that_do_not_fit_are_refused(
+    gradients: list[torch.Tensor | None], beta1: list[float], divisors: list[float], form: str, says: str
+) -> None:
+    segments = Segments([(0, 4), (4, 6)])
+    with pytest.raises((TypeError, ValueError), match=says):
+        buckets.encode_payload("sign1", form, segments, gradients, beta1, divisors, **_arguments())  # type: ignore[arg-type]

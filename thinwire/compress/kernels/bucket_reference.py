@@ -1,0 +1,142 @@
+"""The kernels over a whole bucket in plain torch: slow, readable, on any device. This file is the specification.
+
+Each operation is rounded to float32 by itself, but for `torch.lerp` and `add_` with `alpha`, which multiply and add
+with one rounding wherever the processor can.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.kernels import reference
+from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
+from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+
+__all__ = ["average_and_encode", "decode_and_move", "encode_packed_payload", "encode_payload", "move_packed"]
+
+
+def encode_payload(call: EncodePayload) -> None:
+    """Encode u + residual into `packets`, and leave in `lost` what the codec lost of it."""
+    payload = torch.zeros_like(call.lost)
+    runs = zip(call.segments.places, call.gradients, call.beta1, call.divisors, strict=True)
+    for (first, numel), gradient, beta1, divisor in runs:
+        place = slice(first, first + numel)
+        denominator = None if call.denominators is None else call.denominators[place]
+        payload[place] = _contribution(call.form, call.momentum[place], gradient, denominator, beta1, divisor)
+    part = call.part
+    for row, place in enumerate(part.places(call.packets.size(0))):
+        call.lost[place] = payload[place]
+        residual = None if call.residual is None else call.residual[place]
+        valid = min(max(part.numel - place.start, 0), place.stop - place.start)
+        packets = call.packets[row : row + 1]
+        reference.encode(Encode(call.codec, call.lost[place], residual, packets, valid, part.block_size))
+
+
+def _contribution(
+    form: str,
+    momentum: Tensor,
+    gradient: Tensor | None,
+    denominator: Tensor | None,
+    beta1: float,
+    divisor: float,
+) -> Tensor:
+    if gradient is None:
+        return momentum * beta1
+    new = gradient.reshape(-1).float() / torch.tensor(divisor, dtype=torch.float32, device=gradient.device)
+    if form == "divided":
+        assert denominator is not None
+        new = new / denominator
+    u = torch.lerp(momentum, new, 1 - beta1)
+    if form == "masked":
+        assert denominator is not None
+        # A product and not a fill: an infinite gradient must become NaN, which every rank sees, and not 0.
+        u = u * torch.isfinite(denominator)
+    return u
+
+
+def decode_and_move(call: DecodeAndMove) -> None:
+    """Decode into `output`, and move weights by what came."""
+    part = call.part
+    for row, place in enumerate(part.places(call.packets.size(0))):
+        valid = min(max(part.numel - place.start, 0), place.stop - place.start)
+        packets = call.packets[row : row + 1]
+        reference.decode(Decode(call.codec, packets, call.output[place], valid, part.block_size, mean=False))
+        if call.holds:
+            assert call.denominators is not None
+            call.output[place].masked_fill_(torch.isinf(call.denominators[place]), 0.0)
+        for number, (first, numel) in enumerate(call.segments.places):
+            low, high = max(first, place.start), min(first + numel, place.stop)
+            if low < high:
+                _move(call, number, slice(low, high), slice(low - first, high - first))
+
+
+def _move(call: DecodeAndMove, number: int, place: slice, of_run: slice) -> None:
+    weights, replica = call.weights[number], call.replicas[number]
+    if weights is None:
+        return
+    moved = weights.view(-1)[of_run]
+    moved.mul_(call.decays[number])
+    if call.form == "divided":
+        assert call.denominators is not None
+        moved.addcdiv_(call.output[place], call.denominators[place], value=-call.rates[number])
+    else:
+        moved.add_(call.output[place], alpha=-call.rates[number])
+    if replica is not None:
+        replica.view(-1)[of_run].copy_(moved)
+
+
+def average_and_encode(call: AverageAndEncode) -> None:
+    """Write the mean of `received` plus `residual` into `packets`, and leave in `lost` what the codec lost of it."""
+    reference.decode(Decode(call.codec, call.received, call.lost, call.numel, call.block_size, mean=True))
+    reference.encode(Encode(call.codec, call.lost, call.residual, call.packets, call.numel, call.block_size))
+
+
+def encode_packed_payload(call: EncodePackedPayload) -> None:
+    """Encode β₁ u + (1 - β₁) g · table[codes] + residual into `packets`, and leave in `lost` what the codec lost."""
+    state, part = call.state, call.part
+    payload = torch.zeros(state.codes.numel(), device=call.packets.device)
+    for number, (first, numel) in enumerate(call.segments.places):
+        gradient = call.gradients[number]
+        place = slice(first, first + numel)
+        reference.momentum_payload(
+            MomentumPayload(
+                state.packets,
+                None if gradient is None else gradient.reshape(-1),
+                state.codes[place],
+                call.tables[number],
+                payload[place],
+                first,
+                state.shard,
+                state.block_size,
+                call.beta1[number],
+                call.divisors[number],
+            )
+        )
+    for row, place in enumerate(part.places(call.packets.size(0))):
+        valid = min(max(part.numel - place.start, 0), place.stop - place.start)
+        corrected, packets = payload[place] + call.residual[place].float(), call.packets[row : row + 1]
+        reference.encode(Encode("sign1", corrected, None, packets, valid, part.block_size))
+        call.lost[place] = corrected
+
+
+def move_packed(call: MovePacked) -> None:
+    """Leave decay · w - rate · u in `weights`."""
+    state, last = call.state, call.first + call.weights.numel()
+    for number, (first, numel) in enumerate(call.segments.places):
+        low, high = max(first, call.first), min(first + numel, last)
+        if call.moves[number] and low < high:
+            reference.apply_signs(
+                ApplySigns(
+                    call.weights[low - call.first : high - call.first],
+                    state.packets,
+                    state.codes[low:high],
+                    low,
+                    state.shard,
+                    state.block_size,
+                    call.rates[number],
+                    call.decays[number],
+                    call.seed,
+                )
+            )

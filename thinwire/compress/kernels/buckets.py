@@ -1,0 +1,209 @@
+"""Fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie apart.
+
+Plain functions and not torch operators: for a hundred tensors the dispatcher costs more than the check of them. A
+backend serves a device or does not (`serves`): the callers then go tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.kernels.bucket_calls import (
+    AverageAndEncode,
+    DecodeAndMove,
+    EncodePayload,
+    Part,
+    PayloadForm,
+    UpdateForm,
+)
+from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.segments import Segments
+
+__all__ = [
+    "PackedState",
+    "Part",
+    "PayloadForm",
+    "Segments",
+    "UpdateForm",
+    "average_and_encode",
+    "decode_and_move",
+    "encode_packed_payload",
+    "encode_payload",
+    "move_packed",
+    "serves",
+]
+
+
+def serves(device: torch.device) -> bool:
+    """Whether there are kernels over whole buckets on this device; what lacks them, or numba, goes another way."""
+    return _backend(device.type) is not None
+
+
+def encode_payload(
+    codec: str,
+    form: PayloadForm,
+    segments: Segments,
+    gradients: Sequence[Tensor | None],
+    beta1: Sequence[float],
+    divisors: Sequence[float],
+    *,
+    momentum: Tensor,
+    denominators: Tensor | None,
+    residual: Tensor | None,
+    lost: Tensor,
+    packets: Tensor,
+    part: Part,
+) -> None:
+    """Encode u + residual into `packets`, and leave what the codec lost in `lost`, in one pass over memory.
+
+        u = m + (1 - beta1_k) · (x - m),  x = gradient_k / divisor_k      with a gradient, form "plain"
+                                          x = gradient_k / divisor_k / d  form "divided"
+        u, times 1, or 0 where d is not finite                            form "masked"
+        u = beta1_k · m                                                   without a gradient, whatever the form
+
+    with m of `momentum` and d of `denominators`, for the elements of run k of `segments`. Multiplied and added with one
+    rounding, as torch.lerp does on a CPU (for beta1 ≤ 0.5: x + -beta1 · (x - m)); all else is rounded by itself.
+
+    gradients: fp32, bf16 or fp16, contiguous, of any shape, or None. momentum, denominators, residual, lost: fp32
+    [padded_numel]; lost is overwritten where the part lies, with 0 on the padding, and nowhere else; it may not be the
+    residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten except for the headers. Codecs
+    "sign1" and "int8", and what is not finite, as in `encode`. Raises TypeError or ValueError for arguments that do
+    not fit together.
+    """
+    call = EncodePayload(
+        codec, form, segments, gradients, beta1, divisors, momentum, denominators, residual, lost, packets, part
+    )
+    _run(call, packets.device)
+
+
+def decode_and_move(
+    codec: str,
+    form: UpdateForm,
+    segments: Segments,
+    *,
+    packets: Tensor,
+    output: Tensor,
+    denominators: Tensor | None,
+    holds: bool,
+    weights: Sequence[Tensor | None],
+    replicas: Sequence[Tensor | None],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    part: Part,
+) -> None:
+    """Decode `packets` into `output`, and move weights by what they carry, in one pass over memory.
+
+        u = 0 where `holds` and d is infinite, else what the packets say
+        w = decay_k · w - rate_k · u          form "plain": multiplied and subtracted with one rounding
+        w = decay_k · w + (-rate_k · u) / d   form "divided": each operation rounded by itself
+        replica = w, to the nearest, ties to even
+
+    weights: fp32, contiguous, of any shape; None for a run whose weights stay. replicas: bf16 or fp16, contiguous; None
+    where there is none. output, denominators: fp32 [padded_numel]. Writes where the part lies and nowhere else; 0 on
+    the padding. The versions of weights and replicas are counted up. Raises TypeError or ValueError for arguments that
+    do not fit together.
+    """
+    call = DecodeAndMove(
+        codec, form, segments, packets, output, denominators, holds, weights, replicas, rates, decays, part
+    )
+    _run(call, packets.device)
+    written = [one for one in (*weights, *replicas) if one is not None]
+    torch.autograd.graph.increment_version(written)
+
+
+def average_and_encode(
+    codec: str,
+    received: Tensor,
+    *,
+    residual: Tensor | None,
+    lost: Tensor,
+    packets: Tensor,
+    numel: int,
+    block_size: int,
+) -> None:
+    """Encode the mean of the rows of `received`, plus `residual`, into `packets`, and leave in `lost` what was lost.
+
+    What `decode_mean` and then `encode` do, with the same bits, in one pass. received: uint8 [workers, packet_bytes].
+    residual, lost: fp32 [shard]; lost is overwritten, and may not be the residual. packets: uint8 [1, packet_bytes],
+    overwritten except for the header. numel: valid elements of the shard. Raises TypeError or ValueError for arguments
+    that do not fit together.
+    """
+    _run(AverageAndEncode(codec, received, residual, lost, packets, numel, block_size), packets.device)
+
+
+def encode_packed_payload(
+    state: PackedState,
+    segments: Segments,
+    gradients: Sequence[Tensor | None],
+    beta1: Sequence[float],
+    divisors: Sequence[float],
+    *,
+    tables: Tensor,
+    residual: Tensor,
+    lost: Tensor,
+    packets: Tensor,
+    part: Part,
+) -> None:
+    """Encode the next preconditioned momentum, plus `residual`, as sign1 packets, and leave in `lost` what was lost.
+
+        payload_e = beta1_k · u_e + ((1 - beta1_k) · (gradient_k / divisor_k)) · tables[k][codes_e]
+
+    for the elements e of run k, as in `momentum_payload`, whose bits these are: 0, or NaN where the quotient is not
+    finite, where the code is 0. Then what `encode` does, or `encode_rounded`.
+
+    gradients: fp32, bf16 or fp16, contiguous, of any shape; None counts as zeros. tables: fp32 [runs, 256]; entry 0 is
+    not looked at. residual, lost: fp32 or bf16 [padded_numel], both alike; lost is overwritten where the part lies, to
+    the nearest, and may be the residual itself. packets: uint8 [rows, packet_bytes], overwritten except for the
+    headers. Raises TypeError or ValueError for arguments that do not fit together.
+    """
+    call = EncodePackedPayload(state, segments, gradients, beta1, divisors, tables, residual, lost, packets, part)
+    _run(call, packets.device)
+
+
+def move_packed(
+    state: PackedState,
+    segments: Segments,
+    *,
+    weights: Tensor,
+    first: int,
+    moves: Sequence[bool],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    seed: int,
+) -> None:
+    """Move the weights of a bucket in place by u: w_e = decay_k · w_e - rate_k · u_e for the elements e of run k.
+
+    What `apply_signs` does for each run, with the same bits, rounding at random included: its bits depend on `seed` and
+    e. weights: fp32, bf16 or fp16 [n], elements `first` to `first` + n of the bucket. moves: whether a run's weights
+    move. Their version is counted up. Raises TypeError or ValueError for arguments that do not fit together.
+    """
+    _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device)
+    torch.autograd.graph.increment_version(weights)
+
+
+def _run(call: Any, device: torch.device) -> None:
+    call.check()
+    backend = _backend(device.type)
+    if backend is None:
+        raise RuntimeError(f"there are no kernels over whole buckets on {device}: ask serves() first")
+    getattr(backend, call.kernel)(call)
+
+
+@functools.cache
+def _backend(device: str) -> ModuleType | None:
+    name, needs = {"cpu": ("cpu", "numba"), "cuda": ("cuda", "cupy")}.get(device, (None, ""))
+    full = f"thinwire.compress.kernels.{name}.bucket_backend"
+    if name is None or importlib.util.find_spec(needs) is None or importlib.util.find_spec(full) is None:
+        return None
+    try:
+        return importlib.import_module(full)
+    except ImportError:  # which the backend for single tensors has warned of
+        return None

@@ -1,0 +1,217 @@
+"""The loops of the CPU backend that make what a rank contributes and encode it, block by block: a block is written
+once, in the first-level cache, before it is encoded there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Range, locate
+from thinwire.compress.kernels.cpu.decode import decode_block
+from thinwire.compress.kernels.cpu.encode import add_and_store, encode_block, store_rounded_block
+from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen_at, widen_some_at
+from thinwire.compress.kernels.cpu.momentum import Factors
+from thinwire.compress.kernels.cpu.runs import (
+    ADDRESS,
+    END,
+    FIRST,
+    KIND,
+    PartLayout,
+    Table,
+    first_run,
+    place_in_part,
+    start_of,
+)
+from thinwire.simd import floats, integers, memory
+from thinwire.simd.compiling import helper, inner, kernel
+from thinwire.simd.floats import LANES
+
+__all__ = ["DIVIDED", "MASKED", "PLAIN", "Vectors", "average_and_encode", "encode_packed_payload", "encode_payload"]
+
+PLAIN, DIVIDED, MASKED = range(3)
+_BETA1, _GAIN, _DIVISOR = range(3)
+
+
+class Vectors(NamedTuple):
+    """Where the flat float32 vectors of a bucket lie: addresses, 0 for one that is missing."""
+
+    momentum: int
+    denominators: int
+    residual: int
+
+
+@kernel
+def encode_payload(
+    runs: Table,
+    factors: NDArray[np.float32],
+    form: int,
+    vectors: Vectors,
+    lost: Floats,
+    packets: Bytes,
+    part: PartLayout,
+    blocks: Range,
+) -> None:
+    """See `bucket_reference.encode_payload`. `factors`: β₁, gain and divisor of each run."""
+    nothing = np.empty(0, dtype=np.float32)
+    lost_at = lost.ctypes.data
+    for block in range(blocks.first, blocks.last):
+        start = start_of(part, block)
+        stop = start + part.block_size
+        run = first_run(runs, start)
+        while run < runs.shape[0] and runs[run, FIRST] < stop:
+            low, high = max(runs[run, FIRST], start), min(runs[run, END], stop)
+            kind = runs[run, KIND]
+            gradient = runs[run, ADDRESS] + (low - runs[run, FIRST]) * ELEMENT_BYTES[kind]
+            of_run = Factors(factors[run, _BETA1], factors[run, _GAIN], factors[run, _DIVISOR])
+            _fill(gradient, kind, of_run, form, vectors, lost_at, low, high)
+            run += 1
+        encode_block(lost, nothing, start, packets, part.block_size, part.code_bits, place_in_part(part, block, start))
+
+
+@helper
+def _fill(
+    gradient: int, kind: int, factors: Factors, form: int, vectors: Vectors, lost: int, low: int, high: int
+) -> None:
+    """Write payload + residual to elements low to high of the vector at `lost`."""
+    size, one = ELEMENT_BYTES[kind], floats.broadcast(np.float32(1.0))
+    behind = low + (high - low) // LANES * LANES
+    for at in range(low, behind, LANES):
+        new = widen_at(gradient + size * (at - low), kind)
+        before = memory.load_floats(vectors.momentum + 4 * at)
+        denominators = memory.load_floats(vectors.denominators + 4 * at) if form != PLAIN else one
+        u = _contribution(new, kind, before, denominators, factors, form)
+        if vectors.residual:
+            u = floats.add(u, memory.load_floats(vectors.residual + 4 * at))
+        memory.store_floats(lost + 4 * at, u)
+    count = high - behind
+    if count:
+        new = widen_some_at(gradient + size * (behind - low), kind, count)
+        before = memory.load_some_floats(vectors.momentum + 4 * behind, count)
+        denominators = memory.load_some_floats(vectors.denominators + 4 * behind, count) if form != PLAIN else one
+        u = _contribution(new, kind, before, denominators, factors, form)
+        if vectors.residual:
+            u = floats.add(u, memory.load_some_floats(vectors.residual + 4 * behind, count))
+        memory.store_some_floats(lost + 4 * behind, u, count)
+
+
+@inner
+def _contribution(
+    new: floats.Vector,
+    kind: int,
+    before: floats.Vector,
+    denominators: floats.Vector,
+    factors: Factors,
+    form: int,
+) -> floats.Vector:
+    """u of sixteen elements, from their gradients and momentum."""
+    if kind == NO_VALUES:
+        u = floats.multiply(before, floats.broadcast(factors.beta1))
+    else:
+        if factors.loss_scale != 1.0:
+            new = floats.divide(new, floats.broadcast(factors.loss_scale))
+        if form == DIVIDED:
+            new = floats.divide(new, denominators)
+        small = factors.gain < 0.5
+        weight = floats.broadcast(factors.gain if small else factors.gain - np.float32(1.0))
+        u = floats.multiply_add(weight, floats.subtract(new, before), before if small else new)
+        if form == MASKED:
+            finite = floats.below(floats.absolute(denominators), floats.broadcast(np.float32(np.inf)))
+            zero, one = floats.broadcast(np.float32(0.0)), floats.broadcast(np.float32(1.0))
+            u = floats.multiply(u, floats.select(finite, one, zero))
+    return u
+
+
+@kernel
+def average_and_encode(
+    received: Bytes,
+    workers: int,
+    incoming: Layout,
+    residual: Floats,
+    lost: Floats,
+    packets: Bytes,
+    outgoing: Layout,
+    blocks: Range,
+) -> None:
+    """See `bucket_reference.average_and_encode`; an empty residual is none."""
+    size, bits = incoming.block_size, incoming.code_bits
+    for block in range(blocks.first, blocks.last):
+        start = block * size
+        place = locate(incoming, block, workers)
+        decode_block(received, place, bits, incoming.row_bytes, workers, lost, start, start + size, False)
+        encode_block(lost, residual, start, packets, size, bits, locate(outgoing, block, 1))
+
+
+@kernel
+def encode_packed_payload(
+    runs: Table,
+    factors: NDArray[np.float32],
+    tables: NDArray[np.float32],
+    state: Bytes,
+    whole: Layout,
+    codes: Bytes,
+    residual: Values,
+    lost: Values,
+    packets: Bytes,
+    part: PartLayout,
+    blocks: Range,
+) -> None:
+    """See `bucket_reference.encode_packed_payload`; `state` is the momentum's packets, laid out as `whole`."""
+    nothing = np.empty(0, dtype=np.float32)
+    payload = np.empty(part.block_size, dtype=np.float32)
+    for block in range(blocks.first, blocks.last):
+        start = start_of(part, block)
+        stop = start + part.block_size
+        place = locate(whole, start // part.block_size, 1)
+        decode_block(state, place, 1, whole.row_bytes, 1, payload, 0, part.block_size, False)
+        run = first_run(runs, start)
+        while run < runs.shape[0] and runs[run, FIRST] < stop:
+            low, high = max(runs[run, FIRST], start), min(runs[run, END], stop)
+            kind = runs[run, KIND]
+            gradient = runs[run, ADDRESS] + (low - runs[run, FIRST]) * ELEMENT_BYTES[kind]
+            of_run = Factors(factors[run, _BETA1], factors[run, _GAIN], factors[run, _DIVISOR])
+            _follow(gradient, kind, of_run, codes, tables[run], low, payload[low - start : high - start])
+            run += 1
+        place = place_in_part(part, block, start)
+        payload[place.valid :] = 0.0
+        add_and_store(payload, residual.memory, residual.kind, start, payload)
+        encode_block(payload, nothing, 0, packets, part.block_size, part.code_bits, place)
+        store_rounded_block(payload, lost.memory, lost.kind, start)
+
+
+@helper
+def _follow(
+    gradient: int, kind: int, factors: Factors, codes: Bytes, table: Floats, first: int, payload: Floats
+) -> None:
+    """Turn u, in `payload`, into the next contribution; its codes are those from number `first` on."""
+    size, payload_at = ELEMENT_BYTES[kind], payload.ctypes.data
+    behind = payload.size // LANES * LANES
+    for i in range(0, behind, LANES):
+        factor, moving = integers.look_up(table, codes, first + i), integers.load_8_bits(codes, first + i)
+        u = _followed(
+            widen_at(gradient + size * i, kind), memory.load_floats(payload_at + 4 * i), factor, moving, factors
+        )
+        memory.store_floats(payload_at + 4 * i, u)
+    count = payload.size - behind
+    if count:
+        some_codes = some_of(codes, first + behind, 0, count, 1)
+        factor, moving = integers.look_up(table, some_codes, 0), integers.load_8_bits(some_codes, 0)
+        new = widen_some_at(gradient + size * behind, kind, count)
+        before = memory.load_some_floats(payload_at + 4 * behind, count)
+        u = _followed(new, before, factor, moving, factors)
+        memory.store_some_floats(payload_at + 4 * behind, u, count)
+
+
+@inner
+def _followed(
+    new: floats.Vector, before: floats.Vector, factor: floats.Vector, codes: integers.Integers, factors: Factors
+) -> floats.Vector:
+    """Sixteen elements, of which those move whose code is not 0."""
+    zero = floats.broadcast(np.float32(0.0))
+    moving = integers.below(integers.broadcast(np.uint32(0)), codes)
+    if factors.loss_scale != 1.0:
+        new = floats.divide(new, floats.broadcast(factors.loss_scale))
+    kept = floats.select(moving, floats.multiply(before, floats.broadcast(factors.beta1)), zero)
+    change = floats.multiply(floats.broadcast(factors.gain), new)
+    return floats.add(kept, floats.multiply(change, floats.select(moving, factor, zero)))

@@ -1,0 +1,105 @@
+"""A bucket's gradients, held from the moment each arrives until all are there, and one kernel makes what a rank
+contributes of them and encodes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from thinwire.compress.exchange import EncodePart, Exchange
+from thinwire.compress.kernels import buckets
+from thinwire.optim.linear_rules import MoveRule, PayloadRule
+from thinwire.zero import BucketLayout, Slot
+
+__all__ = ["HeldGradients", "part_of", "segments_of"]
+
+
+class HeldGradients:
+    """What `payload` would be made of, for the bucket of `layout`."""
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._segments = segments_of(layout)
+        self._parameters = [slot.parameter for slot in layout.slots]
+        self._gradients: dict[int, Tensor] = {}
+
+    def take(self, slot: Slot, gradient: Tensor | None) -> None:
+        """Hold a parameter's gradient, or note that it has none."""
+        if gradient is None:
+            self._gradients.pop(slot.parameter, None)
+        else:
+            self._gradients[slot.parameter] = gradient.contiguous()
+
+    def release(self) -> None:
+        """Hold them no longer."""
+        self._gradients = {}
+
+    def encoder(
+        self,
+        exchange: Exchange,
+        rule: PayloadRule,
+        state: Mapping[str, Tensor],
+        beta1: Sequence[float],
+        divisors: Sequence[float],
+    ) -> EncodePart:
+        """What encodes a part of the bucket into packets; β₁, and what the gradient is divided by, of each slot."""
+        gradients = [self._gradients.get(number) for number in self._parameters]
+        denominators = None if rule.denominators is None else state[rule.denominators]
+
+        def encode(place: slice, packets: Tensor) -> None:
+            buckets.encode_payload(
+                exchange.codec.name,
+                rule.form,
+                self._segments,
+                gradients,
+                beta1,
+                divisors,
+                momentum=state[rule.momentum],
+                denominators=denominators,
+                residual=exchange.worker_residual,
+                lost=exchange.payload,
+                packets=packets,
+                part=part_of(exchange, place),
+            )
+
+        return encode
+
+    def mover(
+        self,
+        exchange: Exchange,
+        rule: MoveRule,
+        output: Tensor,
+        denominators: Tensor,
+        holds: bool,
+        weights: Sequence[tuple[Tensor | None, Tensor | None]],
+        rates: Sequence[tuple[float, float]],
+    ) -> Callable[[slice, Tensor], None]:
+        """What decodes packets of a part of the bucket into `output` and moves `weights`, by `rates` and decays."""
+
+        def decode(place: slice, packets: Tensor) -> None:
+            buckets.decode_and_move(
+                exchange.codec.name,
+                rule.form,
+                self._segments,
+                packets=packets,
+                output=output,
+                denominators=denominators,
+                holds=holds,
+                weights=[weight for weight, _ in weights],
+                replicas=[replica for _, replica in weights],
+                rates=[rate for rate, _ in rates],
+                decays=[decay for _, decay in rates],
+                part=part_of(exchange, place),
+            )
+
+        return decode
+
+
+def segments_of(layout: BucketLayout) -> buckets.Segments:
+    """A run for each of a bucket's slots."""
+    return buckets.Segments((slot.offset, slot.numel) for slot in layout.slots)
+
+
+def part_of(exchange: Exchange, place: slice) -> buckets.Part:
+    """A part of an exchange, as kernels over whole buckets take it."""
+    return buckets.Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.block_size)
