@@ -134,7 +134,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise InputError("there is no NVIDIA GPU here: on CPUs, use python -m experiments.long_sequences")
-    check_writable(options.output, "--output")
+    check_writable(options.output.parent, "--output")
     return options
 
 

@@ -120,7 +120,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     output = RESULTS / "triton_resources.json"
     parser.add_argument("--output", type=Path, default=output, metavar="FILE.json", help="for the measurements")
     options = parser.parse_args(arguments)
-    check_writable(options.output, "--output")
+    check_writable(options.output.parent, "--output")
     return options
 
 

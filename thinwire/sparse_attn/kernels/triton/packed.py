@@ -97,6 +97,7 @@ def softmax(
         BLOCK=block,
         HAS_BIAS=bias is not None,
         HAS_KEY_BIAS=key_bias is not None,
+        num_warps=_softmax_warps(block),
     )
     if written is not out:
         out.copy_(written)
@@ -109,6 +110,17 @@ def softmax_backward(d_out: Tensor, out: Tensor, index: BlockIndex) -> Tensor:
     d_scores = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     if d_scores.numel():
         softmax_backward_kernel[(len(index.row_offsets) - 1, batch)](
-            d_out.contiguous(), out.contiguous(), d_scores, index.row_offsets, entries, BLOCK=block
+            d_out.contiguous(),
+            out.contiguous(),
+            d_scores,
+            index.row_offsets,
+            entries,
+            BLOCK=block,
+            num_warps=_softmax_warps(block),
         )
     return d_scores
+
+
+def _softmax_warps(block: int) -> int:
+    """So many that a block of float32 stays in registers."""
+    return 8 if block >= 128 else 4
