@@ -1,0 +1,67 @@
+"""Steps in one pass a bucket give the bits of those tensor by tensor, and are what a step takes where they can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from thinwire.comm import Communicator, threads
+from thinwire.compress.kernels import buckets
+
+CASES = [
+    ("OneBitAdam", {"freeze_step": 3}),
+    ("OneBitAdam", {"freeze_step": 3, "compress": "momentum", "weight_decay": 0.1}),
+    ("OneBitAdam", {"freeze_step": 3, "codec": "int8", "max_norm": 0.5}),
+    ("OneBitAdam", {"freeze_step": 3, "stage": 1}),
+    ("OneBitLamb", {"freeze_step": 3}),
+    ("OneBitLion", {}),
+]
+
+
+def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    """Weights after 8 steps of 2 ranks, with one parameter that does not train and one without gradient at times."""
+
+    def rank(comm: Communicator) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        shapes = [(7, 31), (5,), (65, 3), (1,), (33, 17)]
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+        parameters[1].requires_grad_(False)
+        optimizer = getattr(thinwire, name)(parameters, lr=1e-2, comm=comm, block_size=64, bucket_bytes=2048, **options)
+        generator.manual_seed(10 + comm.rank)
+        for step in range(8):
+            missing = step % 3 == 2
+            loss = torch.zeros(())
+            for number, parameter in enumerate(parameters):
+                noise = torch.randn(parameter.shape, generator=generator).to(dtype)
+                if not (missing and number == 3):
+                    loss = loss + (parameter * noise).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([parameter.detach().float().reshape(-1) for parameter in parameters])
+
+    return threads.run(rank, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_the_bits_are_those_of_single_tensors(
+    name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    calls = []
+    one_pass = buckets._run
+    monkeypatch.setattr(buckets, "_run", lambda call, device: (calls.append(call.kernel), one_pass(call, device)))
+    at_once = train(name, options, dtype)
+    assert {"encode_payload", "encode_packed_payload"} & set(calls)
+    calls.clear()
+    monkeypatch.setattr(buckets, "serves", lambda device: False)
+    apart = train(name, options, dtype)
+    assert not calls
+    for one, other in zip(at_once, apart, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(at_once[0], at_once[1])
