@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ def test_theta_is_the_formula(theta: float, gamma: float, step: int) -> None:
     schedule = ProgressiveLayerDrop(theta, gamma)
     assert schedule.get_theta() == 1.0
     schedule.update_state(step)
-    assert schedule.get_theta() == (1 - theta) * math.exp(-gamma * step) + theta
+    assert schedule.get_theta() == (1 - theta) * np.exp(-gamma * step) + theta  # math.exp differs in the last bit
     assert schedule.get_state() == {"progressive_layer_drop": True, "pld_theta": schedule.get_theta()}
 
 
