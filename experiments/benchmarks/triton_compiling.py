@@ -37,7 +37,7 @@ class Resources:
 def compiling_for(major: int, minor: int = 0) -> Iterator[dict[str, list[Any]]]:
     """Launches compile for this capability and run nothing; yields what they have compiled so far by kernels' names."""
     kernels: dict[str, list[Any]] = {}
-    run, capability = JITFunction.run, launch.capability
+    run, capability = JITFunction.run, vars(launch)["capability"]
 
     def compile_only(function: Any, *arguments: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
         kernel = run(function, *arguments, grid=grid, warmup=True, **settings)
@@ -52,12 +52,12 @@ def compiling_for(major: int, minor: int = 0) -> Iterator[dict[str, list[Any]]]:
     )
     driver.set_active(target)
     JITFunction.run = compile_only
-    launch.capability = lambda tensor: (major, minor)
+    vars(launch)["capability"] = lambda tensor: (major, minor)
     try:
         yield kernels
     finally:
         JITFunction.run = run
-        launch.capability = capability
+        vars(launch)["capability"] = capability
         driver.set_active(None)  # whoever comes next finds the machine's own
 
 

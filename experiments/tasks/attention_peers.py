@@ -92,8 +92,9 @@ def flex_mask(index: BlockIndex) -> BlockMask:
     places = torch.zeros(index.num_heads, index.num_rows, index.num_columns, dtype=torch.int32, device=device)
     within = torch.arange(len(columns), device=device) - index.row_offsets[heads * index.num_rows + rows]
     places[heads, rows, within] = columns.int()
+    counts, places = counts[None], places[None]
     nothing = torch.zeros_like(counts), torch.zeros_like(places)
-    return BlockMask.from_kv_blocks(*(x[None] for x in (*nothing, counts, places)), BLOCK_SIZE=index.block)
+    return BlockMask.from_kv_blocks(*nothing, counts, places, BLOCK_SIZE=index.block)
 
 
 def _whole(x: Tensor) -> Tensor:
