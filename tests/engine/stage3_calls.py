@@ -7,13 +7,14 @@ import tempfile
 import pytest
 import torch
 
-from tests.engine.tiny import loss_of, make_engine, settings, train
-from thinwire import zero
+from tests.engine.tiny import loss_of, make_engine, make_model, settings, train
+from thinwire import deepspeed, zero
 from thinwire.comm import Communicator
 from thinwire.engine.checkpoint.fp32_weights import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from thinwire.zero.fsdp import local_run
 
 
 def parameters_are_whole_from_the_first_forward_on(comm: Communicator) -> None:
@@ -64,3 +65,50 @@ def a_checkpoint_is_loaded_into_gathered_parameters(comm: Communicator) -> None:
     for name, one in engine.module.named_parameters():
         if one.requires_grad:
             assert torch.equal(zero.safe_get_full_fp32_param(one), expected[name]), name
+
+
+def the_torch_optimizer_is_shown(comm: Communicator) -> None:
+    """With what this rank holds of every parameter, flat, also between DeepSpeed's two calls around a look at it."""
+    engine = make_engine(comm, settings(3))
+    train(engine, range(2))
+    engine.optimizer._set_fp32_optimizer_param_groups()
+    shown = engine.optimizer.optimizer
+    assert isinstance(shown, torch.optim.Adam)
+    held = [one for group in shown.param_groups for one in group["params"]]
+    trained = [one for group in engine.optimizer.param_groups for one in group["params"] if one.requires_grad]
+    expected = [shard for one in trained if (shard := local_run(one)[1]).numel()]
+    assert all(torch.equal(*pair) for pair in zip(held, expected, strict=True))
+    stepped = [one for one in held if one in shown.state]
+    assert stepped
+    moments = [one["exp_avg"] for one in shown.state_dict()["state"].values()]
+    assert [one.shape for one in moments] == [one.shape for one in stepped]
+    engine.optimizer._clear_fp32_optimizer_param_groups()
+    assert engine.optimizer.optimizer is shown
+    train(engine, range(2, 3))
+
+
+def sixteen_bit_weights_are_those_of_the_file(comm: Communicator) -> None:
+    """With tied names, on rank 0, by the name that DeepSpeed's scripts call."""
+    model = make_model()
+    config = settings(3)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    found = engine._zero3_consolidated_16bit_state_dict()
+    trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    with tempfile.TemporaryDirectory() as mine:
+        folder = comm.all_gather_bytes(mine.encode(), "agree on a folder")[0].decode()
+        assert engine.save_16bit_model(folder)
+        if comm.rank == 0:
+            written = torch.load(f"{folder}/pytorch_model.bin")
+            assert found is not None and trained is not None
+            assert found.keys() == written.keys() == trained.keys() | {"frozen"}
+            assert "unmix.weight" in found
+            assert found["mix.weight"].dtype is torch.bfloat16
+            assert all(torch.equal(one, written[name]) for name, one in found.items())
+        else:
+            assert found is trained is None
+        comm.barrier()
+    engine.close()
+    sharded_less = deepspeed.initialize(model=make_model(), config=settings(1))[0]
+    with pytest.raises(ValueError, match="is for stage 3, and this engine is at stage 1"):
+        sharded_less._zero3_consolidated_16bit_state_dict()
+    sharded_less.close()

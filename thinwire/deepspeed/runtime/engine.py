@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from thinwire.deepspeed.utils.logging import logger
 from thinwire.engine import Engine
 from thinwire.engine.checkpoint.manifest import rank_file
@@ -37,6 +39,20 @@ class DeepSpeedEngine(Engine):
             raise CallError("no_sync context manager reentry is unsupported: leave the inner one out")
         with super().no_sync():
             yield
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """At stage 3, what save_16bit_model writes, on rank 0's CPU; None on other ranks. Collective.
+
+        Raises ValueError at other stages, as DeepSpeed does.
+        """
+        if not self.zero_optimization_partition_weights():
+            raise ValueError(
+                "_zero3_consolidated_16bit_state_dict() is for stage 3, and this engine is at stage "
+                f"{self.zero_optimization_stage()}: engine.whole_state_dict() has the weights at every stage"
+            )
+        return self._checkpoints.weights_in_16_bits(exclude_frozen_parameters)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Where this rank's part of a checkpoint lies, weights and optimizer state in one file."""
