@@ -44,6 +44,7 @@ def main() -> None:
     calls.averages_of_several_backwards_add_up(comm)
     calls.a_checkpoint_is_loaded_into_gathered_parameters(comm)
     calls.the_torch_optimizer_is_shown(comm)
+    calls.leaf_modules_average_what_ranks_use_apart(comm)
     calls.sixteen_bit_weights_are_those_of_the_file(comm)
     built_models_train_as_others_do(comm)
     a_built_model_takes_the_memory_of_its_shards(comm)
