@@ -351,6 +351,9 @@ def built_without_values(comm: Communicator) -> None:
     cut = [*model.parameters(), *other.parameters()]
     assert all(one.numel() == 0 for one in cut)
     assert [one.ds_tensor.numel() for one in cut] == [math.ceil(one.ds_numel / comm.size) for one in cut]
+    for one in other.parameters():
+        with zero.GatheredParameters(one):
+            assert not one.any()
     for one in model.parameters():
         with zero.GatheredParameters(one, modifier_rank=0), torch.no_grad():
             one.fill_(0.1 + comm.rank)
