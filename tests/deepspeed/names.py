@@ -110,7 +110,6 @@ NOT_OFFERED = {
     "runtime.pipe.topology.PipeDataParallelTopology": "no pipeline parallelism",
     "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": "thinwire plan",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "ShardedOptimizer",
-    "utils.set_z3_leaf_modules": "FSDP2",
     "utils.timer.ThroughputTimer": "wall_clock_breakdown",
     "zero.TiledLinear": "offload_param",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import os
 from collections.abc import Callable
@@ -157,3 +158,38 @@ def test_a_script_that_cannot_be_made_executable_is_logged(tmp_path: Path) -> No
         engine.close()
     assert len(messages) == 1
     assert "nowhere.py cannot be made executable" in messages[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backwards_are_reduced_together(stage: int) -> None:
+    def body(comm: Communicator) -> None:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        sums = copy.deepcopy(model)
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": {"stage": stage}}
+        engine, summed = (deepspeed.initialize(model=one, config=config)[0] for one in (model, sums))
+        for step in range(2):
+            inputs = [torch.full((2, 3), comm.rank + 1.0 + step), torch.linspace(-4, 3 + comm.rank, 6).view(2, 3)]
+            with engine.coalesce_grad_reduction():
+                for one in inputs:
+                    engine.backward(engine(one).square().sum())
+                with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
+                    engine.step()
+                with pytest.raises(AssertionError, match="cannot be nested"), engine.coalesce_grad_reduction():
+                    pytest.fail("it was entered")
+            engine.step()
+            summed.backward(sum(summed(one).square().sum() for one in inputs))
+            summed.step()
+        assert engine.global_steps == 2
+        torch.testing.assert_close(engine.module.state_dict(), summed.module.state_dict())
+        engine.close()
+        summed.close()
+
+    on_two_ranks(body)
+
+
+def test_stage_0_coalesces_nothing() -> None:
+    engine = engine_of()
+    with pytest.raises(NotImplementedError, match="requires ZeRO stage 1, 2 or 3"), engine.coalesce_grad_reduction():
+        pytest.fail("it was entered")
+    engine.close()

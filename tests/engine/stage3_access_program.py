@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import skip_init
 
 from tests.engine import parameter_access as behaviours
 from tests.engine import stage3_calls as calls
@@ -29,7 +30,6 @@ BF16 = {"bf16": {"enabled": True}}
 def main() -> None:
     torch.set_num_threads(1)
     comm = communication.init(quiet=True)
-    behaviours.what_was_set_is_what_is_stepped(comm, 3)
     behaviours.what_was_set_is_what_is_stepped(comm, 3, fp16={"enabled": True, "initial_scale_power": 8})
     behaviours.gradients_are_averages(comm, 3)
     behaviours.bad_values(comm, 3)
@@ -43,11 +43,15 @@ def main() -> None:
     calls.parameters_are_whole_from_the_first_forward_on(comm)
     calls.averages_of_several_backwards_add_up(comm)
     calls.a_checkpoint_is_loaded_into_gathered_parameters(comm)
+    calls.the_torch_optimizer_is_shown(comm)
+    calls.leaf_modules_average_what_ranks_use_apart(comm)
+    calls.sixteen_bit_weights_are_those_of_the_file(comm)
     built_models_train_as_others_do(comm)
     a_built_model_takes_the_memory_of_its_shards(comm)
     parents_initialize_their_children(comm)
     classes_are_as_before(comm)
     built_from_a_model(comm)
+    built_without_values(comm)
     what_init_refuses(comm)
     a_parameter_of_another_layer(comm)
     comm.barrier()
@@ -187,7 +191,7 @@ def changes_that_nobody_keeps(comm: Communicator) -> None:
 def built_models_train_as_others_do(comm: Communicator) -> None:
     """The same bits as the model constructed whole on rank 0, at every stage."""
     plain = random_model(0)
-    for stage, changes in ((3, {}), (3, BF16), (1, BF16)):
+    for stage, changes in ((3, BF16), (1, {})):
         with zero.Init(config_dict_or_path=settings(stage, **changes)):
             model = random_model(comm.rank)
             with zero.Init():  # as a model that is built of others does
@@ -229,7 +233,7 @@ class Deep(nn.Module):
 
 def a_built_model_takes_the_memory_of_its_shards(comm: Communicator) -> None:
     """At every moment: the shards so far and one module, while it is built and while an engine takes it over."""
-    layers = 24
+    layers = 8
     of_layer = 4 * sum(one.numel() for one in Layer().parameters())
     before = process_tensor_bytes().get("cpu", 0)
     highest = [0]
@@ -326,6 +330,36 @@ def built_from_a_model(comm: Communicator) -> None:
     assert zero.safe_get_full_fp32_param(scaled.scale) == 2
     assert not hasattr(scaled.scale, "ds_id")
     train(engine, range(2))
+
+
+def built_without_values(comm: Communicator) -> None:
+    """Cut when they get their memory, and trained from rank 0's values."""
+
+    class Skipping(nn.Module):
+        def __init__(self, device: str | None = None) -> None:
+            super().__init__()
+            self.first = nn.Linear(FEATURES, 7, device=device)
+            self.second = skip_init(nn.Linear, 7, FEATURES)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.second(self.first(inputs))
+
+    with zero.Init():
+        model = Skipping()
+        other = skip_init(nn.Linear, 5, 3)
+    assert nn.Module.to_empty.__module__ == "torch.nn.modules.module"
+    cut = [*model.parameters(), *other.parameters()]
+    assert all(one.numel() == 0 for one in cut)
+    assert [one.ds_tensor.numel() for one in cut] == [math.ceil(one.ds_numel / comm.size) for one in cut]
+    for one in other.parameters():
+        with zero.GatheredParameters(one):
+            assert not one.any()
+    for one in model.parameters():
+        with zero.GatheredParameters(one, modifier_rank=0), torch.no_grad():
+            one.fill_(0.1 + comm.rank)
+    engine = initialize(model=model, comm=comm, config=settings(3))[0]
+    assert torch.equal(zero.safe_get_full_fp32_param(model.second.weight), torch.full((FEATURES, 7), 0.1))
+    train(engine, range(1))
 
 
 def what_init_refuses(comm: Communicator) -> None:

@@ -7,23 +7,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from thinwire import comm as communication
 from thinwire.deepspeed.lazy_names import NotOfferedError, not_offered
+from thinwire.deepspeed.refusals import check_buckets, check_dtypes, check_optimizer
 from thinwire.deepspeed.runtime.engine import DeepSpeedEngine
 from thinwire.deepspeed.usage_error import DeepSpeedUsageError
-from thinwire.engine import ConfigError, EngineConfig
+from thinwire.engine import ConfigError
 from thinwire.engine.config.json_file import read_json_object
-from thinwire.engine.config.models import FloatName
 from thinwire.engine.initialization import Given, build_engine, load_settings
 
 __all__ = ["add_config_arguments", "init_inference", "initialize"]
-
-_TESTED = ("torch.", "thinwire.")
-_FLOAT_NAME: TypeAdapter[str | None] = TypeAdapter(FloatName | None)
 
 init_inference = not_offered(
     "init_inference", "thinwire trains; serve the weights of engine.save_16bit_model() with transformers or vLLM"
@@ -52,7 +47,8 @@ def initialize(
     Raises NotOfferedError, a NotImplementedError, for an `mpu` with model parallelism, for `mesh_param`, and at stage 0
     for gradients that add up in another dtype than the model's, which DeepSpeed refuses too; TypeError for any other
     argument; DeepSpeedUsageError, which is a ValueError and an AssertionError, for arguments that cannot work together;
-    and else what `thinwire.initialize` raises.
+    ZeRORuntimeException, a RuntimeError, for a torch optimizer over offloaded state where
+    `zero_force_ds_cpu_optimizer` is true; and else what `thinwire.initialize` raises.
     """
     config = _only_configuration(args, config, others.pop("config_params", None))
     if others.pop("mesh_param", None) is not None:
@@ -69,11 +65,13 @@ def initialize(
             f"initialize() needs a model, a torch.nn.Module, got {type(model).__name__}: pass it as model=; the first "
             "argument is args, the command line's"
         )
-    _check_tested(optimizer, config)
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
     comm = communication.init()
     settings = load_settings(None, config, None, comm)
-    _check_dtypes(settings, _tree(config))
+    tree = _tree(config)
+    check_optimizer(settings, tree, optimizer)
+    check_dtypes(settings, tree)
+    check_buckets(settings, tree)
     try:
         return build_engine(DeepSpeedEngine, given, settings, comm)
     except ValueError as error:
@@ -108,35 +106,6 @@ def _only_configuration(args: Any, config: Any, params: Any) -> Any:
             "line"
         )
     return next(iter(given.values()))
-
-
-def _check_tested(optimizer: Any, config: Any) -> None:
-    """Refuse what "zero_allow_untested_optimizer": false refuses: sharding a client's class that is not torch's."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__module__.startswith(_TESTED):
-        return
-    tree = _tree(config)
-    zero = tree.get("zero_optimization")
-    sharded = zero.get("stage") if isinstance(zero, Mapping) else zero
-    allows = tree.get("zero_allow_untested_optimizer")
-    if isinstance(allows, int) and not allows and sharded:
-        raise DeepSpeedUsageError(
-            f'"zero_allow_untested_optimizer" is false, and {type(optimizer).__name__} is none of torch\'s: delete the '
-            "key where the class steps every element by itself, as any elementwise optimizer can be sharded"
-        )
-
-
-def _check_dtypes(settings: EngineConfig, tree: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed has no optimizer for: at stage 0, sums in another dtype than the model computes in."""
-    section = tree.get("data_types")
-    given = section.get("grad_accum_dtype") if isinstance(section, Mapping) else None
-    wanted = _FLOAT_NAME.validate_python(given)
-    model = "fp16" if settings.fp16.enabled else "bf16" if settings.bf16.enabled else "fp32"
-    if settings.zero_optimization.stage == 0 and wanted not in (None, model):
-        raise NotOfferedError(
-            f'"data_types.grad_accum_dtype" is {wanted!r}, and the model computes in {model}: DeepSpeed has no '
-            "optimizer for both at stage 0, and neither has its door here. Delete the key, use zero_optimization stage "
-            "1, or thinwire.initialize, which adds up in fp32 at stage 0 too"
-        )
 
 
 def _tree(config: Any) -> Mapping[str, Any]:

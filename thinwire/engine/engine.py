@@ -323,6 +323,7 @@ class Engine(EngineSurface):
 
     def close(self) -> None:
         """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""
+        self._losses.look_at_applied()
         self._checkpoints.close()
         self._reports.close()
         self._optimizer.close()
@@ -368,6 +369,8 @@ class Engine(EngineSurface):
         self._reports.report(self._summary(), self._losses)
         if self.loss_scaler is None:
             return self._losses.not_finite(self.comm, self.global_steps) if outcome.overflow else None
+        if outcome.applied:
+            self._losses.note_applied()
         try:
             self.loss_scaler.update(outcome.overflow)
         except NonFiniteError as failure:

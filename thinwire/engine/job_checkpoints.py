@@ -26,7 +26,7 @@ from thinwire.engine.checkpoint.random_state import (
     reseed,
 )
 from thinwire.engine.checkpoint.tags import one_tag
-from thinwire.engine.checkpoint.weights_file import write_weights
+from thinwire.engine.checkpoint.weights_file import in_16_bits, write_weights
 from thinwire.engine.job import Job
 from thinwire.engine.kept_weights import KeptWeights
 from thinwire.engine.model_names import ModelNames
@@ -147,9 +147,17 @@ class JobCheckpoints:
         """Write all weights and buffers in 16 bits to one file; see `write_weights`."""
         comm = self._job.comm
         on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "write the model", (TypeError, ValueError))
-        left_out = self._frozen() if exclude_frozen else []
-        tensors = {name: one for name, one in self.whole_weights().items() if name not in left_out}
-        return write_weights(Path(folder) / filename, tensors, self._names.tied, comm)
+        return write_weights(Path(folder) / filename, self._without_frozen(exclude_frozen), self._names.tied, comm)
+
+    def weights_in_16_bits(self, exclude_frozen: bool) -> dict[str, Tensor] | None:
+        """What `export` would write for torch.save, tied names too, on rank 0; None on other ranks. Collective."""
+        tensors = {name: in_16_bits(one) for name, one in self._without_frozen(exclude_frozen).items()}
+        tied = {alias: tensors[name] for alias, name in self._names.tied.items() if name in tensors}
+        return tensors | tied if self._job.comm.rank == 0 else None
+
+    def _without_frozen(self, exclude: bool) -> dict[str, Tensor]:
+        left_out = self._frozen() if exclude else []
+        return {name: one for name, one in self.whole_weights().items() if name not in left_out}
 
     def whole_weights(self) -> dict[str, Tensor]:
         """All weights, in the dtypes that the model computes in, and buffers, on rank 0; nothing on other ranks."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from thinwire.zero.live_objects import with_subclasses
@@ -21,7 +22,8 @@ class Constructions:
 
     A class's own `__init__` and those of its bases are one construction. Classes are changed for as long, those defined
     inside too, since torch has no hook for this; the last one that was entered is the first to be left.
-    `nn.Module.apply` is `apply` meanwhile.
+    `nn.Module.apply` is `apply` meanwhile, and modules that get memory by `to_empty`, torch.nn.utils.skip_init's above
+    all, are constructed then; the memory holds zeros, and not what others have left in it.
     """
 
     def __init__(self, finished: Callable[[nn.Module], None], apply: Apply) -> None:
@@ -36,6 +38,7 @@ class Constructions:
         for kind in with_subclasses([nn.Module]):
             self._watch(kind)
         self._replace(nn.Module, "apply", self._apply)
+        self._watch_memory()
         before = vars(nn.Module).get("__init_subclass__")
 
         def defined(kind: Any, /, **arguments: Any) -> None:
@@ -54,6 +57,22 @@ class Constructions:
                 delattr(kind, name)
             else:
                 setattr(kind, name, original)
+
+    def _watch_memory(self) -> None:
+        original = nn.Module.to_empty
+
+        @functools.wraps(original)
+        def emptied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            original(module, *args, **kwargs)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.zero_()
+            for one in module.modules() if threading.get_ident() == self._thread else ():
+                if id(one) not in self._under_way:
+                    self._finished(one)
+            return module
+
+        self._replace(nn.Module, "to_empty", emptied)
 
     def _watch(self, kind: type) -> None:
         init = vars(kind).get("__init__")

@@ -17,6 +17,7 @@ from thinwire.zero.built_model import stand_ins, values_of
 from thinwire.zero.external import external_parameters
 from thinwire.zero.fsdp_traffic import count_traffic
 from thinwire.zero.gathered_shards import gathered
+from thinwire.zero.leaf_modules import complete_gradients, is_leaf_module
 from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.shard_comparison import compare_shards
 from thinwire.zero.shard_marks import is_sharded
@@ -77,7 +78,8 @@ def shard_model(
 ) -> Traffic:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
-    Layers, the elements of repeated lists, are gathered one at a time; the rest of the model as one. Gradients are
+    Layers, the elements of repeated lists and leaf modules, are gathered one at a time; the rest of the model as one.
+    Nothing inside of a leaf module is a layer, see leaf_modules.complete_gradients. Gradients are
     averaged over the ranks as soon as a layer's are complete, and add up in fp32; they travel in fp32 unless
     `averaging` says otherwise. Every rank must use the same parameters in a backward. `offload` keeps the shards in CPU
     memory, page-locked with `pin`. What zero.Init has built comes here one parameter at a time. Returns what counts the
@@ -105,6 +107,8 @@ def shard_model(
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
+    for module in filter(is_leaf_module, model.modules()):
+        complete_gradients(module)
     if placeholders:
         _bring_in(model, placeholders, torch.device("cpu") if offload else device)
     return count_traffic(model, averaging.divide_first)
@@ -165,11 +169,16 @@ def _layers(model: nn.Module) -> list[nn.Module]:
         for parameter in (*module._parameters.values(), *external_parameters(module))
         if parameter is not None
     )
-    return [layer for layer in dict.fromkeys(_repeated(model)) if _is_closed(layer, uses)]
+    found = () if is_leaf_module(model) else _repeated(model)
+    return [layer for layer in dict.fromkeys(found) if _is_closed(layer, uses)]
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
+        if is_leaf_module(child):
+            if _runs(child):
+                yield child
+            continue
         elements = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
         alike = len(elements) > 1 and len({type(element) for element in elements}) == 1
         if alike and all(list(element.children()) and _runs(element) for element in elements):

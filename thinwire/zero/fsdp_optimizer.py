@@ -158,6 +158,18 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
                 found[shard.group].append(gradient)
         return found
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer that steps this rank's shards, flat; where it keeps nothing, one without parameters."""
+        if self._optimizer is not None:
+            return self._optimizer
+        return self._build([{**group_settings(one), "params": []} for one in self.param_groups])
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """What scripts call before they read `optimizer`: nothing has to be put into its groups, shards always are."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
+
     def model_state_bytes(self) -> dict[str, float]:
         """Bytes that this rank should hold of the model's state, by category: ZeRO's formula for stage 3."""
         kinds = {one.kind for one in self.saved_slices()} - {"weight", "master"}

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+from thinwire.deepspeed.lazy_names import NotOfferedError
 from thinwire.deepspeed.utils.logging import logger
 from thinwire.engine import Engine
 from thinwire.engine.checkpoint.manifest import rank_file
@@ -37,6 +40,39 @@ class DeepSpeedEngine(Engine):
             raise CallError("no_sync context manager reentry is unsupported: leave the inner one out")
         with super().no_sync():
             yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards inside, and one reduction of their sum when it is left; step() comes after it.
+
+        At stages 2 and 3 gradients leave with every backward, and add up in their owners' shards. Raises
+        NotOfferedError, a NotImplementedError, at stage 0, CallError, an AssertionError, inside itself or no_sync().
+        """
+        if not self.zero_optimization_stage():
+            raise NotOfferedError(
+                "coalesce_grad_reduction requires ZeRO stage 1, 2 or 3, and this engine is at stage 0: call the "
+                "backwards but the last inside no_sync()"
+            )
+        if self._accumulation.inside_no_sync:
+            raise CallError("coalesce_grad_reduction cannot be nested inside another no_sync context: leave one out")
+        with super().no_sync():
+            yield
+        self._accumulation.end_backward()
+        self._optimizer.end_backward()
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """At stage 3, what save_16bit_model writes, on rank 0's CPU; None on other ranks. Collective.
+
+        Raises ValueError at other stages, as DeepSpeed does.
+        """
+        if not self.zero_optimization_partition_weights():
+            raise ValueError(
+                "_zero3_consolidated_16bit_state_dict() is for stage 3, and this engine is at stage "
+                f"{self.zero_optimization_stage()}: engine.whole_state_dict() has the weights at every stage"
+            )
+        return self._checkpoints.weights_in_16_bits(exclude_frozen_parameters)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Where this rank's part of a checkpoint lies, weights and optimizer state in one file."""

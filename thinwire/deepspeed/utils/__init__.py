@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from thinwire.deepspeed.lazy_names import lazy_names
 
+# At once, since a function of DeepSpeed's has its module's name, and what is imported last has the name.
+from thinwire.deepspeed.utils.z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
 __getattr__, __dir__ = lazy_names(
     __name__,
     (
@@ -14,7 +31,6 @@ __getattr__, __dir__ = lazy_names(
         "tensor_fragment",
         "timer",
         "torch",
-        "z3_leaf_module",
         "zero_to_fp32",
     ),
     {
@@ -36,12 +52,6 @@ __getattr__, __dir__ = lazy_names(
             "safe_set_local_grad",
             "safe_set_local_optimizer_state",
             "safe_update_full_grad_vectorized",
-        ),
-        "utils.z3_leaf_module": (
-            "get_z3_leaf_modules",
-            "set_z3_leaf_module",
-            "set_z3_leaf_modules",
-            "unset_z3_leaf_modules",
         ),
     },
 )

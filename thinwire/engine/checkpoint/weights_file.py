@@ -13,7 +13,7 @@ from thinwire.comm import Communicator
 from thinwire.engine.checkpoint.sharded_files import write_state_dict
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite
 
-__all__ = ["write_weights"]
+__all__ = ["in_16_bits", "write_weights"]
 
 _LARGEST_FILE = 50 * 10**9
 _ONCE_EACH = ".safetensors"
@@ -29,7 +29,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, 
     if comm.rank == 0:
         same = {} if path.suffix == _ONCE_EACH else {alias: name for alias, name in tied.items() if name in tensors}
         try:
-            halves = {name: TensorToWrite.of(_in_16_bits(tensor)) for name, tensor in tensors.items()}
+            halves = {name: TensorToWrite.of(in_16_bits(tensor)) for name, tensor in tensors.items()}
             write_state_dict(path.parent, path.name, halves, same, _LARGEST_FILE)
         except (OSError, RuntimeError) as error:  # torch.save has RuntimeError for a full disk
             problem = f"{getattr(error, 'strerror', None) or error}".encode()
@@ -41,5 +41,6 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, 
     return not comm.all_gather_bytes(problem, "export weights")[0]
 
 
-def _in_16_bits(tensor: Tensor) -> Tensor:
+def in_16_bits(tensor: Tensor) -> Tensor:
+    """What is written of a tensor: of fp32 and fp64 values bf16, all others as they are."""
     return tensor.bfloat16() if tensor.dtype in (torch.float32, torch.float64) else tensor

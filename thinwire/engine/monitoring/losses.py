@@ -4,6 +4,7 @@ steps in which nothing goes wrong."""
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 
 import torch
@@ -15,12 +16,17 @@ from thinwire.engine.errors import NonFiniteError
 
 __all__ = ["StepLosses"]
 
+_LOOKS_EVERY = 10  # steps on a GPU, where to look is to wait
+
 
 class StepLosses:
     """The losses that this rank has called backward on since the last step. Nothing here waits for the device."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[Tensor] | None = None
+        self._unseen: Tensor | None = None
+        self._unseen_steps = 0
+        self._warned = False
         self.clear()
 
     def clear(self) -> None:
@@ -75,6 +81,33 @@ class StepLosses:
         start = torch.full_like(detached, scale / (parts or 1))
         good = detached.isnan().logical_not_() if detached.dtype == torch.float16 else detached.isfinite()
         return torch.where(good, start, torch.full_like(detached, math.nan))
+
+    def note_applied(self) -> None:
+        """Note that the step of these losses was taken in fp16, and warn the first time that one of them was infinite:
+        at once on a CPU, where every tenth step is looked at together with those before it on a GPU."""
+        if self._warned or self._sum is None:
+            return
+        self._unseen = self._sum if self._unseen is None else self._unseen + self._sum
+        self._unseen_steps += 1
+        if self._unseen.device.type == "cpu" or self._unseen_steps == _LOOKS_EVERY:
+            self.look_at_applied()
+
+    def look_at_applied(self) -> None:
+        """Look at the losses that were noted and not looked at yet."""
+        if self._unseen is None:
+            return
+        loss, steps = float(self._unseen), self._unseen_steps
+        self._unseen, self._unseen_steps = None, 0
+        if not math.isfinite(loss):
+            self._warned = True
+            of_steps = "of this step" if steps == 1 else f"of one of the last {steps} steps"
+            warnings.warn(
+                f"the loss {of_steps} is {loss} in fp16, which ends at 65504, and its gradients are finite: such steps "
+                "are taken, and what is logged as the loss means nothing. Return the loss in fp32, its mean instead of "
+                "its sum, or train in bf16. This is said once",
+                RuntimeWarning,
+                stacklevel=5,  # of a step()
+            )
 
     def mean(self, comm: Communicator) -> float | None:
         """The mean over micro-batches and ranks; None where nobody told of a loss. Collective."""
