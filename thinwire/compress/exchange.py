@@ -24,7 +24,7 @@ from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 from thinwire.zero.host_reading import read_together
 
-__all__ = ["Adjust", "Division", "EncodePart", "Exchange", "Headers", "Leg", "Outcome", "bring_headers"]
+__all__ = ["Adjust", "Division", "EncodePart", "Exchange", "Headers", "Leg", "Outcome", "bring_headers", "kept_headers"]
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
@@ -190,7 +190,7 @@ class Exchange:
         assert self._leg_2, "wait() follows advance()"
         for number, leg in enumerate(self._leg_2):
             leg.work.wait()
-            self._headers.append(Headers(leg.received[:, :HEADER_BYTES], number))
+            self._headers.append(Headers(kept_headers(leg.received), number))
 
     @property
     def leg_1_is_over(self) -> bool:
@@ -282,6 +282,11 @@ class Exchange:
         self._leg_1, self._leg_2 = [], []
 
     @property
+    def next_residual(self) -> Tensor:
+        """What becomes the worker's residual with this step, in its dtype, from `start` to `commit`."""
+        return self._encoded
+
+    @property
     def _encoded(self) -> Tensor:
         """What leg 1 encodes, of `worker_place`; from `start` on the new worker residual."""
         return self.payload
@@ -321,6 +326,12 @@ class Exchange:
     def _packets(self, rows: int, place: slice) -> Tensor:
         numbers = self.codec.packet_bytes(place.stop - place.start)
         return torch.empty(rows, numbers, dtype=torch.uint8, device=self._device)
+
+
+def kept_headers(packets: Tensor) -> Tensor:
+    """The headers of packets that will be read and let go: on an accelerator they are copied once a step, together."""
+    headers = packets[:, :HEADER_BYTES]
+    return headers.clone() if headers.device.type == "cpu" else headers
 
 
 def bring_headers(exchanges: Iterable[Exchange], others: Sequence[Tensor] = ()) -> list[Tensor]:

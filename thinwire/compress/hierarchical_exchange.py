@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Headers, Leg
+from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Headers, Leg, kept_headers
 from thinwire.compress.packet import (
     HEADER_BYTES,
     Flags,
@@ -107,7 +107,7 @@ class HierarchicalExchange(Exchange):
             everyone = mine.new_empty(links.inside.size * mine.shape[0], mine.shape[1])
             work = links.inside.all_gather(everyone, mine)
             packets = everyone[: len(senders)]
-            self._headers.append(Headers(packets[:, :HEADER_BYTES], number, senders))
+            self._headers.append(Headers(kept_headers(packets), number, senders))
             self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
 
     def scale_step(self, coefficient: float | Tensor) -> None:

@@ -54,10 +54,10 @@ class LowMemoryExchange(Exchange):
             self.worker_residual, self._next = self._next, None
 
     @property
-    def next_residual(self) -> Tensor:
-        """What becomes the worker's residual with this step, in its dtype, from `start` to `commit`; it may be the
-        residual itself."""
-        return self._encoded
+    def takes_encoder(self) -> bool:
+        """See Exchange; what encodes vectors keeps residuals in fp32. `next_residual` may be the residual itself."""
+        assert self.worker_residual is not None
+        return self.codec.has_kernels and self.worker_residual.dtype == torch.float32
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""

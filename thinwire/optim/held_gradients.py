@@ -57,7 +57,7 @@ class HeldGradients:
                 momentum=state[rule.momentum],
                 denominators=denominators,
                 residual=exchange.worker_residual,
-                lost=exchange.payload,
+                lost=exchange.next_residual,
                 packets=packets,
                 part=part_of(exchange, place),
             )

@@ -179,12 +179,8 @@ def test_the_torch_optimizer_of_a_rank_can_be_looked_at(stage: int) -> None:
     def body(comm: Communicator) -> int:
         model = nn.Linear(5, 3)
         optimizer = ShardedOptimizer(model.parameters(), Lamb, stage=stage, comm=comm)
-        if comm.rank == 2 and stage:
-            assert not hasattr(optimizer, "optimizer")
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
-        if not hasattr(optimizer, "optimizer"):
-            return 0
         assert type(optimizer.optimizer) is Lamb
         assert all(0.01 <= one <= 10 for one in optimizer.optimizer.get_lamb_coeffs())
         return len(optimizer.optimizer.get_lamb_coeffs())
