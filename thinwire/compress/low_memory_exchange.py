@@ -42,7 +42,7 @@ class LowMemoryExchange(Exchange):
 
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
         """See Exchange; the payload's memory goes, or becomes the residual. What `encode` loses goes to
-        `next_residual`."""
+        `next_residual`, which without `reversible` is the residual itself."""
         assert self.worker_residual is not None
         if self.worker_residual.dtype == torch.float32 and encode is None:
             self._next = self.payload
@@ -55,9 +55,9 @@ class LowMemoryExchange(Exchange):
 
     @property
     def takes_encoder(self) -> bool:
-        """See Exchange; what encodes vectors keeps residuals in fp32. `next_residual` may be the residual itself."""
+        """See Exchange; what encodes vectors takes a residual in fp32, and leaves it as it is."""
         assert self.worker_residual is not None
-        return self.codec.has_kernels and self.worker_residual.dtype == torch.float32
+        return self.codec.has_kernels and self._reversible and self.worker_residual.dtype == torch.float32
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""
