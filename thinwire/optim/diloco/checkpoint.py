@@ -72,7 +72,7 @@ class LocalCheckpoint:
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """This worker's own: its replica of the weights, its inner state, its residual."""
-        found = {f"{_INNER}{key}": value for key, value in self.worker.saved(self.names).items()}
+        found = {f"{_INNER}{kind}.{name}": one for (kind, name), one in self.worker.saved(self.names).items()}
         replica = self._whole(map(self.weights.replica, range(len(self.fragments))), torch.float32)
         found |= {f"{_REPLICA}.{name}": values for name, values in replica.items()}
         if any(one.worker_residual is not None for one in self.outer_steps):
@@ -82,7 +82,7 @@ class LocalCheckpoint:
 
     def counters(self, step: int, met_at: int, under_way: Sequence[UnderWay]) -> dict[str, Any]:
         """Where the run is."""
-        kinds = {key.rpartition(f".{name}")[0] for name in self.names for key in self._inner_keys(name)}
+        kinds = {kind for kind, _ in self.worker.saved(self.names)}
         return {
             "names": list(self.names),
             "nodes": self.nodes,
@@ -147,9 +147,6 @@ class LocalCheckpoint:
         if not pieces or not all(piece.parameter in updates for piece in pieces):
             return Arrived(None)
         return Arrived(torch.cat([updates[one.parameter][one.start : one.start + one.numel] for one in pieces]))
-
-    def _inner_keys(self, name: str) -> list[str]:
-        return [key for key in self.worker.saved(self.names) if key.endswith(f".{name}")]
 
     def _load_outer_step(
         self, source: SliceSource, fragment: Fragment, outer_step: OuterStep, ranks: Sequence[int] | None

@@ -74,11 +74,6 @@ class LocalHome(Home):
     # What it reports
 
     @property
-    def timetable(self) -> Timetable:
-        """When fragments leave and arrive."""
-        return self._timetable
-
-    @property
     def steps(self) -> int:
         """Steps of every worker, whether or not each had a finite gradient in all of them."""
         return self._steps
@@ -169,8 +164,7 @@ class LocalHome(Home):
         """Take in what is under way, and an outer step of every fragment; replicas then are the outer weights."""
         if self.in_sync:
             return
-        while self.under_way:
-            self._take_in(self.under_way[0])
+        self._take_in_all()
         for fragment in range(len(self.fragments)):
             self._leave(fragment)
             self._take_in(self.under_way[0])
@@ -203,21 +197,18 @@ class LocalHome(Home):
 
     def load(self, source: SliceSource) -> None:
         """See Home."""
-        while self.under_way:
-            self._take_in(self.under_way[0])
+        self._take_in_all()
         self._steps, self.met_at, self.under_way = self._checkpoint.load(source)
 
     def load_weights(self, source: SliceSource) -> None:
         """See Home."""
-        while self.under_way:
-            self._take_in(self.under_way[0])
+        self._take_in_all()
         self._checkpoint.load_weights(source)
         self.met_at = self._steps
 
     def reset_state(self) -> None:
         """See Home; every worker goes on from the outer weights."""
-        while self.under_way:
-            self._take_in(self.under_way[0])
+        self._take_in_all()
         self.worker.reset_state()
         for number, outer_step in enumerate(self.outer_steps):
             outer_step.reset()
@@ -262,6 +253,10 @@ class LocalHome(Home):
     def _take_in_due(self) -> None:
         while self.under_way and self._timetable.arrival(self.under_way[0].left_at) <= self._steps:
             self._take_in(self.under_way[0], self._mix)
+
+    def _take_in_all(self) -> None:
+        while self.under_way:
+            self._take_in(self.under_way[0])
 
     def _take_in(self, one: UnderWay, mix: float = 0.0) -> None:
         """Take the outer step that a fragment has brought; where none was taken, begin again from the outer weights."""

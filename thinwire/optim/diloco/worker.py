@@ -75,12 +75,13 @@ class Worker(ABC):
         """Call this, a method, now and then during backwards, and before the first gradient is taken."""
 
     @abstractmethod
-    def saved(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The inner optimizer's state, keys "kind.name"; the parameters called `names`."""
+    def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
+        """The inner optimizer's state by kind and name; the parameters called `names`."""
 
     @abstractmethod
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
-        """Take over what `saved` gave; `read` raises KeyError for a key that there is not. Weights stay as they are."""
+        """Take over what `saved` gave; `read` takes "kind.name", and raises KeyError where there is none. Weights stay
+        as they are."""
 
     @abstractmethod
     def reset_state(self) -> None:
@@ -148,10 +149,10 @@ class RankWorker(Worker):
         """See Worker."""
         return _OwnState(self, self._comm, in_sync)
 
-    def saved(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
         """See Worker."""
         return {
-            f"{kind}{'' if isinstance(value, Tensor) else _NUMBER}.{name}": torch.as_tensor(value)
+            (f"{kind}{'' if isinstance(value, Tensor) else _NUMBER}", name): torch.as_tensor(value)
             for name, parameter in zip(names, self.parameters, strict=True)
             for kind, value in self.optimizer.state.get(parameter, {}).items()
             if value is not None
@@ -249,13 +250,13 @@ class NodeWorker(Worker):
         """See Worker."""
         self.optimizer.end_backward()
 
-    def saved(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
         """See Worker."""
-        found: dict[str, Tensor] = {}
+        found: dict[tuple[str, str], Tensor] = {}
         for one in self.optimizer.saved_slices():
             if one.kind not in ("weight", "master"):
-                found[f"{one.kind}.{one.name}"] = one.tensor
-                found[f"{one.kind}{_START}.{one.name}"] = torch.tensor(one.start)
+                found[one.kind, one.name] = one.tensor
+                found[f"{one.kind}{_START}", one.name] = torch.tensor(one.start)
         return found
 
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
