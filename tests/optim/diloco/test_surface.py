@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -216,6 +218,33 @@ def test_what_is_sent() -> None:
     elements = -(-NUMEL // (4 * 64)) * 64
     packet = 16 + elements // 64 * 4 + elements
     assert threads.run(body, 4) == [3 * 2 * 3 * packet] * 4
+
+
+def test_two_bits_every_thirty_steps_are_less_than_a_four_hundredth_of_ddps_bytes() -> None:
+    """In bursts of a fragment's two legs, one at a time."""
+    ranks, every, fragments, numel = 4, 30, 4, 4 * 32 * 2048
+
+    def body(comm: Communicator) -> list[int]:
+        weights = [
+            (f"layers.{number}.weight", nn.Parameter(torch.zeros(numel // fragments))) for number in range(fragments)
+        ]
+        optimizer = thinwire.DiLoCo(
+            weights, torch.optim.SGD, lr=0.1, comm=comm, every=every, fragments=fragments, codec="stat2"
+        )
+        sent = [optimizer.bytes_sent]
+        for step in range(2 * every):
+            for number, (_, weight) in enumerate(weights):
+                weight.grad = torch.full_like(weight, float(step + number + comm.rank))
+            optimizer.step()
+            sent.append(optimizer.bytes_sent)
+        return sent
+
+    of_ddp = 2 * (ranks - 1) / ranks * 4 * numel
+    for sent in threads.run(body, ranks):
+        bursts = [after - before for before, after in pairwise(sent)]
+        assert 400 * sum(bursts) <= 2 * every * of_ddp
+        assert max(bursts) <= sum(bursts) / 2 / fragments
+        assert len([one for one in bursts if one]) == 2 * 2 * fragments - 1, "the last fragment is still under way"
 
 
 def test_learning_rate_schedules_and_groups_are_the_inner_optimizers() -> None:
