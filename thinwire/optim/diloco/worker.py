@@ -231,8 +231,15 @@ class NodeWorker(Worker):
 
     def show(self, number: int, start: int, values: Tensor) -> None:
         """See Worker."""
+        parameter = self.parameters[number]
         with torch.no_grad():
-            self.parameters[number].view(-1)[start : start + values.numel()].copy_(values)
+            if parameter.dtype == torch.float32:
+                parameter.view(-1)[start : start + values.numel()].copy_(values)
+                return
+            self._state.weights(number)  # which takes over what somebody else has written
+            shown = parameter.detach().clone()
+            shown.view(-1)[start : start + values.numel()].copy_(values)
+            self._state.after_writing_weights(number, shown)  # else master weights would follow it
 
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
         """See Worker."""
