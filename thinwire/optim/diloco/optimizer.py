@@ -78,7 +78,9 @@ class DiLoCo(SynchronizedOptimizer):
         options: for the inner class: lr, betas, ...
 
     `workers`: how many there are. `inner`: the inner optimizer. `outer_lr`, `outer_momentum`: may be set, on every rank
-    alike. `dropped_outer_steps`: outer steps that were not taken, as some worker's weights were not finite.
+    alike. `keeps_gradients`: whether gradients stay in `.grad` until `step`, for anybody to clip, as they do where a
+    worker is one rank with fp32 parameters. `dropped_outer_steps`: outer steps that were not taken, as some worker's
+    weights were not finite.
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
@@ -233,6 +235,7 @@ class DiLoCo(SynchronizedOptimizer):
         torch.optim.Optimizer.__init__(self, [torch.zeros(1)], worker.optimizer.defaults)
         self.param_groups = worker.optimizer.param_groups
         self.state = worker.optimizer.state
+        self.keeps_gradients = isinstance(worker, RankWorker)
 
     @property
     def _saved_name(self) -> str:

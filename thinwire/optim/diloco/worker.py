@@ -257,6 +257,10 @@ class NodeWorker(Worker):
         """See Worker."""
         self.optimizer.end_backward()
 
+    def follow(self, gate: Callable[[], bool]) -> None:
+        """See Worker."""
+        self.optimizer._home.follow(gate)
+
     def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
         """See Worker."""
         found: dict[tuple[str, str], Tensor] = {}
@@ -293,7 +297,10 @@ class NodeWorker(Worker):
         return self.optimizer.model_state_bytes()
 
     def before_backwards(self, callback: Callable[[int], None]) -> None:
-        """See Worker; the inner optimizer looks for others by itself, and each step gives the chance to go on."""
+        """See Worker; ranks that share a worker look for others by themselves, and each step gives the chance to go
+        on. A rank alone does not: it would let a DistributedDataParallel average the gradients of all."""
+        if self.optimizer.comm.size == 1:
+            self.optimizer._home.before_first_backward(lambda: callback(0))
 
     @property
     def bytes_inside(self) -> int:
