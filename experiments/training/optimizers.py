@@ -19,9 +19,11 @@ __all__ = [
     "EXACT",
     "FREEZE_OPTIONS",
     "OPTIMIZERS",
+    "OUTER",
     "PARENTS",
     "Compressed",
     "Exact",
+    "Outer",
     "build",
     "engine_section",
 ]
@@ -67,6 +69,25 @@ class Compressed:
     local_steps: bool
 
 
+@dataclass(frozen=True)
+class Outer:
+    """An exact optimizer's own steps on every worker, and now and then an outer step on what all of them did.
+
+    Attributes:
+        class_name: of its class in thinwire.
+        label: for pictures and tables.
+        colour: for pictures.
+        parent: name of the exact optimizer that takes the workers' own steps.
+        inner: that optimizer's plain class, which does not communicate.
+    """
+
+    class_name: str
+    label: str
+    colour: str
+    parent: str
+    inner: type[torch.optim.Optimizer]
+
+
 EXACT = {
     "adamw": Exact("AdamW", "AdamW", "#5b6572", AveragedAdamW),
     "lamb": Exact("Lamb", "LAMB", "#5b6572", AveragedLamb),
@@ -91,7 +112,10 @@ COMPRESSED = {
 }
 """Names on command lines and in results, and thinwire's optimizers."""
 
-OPTIMIZERS: dict[str, Exact | Compressed] = {**EXACT, **COMPRESSED}
+OUTER = {"diloco": Outer("DiLoCo", "DiLoCo", "#2b6ca3", "adamw", torch.optim.AdamW)}
+"""What sends no gradient at all; `every`, `codec`, `fragments`, `overlap` and the like are options of `build`."""
+
+OPTIMIZERS: dict[str, Exact | Compressed | Outer] = {**EXACT, **COMPRESSED, **OUTER}
 """All of them."""
 
 ENGINE = (*(name for name, one in EXACT.items() if hasattr(torch.optim, one.class_name)), *COMPRESSED)
@@ -114,6 +138,10 @@ def build(name: str, groups: list[dict[str, Any]], plan: Plan, comm: Communicato
     """
     if name in EXACT:
         return EXACT[name].averaged(groups, comm, lr=plan.learning_rate, **options)
+    if name in OUTER:
+        outer = OUTER[name]
+        made = getattr(thinwire, outer.class_name)
+        return made(groups, outer.inner, comm=comm, **{"lr": plan.learning_rate} | options)
     if name not in COMPRESSED:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
     one = COMPRESSED[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.ethernet.race.bf16_hook import bf16_hook
-from experiments.training.learners import parameter_groups
+from experiments.training.learners import in_evaluation, parameter_groups
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
 from thinwire.comm.traffic import sent_bytes
@@ -45,6 +46,10 @@ class AloneLearner:
         """See `Learner`."""
         loss.backward()
         self.update()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """See `Learner`."""
+        return in_evaluation(self.module)
 
     def update(self) -> None:
         """What `learn` does after backward."""
@@ -105,6 +110,10 @@ class DataParallelLearner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """See `Learner`."""
+        return in_evaluation(self.module)
 
     @property
     def stage(self) -> str:
