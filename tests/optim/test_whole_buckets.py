@@ -55,11 +55,11 @@ def test_the_bits_are_those_of_single_tensors(
     pytest.importorskip("numba")
     calls = []
     one_pass = buckets._run
-    monkeypatch.setattr(buckets, "_run", lambda call, device: (calls.append(call.kernel), one_pass(call, device)))
+    monkeypatch.setattr(buckets, "_run", lambda call, *place: (calls.append(call.kernel), one_pass(call, *place)))
     at_once = train(name, options, dtype)
     assert {"encode_payload", "encode_packed_payload"} & set(calls)
     calls.clear()
-    monkeypatch.setattr(buckets, "serves", lambda device: False)
+    monkeypatch.setattr(buckets, "serves", lambda device, codec: False)
     apart = train(name, options, dtype)
     assert not calls
     for one, other in zip(at_once, apart, strict=True):

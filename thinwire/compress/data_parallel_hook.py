@@ -22,7 +22,7 @@ class CompressionState:
 
     Args:
         comm: a Communicator over the model's ranks; by default `thinwire.comm.init()`.
-        codec: "sign1", "int8", "bf16", "fp16" or "none".
+        codec: "sign1", "stat2", "int4", "fp8", "int8", "bf16", "fp16" or "none"; see `make_codec`.
         block_size: elements that share one scale, a multiple of 64.
         start_step: steps whose gradients are averaged exactly before compression begins. DDP lays its buckets anew
             after the first step, which empties the residuals, so at least 1 is a good choice.

@@ -64,7 +64,8 @@ class DiLoCo(SynchronizedOptimizer):
         overlap: τ, steps that a fragment is under way while training goes on; by default 1, if `every` leaves room.
         mix: how much of a worker's own weights remains in them when an outer step is taken in; by default 0.5 with
             overlap and 0 without.
-        codec: "none", "bf16", "fp16", "int8" or "sign1": what outer gradients go through. One worker sends nothing.
+        codec: what outer gradients go through: "none", "bf16", "fp16", "int8", "fp8", "int4", "stat2" (2 bits) or
+            "sign1". One worker sends nothing.
         block_size: elements that share one scale.
         nodes: workers of several ranks, which average gradients exactly among themselves: "auto" makes each host of
             several ranks a worker where there are several hosts, "flat" every rank; else the node of each rank.
