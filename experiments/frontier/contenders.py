@@ -43,7 +43,7 @@ class Contender:
 
 _EXACT, _ONE_BIT = "#5b6572", "#d1495b"
 _BY_INTERVAL = {10: "#2b6ca3", 30: "#00798c"}
-_BY_CODEC = {"none": "o", "int8": "s"}
+_BY_CODEC = {"none": "o", "int8": "s", "int4": "D", "stat2": "v"}
 
 
 def _plain(optimizer: str, colour: str, marker: str, beside: str | None = BASELINE) -> Contender:
@@ -69,9 +69,20 @@ CONTENDERS = {
     "lamb": _plain("lamb", _EXACT, "s"),
     "lion": _plain("lion", _EXACT, "^"),
     "onebit-adam": _plain("onebit-adam", _ONE_BIT, "o"),
+    "onebit-adam-stat2": Contender(
+        "onebit-adam",
+        f"{OPTIMIZERS['onebit-adam'].label}, stat2",
+        _ONE_BIT,
+        "v",
+        {"codec": "stat2"},
+        "onebit-adam",
+    ),
     "zero-one-adam": _plain("zero-one-adam", "#edae49", "o"),
     "onebit-lamb": _plain("onebit-lamb", _ONE_BIT, "s", "lamb"),
     "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),
     **DILOCO,
+    "diloco-30-plain": Contender(
+        "plain-diloco", "DiLoCo in 20 lines of torch, 30 steps", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"
+    ),
 }
 """By name, in the order in which they run and are shown."""

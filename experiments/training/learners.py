@@ -61,10 +61,9 @@ class LoopLearner:
         self.module = model
         self._compressed = COMPRESSED.get(optimizer)
         self._has_outer_weights = optimizer in OUTER
-        if self._has_outer_weights:
-            # Its fragments are layers, which the names tell.
-            options = {"named_parameters": model.named_parameters()} | options
-        self._optimizer: Any = build(optimizer, parameter_groups(model, plan.weight_decay), plan, comm, **options)
+        # DiLoCo's fragments are layers, which the names tell.
+        groups = parameter_groups(model, plan.weight_decay, named=self._has_outer_weights)
+        self._optimizer: Any = build(optimizer, groups, plan, comm, **options)
         self._plan = plan
         self._steps = 0
 
@@ -182,13 +181,16 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
         module.train()
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay; biases and normalisation weights do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+def parameter_groups(model: nn.Module, weight_decay: float, *, named: bool = False) -> list[dict[str, Any]]:
+    """Two groups: matrices decay; biases and normalisation weights do not. `named`: as pairs of a name and each."""
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [pair for pair in parameters if pair[1].ndim > 1], "weight_decay": weight_decay},
+        {"params": [pair for pair in parameters if pair[1].ndim <= 1], "weight_decay": 0.0},
     ]
+    if not named:
+        groups = [{**group, "params": [one for _, one in group["params"]]} for group in groups]
+    return groups
 
 
 def _stage(optimizer: Any) -> str:

@@ -18,8 +18,8 @@ from thinwire.comm.traffic import sent_bytes
 
 __all__ = ["AloneLearner", "DataParallelLearner"]
 
-_POWER_SGD_START = 10
-"""Steps averaged exactly before PowerSGD begins: torch's own example."""
+_EARLIEST_POWER_SGD = 2
+"""Steps averaged exactly before PowerSGD begins, at least: torch asks for it."""
 
 
 class AloneLearner:
@@ -71,7 +71,7 @@ class DataParallelLearner:
     def __init__(
         self, model: nn.Module, plan: Plan, comm: Communicator, hook: Literal["none", "bf16"] | int = "none"
     ) -> None:
-        """Sends gradients as they are, in bf16, or through PowerSGD of the given rank."""
+        """Sends gradients as they are, in bf16, or from the plan's freeze on through PowerSGD of the given rank."""
         self.module = model
         self.bytes_sent = 0
         self._plan = plan
@@ -87,7 +87,9 @@ class DataParallelLearner:
             self._wrapped.register_comm_hook(None, bf16_hook)
         elif hook != "none":
             self._power = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=hook, start_powerSGD_iter=_POWER_SGD_START
+                None,
+                matrix_approximation_rank=hook,
+                start_powerSGD_iter=max(_EARLIEST_POWER_SGD, plan.fixed_freeze_step),
             )
             self._wrapped.register_comm_hook(self._power, powerSGD_hook.powerSGD_hook)
         self._optimizer = _adamw(model, plan)
