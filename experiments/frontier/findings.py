@@ -98,29 +98,35 @@ def sentences(found: Mapping[str, Standing], workers: int) -> list[str]:
             lines.append(f"{workers} workers: {label} diverged at every rate")
             continue
         losses = ", ".join(f"{percent:+.2f}% beside {CONTENDERS[o].label}" for o, percent in one.percent_above.items())
-        lines.append(f"{workers} workers: {label}: loss {losses}; {human_factor(one.fewer_bytes or 1)} fewer bytes")
+        lines.append(f"{workers} workers: {label}: loss {losses}; {_fewer(one)} fewer bytes")
     return lines
 
 
 def title(found: Mapping[str, Standing], workers: int) -> str:
-    """About what sends least of those within 1% of the baseline's loss, or of all where none is."""
+    """About what sends least within 1% of the baseline's loss, and least of all, among those with as many seeds."""
     others = {
         name: one
         for name, one in found.items()
-        if isfinite(one.loss) and BASELINE in one.percent_above and one.fewer_bytes is not None
+        if isfinite(one.loss) and BASELINE in one.percent_above and one.seeds >= found[BASELINE].seeds
     }
     if not others:
         return f"Loss by bytes sent, {workers} workers"
     near = {name: one for name, one in others.items() if one.percent_above[BASELINE] <= _SAME_PERCENT}
-    chosen = near or others
-    name = min(chosen, key=lambda name: chosen[name].bytes_sent)
-    one, baseline = chosen[name], CONTENDERS[BASELINE].label
-    assert one.fewer_bytes is not None
-    apart = one.percent_above[BASELINE]
-    return (
-        f"{CONTENDERS[name].label} sends {human_factor(one.fewer_bytes)} fewer bytes than {baseline} and ends "
-        f"{abs(apart):.1f}% {'below' if apart < 0 else 'above'} its loss, {workers} workers"
-    )
+    least = min(others, key=lambda name: others[name].bytes_sent)
+    first = min(near, key=lambda name: near[name].bytes_sent, default=least)
+    baseline = CONTENDERS[BASELINE].label
+    apart = others[first].percent_above[BASELINE]
+    beside = f"{abs(apart):.1f}% {'below' if apart < 0 else 'above'} its loss"
+    text = f"{CONTENDERS[first].label}: {_fewer(others[first])} fewer bytes than {baseline}, {beside}"
+    if first != least:
+        text += (
+            f"; {CONTENDERS[least].label}: {_fewer(others[least])}, {others[least].percent_above[BASELINE]:.1f}% above"
+        )
+    return f"{text} ({workers} workers)"
+
+
+def _fewer(one: Standing) -> str:
+    return human_factor(one.fewer_bytes or 1)
 
 
 def missing(

@@ -43,12 +43,10 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     head = title(found[min(found)], min(found)) if found else "No run of the baseline yet"
     top = plotting.write_head(figure, head, subtitle)
     height = figure.get_size_inches()[1]
-    figure.subplots_adjust(
-        left=0.055, right=0.84, top=top - 0.3 / height, bottom=0.6 / height, hspace=0.34, wspace=0.08
-    )
+    figure.subplots_adjust(left=0.055, right=0.82, top=top - 0.3 / height, bottom=0.6 / height, hspace=0.34, wspace=0.1)
     for (count, of), row in zip(found.items(), panels, strict=False):
         _draw_row(row, of, count, settings["unit"])
-    _legend(figure, [name for name in CONTENDERS if any(name in of for of in found.values())])
+    _legend(figure, [name for name in CONTENDERS if any(name in of for of in found.values())], top)
     plotting.save(figure, path)
 
 
@@ -64,6 +62,13 @@ def _draw_row(row: Any, found: Mapping[str, Standing], workers: int, unit: str) 
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f} s"))
         panel.set_xlabel("seconds of the run (log scale)")
         panel.set_title(f"by time over {link}", loc="left", fontsize=11)
+    loss = found[BASELINE].loss
+    percent = row[-1].secondary_yaxis(
+        "right", functions=(lambda value: 100 * (value / loss - 1), lambda value: loss * (1 + value / 100))
+    )
+    percent.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}%"))
+    percent.spines["right"].set_visible(False)
+    percent.tick_params(length=0, labelsize=9, colors=plotting.QUIET)
 
 
 def _draw_panel(panel: Axes, found: Mapping[str, Standing], places: Mapping[str, float]) -> None:
@@ -95,7 +100,9 @@ def _draw_panel(panel: Axes, found: Mapping[str, Standing], places: Mapping[str,
     panel.set_xscale("log")
     low, high = min(places.values()), max(places.values())
     panel.set_xlim(low / 1.6, high * 1.6)
-    panel.xaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))
+    panel.xaxis.set_major_locator(
+        LogLocator(subs=(1,) if high > 50 * low else (1, 3) if high > 6 * low else (1, 2, 4, 7))
+    )
     panel.xaxis.set_minor_formatter(NullFormatter())
     lows = [one.loss - one.deviation for one in inside.values()]
     highs = [one.loss + one.deviation for one in inside.values()]
@@ -105,10 +112,10 @@ def _draw_panel(panel: Axes, found: Mapping[str, Standing], places: Mapping[str,
     panel.grid(alpha=0.25)
 
 
-def _legend(figure: Figure, names: list[str]) -> None:
+def _legend(figure: Figure, names: list[str], top: float) -> None:
     handles = [
         figure.axes[0].plot([], [], CONTENDERS[name].marker, color=CONTENDERS[name].colour, label=label)[0]
         for name in names
         for label in [f"{CONTENDERS[name].label}, the dashed line" if name == BASELINE else CONTENDERS[name].label]
     ]
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.845, 0.86), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.85, top), frameon=False, fontsize=9)

@@ -45,10 +45,7 @@ def test_contenders_stand_at_their_best_rates() -> None:
         "diloco-30-none": pytest.approx(100 * (2.30 / 2.06 - 1)),
     }
     assert plain.seconds["20 Mb/s"] == pytest.approx(10 * 0.02 + 8 * 100 / 20e6) == seconds_at(20e6, 0.2, 100)
-    assert (
-        title(found, 2)
-        == "DiLoCo, 30 steps, fp32 sends 32x fewer bytes than AdamW and ends 0.5% above its loss, 2 workers"
-    )
+    assert title(found, 2) == ("DiLoCo, 30 steps, fp32: 32x fewer bytes than AdamW, 0.5% above its loss (2 workers)")
     lines = sentences(found, 2)
     assert lines[0] == "2 workers: 1-bit Lion diverged at every rate"
     assert "12.20% beside AdamW, +11.65% beside DiLoCo, 30 steps, fp32; 128x fewer bytes" in lines[2]
