@@ -75,9 +75,12 @@ def test_16_bit_parameters_have_master_weights() -> None:
         train(model, optimizer, 1, 40)
         shown = outer_weights(model, optimizer)
         assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+        own = flat(model.parameters()).clone()
         optimizer.eval()
+        assert torch.equal(flat(model.parameters()), shown)
         optimizer.train()
-        train(model, optimizer, 41, 44)
+        assert torch.equal(flat(model.parameters()), own)
+        assert not torch.equal(own, shown)
         return before, shown
 
     (before, shown), (_, other) = threads.run(body, 2)
@@ -137,6 +140,29 @@ def test_a_worker_skips_a_gradient_that_is_not_finite_alone() -> None:
         return optimizer.skipped_steps
 
     assert threads.run(body, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_written_while_all_ranks_hold_the_same_are_the_outer_ones(dtype: torch.dtype | None) -> None:
+    """Loaded before the first step, or after synchronize(), as the best checkpoint is at the end of a Trainer's run."""
+
+    def body(comm: Communicator) -> torch.Tensor:
+        model = Tower()
+        optimizer = make(comm, model, torch.optim.AdamW, lr=0.01, param_dtype=dtype)
+        for steps in (0, 6):
+            train(model, optimizer, 1, steps)
+            optimizer.synchronize()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.25 + steps)
+            assert (outer_weights(model, optimizer) == 0.25 + steps).all()
+            assert (flat(model.parameters()) == 0.25 + steps).all()
+        train(model, optimizer, 7, 8)
+        assert (outer_weights(model, optimizer) - 6.25).abs().max() < 0.1
+        return outer_weights(model, optimizer)
+
+    first, second = threads.run(body, 2)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.filterwarnings("ignore:the outer step")
