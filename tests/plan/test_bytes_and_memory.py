@@ -12,7 +12,9 @@ from torch import nn
 from tests.plan.strategies import ethernet
 from thinwire import OneBitAdam, ShardedOptimizer
 from thinwire.comm import Communicator, threads
+from thinwire.compress import Exchange, make_codec
 from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, methods_for, predict
+from thinwire.plan.exchanges import two_legs
 from thinwire.zero.live_tensors import live_tensor_bytes
 
 WIDTH, LAYERS = 300, 5
@@ -47,6 +49,15 @@ def sent_a_step(make: Callable[[nn.Module, Communicator], torch.optim.Optimizer]
         return [after - before for before, after in itertools.pairwise(sent)]
 
     return threads.run(rank, ranks)[0]
+
+
+@pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"])
+def test_bytes_of_every_codec(codec) -> None:
+    def rank(comm: Communicator) -> int:
+        Exchange(comm, PARAMETERS, make_codec(codec)).average(torch.zeros(PARAMETERS))
+        return comm.traffic.bytes_sent
+
+    assert two_legs(ethernet(3), PARAMETERS, codec).bytes_sent == threads.run(rank, 3)[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

@@ -3,7 +3,7 @@ and the parts that ZeRO sends. Packet and shard sizes are the library's own."""
 
 from __future__ import annotations
 
-from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes
+from thinwire.compress.packet_layout import CODE_BITS, DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes
 from thinwire.plan.cluster import Cluster, Processor
 from thinwire.plan.costs import Cost, between_nodes, compute, everywhere, inside_nodes
 from thinwire.zero.bucket_layout import shard_numel
@@ -57,7 +57,7 @@ def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> 
 def _codec_seconds(
     processor: Processor, codec: CodecName, elements: int, shard: int, owners: int, *, back: bool
 ) -> float:
-    if codec == "sign1":
+    if codec in CODE_BITS:  # at the rates of sign1, which the probe measures
         fill = elements * _FILL_BYTES / processor.memory
         return fill + _kernel_seconds(processor, elements, shard, owners, back)
     sums = owners * shard * _SUM_BYTES / processor.memory
