@@ -48,6 +48,15 @@ def test_a_flag_is_raised_beside_those_already_there(condition) -> None:
     assert check_headers(packets[:, :HEADER_BYTES], Header(1, 64, 3, 5)) == wanted
 
 
+def test_scales_that_are_not_finite_raise_the_flag() -> None:
+    packets = torch.zeros(2, 32, dtype=torch.uint8)
+    packets[1, 16:20] = torch.tensor([torch.inf]).view(torch.uint8)
+    for scales, wanted in ((0, Flags.NONE), (1, Flags.NON_FINITE)):
+        write_headers(packets, Header(1, 64, 3, 5), scales=scales)
+        assert check_headers(packets[:1, :HEADER_BYTES], Header(1, 64, 3, 5)) == Flags.NONE
+        assert check_headers(packets[1:, :HEADER_BYTES], Header(1, 64, 3, 5)) == wanted
+
+
 @given(header=headers, other=headers, rows=st.integers(2, 5), data=st.data())
 def test_the_odd_one_out_is_named(header, other, rows, data) -> None:
     other = replace(other, flags=header.flags)

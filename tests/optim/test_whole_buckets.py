@@ -16,6 +16,8 @@ CASES = [
     ("OneBitAdam", {"freeze_step": 3}),
     ("OneBitAdam", {"freeze_step": 3, "compress": "momentum", "weight_decay": 0.1}),
     ("OneBitAdam", {"freeze_step": 3, "codec": "int8", "max_norm": 0.5}),
+    ("OneBitAdam", {"freeze_step": 3, "codec": "stat2"}),
+    ("OneBitAdam", {"freeze_step": 3, "codec": "int4", "block_size": 256}),
     ("OneBitAdam", {"freeze_step": 3, "stage": 1}),
     ("OneBitLamb", {"freeze_step": 3}),
     ("OneBitLion", {}),
@@ -30,7 +32,9 @@ def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> list[Tensor
         shapes = [(7, 31), (5,), (65, 3), (1,), (33, 17)]
         parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
         parameters[1].requires_grad_(False)
-        optimizer = getattr(thinwire, name)(parameters, lr=1e-2, comm=comm, block_size=64, bucket_bytes=2048, **options)
+        optimizer = getattr(thinwire, name)(
+            parameters, lr=1e-2, comm=comm, **{"block_size": 64, "bucket_bytes": 2048, **options}
+        )
         generator.manual_seed(10 + comm.rank)
         for step in range(8):
             missing = step % 3 == 2

@@ -89,6 +89,11 @@ class Codec(ABC):
         Residuals are finite, so that what is encoded is not exactly where an average is not.
         """
 
+    def finite_scales(self, packets: Tensor) -> int:
+        """Fp32 scales behind the header of each row of `packets` that are finite exactly where `all_finite` says so,
+        for `write_headers` to look at; 0 where no scales tell."""
+        return 0
+
     @abstractmethod
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         """Average `packets`, uint8 [workers, packet_bytes], summed in row order, into `output`, fp32 [shard]."""
@@ -145,6 +150,9 @@ class _BlockCodec(Codec):
 
     def all_finite(self, packets: Tensor) -> bool | Tensor:
         return all_finite(kernels.scales(self.name, packets, self.scale_block))
+
+    def finite_scales(self, packets: Tensor) -> int:
+        return kernels.scales(self.name, packets, self.block_size).shape[1]
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         kernels.decode_mean(self.name, packets, output, numel, self.scale_block)

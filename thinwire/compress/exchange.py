@@ -310,7 +310,9 @@ class Exchange:
     def _send_average(self, number: int, send: Tensor, place: slice) -> Leg:
         """Send an encoded part of the own shard to every worker, flagged where it is not finite."""
         receive = self._packets(self._comm.size, place)
-        write_headers(send, replace(self._expected, part=number), self.codec.all_finite(send))
+        scales = 0 if send.device.type == "cpu" else self.codec.finite_scales(send)
+        finite = True if scales else self.codec.all_finite(send)
+        write_headers(send, replace(self._expected, part=number), finite, scales)
         self._pass_on_flags(send)
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
 

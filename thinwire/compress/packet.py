@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.comm import CommunicationError
 from thinwire.compress.kernels import HEADER_BYTES
+from thinwire.compress.kernels import headers as header_kernels
 
 __all__ = [
     "HEADER_BYTES",
@@ -117,20 +118,20 @@ class Header:
             )
 
 
-def write_headers(packets: Tensor, header: Header, finite: bool | Tensor = True) -> None:
+def write_headers(packets: Tensor, header: Header, finite: bool | Tensor = True, scales: int = 0) -> None:
     """Put `header` at the start of every row of `packets`, uint8 [rows, bytes], contiguous.
 
-    Unless `finite`, it says NON_FINITE; as a bool scalar on the packets' device that is found out there, and the host
-    neither waits for the device nor copies anything to it.
+    Unless `finite`, it says NON_FINITE; as a bool scalar on the packets' device that is found out there, as is whether
+    the first `scales` fp32 behind the header are all finite: one launch, and the host neither waits for the device nor
+    copies anything to it.
     """
-    if finite is not True:
+    if finite is False:
         header = replace(header, flags=header.flags | Flags.NON_FINITE)
-    if packets.device.type == "cpu":
+    if packets.device.type == "cpu" and not scales and isinstance(finite, bool):
         packets.numpy()[:, :HEADER_BYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
-    else:
-        _fill_headers(packets, header.pack())
-    if isinstance(finite, Tensor):
-        _flags_in(packets).bitwise_xor_(finite)  # NON_FINITE is the lowest bit: this takes it back where all is well
+        return
+    condition = ~finite if isinstance(finite, Tensor) else None
+    header_kernels.write_headers(packets, header.pack(), flag=Flags.NON_FINITE, condition=condition, scales=scales)
 
 
 def pass_on_flags(packets: Tensor, flags: Tensor) -> None:
@@ -166,15 +167,6 @@ def flags_on_device(headers: Tensor, expected: Header) -> Tensor:
     other_settings = differs[:, _SETTINGS_INT16].any()
     found = strange * int(Flags.MISMATCH) | other_settings * int(Flags.SETTINGS)
     return (seen & _KNOWN_FLAGS) | found.to(torch.int16)
-
-
-def _fill_headers(packets: Tensor, raw: bytes) -> None:
-    """Write `raw` as numbers that travel in the launches themselves, as wide as the rows' alignment allows."""
-    heads = packets[:, :HEADER_BYTES] if packets.shape[0] > 1 else packets[0, :HEADER_BYTES]
-    dtype, code = (torch.int64, "<2q") if heads.dim() == 1 or packets.shape[1] % 8 == 0 else (torch.int32, "<4i")
-    words = heads.view(dtype)
-    for number, word in enumerate(struct.unpack(code, raw)):
-        words[..., number].fill_(word)
 
 
 def _flags_in(packets: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _mean(magnitudes: Tensor, which: Tensor) -> Tensor:
 def _sum(values: Tensor) -> Tensor:
     """The sum of each row: 64 sums side by side, of every 64th value in order, then of their halves, and so on."""
     sums = torch.zeros_like(values[:, :_SUMS])
-    for some in values.split(_SUMS, dim=1):
+    for some in torch.split(values, _SUMS, dim=1):
         sums = sums + some
     while sums.size(1) > 1:
         low, high = sums.chunk(2, dim=1)
