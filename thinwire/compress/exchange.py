@@ -29,8 +29,8 @@ __all__ = ["Adjust", "Division", "EncodePart", "Exchange", "Headers", "Leg", "Ou
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
 
-EncodePart = Callable[[slice, Tensor], None]
-"""Encodes a part of every shard into packets, and leaves what was lost where `payload` is."""
+EncodePart = Callable[[slice, Tensor, bytes], None]
+"""Encodes a part of every shard into packets, with this header, and leaves what was lost where `payload` is."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,15 @@ class Exchange:
         `settings`: a digest of what must be alike on every rank. `encode`: what makes and encodes the payload part by
         part, residual included, where `takes_encoder` holds; then nobody has written it before.
         """
-        encode = self._encode_part if encode is None else encode
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            encode(place, send)
-            write_headers(send, replace(self._expected, part=number, flags=flags))
+            header = replace(self._expected, part=number, flags=flags)
+            if encode is None:
+                self._encode_part(place, send)
+                write_headers(send, header)
+            else:
+                encode(place, send, header.pack())
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))
 
