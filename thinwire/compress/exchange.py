@@ -56,7 +56,7 @@ class Headers:
 
     def check(self, expected: Header) -> Flags:
         """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
-        return check_headers(self.raw, replace(expected, part=self.part), self.senders)
+        return check_headers(self.raw, _of_part(expected, self.part), self.senders)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Exchange:
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            header = replace(self._expected, part=number, flags=flags)
+            header = _of_part(self._expected, number, flags)
             if encode is None:
                 self._encode_part(place, send)
                 write_headers(send, header)
@@ -214,7 +214,10 @@ class Exchange:
         bring_headers([self])
         flags = Flags.NONE
         for leg in self._headers:
-            flags |= leg.check(self._expected)
+            if said := leg.check(self._expected):
+                flags |= said
+        if not flags:
+            return Outcome(finite=True, incomplete=False, unplaced=False)
         if Flags.MISMATCH in flags:
             raise PacketError(
                 "ranks of another node have lost step with each other. Every rank must call backward() and step() "
@@ -315,7 +318,7 @@ class Exchange:
         receive = self._packets(self._comm.size, place)
         scales = 0 if send.device.type == "cpu" else self.codec.finite_scales(send)
         finite = True if scales else self.codec.all_finite(send)
-        write_headers(send, replace(self._expected, part=number), finite, scales)
+        write_headers(send, _of_part(self._expected, number), finite, scales)
         self._pass_on_flags(send)
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
 
@@ -331,6 +334,11 @@ class Exchange:
     def _packets(self, rows: int, place: slice) -> Tensor:
         numbers = self.codec.packet_bytes(place.stop - place.start)
         return torch.empty(rows, numbers, dtype=torch.uint8, device=self._device)
+
+
+def _of_part(header: Header, part: int, flags: Flags = Flags.NONE) -> Header:
+    """A header without part and flags, with these."""
+    return replace(header, part=part, flags=flags) if part or flags else header
 
 
 def kept_headers(packets: Tensor) -> Tensor:

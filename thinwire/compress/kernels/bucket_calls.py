@@ -37,7 +37,7 @@ UpdateForm = Literal["plain", "divided"]
 """What is done with denominators in `decode_and_move`."""
 
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SINGLE = torch.finfo(torch.float32)
+_LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -236,22 +236,22 @@ def check_factors(segments: Segments, **factors: Sequence[float]) -> None:
 
 def check_divisors(beta1: Sequence[float], divisors: Sequence[float]) -> None:
     """Raise for a beta1 outside of [0, 1], and for a divisor that is 0 or not finite."""
-    if not all(0.0 <= one <= 1.0 for one in beta1):
+    if not all(0.0 <= one <= 1.0 for one in set(beta1)):
         raise ValueError(f"beta1 must lie between 0 and 1, got {list(beta1)}")
-    if not all(_SINGLE.tiny <= abs(one) <= _SINGLE.max for one in divisors):
+    if not all(_LEAST <= abs(one) <= _LARGEST for one in set(divisors)):
         raise ValueError(f"divisors must be finite and not 0, in float32, got {list(divisors)}")
 
 
 def check_finite(**factors: Sequence[float]) -> None:
     """Raise for a number that float32 does not hold."""
     for name, values in factors.items():
-        if not all(abs(one) <= _SINGLE.max for one in values):
+        if not all(abs(one) <= _LARGEST for one in set(values)):
             raise ValueError(f"{name} must be finite, in float32, got {list(values)}")
 
 
 def check_covered(segments: Segments, numel: int, padded: int) -> None:
     """Raise unless the runs cover the first `numel` of `padded` elements without gaps."""
-    if sum(of_run for _, of_run in segments.places) != numel or segments.end != numel or numel > padded:
+    if segments.covered != numel or segments.end != numel or numel > padded:
         raise ValueError(
             f"runs that end at {segments.end} do not cover the {numel} elements of a bucket of {padded} without gaps"
         )
