@@ -149,13 +149,11 @@ class DiLoCo(SynchronizedOptimizer):
         cut = on_every_rank(
             self.comm, lambda: _cut(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
         )
-        if outer_lr is None:
-            together = self.comm.size if links is None else links.num_nodes
-            workers = together if elastic is None else elastic.workers
-            outer_lr = _default_outer_lr(workers, sum(one.numel for one in cut))
-        self.outer = OuterSettings(float(outer_lr), float(outer_momentum))
-        timetable = Timetable(every, plan["overlap"], len(cut))
-        self._move_in(self._make_home(worker, names, cut, timetable, mix, links, elastic, settings))
+        together = self.comm.size if links is None else links.num_nodes
+        workers = together if elastic is None else elastic.workers
+        rate = _default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
+        self.outer = OuterSettings(rate, float(outer_momentum))
+        self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings))
 
     @property
     def workers(self) -> int:
@@ -248,13 +246,13 @@ class DiLoCo(SynchronizedOptimizer):
         worker: Worker,
         names: Sequence[str],
         cut: Sequence[Fragment],
-        timetable: Timetable,
         mix: float,
         links: NodeLinks | None,
         elastic: Elastic | None,
         settings: dict[str, Any],
     ) -> LocalHome:
         codec = make_codec(settings["codec"], settings["block_size"])
+        timetable = Timetable(settings["every"], settings["overlap"], len(cut))
         if elastic is not None:
             membership = enter_elastic_job(elastic, {**settings, **vars(self.outer)}, names, worker.parameters)
             return ElasticHome(membership, worker, names, cut, codec, timetable, self.outer, mix)
