@@ -43,7 +43,7 @@ class Contender:
 
 _EXACT, _ONE_BIT = "#5b6572", "#d1495b"
 _BY_INTERVAL = {10: "#2b6ca3", 30: "#00798c"}
-_BY_CODEC = {"none": "o", "int8": "s", "int4": "D", "stat2": "v"}
+_BY_CODEC = {"none": "o", "int4": "D", "stat2": "v"}
 
 
 def _plain(optimizer: str, colour: str, marker: str, beside: str | None = BASELINE) -> Contender:

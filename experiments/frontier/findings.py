@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import hypot, isfinite
 from statistics import mean, median
 from typing import Any
 
@@ -103,7 +103,10 @@ def sentences(found: Mapping[str, Standing], workers: int) -> list[str]:
 
 
 def title(found: Mapping[str, Standing], workers: int) -> str:
-    """About what sends least within 1% of the baseline's loss, and least of all, among those with as many seeds."""
+    """About what sends least and ends at the baseline's loss, and least of all, among those with as many seeds.
+
+    A loss is the baseline's if it is no more than 1% above, or nearer than the seeds scatter.
+    """
     others = {
         name: one
         for name, one in found.items()
@@ -111,18 +114,30 @@ def title(found: Mapping[str, Standing], workers: int) -> str:
     }
     if not others:
         return f"Loss by bytes sent, {workers} workers"
-    near = {name: one for name, one in others.items() if one.percent_above[BASELINE] <= _SAME_PERCENT}
+    exact = found[BASELINE]
+    near = {
+        name: one
+        for name, one in others.items()
+        if one.percent_above[BASELINE] <= _SAME_PERCENT or _is_in_scatter(one, exact)
+    }
     least = min(others, key=lambda name: others[name].bytes_sent)
     first = min(near, key=lambda name: near[name].bytes_sent, default=least)
-    baseline = CONTENDERS[BASELINE].label
-    apart = others[first].percent_above[BASELINE]
-    beside = f"{abs(apart):.1f}% {'below' if apart < 0 else 'above'} its loss"
-    text = f"{CONTENDERS[first].label}: {_fewer(others[first])} fewer bytes than {baseline}, {beside}"
+    beside = _beside(others[first], exact, "its loss")
+    text = f"{CONTENDERS[first].label}: {_fewer(others[first])} fewer bytes than {CONTENDERS[BASELINE].label}, {beside}"
     if first != least:
-        text += (
-            f"; {CONTENDERS[least].label}: {_fewer(others[least])}, {others[least].percent_above[BASELINE]:.1f}% above"
-        )
+        text += f"; {CONTENDERS[least].label}: {_fewer(others[least])}, {_beside(others[least], exact)}"
     return f"{text} ({workers} workers)"
+
+
+def _is_in_scatter(one: Standing, exact: Standing) -> bool:
+    return abs(one.loss - exact.loss) <= hypot(one.deviation, exact.deviation)
+
+
+def _beside(one: Standing, exact: Standing, what: str = "") -> str:
+    if _is_in_scatter(one, exact):
+        return "within the seeds' scatter of its loss"
+    apart = one.percent_above[BASELINE]
+    return f"{abs(apart):.1f}% {'below' if apart < 0 else 'above'} {what}".rstrip()
 
 
 def _fewer(one: Standing) -> str:

@@ -26,14 +26,15 @@ RUNS = [
     run("adamw", 0.004, nan, 3200),
     run("diloco-30-none", 0.002, 2.06, 100, cpu=0.02),
     run("diloco-30-none", 0.002, 2.06, 100, seed=1, cpu=0.02),
-    run("diloco-30-int8", 0.002, 2.30, 25),
+    run("diloco-30-int4", 0.002, 2.30, 25),
+    run("diloco-30-int4", 0.002, 2.30, 25, seed=1),
     run("onebit-lion", 0.001, nan, 50),
 ]
 
 
 def test_contenders_stand_at_their_best_rates() -> None:
     found = standings(RUNS, 2, steps=10)
-    adamw, plain, coarse = found["adamw"], found["diloco-30-none"], found["diloco-30-int8"]
+    adamw, plain, coarse = found["adamw"], found["diloco-30-none"], found["diloco-30-int4"]
     assert (adamw.rate, adamw.seeds, adamw.inside_the_sweep) == (0.002, 2, True)
     assert adamw.loss == pytest.approx(2.05)
     assert adamw.deviation == pytest.approx(0.1 / 2**0.5)
@@ -45,12 +46,15 @@ def test_contenders_stand_at_their_best_rates() -> None:
         "diloco-30-none": pytest.approx(100 * (2.30 / 2.06 - 1)),
     }
     assert plain.seconds["20 Mb/s"] == pytest.approx(10 * 0.02 + 8 * 100 / 20e6) == seconds_at(20e6, 0.2, 100)
-    assert title(found, 2) == ("DiLoCo, 30 steps, fp32: 32x fewer bytes than AdamW, 0.5% above its loss (2 workers)")
+    assert title(found, 2) == (
+        "DiLoCo, 30 steps, fp32: 32x fewer bytes than AdamW, within the seeds' scatter of its loss; "
+        "DiLoCo, 30 steps, int4: 128x, 12.2% above (2 workers)"
+    )
     lines = sentences(found, 2)
     assert lines[0] == "2 workers: 1-bit Lion diverged at every rate"
     assert "12.20% beside AdamW, +11.65% beside DiLoCo, 30 steps, fp32; 128x fewer bytes" in lines[2]
-    assert missing({2: found}, ["adamw", "diloco-30-int8", "lamb"], [2], 2) == [
-        "DiLoCo, 30 steps, int8, 2 workers: 1 of 2 seeds",
+    assert missing({2: found}, ["adamw", "diloco-30-int4", "onebit-lion", "lamb"], [2], 2) == [
+        "1-bit Lion, 2 workers: 1 of 2 seeds",
         "LAMB, 2 workers: 0 of 2 seeds",
     ]
 
