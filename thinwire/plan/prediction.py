@@ -115,10 +115,12 @@ def _step(phase: Phase, workload: Workload, cluster: Cluster) -> StepPrediction:
     backward = seconds_beside(workload.backward_seconds, phase.backward, overlap)
     last_backward = seconds_beside(workload.backward_seconds, phase.buckets, overlap)
     compute = workload.accumulation * (workload.forward_seconds + workload.backward_seconds) + phase.update
-    after = phase.after.total - min(phase.after.wire, overlap * phase.overlap * compute)
-    step = workload.accumulation * forward + earlier * backward + last_backward + after + phase.update
-    cost = phase.forward.total * workload.accumulation + phase.backward.total * earlier
-    cost += phase.buckets.total + phase.after
+    cost = phase.forward.total * workload.accumulation + phase.backward.total * earlier + phase.buckets.total
+    step = workload.accumulation * forward + earlier * backward + last_backward + phase.update
+    # What computation hides of buckets cannot hide anything else.
+    spare = max(0.0, compute - max(0.0, compute + cost.total - step))
+    step += phase.after.total - min(phase.after.wire, overlap * phase.overlap * spare)
+    cost += phase.after
     # What rounding leaves of such sums is no exposure.
     exposed = min(max(0.0, step - compute - cost.codec), cost.wire)
     return StepPrediction(
