@@ -10,7 +10,7 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test chaos bits lint plots lion stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet plan-accuracy redraw gpu docs wheel clean
+.PHONY: help train test chaos bits lint plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet plan-accuracy redraw gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make bits            run every optimizer in every form against the bits that were recorded of it (about 3 minutes)"
 	@echo "make plots           reproduce the convergence plots"
 	@echo "make lion            1-bit Lion beside Lion and AdamW, each at its best rate (about 10 minutes)"
+	@echo "make frontier        loss against bytes and seconds, every optimizer at its best rate (hours; stopped, it goes on)"
 	@echo "make stages          compare losses by ZeRO stage, sharded or not, resumed or not (about 20 minutes)"
 	@echo "make bench           measure the CPU kernels against this machine's copy bandwidth"
 	@echo "make bench-engine    measure the engine's step time and memory beside torch's"
@@ -63,6 +64,9 @@ plots: $(READY)
 
 lion: $(READY)
 	$(RUN) -m experiments.lion $(ARGS)
+
+frontier: $(READY)
+	$(RUN) -m experiments.frontier $(ARGS)
 
 stages: $(READY)
 	$(RUN) -m experiments.stages $(ARGS)

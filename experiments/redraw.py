@@ -26,6 +26,7 @@ _DRAWN_BY = {
     "convergence": "experiments.convergence.plots",
     "ethernet": "experiments.ethernet.race.step_plots",
     "ethernet_losses": "experiments.ethernet.race.loss_report",
+    "frontier": "experiments.frontier.plots",
     "layer_drop": "experiments.layer_drop.plots",
     "lion": "experiments.lion.plots",
     "long_documents": "experiments.long_documents.plots",

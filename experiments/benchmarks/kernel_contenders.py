@@ -15,6 +15,8 @@ from torch import Tensor
 from experiments.benchmarks.kernel_peers import cpu_copies, eager_decode_mean, eager_encode, eager_encode_as_deepspeed
 from thinwire.compress import kernels
 from thinwire.compress.kernels.rounding import store_rounded
+from thinwire.compress.kernels.served import SERVED_CODECS
+from thinwire.compress.packet_layout import scale_block
 
 __all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]
 
@@ -40,7 +42,7 @@ class Peer:
 def contenders(device: str, elements: int) -> list[Peer]:
     """Every contender, on vectors of `elements`."""
     buffers = _Buffers(device, elements)
-    codecs = [*_kernels(buffers, "sign1"), *_kernels(buffers, "int8")]
+    codecs = [peer for codec in SERVED_CODECS[device] for peer in _kernels(buffers, codec)]
     return [*_copies(buffers), *codecs, *_frozen_stage(buffers), *_eager(buffers)]
 
 
@@ -50,18 +52,19 @@ class _Buffers:
     def __init__(self, device: str, elements: int) -> None:
         self.device, self.elements = device, elements
         self.source, self.target, self.payload, self.residual = (torch.randn(elements, device=device) for _ in range(4))
-        self.packets = {codec: self._packets(codec) for codec in kernels.CODE_BITS}
+        self.packets = {codec: self._packets(codec) for codec in SERVED_CODECS[device]}
 
     def coded_bytes(self, codec: str) -> float:
         """Bytes an element of one packet."""
         return self.packets[codec].size(1) / self.elements
 
     def _packets(self, codec: str) -> Tensor:
-        row_bytes = kernels.packet_bytes(codec, self.elements, BLOCK_SIZE)
+        block_size = scale_block(codec, BLOCK_SIZE)
+        row_bytes = kernels.packet_bytes(codec, self.elements, block_size)
         packets = torch.zeros(_WORKERS, row_bytes, dtype=torch.uint8, device=self.device)
         for row in range(_WORKERS):
             values = torch.randn_like(self.source)
-            kernels.encode(codec, values, None, packets[row : row + 1], self.elements, BLOCK_SIZE)
+            kernels.encode(codec, values, None, packets[row : row + 1], self.elements, block_size)
         return packets
 
 
@@ -75,16 +78,16 @@ def _copies(buffers: _Buffers) -> list[Peer]:
 
 def _kernels(buffers: _Buffers, codec: str) -> list[Peer]:
     packets, coded = buffers.packets[codec], buffers.coded_bytes(codec)
-    elements, target = buffers.elements, buffers.target
+    elements, target, block_size = buffers.elements, buffers.target, scale_block(codec, BLOCK_SIZE)
 
     def encode() -> None:
-        kernels.encode(codec, buffers.payload, buffers.residual, packets[:1], elements, BLOCK_SIZE)
+        kernels.encode(codec, buffers.payload, buffers.residual, packets[:1], elements, block_size)
 
     def decode() -> None:
-        kernels.decode(codec, packets[:1], target, elements, BLOCK_SIZE)
+        kernels.decode(codec, packets[:1], target, elements, block_size)
 
     def decode_mean() -> None:
-        kernels.decode_mean(codec, packets, target, elements, BLOCK_SIZE)
+        kernels.decode_mean(codec, packets, target, elements, block_size)
 
     jobs = ((_ENCODE, 12 + coded, encode), (_DECODE, 4 + coded, decode), (_MEAN, 4 + _WORKERS * coded, decode_mean))
     return [Peer(f"{codec} {job}", "kernel", f"{codec} {job}", floor, run) for job, floor, run in jobs]

@@ -31,6 +31,7 @@ from thinwire.plan import Calibration
 __all__ = ["main"]
 
 _NAME = "plan_accuracy"
+_PLANNED = tuple(name for name, one in CONTENDERS.items() if one.steps_alike)
 _CONTENDERS = ("ddp-fp32", "ddp-bf16", "ddp-powersgd-1", "onebit-adam", "onebit-adam-warmup")
 
 
@@ -129,7 +130,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=["tiny", "small"], help="which BERTs")
     parser.add_argument("--hosts", nargs="+", type=positive, default=[2, 4], metavar="N", help="of one rank each")
     parser.add_argument("--rates", nargs="+", type=positive, default=[50, 500, 1000], metavar="N", help="Mb/s")
-    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), default=list(_CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=_PLANNED, default=list(_CONTENDERS))
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")
     parser.add_argument("--seconds", type=positive, default=20, metavar="N", help="for each setting and rate")
     parser.add_argument("--probe-rate", type=positive, default=200, metavar="N", help="Mb/s, none of --rates")

@@ -22,7 +22,7 @@ from experiments.lion.plots import draw
 from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, share_text
 from experiments.training.learners import LoopLearner
-from experiments.training.optimizers import OPTIMIZERS, PARENTS
+from experiments.training.optimizers import COMPRESSED, EXACT, OPTIMIZERS, PARENTS
 from experiments.training.plans import Plan
 from experiments.training.reporting import human_bytes, train_to_end
 from experiments.training.sweep import best_rate, methods_beside, sweep
@@ -174,7 +174,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.lion", "Trains Lion, 1-bit Lion and AdamW, each at its best rate, and draws them.")
     parser.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
     parser.add_argument(
-        "--methods", nargs="+", choices=tuple(OPTIMIZERS), default=_METHODS, help=f"to compare; {BASELINE} among them"
+        "--methods",
+        nargs="+",
+        choices=(*EXACT, *COMPRESSED),
+        default=_METHODS,
+        help=f"to compare; {BASELINE} among them",
     )
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of each at its best rate")
     parser.add_argument("--steps", type=positive, default=800, metavar="N", help="of every run")

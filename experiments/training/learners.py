@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from experiments.training.optimizers import COMPRESSED, build
+from experiments.training.optimizers import COMPRESSED, OUTER, build
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize, load_config
 
-__all__ = ["EngineLearner", "Learner", "LoopLearner", "parameter_groups"]
+__all__ = ["EngineLearner", "Learner", "LoopLearner", "in_evaluation", "parameter_groups"]
 
 
 class Learner(Protocol):
@@ -34,13 +35,16 @@ class Learner(Protocol):
     def learn(self, loss: Tensor) -> None:
         """Takes a micro-batch's gradients, and moves the weights after a step's last one. Collective."""
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The module in evaluation mode, with the weights that all ranks have in common; nothing is sent."""
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for gradients, weights or momentum."""
 
     @property
     def stage(self) -> str:
-        """How it communicates now: "exact", or of a 1-bit optimizer "warmup" or, once frozen, "1-bit"."""
+        """How it communicates now: "exact"; DiLoCo "local"; 1-bit optimizers "warmup" and, once frozen, "1-bit"."""
 
     @property
     def frozen_at(self) -> int | None:
@@ -55,8 +59,11 @@ class LoopLearner:
     def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator, **options: Any) -> None:
         """Builds one of `OPTIMIZERS` over all ranks of `comm`, as the plan and `options` say. Collective."""
         self.module = model
-        self._optimizer: Any = build(optimizer, parameter_groups(model, plan.weight_decay), plan, comm, **options)
         self._compressed = COMPRESSED.get(optimizer)
+        self._has_outer_weights = optimizer in OUTER
+        # DiLoCo's fragments are layers, which the names tell.
+        groups = parameter_groups(model, plan.weight_decay, named=self._has_outer_weights)
+        self._optimizer: Any = build(optimizer, groups, plan, comm, **options)
         self._plan = plan
         self._steps = 0
 
@@ -74,8 +81,21 @@ class LoopLearner:
         self._steps += 1
         # What is validated, and what training ends with, is one model and not one a rank.
         local_steps = self._compressed is not None and self._compressed.local_steps
-        if local_steps and self._plan.is_validated_after(self._steps):
+        ended = self._steps >= self._plan.steps
+        if (local_steps and self._plan.is_validated_after(self._steps)) or (self._has_outer_weights and ended):
             self._optimizer.synchronize_weights()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See `Learner`: of DiLoCo the outer weights, which its workers' own are about to leave or to meet."""
+        if self._has_outer_weights:
+            self._optimizer.eval()
+        try:
+            with in_evaluation(self.module):
+                yield
+        finally:
+            if self._has_outer_weights:
+                self._optimizer.train()
 
     @property
     def bytes_sent(self) -> int:
@@ -86,6 +106,8 @@ class LoopLearner:
     @property
     def stage(self) -> str:
         """See `Learner`."""
+        if self._has_outer_weights:
+            return "local"
         return "exact" if self._compressed is None else _stage(self._optimizer)
 
     @property
@@ -128,6 +150,10 @@ class EngineLearner:
         self.engine.backward(loss)
         self.engine.step()
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """See `Learner`."""
+        return in_evaluation(self.module)
+
     @property
     def bytes_sent(self) -> int:
         """See `Learner`."""
@@ -145,13 +171,26 @@ class EngineLearner:
         return self._optimizer.frozen_at if self._compresses else None
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay; biases and normalisation weights do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+@contextmanager
+def in_evaluation(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode, and in training mode afterwards."""
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, *, named: bool = False) -> list[dict[str, Any]]:
+    """Two groups: matrices decay; biases and normalisation weights do not. `named`: as pairs of a name and each."""
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [pair for pair in parameters if pair[1].ndim > 1], "weight_decay": weight_decay},
+        {"params": [pair for pair in parameters if pair[1].ndim <= 1], "weight_decay": 0.0},
     ]
+    if not named:
+        groups = [{**group, "params": [one for _, one in group["params"]]} for group in groups]
+    return groups
 
 
 def _stage(optimizer: Any) -> str:

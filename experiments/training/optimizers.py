@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 
 import thinwire
 from experiments.training.baseline import Averaged, AveragedAdamW, AveragedLamb, AveragedLion
+from experiments.training.plain_diloco import PlainDiLoCo
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
 from thinwire.optim import registry
@@ -19,9 +21,11 @@ __all__ = [
     "EXACT",
     "FREEZE_OPTIONS",
     "OPTIMIZERS",
+    "OUTER",
     "PARENTS",
     "Compressed",
     "Exact",
+    "Outer",
     "build",
     "engine_section",
 ]
@@ -67,6 +71,25 @@ class Compressed:
     local_steps: bool
 
 
+@dataclass(frozen=True)
+class Outer:
+    """An exact optimizer's own steps on every worker, and now and then an outer step on what all of them did.
+
+    Attributes:
+        class_name: of its class.
+        label: for pictures and tables.
+        colour: for pictures.
+        parent: name of the exact optimizer that takes the workers' own steps.
+        make: takes groups, with names, the communicator as `comm`, and options.
+    """
+
+    class_name: str
+    label: str
+    colour: str
+    parent: str
+    make: Callable[..., Any]
+
+
 EXACT = {
     "adamw": Exact("AdamW", "AdamW", "#5b6572", AveragedAdamW),
     "lamb": Exact("Lamb", "LAMB", "#5b6572", AveragedLamb),
@@ -91,7 +114,19 @@ COMPRESSED = {
 }
 """Names on command lines and in results, and thinwire's optimizers."""
 
-OPTIMIZERS: dict[str, Exact | Compressed] = {**EXACT, **COMPRESSED}
+
+def _diloco(groups: list[dict[str, Any]], **options: Any) -> Any:
+    return thinwire.DiLoCo(groups, torch.optim.AdamW, **options)
+
+
+OUTER = {
+    "diloco": Outer("DiLoCo", "DiLoCo", "#2b6ca3", "adamw", _diloco),
+    "plain-diloco": Outer("PlainDiLoCo", "DiLoCo in 20 lines of torch", "#8f6bb3", "adamw", PlainDiLoCo),
+}
+"""What sends no gradient at all; `every` and, of thinwire's, `codec`, `fragments`, `overlap` and the like are options
+of `build`."""
+
+OPTIMIZERS: dict[str, Exact | Compressed | Outer] = {**EXACT, **COMPRESSED, **OUTER}
 """All of them."""
 
 ENGINE = (*(name for name, one in EXACT.items() if hasattr(torch.optim, one.class_name)), *COMPRESSED)
@@ -104,6 +139,10 @@ FREEZE_OPTIONS = tuple(dict.fromkeys(one.freeze_option for one in COMPRESSED.val
 """What they call the step of the freeze."""
 
 
+_EVERY = 30
+"""Steps between outer steps where nothing else is said: thinwire's own default."""
+
+
 def build(name: str, groups: list[dict[str, Any]], plan: Plan, comm: Communicator, **options: Any) -> Any:
     """An optimizer that synchronises the ranks of `comm` by itself and counts `bytes_sent`. Collective.
 
@@ -114,6 +153,8 @@ def build(name: str, groups: list[dict[str, Any]], plan: Plan, comm: Communicato
     """
     if name in EXACT:
         return EXACT[name].averaged(groups, comm, lr=plan.learning_rate, **options)
+    if name in OUTER:
+        return OUTER[name].make(groups, comm=comm, **{"lr": plan.learning_rate, "every": _EVERY} | options)
     if name not in COMPRESSED:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
     one = COMPRESSED[name]

@@ -160,10 +160,8 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean validation loss over all ranks' shares, in nats; the model is not changed."""
-        self.learner.module.eval()
-        with torch.no_grad():
+        with self.learner.evaluating(), torch.no_grad():
             total, count = self.task.validation_sum(self.learner, self.comm.rank, self.comm.size)
-        self.learner.module.train()
         sums = torch.tensor([total, count], dtype=torch.float64)
         self.comm.all_reduce(sums)
         return float(sums[0] / sums[1])

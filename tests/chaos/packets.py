@@ -24,6 +24,7 @@ _FLAGS = slice(4, 6)
 _KNOWN = int(sum(Flags))
 _GUARD = 64
 _SENTINEL = 12345.0
+_CODECS = ("sign1", "stat2", "int4", "fp8", "int8", "bf16", "none")
 _ANSWERS = (PacketError, ValueError, TypeError)
 
 
@@ -44,7 +45,7 @@ class Transfer:
     @classmethod
     def random(cls, source: random.Random) -> Transfer:
         """Values of one of the codecs, as it is received."""
-        codec = make_codec(source.choice(("sign1", "int8", "bf16", "none")), 64 * source.choice((1, 1, 2, 5)))
+        codec = make_codec(source.choice(_CODECS), 64 * source.choice((1, 1, 2, 5)))
         rows, shard = source.randrange(1, 5), codec.block_size * source.randrange(1, 5)
         numel = rows * shard - source.choice((0, 1, source.randrange(codec.block_size)))
         generator = torch.Generator().manual_seed(source.randrange(1 << 30))
@@ -127,7 +128,7 @@ def another_version(source: random.Random, transfer: Transfer) -> None:
 
 
 def another_codec(source: random.Random, transfer: Transfer) -> None:
-    name = source.choice(("sign1", "int8", "bf16", "none"))
+    name = source.choice(_CODECS)
     other = make_codec(name, transfer.codec.block_size)
     packets = torch.zeros(transfer.rows, other.packet_bytes(transfer.shard), dtype=torch.uint8)
     other.encode(torch.ones(transfer.rows * transfer.shard), None, packets, transfer.numel)
@@ -139,7 +140,7 @@ def scales_that_are_no_numbers(source: random.Random, transfer: Transfer) -> Non
     codec, packets = transfer.codec, transfer.received
     value = source.choice((float("nan"), float("inf"), -float("inf"), -1.0, 3e38, 1e-45))
     if codec.name in CODE_BITS:
-        found = scales(codec.name, packets, codec.block_size)
+        found = scales(codec.name, packets, codec.scale_block)
         found[source.randrange(found.shape[0]), source.randrange(found.shape[1])] = value
     else:
         dtype = torch.bfloat16 if codec.name == "bf16" else torch.float32
@@ -206,7 +207,7 @@ def faults_of_values(transfer: Transfer, mean: bool) -> list[str]:
     for name, backend in backends().items() if codec.name in CODE_BITS else ():
 
         def decode(output: Tensor, backend: Backend = backend) -> None:
-            call = Decode(codec.name, packets, output, numel, codec.block_size, mean)
+            call = Decode(codec.name, packets, output, numel, codec.scale_block, mean)
             call.check()
             backend.decode(call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import numpy as np
@@ -16,7 +17,7 @@ from thinwire.comm import Communicator
 
 def hook_trains_like_ddp(comm: Communicator) -> None:
     """DDP with the hook and torch's own optimizer: a falling loss, the same bits everywhere, few bytes."""
-    for codec in ("sign1", "int8", "bf16", "none"):
+    for codec in ("sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"):
         model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0005)
         state = thinwire.compress.CompressionState(comm, codec=codec, block_size=64, start_step=5)
         model.register_comm_hook(state, thinwire.compress.ddp_hook)
@@ -52,6 +53,41 @@ def hook_passes_overflow_on_and_keeps_its_residuals(comm: Communicator) -> None:
         finite = all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
         assert finite == (step != 2)
         assert all(bool(torch.isfinite(e.payload).all()) for e in state._exchanges.values()) or step == 2
+
+
+def hook_resumes_with_its_residuals(comm: Communicator) -> None:
+    """One step later than the run that went on, as the first one after a resume is exact, with the same bits."""
+
+    def hooked(codec: str) -> tuple[DistributedDataParallel, thinwire.compress.CompressionState]:
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0005)
+        state = thinwire.compress.CompressionState(comm, codec=codec, block_size=64)
+        model.register_comm_hook(state, thinwire.compress.ddp_hook)
+        return model, state
+
+    def averages(model: DistributedDataParallel, step: int) -> torch.Tensor:
+        model.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+    for codec in ("sign1", "stat2", "int4", "fp8"):
+        model, state = hooked(codec)
+        for step in range(4):
+            averages(model, step)
+        saved = copy.deepcopy(state.state_dict())
+        assert len(saved["buckets"]) > 1
+        wanted = averages(model, 9)
+        model, state = hooked(codec)
+        state.load_state_dict(saved)
+        exact, plain = averages(model, 5), averages(DistributedDataParallel(make_model()), 5)
+        torch.testing.assert_close(exact, plain, rtol=1e-5, atol=1e-7)
+        assert torch.equal(averages(model, 9), wanted)
+        with pytest.raises(ValueError, match="saved with codec="):
+            hooked("int8")[1].load_state_dict(saved)
+        model, state = hooked(codec)
+        state.load_state_dict({**saved, "buckets": {0: {**saved["buckets"][0], "numel": 3}}})
+        averages(model, 0)
+        with pytest.warns(RuntimeWarning, match="bucket 0 has .* saved with 3"):
+            averages(model, 1)
 
 
 def attached_equals_alone(comm: Communicator) -> None:
@@ -175,6 +211,7 @@ ALL = (
     hook_trains_like_ddp,
     hook_with_none_averages_exactly,
     hook_passes_overflow_on_and_keeps_its_residuals,
+    hook_resumes_with_its_residuals,
     attached_equals_alone,
     attached_obeys_ddps_no_sync,
     attached_scalers_back_off_together,

@@ -23,7 +23,7 @@ def test_equals_the_algorithm_in_float64_over_100_steps(world_size, numel) -> No
     threads.run(lambda comm: exchange_equals_the_algorithm(comm, numel), world_size)
 
 
-@pytest.mark.parametrize("codec", ["sign1", "int8", "bf16", "none"])
+@pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("numel", [0, 1, 5, 640, 1001])
 def test_nothing_is_lost_outputs_and_residuals_add_up_to_the_inputs(codec, world_size, numel) -> None:
@@ -59,7 +59,7 @@ def test_none_is_the_exact_mean(world_size) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("codec", ["sign1", "int8", "bf16", "none"])
+@pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_rank_overflows_every_rank_knows_and_residuals_stay(codec, bad) -> None:
     def rank(comm):
@@ -146,6 +146,15 @@ def test_a_packet_that_is_not_the_expected_one_is_an_error_on_every_rank(attribu
             exchange.outcome()
 
     threads.run(rank, 3)
+
+
+def test_packets_of_one_size_and_another_codec_are_an_error_on_every_rank() -> None:
+    def rank(comm):
+        exchange = Exchange(comm, 500, make_codec("fp8" if comm.rank else "int8", BLOCK))
+        with pytest.raises(PacketError, match=r"of codec (2|8) where codec (8|2) was expected"):
+            exchange.average(torch.ones(500))
+
+    threads.run(rank, 2)
 
 
 def test_a_missing_gradient_is_told_to_every_rank() -> None:

@@ -23,7 +23,7 @@ from thinwire.compress.parts import cut_shard, least_part
 
 BLOCK = 64
 WHOLE = 1 << 40
-CODECS = ["sign1", "int8", "bf16", "none"]
+CODECS = ["sign1", "stat2", "int4", "int8", "bf16", "none"]
 
 
 def draws(numel: int, steps: int, seed: int, rank: int) -> list[Tensor]:

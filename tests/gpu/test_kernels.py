@@ -10,7 +10,6 @@ import torch
 from tests.compress.kernels import bucket_body
 from tests.compress.kernels.body import (
     BACKENDS,
-    CODECS,
     KernelsBody,
     Subject,
     check_rows_apart,
@@ -24,6 +23,7 @@ from thinwire.compress.kernels.cuda.bucket_backend import make_backend as make_b
 from thinwire.compress.kernels.header_calls import header_words
 from thinwire.compress.kernels.headers import check_headers, new_reports, write_headers
 from thinwire.compress.kernels.rounding import store_rounded
+from thinwire.compress.kernels.served import SERVED_CODECS
 from thinwire.compress.packet import Flags, Header
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_subnormals_are_kept(value: float) -> None:
     assert torch.equal(decoded, payload)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SERVED_CODECS["cuda"])
 def test_launches_are_captured(codec: str) -> None:
     """A CUDA graph replays what was launched."""
     payload = torch.randn(4 * 2048, device="cuda")
@@ -127,13 +127,13 @@ def test_launches_are_captured(codec: str) -> None:
     torch.testing.assert_close(decoded + payload, source)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SERVED_CODECS["cuda"])
 def test_rows_apart(codec: str) -> None:
     for numel in (0, 129, 717, 1820, 1920):
         check_rows_apart(BACKENDS["cuda"], codec, "cuda", 640, slice(128, 512), numel)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SERVED_CODECS["cuda"])
 class TestOperatorsOnCuda:
     def test_operators_reach_the_backend(self, codec: str) -> None:
         payload = torch.randn(4 * 2048, device="cuda")

@@ -23,6 +23,7 @@ from thinwire.hugging_face import Trainer, adapt
 STEPS, SAVED_AT = 8, 5
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": 3}}
 LOCAL = {"type": "ZeroOneAdam", "params": {"var_freeze_step": 3, "local_step_scaler": 3, "local_step_clipper": 4}}
+WORKERS = {"type": "DiLoCo", "params": {"every": 4, "inner": {"type": "AdamW", "params": {"betas": "auto"}}}}
 ADAMW = {"type": "AdamW", "params": {"betas": "auto", "eps": "auto"}}
 
 
@@ -77,9 +78,10 @@ def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def every_stage_resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
     """With dropout, shuffled data, accumulation, clipping, and a checkpoint from the compressed stage."""
     samples = make_samples(160)
-    for stage, optimizer, bf16 in ((0, LOCAL, False), (1, ONE_BIT, False), (2, ONE_BIT, True), (3, ADAMW, False)):
+    kinds = ((0, LOCAL, False), (1, ONE_BIT, False), (2, ONE_BIT, True), (3, ADAMW, False), (0, WORKERS, True))
+    for number, (stage, optimizer, bf16) in enumerate(kinds):
         arguments = make_arguments(
-            folder / str(stage),
+            folder / str(number),
             max_steps=STEPS,
             save_strategy="steps",
             save_steps=SAVED_AT,
@@ -107,7 +109,7 @@ def every_stage_resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
 
         whole, resumed = make(0), make(1)
         whole.train()
-        saved = folder / str(stage) / f"checkpoint-{SAVED_AT}"
+        saved = folder / str(number) / f"checkpoint-{SAVED_AT}"
         assert len(list((saved / "thinwire").glob("rank-*"))) == comm.size
         resumed.train(resume_from_checkpoint=str(saved))
         weights = engine_of(whole).whole_state_dict()
@@ -125,7 +127,7 @@ def every_stage_resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
         if stage == 3:
             assert all(norm > 0 for norm in logged(whole, "grad_norm"))
             assert sum(one.numel() for one in local_parameters(whole.model)) < 0.6 * whole.model.num_parameters()
-        loads_elsewhere(comm, whole, weights, folder / f"model-{stage}")
+        loads_elsewhere(comm, whole, weights, folder / f"model-{number}")
 
 
 def local_parameters(model: nn.Module) -> list[Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from tests.hugging_face.local_updates import WORKERS, accelerates_workers, trains_workers_apart
 from tests.hugging_face.lora import accelerates_adapters, the_lora_example, trains_adapters
 from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, batches, flat, make_arguments, make_model, make_samples
 from thinwire import OneBitAdam, ZeroOneAdam
@@ -50,6 +51,8 @@ def main(folder: Path) -> None:
         accelerate_by_itself,
         trains_adapters,
         accelerates_adapters,
+        trains_workers_apart,
+        accelerates_workers,
         what_is_refused,
         the_example,
         the_lora_example,
@@ -137,6 +140,7 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
             (OneBitAdam, {"freeze_step": 4}),
             (OneBitAdam, {"freeze_step": 4, "stage": 1}),
             LOCAL,
+            WORKERS,
         )
     ):
         arguments = make_arguments(
@@ -167,6 +171,11 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
 
 
 def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
+    for kind in (LOCAL, WORKERS):
+        keeps_the_best_of(kind, comm, folder / kind[0].__name__)
+
+
+def keeps_the_best_of(chosen: Any, comm: Communicator, folder: Path) -> None:
     samples = make_samples(160)
     arguments = make_arguments(
         folder,
@@ -180,7 +189,7 @@ def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path
         arguments,
         train_dataset=samples,
         eval_dataset=samples[:16],
-        optimizer_cls_and_kwargs=LOCAL,
+        optimizer_cls_and_kwargs=chosen,
         compute_metrics=lambda _: {"quality": next(qualities)},
         callbacks=[Looking(seen)],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.lightning.tiny import (
     make_network,
     make_trainer,
 )
-from thinwire import OneBitAdam, ZeroOneAdam
+from thinwire import DiLoCo, OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine.checkpoint import CheckpointError
@@ -69,6 +70,10 @@ def compressed(module: Any, **options: Any) -> OneBitAdam:
 
 def local(module: Any) -> ZeroOneAdam:
     return ZeroOneAdam(module.named_parameters(), lr=RATE, var_freeze_step=4, local_step_scaler=3, local_step_clipper=4)
+
+
+def workers(module: Any, **options: Any) -> DiLoCo:
+    return DiLoCo(module.named_parameters(), torch.optim.AdamW, lr=RATE, every=4, **options)
 
 
 def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:
@@ -162,7 +167,7 @@ def manual_optimization(comm: Communicator, folder: Path) -> None:
 
 def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
     """With a checkpoint from the compressed stage, after the first of two epochs."""
-    for number, build in enumerate((compressed, lambda one: compressed(one, stage=1), local)):
+    for number, build in enumerate((compressed, lambda one: compressed(one, stage=1), local, workers)):
         place = folder / str(number)
 
         def train(seed: int, checkpoint: Path | None = None, place: Path = place, build: Any = build) -> Any:
@@ -200,8 +205,13 @@ class Watching(Callback):
 
 
 def validates_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
-    """With 0/1 Adam, whose ranks hold weights of their own between syncs, and batch norm, whose buffers differ."""
-    module = Classifier(local, batches=15, ranks=RANKS)
+    """With optimizers whose ranks hold weights of their own between syncs, and batch norm, whose buffers differ."""
+    for build in (local, workers):
+        keeps_the_best_of(build, comm, folder / build.__name__)
+
+
+def keeps_the_best_of(build: Any, comm: Communicator, folder: Path) -> None:
+    module = Classifier(build, batches=15, ranks=RANKS)
     keep = ModelCheckpoint(folder, monitor="quality", mode="max", filename="{step}", save_last=True)
     trainer = make_trainer(
         pl,
@@ -225,7 +235,7 @@ def validates_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
     assert states == ["last.ckpt", "step=6.ckpt"]  # those of removed checkpoints are gone
 
     trainer.test(module, ckpt_path="best", verbose=False)
-    best = Classifier.load_from_checkpoint(keep.best_model_path, build=local, weights_only=True)
+    best = Classifier.load_from_checkpoint(keep.best_model_path, build=build, weights_only=True)
     assert torch.equal(flat(best), flat(module))
     seen = torch.cat([one.detach().double().reshape(-1) for one in best.state_dict().values()])
     assert torch.equal(seen, module.evaluated[2])
@@ -280,6 +290,12 @@ def under_ddp(comm: Communicator, folder: Path) -> None:
     assert trainer.optimizers[0]._attached  # DDP sends nothing
     assert theirs.steps == ours.steps
     assert torch.equal(flat(ours), flat(theirs))
+
+    ours, theirs = (Classifier(build, batches=12, ranks=RANKS) for build in (partial(workers, max_norm=0.5), workers))
+    make_trainer(pl, folder, gradient_clip_val=0.5).fit(ours)
+    make_trainer(pl, folder, strategy="ddp", gradient_clip_val=0.5).fit(theirs)  # gradients are that worker's alone
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
+    assert not same_on_all_ranks(comm, flat(theirs))
 
     clipped = Classifier(compressed, ranks=RANKS)
     before = flat(clipped)

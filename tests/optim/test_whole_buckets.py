@@ -16,6 +16,8 @@ CASES = [
     ("OneBitAdam", {"freeze_step": 3}),
     ("OneBitAdam", {"freeze_step": 3, "compress": "momentum", "weight_decay": 0.1}),
     ("OneBitAdam", {"freeze_step": 3, "codec": "int8", "max_norm": 0.5}),
+    ("OneBitAdam", {"freeze_step": 3, "codec": "stat2"}),
+    ("OneBitAdam", {"freeze_step": 3, "codec": "int4", "block_size": 256}),
     ("OneBitAdam", {"freeze_step": 3, "stage": 1}),
     ("OneBitLamb", {"freeze_step": 3}),
     ("OneBitLion", {}),
@@ -30,7 +32,9 @@ def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> list[Tensor
         shapes = [(7, 31), (5,), (65, 3), (1,), (33, 17)]
         parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
         parameters[1].requires_grad_(False)
-        optimizer = getattr(thinwire, name)(parameters, lr=1e-2, comm=comm, block_size=64, bucket_bytes=2048, **options)
+        optimizer = getattr(thinwire, name)(
+            parameters, lr=1e-2, comm=comm, **{"block_size": 64, "bucket_bytes": 2048, **options}
+        )
         generator.manual_seed(10 + comm.rank)
         for step in range(8):
             missing = step % 3 == 2
@@ -55,11 +59,11 @@ def test_the_bits_are_those_of_single_tensors(
     pytest.importorskip("numba")
     calls = []
     one_pass = buckets._run
-    monkeypatch.setattr(buckets, "_run", lambda call, device: (calls.append(call.kernel), one_pass(call, device)))
+    monkeypatch.setattr(buckets, "_run", lambda call, *place: (calls.append(call.kernel), one_pass(call, *place)))
     at_once = train(name, options, dtype)
     assert {"encode_payload", "encode_packed_payload"} & set(calls)
     calls.clear()
-    monkeypatch.setattr(buckets, "serves", lambda device: False)
+    monkeypatch.setattr(buckets, "serves", lambda device, codec: False)
     apart = train(name, options, dtype)
     assert not calls
     for one, other in zip(at_once, apart, strict=True):

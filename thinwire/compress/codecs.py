@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,13 @@ from torch import Tensor
 from thinwire.compress import kernels
 from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import all_finite
-from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, HEADER_BYTES, CodecName, codec_packet_bytes
+from thinwire.compress.packet_layout import (
+    DEFAULT_BLOCK_SIZE,
+    HEADER_BYTES,
+    CodecName,
+    codec_packet_bytes,
+    scale_block,
+)
 from thinwire.zero import valid_in_shard
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "Codec", "CodecName", "make_codec"]
@@ -32,6 +38,11 @@ class Codec(ABC):
     identifier: int  # the codec byte of a packet's header
     block_size: int
     has_kernels: ClassVar[bool] = False  # those of `kernels` and `kernels.buckets`
+
+    @property
+    def scale_block(self) -> int:
+        """Elements that share their scales: a block to the kernels. It divides `block_size`."""
+        return self.block_size
 
     @abstractmethod
     def packet_bytes(self, shard: int) -> int:
@@ -93,55 +104,61 @@ class Codec(ABC):
 
 
 class _BlockCodec(Codec):
-    """A scale a block, then codes of a fixed number of bits: `sign1` and `int8`, on the kernels."""
+    """Scales for each block, then codes of a fixed number of bits: on the kernels."""
 
     has_kernels = True
 
-    def __init__(self, name: Literal["sign1", "int8"], identifier: int, block_size: int) -> None:
+    def __init__(
+        self, name: Literal["sign1", "stat2", "int4", "fp8", "int8"], identifier: int, block_size: int
+    ) -> None:
         self.name = name
         self.identifier = identifier
         self.block_size = block_size
+
+    @property
+    def scale_block(self) -> int:
+        return scale_block(self.name, self.block_size)
 
     def packet_bytes(self, shard: int) -> int:
         return codec_packet_bytes(self.name, shard, self.block_size)
 
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
-        kernels.encode(self.name, payload, residual, packets, _within(payload, numel), self.block_size)
+        kernels.encode(self.name, payload, residual, packets, _within(payload, numel), self.scale_block)
 
     def encode_rounded(
         self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
     ) -> None:
         valid = _within(payload, numel)
-        kernels.encode_rounded(self.name, payload, residual, new_residual, packets, valid, self.block_size)
+        kernels.encode_rounded(self.name, payload, residual, new_residual, packets, valid, self.scale_block)
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        kernels.decode(self.name, packets, output, _within(output, numel), self.block_size)
+        kernels.decode(self.name, packets, output, _within(output, numel), self.scale_block)
 
     def scale(self, packets: Tensor, factor: float) -> None:
-        kernels.scales(self.name, packets, self.block_size).mul_(factor)
+        kernels.scales(self.name, packets, self.scale_block).mul_(factor)
 
     def average_and_encode(
         self, received: Tensor, residual: Tensor | None, average: Tensor, packets: Tensor, numel: int
     ) -> None:
-        if not buckets.serves(average.device):
+        if not buckets.serves(average.device, self.name):
             super().average_and_encode(received, residual, average, packets, numel)
             return
-        size = self.block_size
+        size = self.scale_block
         buckets.average_and_encode(
             self.name, received, residual=residual, lost=average, packets=packets, numel=numel, block_size=size
         )
 
     def all_finite(self, packets: Tensor) -> bool | Tensor:
-        return all_finite(kernels.scales(self.name, packets, self.block_size))
+        return all_finite(kernels.scales(self.name, packets, self.scale_block))
 
     def finite_scales(self, packets: Tensor) -> int:
-        return kernels.scales(self.name, packets, self.block_size).shape[1]
+        return kernels.scales(self.name, packets, self.scale_block).shape[1]
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        kernels.decode_mean(self.name, packets, output, numel, self.block_size)
+        kernels.decode_mean(self.name, packets, output, numel, self.scale_block)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        scales = [kernels.scales(self.name, part, self.block_size).view(torch.uint8) for part in parts]
+        scales = [kernels.scales(self.name, part, self.scale_block).view(torch.uint8) for part in parts]
         codes = [part[:, HEADER_BYTES + of_part.shape[1] :] for part, of_part in zip(parts, scales, strict=True)]
         return torch.cat([parts[0][:, :HEADER_BYTES], *scales, *codes], dim=1)
 
@@ -211,7 +228,10 @@ class _CastCodec(Codec):
 
 
 def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
-    """The codec called `name`: `sign1` (1 bit), `int8`, `bf16`, `fp16` or `none`, a scale each `block_size` elements.
+    """The codec called `name`, with scales for each `block_size` elements; of `int4` for each 128.
+
+    name: `sign1` (the sign, and mean magnitudes of blocks), `stat2` (2 bits: the sign and one of two magnitudes),
+    `int4`, `int8` (whole multiples of a scale), `fp8` (e4m3), `bf16`, `fp16` or `none`.
 
     Raises ValueError for another name, or a block size that is not a multiple of 64 from 64 to 65536.
     """
@@ -228,4 +248,11 @@ def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
             return _CastCodec("none", 4, block_size, torch.float32)
         case "fp16":
             return _CastCodec("fp16", 5, block_size, torch.float16)
-    raise ValueError(f"codec must be 'sign1', 'int8', 'bf16', 'fp16' or 'none', got {name!r}")
+        case "int4":
+            return _BlockCodec("int4", 6, block_size)
+        case "stat2":
+            return _BlockCodec("stat2", 7, block_size)
+        case "fp8":
+            return _BlockCodec("fp8", 8, block_size)
+    *some, last = map(repr, get_args(CodecName))
+    raise ValueError(f"codec must be {', '.join(some)} or {last}, got {name!r}")

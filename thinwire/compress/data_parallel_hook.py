@@ -1,6 +1,9 @@
 """Compressed gradient averaging as a DDP communication hook, for people who keep DDP and their optimizer.
 Error feedback on the gradients; the exchange of one bucket overlaps with the backward of the next."""
 
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,10 +25,12 @@ class CompressionState:
 
     Args:
         comm: a Communicator over the model's ranks; by default `thinwire.comm.init()`.
-        codec: "sign1", "int8", "bf16", "fp16" or "none".
+        codec: "sign1", "stat2", "int4", "fp8", "int8", "bf16", "fp16" or "none"; see `make_codec`.
         block_size: elements that share one scale, a multiple of 64.
         start_step: steps whose gradients are averaged exactly before compression begins. DDP lays its buckets anew
             after the first step, which empties the residuals, so at least 1 is a good choice.
+
+    `state_dict()` of every rank, saved beside the model, lets a resumed run go on with the residuals.
     """
 
     def __init__(
@@ -39,7 +44,9 @@ class CompressionState:
             raise ValueError(f"start_step must be at least 0, got {start_step}")
         self.comm = (comm if comm is not None else communication.init()).duplicate()
         self.step = 0
-        self._start_step = start_step
+        self._exact_steps = start_step
+        self._buckets_are_final = False
+        self._saved: dict[int, dict[str, Any]] = {}  # residuals of buckets that DDP has not laid yet
         self._codec = make_codec(codec, block_size)
         self._exact = make_codec("none", block_size)
         self._exchanges: dict[int, Exchange] = {}
@@ -53,6 +60,37 @@ class CompressionState:
     def close(self) -> None:
         """Release the communicator, on every rank; the hook cannot be used afterwards."""
         self.comm.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, fp32, bucket by bucket, and the number of steps; between two steps."""
+        kept = {
+            index: {"numel": one.numel, "worker": one.worker_residual, "owner": one.owner_residual}
+            for index, one in self._exchanges.items()
+            if one.codec is self._codec
+        }
+        return {**self._settings(), "step": self.step, "buckets": {**self._saved, **kept}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank, before the first backward of the new DDP model.
+
+        The next step is averaged exactly: only after it does DDP lay the buckets that residuals are of. Raises
+        ValueError for a state of another codec, block size, rank or number of ranks.
+        """
+        for name, mine in self._settings().items():
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"the hook's state was saved with {name}={state.get(name)!r}, and here it is {mine!r}: residuals "
+                    "belong to one rank and codec. Load it where these are the same, or start with empty residuals"
+                )
+        self.step = int(state["step"])
+        self._exact_steps = max(self._exact_steps, self.step + 1)
+        self._buckets_are_final = False
+        self._saved = dict(state["buckets"])
+        self._exchanges.clear()
+
+    def _settings(self) -> dict[str, Any]:
+        codec = self._codec
+        return {"codec": codec.name, "block_size": codec.block_size, "rank": self.comm.rank, "ranks": self.comm.size}
 
     def send(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start averaging this bucket and move the earlier ones on; the last bucket of a step completes all."""
@@ -85,12 +123,13 @@ class CompressionState:
             gradients.copy_(average[: exchange.numel])
             future.set_result(gradients)
         self.step += 1
-        if self.step == 1:
+        if not self._buckets_are_final:
             # DDP lays its buckets anew after its first backward: residuals would belong to other parameters.
+            self._buckets_are_final = True
             self._exchanges.clear()
 
     def _exchange(self, index: int, gradients: Tensor) -> Exchange:
-        codec = self._exact if self.step < self._start_step else self._codec
+        codec = self._exact if self.step < self._exact_steps else self._codec
         known = self._exchanges.get(index)
         if known is None or known.numel != gradients.numel() or known.codec is not codec:
             if gradients.is_cuda:
@@ -103,7 +142,25 @@ class CompressionState:
                 error_feedback=codec is not self._exact,
                 device=gradients.device,
             )
+            self._take_up(index, known)
         return known
+
+    def _take_up(self, index: int, exchange: Exchange) -> None:
+        """Give a new exchange the residuals that its bucket was saved with."""
+        if exchange.codec is self._exact or index not in self._saved:
+            return
+        saved = self._saved.pop(index)
+        if saved["numel"] != exchange.numel:
+            warnings.warn(
+                f"bucket {index} has {exchange.numel} elements, and its residuals were saved with {saved['numel']}: "
+                "they start from zero. Give DistributedDataParallel the options it had",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        for mine, other in ((exchange.worker_residual, saved["worker"]), (exchange.owner_residual, saved["owner"])):
+            assert mine is not None
+            mine.copy_(other)
 
 
 def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 __all__ = [
     "BLOCK_MULTIPLE",
+    "BLOCK_SCALES",
     "CODE_BITS",
     "DEFAULT_BLOCK_SIZE",
     "HEADER_BYTES",
@@ -18,9 +19,10 @@ __all__ = [
     "codec_packet_bytes",
     "codes_offset",
     "packet_bytes",
+    "scale_block",
 ]
 
-CodecName = Literal["sign1", "int8", "bf16", "fp16", "none"]
+CodecName = Literal["sign1", "stat2", "int4", "fp8", "int8", "bf16", "fp16", "none"]
 
 HEADER_BYTES = 16
 SCALE_BYTES = 4
@@ -28,19 +30,33 @@ BLOCK_MULTIPLE = 64
 MAX_BLOCK_SIZE = 65536
 # One fp32 scale a block: at 2048 elements the scales add 1.6% to sign1's bits.
 DEFAULT_BLOCK_SIZE = 2048
-CODE_BITS = {"sign1": 1, "int8": 8}
+# Of int4: a quarter of a bit an element, and less error for it than more levels would bring (docs, "Codecs").
+_INT4_BLOCK = 128
+CODE_BITS = {"sign1": 1, "stat2": 2, "int4": 4, "fp8": 8, "int8": 8}
 """Of the codecs that have kernels."""
+BLOCK_SCALES = {"sign1": 1, "stat2": 2, "int4": 1, "fp8": 1, "int8": 1}
+"""fp32 scales a block, of the same."""
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "none": 4}
 """Of the codecs that send values themselves."""
 
 
-def codes_offset(shard: int, block_size: int) -> int:
-    """Offset in bytes of the codes inside a packet row: after the header and one fp32 scale a block."""
-    return HEADER_BYTES + SCALE_BYTES * (shard // block_size)
+def scale_block(codec: str, block_size: int) -> int:
+    """Elements that share their scales where a codec is asked for blocks of `block_size`: that many; of int4 128, or 64
+    where 128 does not divide them."""
+    if codec != "int4":
+        return block_size
+    return min(block_size, _INT4_BLOCK) if block_size % _INT4_BLOCK == 0 else BLOCK_MULTIPLE
+
+
+def codes_offset(codec: str, shard: int, block_size: int) -> int:
+    """Offset in bytes of the codes inside a packet row: after the header and the fp32 scales of every block."""
+    return HEADER_BYTES + SCALE_BYTES * BLOCK_SCALES[codec] * (shard // block_size)
 
 
 def packet_bytes(codec: str, shard: int, block_size: int) -> int:
     """Length in bytes of one packet row of a codec that has kernels, which carries `shard` elements.
+
+    `block_size`: elements that share their scales, `scale_block`'s.
 
     Raises ValueError for an unknown codec, a block size that is not a multiple of 64 between 64 and
     65536, or a shard that is not whole blocks.
@@ -52,14 +68,15 @@ def packet_bytes(codec: str, shard: int, block_size: int) -> int:
             f"a shard of {shard} elements is not a whole number of blocks of {block_size}: "
             f"pad it to a multiple of block_size"
         )
-    return codes_offset(shard, block_size) + shard * CODE_BITS[codec] // 8
+    return codes_offset(codec, shard, block_size) + shard * CODE_BITS[codec] // 8
 
 
 def codec_packet_bytes(codec: CodecName, shard: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
-    """Length in bytes of one packet row of any codec that carries `shard` elements; raises as `packet_bytes` does."""
+    """Length in bytes of one packet row of any codec that carries `shard` elements, in blocks of `block_size` as
+    `make_codec` takes it; raises as `packet_bytes` does."""
     if codec in VALUE_BYTES:
         return HEADER_BYTES + shard * VALUE_BYTES[codec]
-    return packet_bytes(codec, shard, block_size)
+    return packet_bytes(codec, shard, scale_block(codec, block_size))
 
 
 def check_codec(codec: str) -> None:

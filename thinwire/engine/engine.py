@@ -21,6 +21,7 @@ from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.loss_scale import LossScale
 from thinwire.engine.loss_scale_names import LossScaleConfig
 from thinwire.engine.no_optimizer import NoOptimizer, check_trains
+from thinwire.engine.optimizers import steps_alone
 from thinwire.engine.surface import EngineSurface
 
 __all__ = ["Engine"]
@@ -137,7 +138,8 @@ class Engine(EngineSurface):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the accumulation boundary clip, move the weights, and forget the gradients. Collective.
 
-        In fp16, a step whose gradients overflow is skipped on every rank. `lr_kwargs`: for the schedule's step.
+        In fp16, a step whose gradients overflow is skipped on every rank; with DiLoCo in any precision, by that worker
+        alone, with a warning. `lr_kwargs`: for the schedule's step.
 
         Raises CallError without a backward; NonFiniteError, on every rank, for a loss or gradient that is not finite in
         fp32 or bf16, or in fp16 at the smallest loss scale from stage 1 on: no weight has moved, and the next
@@ -362,13 +364,14 @@ class Engine(EngineSurface):
         self._grad_norm = None if outcome.applied and math.isnan(outcome.grad_norm) else outcome.grad_norm
         self.global_steps += 1
         self.global_samples += self._accumulation.micro_batches * self.train_micro_batch_size_per_gpu() * self.comm.size
-        if not outcome.applied:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        alone = steps_alone(self._optimizer)
+        self.skipped_steps += not outcome.applied
+        if self.lr_scheduler is not None and (outcome.applied or alone):  # else a worker's rate would fall behind
             self.lr_scheduler.step(**lr_kwargs)
         self._reports.report(self._summary(), self._losses)
         if self.loss_scaler is None:
-            return self._losses.not_finite(self.comm, self.global_steps) if outcome.overflow else None
+            stops = outcome.overflow and not alone
+            return self._losses.not_finite(self.comm, self.global_steps) if stops else None
         if outcome.applied:
             self._losses.note_applied()
         try:

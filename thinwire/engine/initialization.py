@@ -34,7 +34,7 @@ from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
 from thinwire.engine.model.precision import Precision, check_model
 from thinwire.engine.model.used_parameters import UsedParameters
 from thinwire.engine.no_optimizer import NoOptimizer
-from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation
+from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation, steps_alone
 from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
 from thinwire.engine.same_job import agree_on_config, agree_on_model
 from thinwire.engine.start_lines import say_at_start
@@ -142,7 +142,8 @@ def build_engine(
             optimizer=sharded,
             schedule=schedule,
             loader=loader,
-            loss_scale=make_loss_scale(settings.fp16, settings.zero_optimization.stage),
+            # At the smallest scale a worker alone is no error: the others go on.
+            loss_scale=make_loss_scale(settings.fp16, 0 if steps_alone(sharded) else settings.zero_optimization.stage),
             precision=precision,
             config=settings,
             comm=comm,

@@ -30,6 +30,7 @@ from thinwire.engine.checkpoint.weights_file import in_16_bits, write_weights
 from thinwire.engine.job import Job
 from thinwire.engine.kept_weights import KeptWeights
 from thinwire.engine.model_names import ModelNames
+from thinwire.engine.optimizers import steps_alone
 from thinwire.engine.saved_job import fault_of_saved_job
 from thinwire.engine.schedules import load_schedule_state, schedule_state
 from thinwire.zero import SavedSlice, SliceSource
@@ -161,8 +162,10 @@ class JobCheckpoints:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """All weights, in the dtypes that the model computes in, and buffers, on rank 0; nothing on other ranks."""
-        self._job.optimizer.wait_for_weights()
-        self._job.optimizer.synchronize_weights()
+        optimizer = self._job.optimizer
+        optimizer.wait_for_weights()
+        if not steps_alone(optimizer) or optimizer.in_training:  # else they are shown already, and what was evaluated
+            optimizer.synchronize_weights()
         tensors = {}
         for name, parameter in self._parameters.items():
             _, dtype = self._names.description.parameters[name]
@@ -238,9 +241,14 @@ class JobCheckpoints:
             model=self._names.without(left_out),
             rank_tensors=job.optimizer.rank_tensors() | random_tensors(job.device) | own,
             shared=shared,
-            rank_values={"random": random_values()},
+            rank_values={"random": random_values(), **self._own_loss_scale()},
             buffers=self._buffers(),
         )
+
+    def _own_loss_scale(self) -> dict[str, Any]:
+        """Under its name, where workers that step alone have one each."""
+        scale = self._job.loss_scale
+        return {"loss_scale": scale.state()} if scale is not None and steps_alone(self._job.optimizer) else {}
 
     def _client_state(self, found: LoadedCheckpoint) -> dict[str, Any]:
         saved = found.shared
@@ -330,9 +338,10 @@ class JobCheckpoints:
             load_schedule_state(job.schedule, saved_state)
         if parts.data_position and job.loader is not None and saved["data"] is not None:
             job.loader.load_state(saved["data"])
-        if job.loss_scale is not None and saved["loss_scale"] is not None:
-            job.loss_scale.load(saved["loss_scale"])
         rank = job.comm.rank
+        if job.loss_scale is not None and saved["loss_scale"] is not None:
+            of_rank = found.rank_values(rank) if found.world_size == job.comm.size else {}
+            job.loss_scale.load(of_rank.get("loss_scale", saved["loss_scale"]))
         if found.world_size == job.comm.size and "random" in found.rank_values(rank):
             saved_names = RANDOM_TENSORS & found.manifest.files[rank].rank_tensors.keys()
             tensors = {name: found.read_rank(name, rank) for name in saved_names}

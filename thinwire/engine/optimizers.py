@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import ZeroConfig
 from thinwire.engine.model.precision import Precision
-from thinwire.engine.recipe import Recipe
+from thinwire.engine.recipe import LocalUpdates, Recipe
+from thinwire.optim import DiLoCo
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
@@ -25,7 +26,7 @@ from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.sharded_model import describe_sharded
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["EngineOptimizer", "build_optimizer", "shard_for_evaluation"]
+__all__ = ["EngineOptimizer", "build_optimizer", "shard_for_evaluation", "steps_alone"]
 
 EngineOptimizer = SynchronizedOptimizer | FullyShardedOptimizer
 """What the engine steps: one surface, whatever the ZeRO stage."""
@@ -49,6 +50,8 @@ def build_optimizer(
     """
     zero = config.zero_optimization
     optimizer: SynchronizedOptimizer
+    if isinstance(recipe.optimizer, LocalUpdates):
+        return _build_local_updates(recipe, recipe.optimizer, model, comm, device, config, precision)
     if isinstance(recipe.optimizer, OptimizerEntry):
         optimizer = _build_own(recipe, recipe.optimizer, model, comm, device, config, precision)
     elif zero.stage == 3:
@@ -59,6 +62,12 @@ def build_optimizer(
     if zero.overlap_comm:
         optimizer.gather_during_forward(model)
     return optimizer
+
+
+def steps_alone(optimizer: object) -> TypeGuard[SynchronizedOptimizer]:
+    """Whether a worker may skip a step that others take, has a loss scale of its own, and shows at `eval` what all have
+    in common without asking them."""
+    return isinstance(optimizer, SynchronizedOptimizer) and optimizer.steps_alone
 
 
 def shard_for_evaluation(
@@ -104,6 +113,24 @@ def _build_own(
         shared |= _offloading(config)
     optimizer: SynchronizedOptimizer = entry.load()(recipe.parameters, comm=comm, **shared, **options)
     return optimizer
+
+
+def _build_local_updates(
+    recipe: Recipe,
+    local: LocalUpdates,
+    model: nn.Module,
+    comm: Communicator,
+    device: torch.device,
+    config: EngineConfig,
+    precision: Precision,
+) -> DiLoCo:
+    options = dict(recipe.options)
+    comm = communicator_of(options.pop("comm_backend_name", None), comm, device)
+    shared = _common_options(model, config, precision, comm)
+    inside = {name: shared.pop(name) for name in ("bucket_bytes", "averaging")}
+    shared |= _clipping(config)
+    parameters = recipe.parameters
+    return DiLoCo(parameters, local.inner, comm=comm, inside=inside, **shared, **options, **local.inner_options)
 
 
 def _common_options(model: nn.Module, config: EngineConfig, precision: Precision, comm: Communicator) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from thinwire.engine.config import EngineConfig
+from thinwire.engine.config.local_updates import is_local_updates
+from thinwire.engine.config.models import OptimizerConfig
 from thinwire.engine.config.optimizer import check_optimizer, uncompressed_class
 from thinwire.optim import registry
 from thinwire.optim.exact.muon import mark_matrices
@@ -20,18 +22,27 @@ from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import uncorrected_adam
 from thinwire.zero.bucket_optimizer import OptimizerClass
 
-__all__ = ["GivenOptimizer", "Recipe", "find_recipe"]
+__all__ = ["GivenOptimizer", "LocalUpdates", "Recipe", "find_recipe"]
 
 GivenOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
+class LocalUpdates:
+    """DiLoCo around the class `inner`, which takes `inner_options`."""
+
+    inner: OptimizerClass
+    inner_options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """What to shard: parameters or groups of them, and the class that steps them, torch's or one of our own, with its
-    options. `passed_over`: how many of `model_parameters` an optimizer that was passed beside them does not train."""
+    """What to shard: parameters or groups of them, and what steps them, a class of torch's, one of our own or local
+    updates, with its options. `passed_over`: how many of `model_parameters` an optimizer that was passed beside them
+    does not train."""
 
     parameters: ParamsT
-    optimizer: OptimizerClass | OptimizerEntry
+    optimizer: OptimizerClass | OptimizerEntry | LocalUpdates
     options: dict[str, Any]
     passed_over: int = 0
 
@@ -64,16 +75,25 @@ def find_recipe(
             return None
         if section.type in registry.NAMES:
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
-        options = dict(section.params)
-        if section.type == "Muon":
-            mark_matrices(model.named_parameters())
-        if section.type in uncorrected_adam.__all__ and not options.pop("bias_correction", True):
-            return Recipe(parameters, getattr(uncorrected_adam, section.type), options)
-        return Recipe(parameters, uncompressed_class(section.type), options)
+        if not is_local_updates(section.type):
+            return Recipe(parameters, *_uncompressed(section, model))
+        own = dict(section.params)
+        local = LocalUpdates(*_uncompressed(OptimizerConfig(**own.pop("inner")), model))
+        return Recipe(parameters, local, own)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
     missing = 0 if model_parameters is None else _count_missing(parameters, optimizer.param_groups)
     return Recipe(optimizer.param_groups, type(optimizer), _constructor_options(optimizer), missing)
+
+
+def _uncompressed(section: OptimizerConfig, model: nn.Module) -> tuple[OptimizerClass, dict[str, Any]]:
+    """The class that a section names, one that sends gradients exactly, and its options."""
+    options = dict(section.params)
+    if section.type == "Muon":
+        mark_matrices(model.named_parameters())
+    if section.type in uncorrected_adam.__all__ and not options.pop("bias_correction", True):
+        return getattr(uncorrected_adam, section.type), options
+    return uncompressed_class(section.type), options
 
 
 def _called(build: GivenOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:

@@ -134,6 +134,10 @@ def fault_of_saved_job(
     for file in manifest.files if "progress" in used else ():
         if "random" in file.values and (fault := check_random_values(file.values["random"])):
             return f"values.random of {file.name}: {fault}"
+        try:
+            _PARTS["loss_scale"].validate_python(file.values.get("loss_scale"))
+        except ValidationError as error:
+            return first_fault(error, f"values.loss_scale of {file.name}")
     return None
 
 

@@ -14,7 +14,7 @@ from thinwire.engine.data.building import make_loader
 from thinwire.engine.data.loader import ResumableLoader
 from thinwire.engine.job import Job
 from thinwire.engine.no_optimizer import NoOptimizer
-from thinwire.engine.optimizers import EngineOptimizer
+from thinwire.engine.optimizers import EngineOptimizer, steps_alone
 from thinwire.engine.refused_names import CHANGES_A_MODEL, why_foreign
 from thinwire.engine.settings_getters import SettingsGetters
 from thinwire.zero.fsdp import free_gathered
@@ -59,14 +59,17 @@ class EngineSurface(SettingsGetters):
 
     def train(self, mode: bool = True) -> nn.Module:
         """Put the model into training mode, or, on all ranks at the same step, into evaluation mode: see `eval`."""
-        if not mode:
+        if steps_alone(self._optimizer):
+            (self._optimizer.train if mode else self._optimizer.eval)()
+        elif not mode:
             self._optimizer.synchronize_weights()
         return self.module.train(mode)
 
     def eval(self) -> nn.Module:
         """Put the model into evaluation mode, with the same weights on every rank.
 
-        Collective with ZeroOneAdam between two of its syncs, and then a sync more. Returns the model.
+        Collective with ZeroOneAdam between two of its syncs, and then a sync more. With DiLoCo the model has the outer
+        weights until `train`, and nothing is sent. Returns the model.
         """
         return self.train(False)
 
@@ -168,7 +171,7 @@ class EngineSurface(SettingsGetters):
         """2-norm of the last step's averaged gradient before clipping; None where it is not known.
 
         That is before the first step, without clipping once 1-bit Adam is frozen, since nobody sees the whole average,
-        and with 0/1 Adam.
+        and with 0/1 Adam. With DiLoCo it is of this rank's worker.
         """
         return self._grad_norm
 

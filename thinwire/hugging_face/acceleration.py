@@ -96,5 +96,6 @@ class _ReportingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was not applied."""
-        return not synchronized(self).last_step.applied
+        """Whether the last step was not applied; not of one that other workers have taken, and move their rates."""
+        optimizer = synchronized(self)
+        return not optimizer.last_step.applied and not optimizer.steps_alone

@@ -17,6 +17,7 @@ from thinwire.engine.config.errors import shown
 from thinwire.engine.config.json_file import read_json_object
 from thinwire.engine.config.keys import AUTO
 from thinwire.engine.config.limits import check_limits
+from thinwire.engine.config.local_updates import is_local_updates, with_lr_inside
 from thinwire.engine.config.old_spellings import respell
 from thinwire.optim import registry
 
@@ -30,6 +31,8 @@ _SCHEDULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 _DEFAULT_SCHEDULE = "linear"
 _DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+_AUTO_OF_LOCAL_UPDATES = frozenset({"fragments", "nodes"})
 
 _STEPS_UNTIL_KNOWN = 10**9
 
@@ -130,14 +133,20 @@ class _Filling:
                 f"optim_args={shown(given.optim_args)}: name the optimizer once"
             )
         values = {"lr": (given.learning_rate, "learning_rate"), "weight_decay": (given.weight_decay, "weight_decay")}
+        where = "optimizer.params"
+        if is_local_updates(kind):
+            kind = self._inner_kind()
+            where += ".inner.params"
         taken = _parameters_of(kind)
         if {"betas", "eps"} <= taken:  # of the family of Adam, for which TrainingArguments have them
             values["betas"] = [given.adam_beta1, given.adam_beta2], "adam_beta1, adam_beta2"
             values["eps"] = given.adam_epsilon, "adam_epsilon"
         for name, (value, argument) in values.items():
             if name in taken:
-                self._fill(f"optimizer.params.{name}", value, argument)
-        self._refuse_what_is_left("optimizer", _own_autos(kind))
+                self._fill(f"{where}.{name}", value, argument)
+        self._refuse_what_is_left(where, _own_autos(kind))
+        if where != "optimizer.params":
+            self._refuse_what_is_left("optimizer.params", _AUTO_OF_LOCAL_UPDATES)
 
     def fill_schedule(self, total_steps: int | None) -> None:
         """The schedule's parameters that TrainingArguments have, where the file names a schedule."""
@@ -173,7 +182,7 @@ class _Filling:
         for name, (value, argument, compare) in known.items():
             if name in parameters:
                 self._fill(f"scheduler.params.{name}", value, argument, compare)
-        self._refuse_what_is_left("scheduler", frozenset())
+        self._refuse_what_is_left("scheduler.params", frozenset())
 
     def check_checkpoints(self) -> None:
         """Refuse how the engine keeps checkpoints by itself."""
@@ -209,13 +218,20 @@ class _Filling:
         found: dict[str, Any] = tree
         return found
 
+    def _inner_kind(self) -> str:
+        """The optimizer inside local updates, whose rate is with its other parameters from here on."""
+        params = with_lr_inside(self._section(["optimizer", "params"], make=True) or {}, self.problems)
+        self.tree["optimizer"]["params"] = params
+        kind = params["inner"]["type"] if params["inner"] is not None else None
+        return kind if isinstance(kind, str) else ""
+
     def _refuse_what_is_left(self, section: str, own: frozenset[str]) -> None:
-        params = self._section([section, "params"])
+        params = self._section(section.split("."))
         for name in [name for name, value in (params or {}).items() if _is_auto(value) and name not in own]:
             assert params is not None
             del params[name]
             self.problems.append(
-                f'"{section}.params.{name}" is "auto", and TrainingArguments have nothing that it could be: write the '
+                f'"{section}.{name}" is "auto", and TrainingArguments have nothing that it could be: write the '
                 "value, or delete the key for the default"
             )
 

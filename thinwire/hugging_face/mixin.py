@@ -223,6 +223,7 @@ class TrainerMixin(_Trainer):
         output = super().train(*args, **options)
         optimizer = self._synchronized if self._engine is None else self._engine.optimizer
         assert optimizer is not None, "a Trainer always has one"
+        _leave_evaluation(optimizer)
         optimizer.synchronize_weights()
         return output
 
@@ -240,6 +241,7 @@ class TrainerMixin(_Trainer):
         if self._engine_training is not None:
             self._engine_training.load(str(self.state.best_model_checkpoint), weights_only=True)
             return
+        _leave_evaluation(self._synchronized)
         self._synchronized.synchronize_weights()  # else a sync would come later, and undo what is loaded
         super()._load_best_model()
 
@@ -281,3 +283,9 @@ class TrainerMixin(_Trainer):
     @property
     def _synchronized(self) -> SynchronizedOptimizer:
         return synchronized(self.optimizer)
+
+
+def _leave_evaluation(optimizer: Any) -> None:
+    """Have parameters follow what is written to them, where the last evaluation has left other weights showing."""
+    if isinstance(optimizer, SynchronizedOptimizer) and not optimizer.in_training:
+        optimizer.train()

@@ -276,7 +276,7 @@ class AlgorithmBucket:
     @property
     def moves_at_once(self) -> bool:
         """Whether `receive_and_move` can be called: something was sent, through kernels over whole buckets."""
-        return not self.stayed and self.exchange.codec.has_kernels and buckets.serves(self.device)
+        return not self.stayed and buckets.serves(self.device, self.exchange.codec.name)
 
     def receive_and_move(self, rule: MoveRule, weights: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
         """Do what `receive` and then the algorithm's `move` would, in a COMPRESSED step that sent something.
@@ -307,9 +307,9 @@ class AlgorithmBucket:
     def _rule(self) -> PayloadRule | None:
         """How this step's payload is made for the whole bucket at once; None where it is parameter by parameter."""
         rule = self._algorithm.payload_rule
-        if rule is None or self.send is not Send.COMPRESSED or not buckets.serves(self.device):
+        if rule is None or self.send is not Send.COMPRESSED or not self.compressed.takes_encoder:
             return None
-        return rule if self.compressed.takes_encoder else None
+        return rule if buckets.serves(self.device, self.compressed.codec.name) else None
 
     def _settings(self) -> list[tuple[int, AdamSettings]]:
         """Each parameter's number, and its hyperparameters now."""

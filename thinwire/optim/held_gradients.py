@@ -102,4 +102,4 @@ def segments_of(layout: BucketLayout) -> buckets.Segments:
 
 def part_of(exchange: Exchange, place: slice, header: bytes | None = None) -> buckets.Part:
     """A part of an exchange, as kernels over whole buckets take it; `header`: what its packets begin with."""
-    return buckets.Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.block_size, header)
+    return buckets.Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.scale_block, header)

@@ -58,7 +58,8 @@ class HomeOptions:
             rank's own.
         named_parameters: names, for checkpoints and errors; by default those that `params` come with.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
-        codec: what compressed steps go through: "sign1" (1 bit), "int8", "bf16", "fp16" or "none"; at stage 0.
+        codec: what compressed steps go through: "sign1" (1 bit), "stat2" (2 bits), "int4", "fp8", "int8", "bf16",
+            "fp16" or "none"; at stage 0. Sharded state is kept as signs.
         block_size: elements that share one scale, a multiple of 64.
         bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 1 to 16 MiB, or at
             stages 1 and 2 16 MiB.

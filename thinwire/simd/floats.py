@@ -31,15 +31,19 @@ __all__ = [
     "Vector",
     "absolute",
     "add",
+    "at_least",
     "below",
     "broadcast",
     "clamp",
+    "count_bits",
     "divide",
     "drain_streams",
     "equal",
+    "fold",
     "larger",
     "load",
     "load_bits",
+    "load_int4",
     "load_int8",
     "load_scalar",
     "maximum",
@@ -53,6 +57,7 @@ __all__ = [
     "select",
     "store",
     "store_bits",
+    "store_int4",
     "store_int8",
     "store_scalar",
     "stream",
@@ -65,6 +70,9 @@ _FLOATS = ir.VectorType(_FLOAT, LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
+_PAIRS = ir.VectorType(ir.IntType(16), LANES // 2)
+_HALF_BYTES = ir.VectorType(ir.IntType(8), LANES // 2)
+_WORD = ir.IntType(64)
 _VECTOR_BYTES = 4 * LANES
 
 vector = vector_type("float32x16", _FLOATS)
@@ -78,7 +86,7 @@ def _binary(build: Callable[..., Any]) -> Any:
     return operation(build, vector, vector, vector)
 
 
-def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+def fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Combine the lanes pairwise, in an order that no processor or compiler flag changes."""
     width = LANES
     while width > 1:
@@ -126,6 +134,23 @@ def _select(builder: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
     return builder.select(builder.bitcast(bits, _BITS), where_set, where_clear)
 
 
+def _from_nibbles(builder: Any, packed: Any) -> Any:
+    """Sixteen numbers of 4 bits in two's complement, the first of two in the lower half of their byte."""
+    pairs = builder.zext(packed, _PAIRS)
+    low = builder.and_(pairs, ir.Constant(_PAIRS, [0x0F] * 8))
+    high = builder.shl(builder.and_(pairs, ir.Constant(_PAIRS, [0xF0] * 8)), ir.Constant(_PAIRS, [4] * 8))
+    nibbles = builder.bitcast(builder.or_(low, high), _BYTES)
+    eights = ir.Constant(_BYTES, [8] * LANES)
+    return builder.sitofp(builder.sub(builder.xor(nibbles, eights), eights), _FLOATS)
+
+
+def _to_nibbles(builder: Any, value: Any) -> Any:
+    pairs = builder.bitcast(builder.trunc(builder.fptosi(value, _INTS), _BYTES), _PAIRS)
+    low = builder.and_(pairs, ir.Constant(_PAIRS, [0x0F] * 8))
+    high = builder.and_(builder.lshr(pairs, ir.Constant(_PAIRS, [4] * 8)), ir.Constant(_PAIRS, [0xF0] * 8))
+    return builder.trunc(builder.or_(low, high), _HALF_BYTES)
+
+
 def _clamp(builder: Any, value: Any, bottom: Any, top: Any) -> Any:
     value = builder.select(builder.fcmp_ordered("<", value, top), value, top)
     return builder.select(builder.fcmp_ordered(">", value, bottom), value, bottom)
@@ -146,17 +171,19 @@ maximum = _binary(_maximum)
 nonnegative = operation(_nonnegative, types.uint16, vector)
 # Bit k is set where lane k is NaN.
 not_a_number = operation(_not_a_number, types.uint16, vector)
-reduce_sum = operation(lambda builder, value: _fold(builder, value, builder.fadd), types.float32, vector)
+reduce_sum = operation(lambda builder, value: fold(builder, value, builder.fadd), types.float32, vector)
 reduce_max = operation(
-    lambda builder, value: _fold(builder, value, functools.partial(_maximum, builder)), types.float32, vector
+    lambda builder, value: fold(builder, value, functools.partial(_maximum, builder)), types.float32, vector
 )
 # left * right + added, rounded once.
 multiply_add = operation(_multiply_add, vector, vector, vector, vector)
 # The larger of two values; the second where the first is NaN.
 larger = _binary(_larger)
-# Bit k is set where lane k of the first is equal to, or below, that of the second; NaN is neither.
+# Bit k is set where lane k of the first is equal to, below, or at least that of the second; NaN is none of these.
 equal = _compare("==")
 below = _compare("<")
+at_least = _compare(">=")
+count_bits = operation(lambda builder, bits: builder.zext(builder.ctpop(bits), _WORD), types.int64, types.uint16)
 # Lane k of the first vector where bit k is set, of the second elsewhere.
 select = operation(_select, vector, types.uint16, vector, vector)
 # A value that is not NaN, brought into [bottom, top].
@@ -177,9 +204,11 @@ def drain_streams(typing_context: Any) -> Any:
 load = loader(_FLOATS, vector)
 load_scalar = loader(_FLOAT, types.float32)
 load_bits = loader(ir.IntType(16), types.uint16)
+load_int4 = loader(_HALF_BYTES, vector, _from_nibbles)
 load_int8 = loader(_BYTES, vector, lambda builder, value: builder.sitofp(value, _FLOATS))
 store = storer(_FLOATS, vector)
 stream = storer(_FLOATS, vector, aligned=_VECTOR_BYTES)
 store_scalar = storer(_FLOAT, types.float32)
 store_bits = storer(ir.IntType(16), types.uint16)
+store_int4 = storer(_HALF_BYTES, vector, _to_nibbles)
 store_int8 = storer(_BYTES, vector, lambda builder, value: builder.trunc(builder.fptosi(value, _INTS), _BYTES))

@@ -40,6 +40,7 @@ __all__ = [
     "select",
     "shift_left",
     "shift_right",
+    "store_8_bits",
     "store_16_bits",
     "subtract",
     "to_floats",
@@ -107,6 +108,7 @@ to_floats = operation(lambda builder, value: builder.uitofp(value, _FLOATS), flo
 
 load_8_bits = loader(_BYTES, vector, lambda builder, value: builder.zext(value, _INTS))
 load_16_bits = loader(_SHORTS, vector, lambda builder, value: builder.zext(value, _INTS))
+store_8_bits = storer(_BYTES, vector, lambda builder, value: builder.trunc(value, _BYTES))
 store_16_bits = storer(_SHORTS, vector, lambda builder, value: builder.trunc(value, _SHORTS))
 
 

@@ -21,8 +21,11 @@ def check_nobody_clips(optimizer: torch.optim.Optimizer, trainers: Iterable[Any]
     """Raise RuntimeError where one of these steps `optimizer` and clips gradients itself.
 
     `trainers`: instances of `trainer_classes()`; others are passed over. Clipping would be noticed in `step` too, but
-    in the first step that exceeds the norm, hours later perhaps.
+    in the first step that exceeds the norm, hours later perhaps. An optimizer that `keeps_gradients` may be clipped by
+    anybody: they are nobody else's.
     """
+    if getattr(optimizer, "keeps_gradients", False):
+        return
     checks = _checks()
     for trainer in trainers:
         for kind, check in checks:

@@ -33,7 +33,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     2-norm is clipped to it; 0 does not clip. `last_step`: what became of the last step. `skipped_steps`: steps skipped
     because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
     own dtype would have sent for the same steps. `loss_scale_config`, `loss_scaler`: an engine's loss scale; None
-    without an engine. `dynamic_loss_scale`: whether that follows from overflows.
+    without an engine. `dynamic_loss_scale`: whether that follows from overflows. `in_training`: false after `eval`.
+    `steps_alone`: whether a worker may skip a step that others take, and asks nobody.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -44,6 +45,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     loss_scale_config: Any = None
     loss_scaler: Any = None
     dynamic_loss_scale: bool = False
+    in_training: bool = True
+    steps_alone: bool = False
     _home: Home
 
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
@@ -55,7 +58,6 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.bytes_uncompressed = 0
         self._bytes_before_resume = 0
-        self._in_training = True
         self._attached = False
         home.before_first_backward(self._look_for_others)
         claim(home, home.parameters)
@@ -130,7 +132,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._in_training:
+        if not self.in_training:
             raise RuntimeError("step() was called after eval(): call optimizer.train() first")
         self._take_scale()
         self.last_step = self._home.step()
@@ -206,7 +208,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Show this rank's own weights in the parameters again, after `eval`."""
-        self._in_training = True
+        self.in_training = True
         self._home.show_own_weights(True)
 
     def eval(self) -> None:
@@ -214,7 +216,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
         Nothing is sent. Call `train` before the next forward of training.
         """
-        self._in_training = False
+        self.in_training = False
         self._home.show_own_weights(False)
 
     @torch.no_grad()

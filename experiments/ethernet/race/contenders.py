@@ -21,8 +21,8 @@ __all__ = ["BASELINE", "CONTENDERS", "FAIR_BASELINE", "POWER_SGD", "Contender"]
 BASELINE = "ddp-fp32"
 FAIR_BASELINE = "ddp-bf16"
 """What is honest to beat: 16 bits cost nothing (Agarwal et al., MLSys 2022)."""
-POWER_SGD = ("ddp-powersgd-1", "ddp-powersgd-4")
-"""The compression that torch brings along."""
+POWER_SGD = ("ddp-powersgd-1", "ddp-powersgd-4", "ddp-powersgd-16")
+"""The compression that torch brings along; it begins where 1-bit Adam freezes, and until then is DDP in fp32."""
 
 
 @dataclass(frozen=True)
@@ -33,34 +33,47 @@ class Contender:
         label: for tables and pictures.
         colour: for pictures.
         build: makes the learner of a model, on every rank alike. Collective.
-        method: what `thinwire plan` calls it.
+        method: what `thinwire plan` calls it; None for what it does not plan.
         phase: the kind of step that the step race measures, in the plan's words.
         ours: thinwire's, to be compared with the baselines.
         trains: races to a loss; what shows one stage only does not.
         steps_alike: races steps, which are all alike in its last stage.
         by_node: exchanges hierarchically where ranks share a host, if it is ours.
+        bursts: sends at a step now and then: all its steps go over the slow links, so that each of those is timed.
         needs_shared_hosts: differs from another contender only where several ranks share a host.
     """
 
     label: str
     colour: str
     build: Callable[[nn.Module, Plan, Communicator], Learner]
-    method: Method
+    method: Method | None
     phase: str
     ours: bool = False
     by_node: bool = True
     trains: bool = True
     steps_alike: bool = True
+    bursts: bool = False
     needs_shared_hosts: bool = False
 
 
-def _ours(optimizer: str, **options: Any) -> Callable[[nn.Module, Plan, Communicator], Learner]:
-    """What makes the learner of one of thinwire's optimizers; its exact steps go in bf16."""
+def _learner(optimizer: str, **options: Any) -> Callable[[nn.Module, Plan, Communicator], Learner]:
+    """What makes the learner of one of `OPTIMIZERS` with these options."""
 
     def build_learner(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
-        return LoopLearner(model, plan, optimizer, comm, warmup_wire="bf16", **options)
+        return LoopLearner(model, plan, optimizer, comm, **options)
 
     return build_learner
+
+
+def _ours(optimizer: str, **options: Any) -> Callable[[nn.Module, Plan, Communicator], Learner]:
+    """The same of a 1-bit optimizer, whose exact steps go in bf16."""
+    return _learner(optimizer, warmup_wire="bf16", **options)
+
+
+def _diloco(every: int, codec: str, colour: str) -> Contender:
+    label = f"DiLoCo, {every} steps, {'fp32' if codec == 'none' else codec}"
+    build = _learner("diloco", every=every, codec=codec)
+    return Contender(label, colour, build, None, "local", ours=True, steps_alike=False, bursts=True)
 
 
 _NEVER = 2**31
@@ -83,6 +96,13 @@ CONTENDERS = {
         "#3f7d53",
         partial(DataParallelLearner, hook=4),
         Method("powersgd", rank=4),
+        "low rank",
+    ),
+    "ddp-powersgd-16": Contender(
+        "DDP, PowerSGD rank 16",
+        "#1f4d3a",
+        partial(DataParallelLearner, hook=16),
+        Method("powersgd", rank=16),
         "low rank",
     ),
     "onebit-adam": Contender(
@@ -115,6 +135,20 @@ CONTENDERS = {
         "warmup",
         ours=True,
         trains=False,
+    ),
+    "diloco-10-int4": _diloco(10, "int4", "#4aa8d8"),
+    "diloco-30-none": _diloco(30, "none", "#00798c"),
+    "diloco-30-int4": _diloco(30, "int4", "#17b8a6"),
+    "diloco-30-stat2": _diloco(30, "stat2", "#8ac926"),
+    "diloco-100-int4": _diloco(100, "int4", "#3d5a80"),
+    "diloco-30-plain": Contender(
+        "DiLoCo, 30 steps, 20 lines of torch",
+        "#b07aa1",
+        _learner("plain-diloco", every=30),
+        None,
+        "local",
+        steps_alike=False,
+        bursts=True,
     ),
 }
 """By name. The step race measures the last stage of those that change their ways: 1-bit Adam frozen, PowerSGD begun.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -10,15 +11,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.ethernet.race.bf16_hook import bf16_hook
-from experiments.training.learners import parameter_groups
+from experiments.training.learners import in_evaluation, parameter_groups
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
 from thinwire.comm.traffic import sent_bytes
 
 __all__ = ["AloneLearner", "DataParallelLearner"]
 
-_POWER_SGD_START = 10
-"""Steps averaged exactly before PowerSGD begins: torch's own example."""
+_EARLIEST_POWER_SGD = 2
+"""Steps averaged exactly before PowerSGD begins, at least: torch asks for it."""
 
 
 class AloneLearner:
@@ -46,6 +47,10 @@ class AloneLearner:
         loss.backward()
         self.update()
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """See `Learner`."""
+        return in_evaluation(self.module)
+
     def update(self) -> None:
         """What `learn` does after backward."""
         self._optimizer.step()
@@ -66,7 +71,7 @@ class DataParallelLearner:
     def __init__(
         self, model: nn.Module, plan: Plan, comm: Communicator, hook: Literal["none", "bf16"] | int = "none"
     ) -> None:
-        """Sends gradients as they are, in bf16, or through PowerSGD of the given rank."""
+        """Sends gradients as they are, in bf16, or from the plan's freeze on through PowerSGD of the given rank."""
         self.module = model
         self.bytes_sent = 0
         self._plan = plan
@@ -82,7 +87,9 @@ class DataParallelLearner:
             self._wrapped.register_comm_hook(None, bf16_hook)
         elif hook != "none":
             self._power = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=hook, start_powerSGD_iter=_POWER_SGD_START
+                None,
+                matrix_approximation_rank=hook,
+                start_powerSGD_iter=max(_EARLIEST_POWER_SGD, plan.fixed_freeze_step),
             )
             self._wrapped.register_comm_hook(self._power, powerSGD_hook.powerSGD_hook)
         self._optimizer = _adamw(model, plan)
@@ -105,6 +112,10 @@ class DataParallelLearner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """See `Learner`."""
+        return in_evaluation(self.module)
 
     @property
     def stage(self) -> str:

@@ -91,9 +91,10 @@ def _train(name: str, task: MaskedLanguageTask, options: argparse.Namespace, com
     learner = CONTENDERS[name].build(task.build_model(plan.seed), plan, comm)
     trainer = Trainer(task, plan, learner, comm)
     clock = Clock()
+    timed_every = _STRETCH if CONTENDERS[name].bursts else options.timed_every
     points: list[tuple[int, float, int, Counter[Kind]]] = []
     for step in range(plan.steps):
-        place = step % options.timed_every
+        place = step % timed_every
         if place == 0:
             shape_together(comm, options.cluster, options.hosts, options.rate)
         elif place == _STRETCH:

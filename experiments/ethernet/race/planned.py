@@ -77,9 +77,9 @@ def foresee(
 def _beside(turns: Mapping[str, Sequence[Turn]], workload: Workload, cluster: Cluster) -> dict[str, dict[str, float]]:
     found = {}
     for name in turns:
-        if name == ALONE:
-            continue
-        one = CONTENDERS[name]
+        one = CONTENDERS.get(name)
+        if one is None or one.method is None:
+            continue  # what computes alone, and what the plan does not know
         by_node = one.ours and one.by_node and cluster.has_hierarchy
         steps = predict(workload, cluster, replace(one.method, hierarchical=by_node), _SCHEDULE).phases
         seconds = [turn["seconds"] for turn in turns[name]]

@@ -40,7 +40,7 @@ _PLAN = Plan(
     steps=1_000_000, warmup_steps=1, learning_rate=1e-4, weight_decay=0.01, freeze_step=2, evaluate_every=1, seed=0
 )
 _FIRST_STEPS = 13
-"""Steps that are not measured: kernels compile, DDP lays its buckets, 1-bit Adam freezes, PowerSGD begins at 10."""
+"""Steps that are not measured: kernels compile, DDP lays its buckets, 1-bit Adam freezes, PowerSGD begins."""
 _STEPS_A_TURN = 2
 _COMPUTING_ROUNDS = 9
 _FEWEST_ROUNDS = 3

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire.compress import kernels
-from thinwire.compress.kernels import HEADER_BYTES, packet_bytes
+from thinwire.compress.kernels import CODE_BITS, HEADER_BYTES, packet_bytes
 from thinwire.compress.kernels.calls import CODEC_OPERATIONS, OPERATIONS
+from thinwire.compress.kernels.served import SERVED_CODECS
+from thinwire.compress.packet_layout import BLOCK_SCALES
 
-CODECS = ("sign1", "int8")
+CODECS = tuple(CODE_BITS)
 HEADER_FILL = 0xA5
 
 
@@ -53,6 +55,10 @@ class Subject:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def codecs(self) -> Sequence[str]:
+        return SERVED_CODECS["cuda"] if "cuda" in self.name else CODECS
 
 
 @dataclass
@@ -102,15 +108,26 @@ def exact(encoded: Encoded) -> Encoded:
 
 
 def scales(encoded: Encoded) -> Tensor:
-    """Float32 [blocks], over all rows."""
-    blocks = encoded.lost.numel() // encoded.packets.size(0) // encoded.block_size
-    region = encoded.packets[:, HEADER_BYTES : HEADER_BYTES + 4 * blocks].clone()
-    return region.view(-1).view(torch.float32)
+    """Float32 [blocks, scales a block], over all rows."""
+    return kernels.scales(encoded.codec, encoded.packets, encoded.block_size).reshape(-1, BLOCK_SCALES[encoded.codec])
 
 
 def codes(encoded: Encoded) -> Tensor:
-    blocks = encoded.lost.numel() // encoded.packets.size(0) // encoded.block_size
-    return encoded.packets[:, HEADER_BYTES + 4 * blocks :]
+    """Uint8 [rows, bytes]."""
+    found = kernels.scales(encoded.codec, encoded.packets, encoded.block_size)
+    return encoded.packets[:, HEADER_BYTES + 4 * found.size(1) :]
+
+
+def levels(encoded: Encoded) -> Tensor:
+    """Codes as whole numbers, next to each other where the numbers that they stand for are."""
+    found = codes(encoded)
+    if encoded.codec == "int4":
+        found = torch.stack([found << 4, found & 0xF0], dim=2)
+        return found.view(torch.int8).int().view(-1) >> 4
+    if encoded.codec == "fp8":
+        magnitudes = (found & 0x7F).int()
+        return torch.where(found > 0x7F, -magnitudes, magnitudes).view(-1)
+    return found.view(torch.int8).int().view(-1)
 
 
 def same(left: Tensor, right: Tensor) -> bool:
@@ -150,28 +167,48 @@ def check_rows_apart(backend: Unchecked, codec: str, device: str, shard: int, pl
 def check_against_exact(subject: Subject, encoded: Encoded) -> None:
     """Scales to a few roundings, codes but for ties, and what was lost, all against float64."""
     wanted, numel, block_size = exact(encoded), encoded.numel, encoded.block_size
-    torch.testing.assert_close(scales(encoded), scales(wanted), rtol=2e-6, atol=2e-45)
+    if encoded.codec == "stat2" and not torch.equal(codes(encoded), codes(wanted)):
+        check_splits(encoded, wanted)
+    else:
+        torch.testing.assert_close(scales(encoded), scales(wanted), rtol=2e-6, atol=2e-45)
     if encoded.codec == "sign1":
         assert torch.equal(codes(encoded), codes(wanted))
-    else:
-        difference = codes(encoded).view(torch.int8).int() - codes(wanted).view(torch.int8).int()
-        assert (difference.abs() <= 1).all()
+    elif encoded.codec != "stat2":
+        assert ((levels(encoded) - levels(wanted)).abs() <= 1).all()
     decoded = decode(subject, encoded)
     assert (decoded[numel:] == 0).all()
     assert (encoded.lost[numel:] == 0).all()
     tolerance = 4e-7 * (encoded.corrected.abs() + decoded.double().abs()) + 3e-45
     error = (decoded.double() + encoded.lost.double() - encoded.corrected).abs()
     assert (error <= tolerance)[:numel].all(), "decoded + lost must be what came in"
-    if encoded.codec == "int8":
-        half_step = 0.5 * scales(encoded).double().repeat_interleave(block_size)
+    if encoded.codec in ("int4", "int8"):
+        half_step = 0.5 * scales(encoded).double().view(-1).repeat_interleave(block_size)
         assert (encoded.lost.double().abs() <= half_step * (1 + 1e-4) + 3e-45)[:numel].all()
+
+
+def check_splits(encoded: Encoded, wanted: Encoded) -> None:
+    """Magnitudes may be taken for others where they are next to their block's split only."""
+    blocks = encoded.corrected.clone()
+    blocks[encoded.numel :] = 0.0
+    blocks = blocks.view(-1, encoded.block_size)
+    counts = [
+        min(max(encoded.numel - first, 1), encoded.block_size) for first in range(0, blocks.numel(), len(blocks[0]))
+    ]
+    splits = 0.98 * (blocks.square().sum(1, keepdim=True) / torch.tensor(counts).view(-1, 1).to(blocks)).sqrt()
+    close = ((blocks.abs() - splits).abs() <= 1e-6 * splits).any(dim=1)
+    given, expected = (codes(one).reshape(len(blocks), -1) for one in (encoded, wanted))
+    assert torch.equal(given[~close], expected[~close])
+    plane = encoded.block_size // 8
+    assert torch.equal(given[:, :plane], expected[:, :plane]), "signs have no split"
 
 
 class KernelsBody:
     """Tests of one backend; `subject` is a fixture of the class that inherits."""
 
     @pytest.fixture(params=CODECS)
-    def codec(self, request: pytest.FixtureRequest) -> str:
+    def codec(self, request: pytest.FixtureRequest, subject: Subject) -> str:
+        if request.param not in subject.codecs:
+            pytest.skip(f"{subject} has no kernels for {request.param}")
         return str(request.param)
 
     @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -234,7 +271,7 @@ class KernelsBody:
         payload[::2] = -0.0
         encoded = encode(subject, codec, payload, payload, 1, 128, 64)
         assert (scales(encoded) == 0).all()
-        assert (codes(encoded) == (0xFF if codec == "sign1" else 0)).all()
+        assert (codes(encoded) == (0xFF if codec in ("sign1", "stat2") else 0)).all()
         assert (decode(subject, encoded) == 0).all()
         assert (encoded.lost == 0).all()
 
@@ -262,7 +299,7 @@ class KernelsBody:
         encoded = encode(subject, codec, payload, residual, 2, 4 * block_size - 5, block_size)
         decoded = decode(subject, encoded).view(4, block_size)
         assert not decoded[1].isfinite().any()
-        assert not scales(encoded)[1].isfinite()
+        assert not scales(encoded)[1].isfinite().any()
         others = [0, 2, 3]
         assert torch.equal(decoded[others], decode(subject, clean).view(4, block_size)[others])
         assert torch.equal(encoded.lost.view(4, block_size)[others], clean.lost.view(4, block_size)[others])
@@ -272,8 +309,14 @@ class KernelsBody:
         assert not mean[block_size:].isfinite().any()
 
     def test_a_sum_beyond_float32_is_an_overflow(self, subject: Subject) -> None:
-        encoded = encode(subject, "sign1", torch.full((64,), 3e38), None, 1, 64, 64)
-        assert not decode(subject, encoded).isfinite().any()
+        for codec in {"sign1", "stat2"} & set(subject.codecs):
+            encoded = encode(subject, codec, torch.full((64,), 3e38), None, 1, 64, 64)
+            assert not decode(subject, encoded).isfinite().any()
+
+    def test_padding_behind_what_is_not_finite_loses_nothing(self, subject: Subject, codec: str) -> None:
+        encoded = encode(subject, codec, torch.full((64,), math.inf), None, 1, 63, 64)
+        assert encoded.lost[63] == 0
+        assert decode(subject, encoded)[63] == 0
 
     def test_no_residual_is_a_residual_of_zeros(self, subject: Subject, codec: str) -> None:
         block_size = subject.block_sizes[-1]

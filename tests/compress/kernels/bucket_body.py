@@ -123,7 +123,7 @@ class BucketKernels:
     def subject(self) -> Subject:
         raise NotImplementedError
 
-    @pytest.mark.parametrize("codec", ["sign1", "int8"])
+    @pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8"])
     @pytest.mark.parametrize("form", ["plain", "divided", "masked"])
     @pytest.mark.parametrize(("seed", "rows", "cut"), [(0, 1, False), (1, 2, False), (2, 3, True)])
     def test_payloads_are_encoded(
@@ -267,7 +267,7 @@ class BucketKernels:
         assert_same([call.lost], [other.lost])
         assert not bool(call.lost.isfinite().all())
 
-    @pytest.mark.parametrize("codec", ["sign1", "int8"])
+    @pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8"])
     @pytest.mark.parametrize("form", ["plain", "divided"])
     @pytest.mark.parametrize(("seed", "rows", "cut"), [(0, 1, False), (1, 2, False), (2, 3, True)])
     def test_weights_move_by_what_is_decoded(
@@ -307,7 +307,7 @@ class BucketKernels:
         expected(subject, monkeypatch, other)
         assert_same([call.output, *call.weights, *call.replicas], [other.output, *other.weights, *other.replicas])
 
-    @pytest.mark.parametrize("codec", ["sign1", "int8"])
+    @pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8"])
     @pytest.mark.parametrize("workers", [1, 2, 5])
     def test_means_are_encoded(
         self, subject: Subject, monkeypatch: pytest.MonkeyPatch, codec: str, workers: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from thinwire.engine import initialize
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
+from thinwire.engine.config.explanation import explain_config
 from thinwire.engine.config.optimizer import uncompressed_class
 from thinwire.engine.config.params import Expected
 from thinwire.engine.schedules import build_schedule
@@ -322,3 +324,43 @@ def test_annotations_of_every_style_are_read(annotation: str, value: Any, expect
 def test_values_that_do_not_fit_an_annotation(annotation: str, value: Any, phrase: str) -> None:
     with pytest.raises(TypeError, match=f"^{phrase}$"):
         Expected(annotation).convert(value)
+
+
+LOCAL = [
+    ({"betas": [0.9, 0.9], "inner": "Muon"}, '"optimizer.params.betas" is a parameter of the inner optimizer, "Muon"'),
+    ({"inner": {"type": "OneBitAdam"}}, '"optimizer.params.inner.type" "OneBitAdam" communicates by itself'),
+    ({"inner": {"type": "DiLoCo"}}, "communicates by itself"),
+    ({"inner": {"type": "AdamV"}}, '"optimizer.params.inner.type" "AdamV" is not a known optimizer. Did you mean'),
+    ({"inner": {"type": "LBFGS"}}, '"optimizer.params.inner.type" "LBFGS" is not supported'),
+    ({"inner": {"type": "AdamW", "params": {"every": 3}}}, '"optimizer.params.inner.params.every" is a parameter of D'),
+    ({"inner": {"type": "AdamW", "params": {"eps": "x"}}}, '"optimizer.params.inner.params.eps" must be a number'),
+    ({"inner": {"type": "AdamW", "params": {"lr": 1}}, "lr": 2}, "are the same rate, the inner optimizer's: give one"),
+    ({"inner": {"type": "AdamW", "lr": 1}}, '"optimizer.params.inner.lr" is not a known key'),
+    ({"inner": {"type": 3}}, '"optimizer.params.inner.type" must be a string'),
+    ({"inner": 3}, '"optimizer.params.inner" must be the section of an optimizer'),
+    ({"evry": 3}, '"optimizer.params.evry" is not a parameter of DiLoCo. Did you mean "every"?'),
+    ({"every": 4, "overlap": 4}, '"optimizer.params" cannot work: overlap must be a number of steps from 0'),
+    ({"codec": "int3"}, '"optimizer.params.codec" must be "sign1" or'),
+    ({"fragments": 0}, '"optimizer.params.fragments" must be at least 1, or "auto", got 0'),
+    ({"nodes": [0, 0.5]}, '"optimizer.params.nodes" must be the number of each rank'),
+    ({"max_norm": 1.0}, '"optimizer.params.max_norm" can only be 0 .*: use "gradient_clipping"'),
+    ({"stage": 1}, '"optimizer.params.stage" is not supported: it is "zero_optimization.stage"'),
+    ({"lr": -1.0}, '"optimizer.params.inner.params" cannot work: Invalid learning rate'),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), LOCAL, ids=[str(one[0]) for one in LOCAL])
+def test_what_local_updates_cannot_do_is_told_at_its_place(params: dict[str, Any], message: str) -> None:
+    assert re.search(message, refusal("optimizer", "DiLoCo", **params))
+
+
+def test_local_updates_hold_the_section_of_their_inner_optimizer() -> None:
+    inner = {"type": "fusedadam", "params": {"adam_w_mode": False, "torch_adam": True}}
+    kind, params = optimizer_of("diloco", lr=0.1, every=9, nodes=[0, 0], inner=inner)
+    assert (kind, params["every"], params["nodes"]) == ("DiLoCo", 9, [0, 0])
+    assert params["inner"] == {"type": "Adam", "params": {"decoupled_weight_decay": False, "lr": 0.1}}
+    config = load("optimizer", "diloco", lr=0.1)
+    assert config.optimizer is not None
+    assert config.optimizer.params["inner"] == {"type": "AdamW", "params": {"weight_decay": 0.0, "lr": 0.1}}
+    assert load_config(config.describe(), 1) == config
+    assert any("gradients never leave it" in line for line in explain_config(config, 1))

@@ -20,7 +20,7 @@ def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.Capture
     written = json.loads(output.read_text())
     assert written["elements"] == 65536
     names = [result["name"] for result in written["results"]]
-    assert {"copy, torch", "sign1 encode", "int8 decode and average 4"} <= set(names)
+    assert {"copy, torch", "sign1 encode", "stat2 encode", "int4 decode", "int8 decode and average 4"} <= set(names)
     assert all(result["milliseconds"] > 0 for result in written["results"])
     assert "sign1 encode" in capsys.readouterr().out
     assert output.with_suffix(".png").stat().st_size > 1000

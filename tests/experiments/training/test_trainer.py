@@ -108,6 +108,28 @@ def test_onebit_adam_reports_its_stages(kind: str) -> None:
     assert trainer.outcome.bytes_sent == sum(report.bytes_sent for report in reports)
 
 
+def test_diloco_is_validated_at_its_outer_weights_and_sends_at_outer_steps_only() -> None:
+    def shown(comm: Communicator) -> tuple[Trainer, list[StepReport], list[torch.Tensor]]:
+        task, plan = LineTask(), replace(PLAN, steps=14, evaluate_every=6)
+        learner = LoopLearner(task.build_model(plan.seed), plan, "diloco", comm, every=4, overlap=0, codec="none")
+        trainer = Trainer(task, plan, learner, comm)
+        reports, seen = [], []
+        while not trainer.finished:
+            reports.append(trainer.advance())
+            own = torch.nn.utils.parameters_to_vector(learner.module.parameters())
+            with learner.evaluating():
+                seen += [own, torch.nn.utils.parameters_to_vector(learner.module.parameters())]
+        return trainer, reports, seen
+
+    (trainer, reports, first), (_, _, second) = threads.run(shown, 2)
+    assert [one.step for one in reports if one.bytes_sent] == [4, 8, 12, 14]  # and the last, so that all end alike
+    assert {one.stage for one in reports} == {"local"}
+    assert trainer.curve.steps == [6, 12, 14]
+    assert torch.equal(torch.stack(first[1::2]), torch.stack(second[1::2]))
+    assert not torch.equal(first[2 * 5], second[2 * 5])
+    assert torch.equal(first[-2], first[-1])
+
+
 def test_validation_happens_on_time_and_at_the_end() -> None:
     plan = replace(PLAN, evaluate_every=5)
     trainer, reports = threads.run(lambda comm: run(comm, "adamw", plan), 1)[0]

@@ -152,7 +152,7 @@ def test_a_unit_that_wakes_up_after_the_freeze_does_not_move_the_others() -> Non
     assert max(threads.run(rank, 2)) < 1
 
 
-@pytest.mark.parametrize("codec", ["int8", "bf16", "none"])
+@pytest.mark.parametrize("codec", ["stat2", "int4", "fp8", "int8", "bf16", "none"])
 def test_other_codecs_train_too(codec) -> None:
     def rank(comm):
         model = make_model()

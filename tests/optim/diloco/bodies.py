@@ -47,7 +47,7 @@ def follows_the_published_algorithms(
     optimizer.close()
 
 
-def outer_weights_agree(comm: Communicator, codec: str = "int8") -> None:
+def outer_weights_agree(comm: Communicator, codec: str = "int4") -> None:
     """The same bits on every rank after many steps; after `synchronize` they are everybody's own."""
     model = Tower()
     optimizer = make(comm, model, torch.optim.AdamW, lr=0.01, every=6, fragments=3, overlap=2, codec=codec)

@@ -42,6 +42,8 @@ def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) 
     assert torch.equal(threads.run(body, 1)[0], flat(plain.parameters()))
 
 
-@pytest.mark.parametrize(("workers", "codec"), [(2, "int8"), (3, "sign1"), (4, "bf16")])
+@pytest.mark.parametrize(
+    ("workers", "codec"), [(2, "int8"), (3, "sign1"), (4, "bf16"), (3, "int4"), (2, "stat2"), (2, "fp8")]
+)
 def test_outer_weights_are_the_same_bits_on_every_rank(workers: int, codec: str) -> None:
     threads.run(lambda comm: outer_weights_agree(comm, codec), workers)

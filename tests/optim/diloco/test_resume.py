@@ -13,7 +13,7 @@ from tests.optim.diloco.tower import Tower, make, outer_weights, train
 from tests.zero.saved import Saved, join, save
 from thinwire.comm import Communicator, threads
 
-OPTIONS: dict[str, Any] = {"lr": 0.01, "every": 6, "fragments": 2, "overlap": 2, "codec": "int8"}
+OPTIONS: dict[str, Any] = {"lr": 0.01, "every": 6, "fragments": 2, "overlap": 2, "codec": "int4"}
 
 
 def _through_file(state: Any) -> Any:
@@ -23,12 +23,15 @@ def _through_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("stopped_at", [1, 3, 4, 5, 7, 12, 13])
+@pytest.mark.parametrize(
+    ("stopped_at", "codec"),
+    [(1, "int4"), (3, "fp8"), (4, "stat2"), (5, "int4"), (7, "int8"), (12, "sign1"), (13, "stat2")],
+)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(workers: int, stopped_at: int) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(workers: int, stopped_at: int, codec: str) -> None:
     def body(comm: Communicator) -> None:
         model = Tower()
-        optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS)
+        optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS | {"codec": codec})
         train(model, optimizer, 1, stopped_at)
         saved = _through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         train(model, optimizer, stopped_at + 1, 26)
@@ -37,7 +40,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(workers: int, stop
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
-        resumed = make(comm, other, torch.optim.AdamW, **OPTIONS | {"lr": 0.5})
+        resumed = make(comm, other, torch.optim.AdamW, **OPTIONS | {"codec": codec, "lr": 0.5})
         other.load_state_dict(saved["model"])
         resumed.load_state_dict(saved["optimizer"])
         assert resumed.steps == stopped_at

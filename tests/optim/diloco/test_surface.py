@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -73,9 +75,12 @@ def test_16_bit_parameters_have_master_weights() -> None:
         train(model, optimizer, 1, 40)
         shown = outer_weights(model, optimizer)
         assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+        own = flat(model.parameters()).clone()
         optimizer.eval()
+        assert torch.equal(flat(model.parameters()), shown)
         optimizer.train()
-        train(model, optimizer, 41, 44)
+        assert torch.equal(flat(model.parameters()), own)
+        assert not torch.equal(own, shown)
         return before, shown
 
     (before, shown), (_, other) = threads.run(body, 2)
@@ -135,6 +140,29 @@ def test_a_worker_skips_a_gradient_that_is_not_finite_alone() -> None:
         return optimizer.skipped_steps
 
     assert threads.run(body, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_written_while_all_ranks_hold_the_same_are_the_outer_ones(dtype: torch.dtype | None) -> None:
+    """Loaded before the first step, or after synchronize(), as the best checkpoint is at the end of a Trainer's run."""
+
+    def body(comm: Communicator) -> torch.Tensor:
+        model = Tower()
+        optimizer = make(comm, model, torch.optim.AdamW, lr=0.01, param_dtype=dtype)
+        for steps in (0, 6):
+            train(model, optimizer, 1, steps)
+            optimizer.synchronize()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.25 + steps)
+            assert (outer_weights(model, optimizer) == 0.25 + steps).all()
+            assert (flat(model.parameters()) == 0.25 + steps).all()
+        train(model, optimizer, 7, 8)
+        assert (outer_weights(model, optimizer) - 6.25).abs().max() < 0.1
+        return outer_weights(model, optimizer)
+
+    first, second = threads.run(body, 2)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.filterwarnings("ignore:the outer step")
@@ -216,6 +244,33 @@ def test_what_is_sent() -> None:
     elements = -(-NUMEL // (4 * 64)) * 64
     packet = 16 + elements // 64 * 4 + elements
     assert threads.run(body, 4) == [3 * 2 * 3 * packet] * 4
+
+
+def test_two_bits_every_thirty_steps_are_less_than_a_four_hundredth_of_ddps_bytes() -> None:
+    """In bursts of a fragment's two legs, one at a time."""
+    ranks, every, fragments, numel = 4, 30, 4, 4 * 32 * 2048
+
+    def body(comm: Communicator) -> list[int]:
+        weights = [
+            (f"layers.{number}.weight", nn.Parameter(torch.zeros(numel // fragments))) for number in range(fragments)
+        ]
+        optimizer = thinwire.DiLoCo(
+            weights, torch.optim.SGD, lr=0.1, comm=comm, every=every, fragments=fragments, codec="stat2"
+        )
+        sent = [optimizer.bytes_sent]
+        for step in range(2 * every):
+            for number, (_, weight) in enumerate(weights):
+                weight.grad = torch.full_like(weight, float(step + number + comm.rank))
+            optimizer.step()
+            sent.append(optimizer.bytes_sent)
+        return sent
+
+    of_ddp = 2 * (ranks - 1) / ranks * 4 * numel
+    for sent in threads.run(body, ranks):
+        bursts = [after - before for before, after in pairwise(sent)]
+        assert 400 * sum(bursts) <= 2 * every * of_ddp
+        assert max(bursts) <= sum(bursts) / 2 / fragments
+        assert len([one for one in bursts if one]) == 2 * 2 * fragments - 1, "the last fragment is still under way"
 
 
 def test_learning_rate_schedules_and_groups_are_the_inner_optimizers() -> None:

@@ -1,9 +1,18 @@
 """Fused kernels that turn float32 vectors into packets and back, in one pass over memory.
 
-A packet row is 16 header bytes that no kernel touches, one float32 scale a block, then the codes: a bit
-an element for "sign1" (least significant first, 1 where u >= 0), a signed byte for "int8". `packets` has
-the shape [rows, packet_bytes]; a row carries a shard, which is a whole number of blocks; `numel` counts the
-valid elements over all rows laid end to end, and what lies beyond it is padding.
+A packet row is 16 header bytes that no kernel touches, the float32 scales of one block after the other, then the codes
+of one block after the other:
+
+- "sign1": scale mean |u|; a bit an element, least significant first, 1 where u >= 0.
+- "stat2": split at 0.98 root mean squares of the block; scales the mean |u| below the split, 0 where there is none, and
+  the mean |u| of the rest; the signs' bits of the whole block, then as many bits, 1 where |u| is at the split or above.
+- "int4", "int8": scale max |u| / 7 and / 127; u / scale to the nearest integer, ties to even; "int4" has two in a byte,
+  the first in its lower half.
+- "fp8": scale max |u| / 448; u / scale to the nearest e4m3 number, as torch.float8_e4m3fn has them.
+
+`packets` has the shape [rows, packet_bytes]; a row carries a shard, which is a whole number of blocks; `numel` counts
+the valid elements over all rows laid end to end, and what lies beyond it is padding. `block_size` is of the elements
+that share their scales: a codec's `scale_block`.
 
 Where float vectors of [rows * shard] are asked for, `encode`, `encode_rounded` and `decode` also take [rows, shard]
 whose rows lie apart in memory, all in one layout: `numel` then counts the elements between rows, too.
@@ -53,9 +62,9 @@ def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor
     read; None means zeros. packets: uint8 [rows, packet_bytes(codec, shard, block_size)], overwritten except
     for the headers. numel: valid elements, from 0 to rows * shard. Padding never enters a scale.
 
-    A block's scale is mean |u| ("sign1") or max |u| / 127 ("int8"). A NaN or infinity anywhere in a block
-    makes its scale, and so all it decodes to, non-finite, as does a sum of |u| beyond the float32 range;
-    other blocks are untouched. Raises TypeError or ValueError for arguments that do not fit together.
+    A NaN or infinity anywhere in a block makes its scales, and so all it decodes to, non-finite, as does, where scales
+    are means, a sum of |u| beyond the float32 range; other blocks are untouched. Codes are 0 where a largest magnitude
+    is so small that the scale is 0. Raises TypeError or ValueError for arguments that do not fit together.
     """
     _operator(codec, "encode")(payload, residual, packets, numel, block_size)
 

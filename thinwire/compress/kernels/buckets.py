@@ -1,7 +1,7 @@
 """Fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie apart.
 
 Plain functions and not torch operators: for a hundred tensors the dispatcher costs more than the check of them. A
-backend serves a device or does not (`serves`): the callers then go tensor by tensor.
+backend serves a codec on a device or does not (`serves`): the callers then go tensor by tensor.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from thinwire.compress.kernels.bucket_calls import (
 )
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.served import SERVED_CODECS
 
 __all__ = [
     "PackedState",
@@ -40,9 +41,10 @@ __all__ = [
 ]
 
 
-def serves(device: torch.device) -> bool:
-    """Whether there are kernels over whole buckets on this device; what lacks them, or a compiler, goes another way."""
-    return _backend(device.type) is not None
+def serves(device: torch.device, codec: str) -> bool:
+    """Whether there are kernels over whole buckets for this codec on this device; what lacks them, or a compiler,
+    goes another way."""
+    return codec in SERVED_CODECS.get(device.type, ()) and _backend(device.type) is not None
 
 
 def encode_payload(
@@ -73,13 +75,13 @@ def encode_payload(
     gradients: fp32, bf16 or fp16, contiguous, of any shape, or None. momentum, denominators, residual, lost: fp32
     [padded_numel]; lost is overwritten where the part lies, with 0 on the padding, and nowhere else; it may not be the
     residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten, but for the headers where the part
-    has none. Codecs "sign1" and "int8", and what is not finite, as in `encode`. Raises TypeError or ValueError for
-    arguments that do not fit together.
+    has none. Codecs, and what is not finite, as in `encode`. Raises TypeError or ValueError for arguments that do not
+    fit together.
     """
     call = EncodePayload(
         codec, form, segments, gradients, beta1, divisors, momentum, denominators, residual, lost, packets, part
     )
-    _run(call, packets.device)
+    _run(call, packets.device, codec)
 
 
 def decode_and_move(
@@ -112,7 +114,7 @@ def decode_and_move(
     call = DecodeAndMove(
         codec, form, segments, packets, output, denominators, holds, weights, replicas, rates, decays, part
     )
-    _run(call, packets.device)
+    _run(call, packets.device, codec)
     written = [one for one in (*weights, *replicas) if one is not None]
     torch.autograd.graph.increment_version(written)
 
@@ -134,7 +136,7 @@ def average_and_encode(
     overwritten except for the header. numel: valid elements of the shard. Raises TypeError or ValueError for arguments
     that do not fit together.
     """
-    _run(AverageAndEncode(codec, received, residual, lost, packets, numel, block_size), packets.device)
+    _run(AverageAndEncode(codec, received, residual, lost, packets, numel, block_size), packets.device, codec)
 
 
 def encode_packed_payload(
@@ -163,7 +165,7 @@ def encode_packed_payload(
     headers where the part has none. Raises TypeError or ValueError for arguments that do not fit together.
     """
     call = EncodePackedPayload(state, segments, gradients, beta1, divisors, tables, residual, lost, packets, part)
-    _run(call, packets.device)
+    _run(call, packets.device, "sign1")
 
 
 def move_packed(
@@ -183,16 +185,15 @@ def move_packed(
     e. weights: fp32, bf16 or fp16 [n], elements `first` to `first` + n of the bucket. moves: whether a run's weights
     move. Their version is counted up. Raises TypeError or ValueError for arguments that do not fit together.
     """
-    _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device)
+    _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device, "sign1")
     torch.autograd.graph.increment_version(weights)
 
 
-def _run(call: Any, device: torch.device) -> None:
+def _run(call: Any, device: torch.device, codec: str) -> None:
     call.check()
-    backend = _backend(device.type)
-    if backend is None:
-        raise RuntimeError(f"there are no kernels over whole buckets on {device}: ask serves() first")
-    getattr(backend, call.kernel)(call)
+    if not serves(device, codec):
+        raise RuntimeError(f"there are no kernels over whole buckets for {codec} on {device}: ask serves() first")
+    getattr(_backend(device.type), call.kernel)(call)
 
 
 def _cpu_backend() -> Any:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES, SCALE_BYTES
+from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, SCALE_BYTES
 
 __all__ = ["scales", "span"]
 
 
 def scales(codec: str, packets: Tensor, block_size: int) -> Tensor:
-    """The scales in `packets`, uint8 [rows, packet_bytes]: fp32 [rows, blocks], a view."""
-    block_bytes = SCALE_BYTES + block_size * CODE_BITS[codec] // 8
-    blocks = (packets.shape[1] - HEADER_BYTES) // block_bytes
-    return packets[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * blocks].view(torch.float32)
+    """The scales in `packets`, uint8 [rows, packet_bytes]: fp32 [rows, blocks · scales a block], a view."""
+    scale_bytes = SCALE_BYTES * BLOCK_SCALES[codec]
+    blocks = (packets.shape[1] - HEADER_BYTES) // (scale_bytes + block_size * CODE_BITS[codec] // 8)
+    return packets[:, HEADER_BYTES : HEADER_BYTES + scale_bytes * blocks].view(torch.float32)
 
 
 def span(vector: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: slow, readable, on any device. This file is the specification.
+"""The kernels in plain torch: slow, readable, on any device. This file, with `code_reference`, is the specification.
 
 float64 payloads are accepted too, so that a test can hold the fast backends against exact arithmetic;
 scales are rounded to float32 in any case, because that is what the wire carries.
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
+from thinwire.compress.kernels.code_reference import decode_blocks, encode_blocks, like
 from thinwire.compress.kernels.header_reference import check_headers, write_headers
 from thinwire.compress.kernels.noise import random_bits
-from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
+from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES, codes_offset
 
 __all__ = [
     "apply_signs",
@@ -40,21 +41,12 @@ def _encode_run(run: Encode) -> Tensor:
     blocks = corrected.view(-1, run.block_size)
     valid = _valid(blocks, run.numel)
     blocks = torch.where(valid, blocks, 0.0)
-    if run.codec == "sign1":
-        counts = valid.sum(dim=1).clamp(min=1)
-        scales = (blocks.abs().sum(dim=1) / counts).to(torch.float32)
-        signs = (blocks >= 0) & valid
-        codes = _pack(signs)
-        decoded = _sign_values(signs, scales.to(blocks.dtype))
-    else:
-        scales = (blocks.abs().amax(dim=1) / _like(127.0, blocks)).to(torch.float32)
-        levels = _levels(blocks, scales.to(blocks.dtype))
-        codes = levels.view(torch.uint8)
-        decoded = _level_values(levels, scales.to(blocks.dtype))
+    scales, codes = encode_blocks(run.codec, blocks, valid)
+    decoded = decode_blocks(run.codec, scales, codes, blocks.dtype)
     rows = run.packets.size(0)
-    split = codes_offset(run.shard, run.block_size)
-    run.packets[:, HEADER_BYTES:split] = scales.view(torch.uint8).view(rows, -1)
-    run.packets[:, split:] = codes.view(rows, -1)
+    split = codes_offset(run.codec, run.shard, run.block_size)
+    run.packets[:, HEADER_BYTES:split] = scales.reshape(-1).view(torch.uint8).view(rows, -1)
+    run.packets[:, split:] = codes.reshape(rows, -1)
     return torch.where(valid, blocks - decoded, 0.0).view(-1)
 
 
@@ -66,7 +58,7 @@ def decode(call: Decode) -> None:
             total = values[0]
             for row in values[1:]:
                 total = total + row
-            values = total / _like(run.packets.size(0), total)
+            values = total / like(run.packets.size(0), total)
         blocks = values.view(-1, run.block_size)
         run.output.copy_(torch.where(_valid(blocks, run.numel), blocks, 0.0).view(-1))
 
@@ -112,11 +104,6 @@ def _single(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
-def _like(value: float, like: Tensor) -> Tensor:
-    """A scalar tensor of the same dtype and device: on a GPU, division by a number is a product with its reciprocal."""
-    return torch.full((), value, dtype=like.dtype, device=like.device)
-
-
 def _numbers(vector: Tensor, first: int) -> Tensor:
     return torch.arange(first, first + vector.numel(), device=vector.device)
 
@@ -124,7 +111,7 @@ def _numbers(vector: Tensor, first: int) -> Tensor:
 def _signed_scales(call: MomentumPayload | ApplySigns, numbers: Tensor) -> Tensor:
     """What the packets carry for the elements with these numbers, counted over all rows laid end to end."""
     packets, shard = call.packets, call.shard
-    row_bytes, split = packets.size(1), codes_offset(shard, call.block_size)
+    row_bytes, split = packets.size(1), codes_offset(call.codec, shard, call.block_size)
     scales = packets[:, HEADER_BYTES:split].clone().view(-1).view(torch.float32)[numbers // call.block_size]
     rows, places = numbers // max(shard, 1), numbers % max(shard, 1)
     codes = packets.view(-1)[rows * row_bytes + split + places // 8]
@@ -163,41 +150,10 @@ def _valid(blocks: Tensor, numel: int) -> Tensor:
     return torch.arange(blocks.numel(), device=blocks.device).view(blocks.shape) < numel
 
 
-def _pack(signs: Tensor) -> Tensor:
-    """Bits of a boolean tensor, least significant first, as a flat uint8 tensor."""
-    weights = 2 ** torch.arange(8, device=signs.device)
-    return (signs.view(-1, 8) * weights).sum(dim=1).to(torch.uint8)
-
-
-def _unpack(codes: Tensor) -> Tensor:
-    """Inverse of `_pack`."""
-    shifts = torch.arange(8, device=codes.device, dtype=torch.uint8)
-    return ((codes.reshape(-1, 1) >> shifts) & 1).view(-1).to(torch.bool)
-
-
-def _levels(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Nearest integers (ties to even) to u / scale; 0 where the scale is 0 or not finite."""
-    scales = scales.unsqueeze(1)
-    usable = (scales > 0) & torch.isfinite(scales)
-    return torch.where(usable, (blocks / scales).round().clamp(-127, 127), 0.0).to(torch.int8)
-
-
-def _sign_values(signs: Tensor, scales: Tensor) -> Tensor:
-    return torch.where(signs, scales.unsqueeze(1), -scales.unsqueeze(1))
-
-
-def _level_values(levels: Tensor, scales: Tensor) -> Tensor:
-    return levels.to(scales.dtype) * scales.unsqueeze(1)
-
-
 def _values(run: Decode) -> Tensor:
     """What the packet rows decode to, padding not yet cleared: [rows, shard] in the dtype of `output`."""
-    split = codes_offset(run.shard, run.block_size)
+    split = codes_offset(run.codec, run.shard, run.block_size)
     scale_bytes = run.packets[:, HEADER_BYTES:split].clone()  # a copy is aligned, whatever the offset of the row
-    scales = scale_bytes.view(-1).view(torch.float32).to(run.output.dtype)
-    codes = run.packets[:, split:].clone()
-    if run.codec == "sign1":
-        values = _sign_values(_unpack(codes).view(-1, run.block_size), scales)
-    else:
-        values = _level_values(codes.view(-1, run.block_size).view(torch.int8), scales)
+    codes = run.packets[:, split:].reshape(-1, run.block_size * CODE_BITS[run.codec] // 8)
+    values = decode_blocks(run.codec, scale_bytes.view(-1).view(torch.float32), codes, run.output.dtype)
     return values.view(run.packets.size(0), run.shard)

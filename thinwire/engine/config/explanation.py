@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from thinwire.engine.config.errors import shown
+from thinwire.engine.config.local_updates import is_local_updates
 from thinwire.engine.config.models import EngineConfig, OptimizerConfig
 from thinwire.engine.config.remarks import OWN_PEAK, UNCLIPPED
 from thinwire.engine.schedules import schedule_names
-from thinwire.optim import registry
+from thinwire.optim import DiLoCo, registry
 
 __all__ = ["explain_config"]
 
@@ -22,6 +23,7 @@ _STAGES = (
     "ZeRO stage 2: master weights, optimizer state and gradients are sharded over the ranks.",
     "ZeRO stage 3: parameters, gradients and optimizer state are sharded over the ranks (torch's FSDP2).",
 )
+_OF_DILOCO = ("every", "outer_momentum", "fragments", "codec", "nodes")
 _LOGS = {
     "tensorboard": "TensorBoard",
     "csv_monitor": "CSV files",
@@ -91,6 +93,14 @@ def _optimizer(section: OptimizerConfig | None) -> Iterator[str]:
         yield "The optimizer is the one that the script passes to initialize."
         return
     given = dict(section.params)
+    if is_local_updates(section.type):
+        inner = given.pop("inner")
+        yield (
+            f"Every worker steps by itself with {inner['type']}: {_values(inner['params']) or 'its defaults'}; "
+            f"gradients never leave it. Workers take an outer step together now and then ({section.type}): "
+            f"{_values(_defaults(DiLoCo, _OF_DILOCO) | given)}."
+        )
+        return
     if section.type in registry.NAMES:
         options = {name: option.default for name, option in registry.entry(section.type).options.items()}
     else:
@@ -155,13 +165,14 @@ def _data(config: EngineConfig) -> Iterator[str]:
     yield f"Checkpoints are written{how}, and {kept} are kept."
 
 
-def _defaults(kind: Any) -> dict[str, Any]:
-    """The values that a class takes where none is given, of those that a file could hold."""
+def _defaults(kind: Any, names: Collection[str] | None = None) -> dict[str, Any]:
+    """The values that a class takes where none is given, of those that a file could hold, or of `names` alone."""
     if kind is None:
         return {}
     parameters = inspect.signature(kind).parameters.values()
     plain = (bool, int, float, str, tuple, list)
-    return {one.name: one.default for one in parameters if isinstance(one.default, plain)}
+    found = {one.name: one.default for one in parameters if isinstance(one.default, plain)}
+    return found if names is None else {name: value for name, value in found.items() if name in names}
 
 
 def _values(options: Mapping[str, Any]) -> str:

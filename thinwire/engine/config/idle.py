@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from thinwire.engine.config.local_updates import is_local_updates
 from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ZeroConfig
 from thinwire.engine.config.without_effect import WithoutEffect
 from thinwire.optim import registry
@@ -24,6 +25,7 @@ _SWITCHED = (
     "progressive_layer_drop",
 )
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_LOCAL_STEPS = frozenset(name for name in registry.NAMES if registry.entry(name).local_steps)
 _SomeSection = TypeVar("_SomeSection", bound=Section)
 
 _SIZE = WithoutEffect("int", "stage 3 is FSDP2, which reduces and gathers one layer at a time")
@@ -94,7 +96,7 @@ def _settled_overlap(config: EngineConfig, without_effect: dict[str, str]) -> Ze
         why = "stage 3 is FSDP2, which always overlaps"
     elif zero.stage == 0 and zero.overlap_comm:
         why = "at stage 0 no weights are gathered; gradients leave during the backward anyway"
-    elif zero.overlap_comm and name in registry.NAMES and registry.entry(name).local_steps:
+    elif zero.overlap_comm and (is_local_updates(name) or name in _LOCAL_STEPS):
         why = f"the steps of {name} gather no weights"
     else:
         return zero

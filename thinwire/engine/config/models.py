@@ -73,8 +73,8 @@ class Section(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """`type`: "OneBitAdam", "OneBitLamb", "ZeroOneAdam", or the name of a class in torch.optim. `params`: exactly that
-    class's keyword arguments."""
+    """`type`: "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "DiLoCo", or the name of a class in torch.optim. `params`:
+    exactly that class's keyword arguments; DiLoCo's "inner" is such a section itself."""
 
     type: str
     params: Mapping[str, Any] = Field(default_factory=dict)

@@ -11,6 +11,7 @@ import torch
 from thinwire.comm import threads
 from thinwire.engine.config.declined import Declined
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, dotted, reason, shown
+from thinwire.engine.config.local_updates import LOCAL_UPDATES, check_local_updates, is_local_updates
 from thinwire.engine.config.params import Expected, check_params, expected_by
 from thinwire.engine.config.trial import trial_class
 from thinwire.engine.config.without_effect import WithoutEffect
@@ -94,24 +95,40 @@ _NOT_PARAMETERS = frozenset({"self", "params", "defaults", "differentiable"})
 
 
 def check_optimizer(
-    tree: Mapping[str, Any], problems: list[str], stage: Any = 0, without_effect: dict[str, str] | None = None
+    tree: Mapping[str, Any],
+    problems: list[str],
+    stage: Any = 0,
+    without_effect: dict[str, str] | None = None,
+    path: str = "optimizer",
 ) -> dict[str, Any]:
     """{"type", "params"} with the type's proper name and exactly the keyword arguments its class takes.
 
     `type` in any case. As in DeepSpeed, "Adam" decouples its weight decay (AdamW) unless `adam_w_mode` is false.
     What is not given has DeepSpeed's default. `stage`: ZeRO's, as it was given. What cannot work joins `problems`, and
-    what cannot change a step `without_effect`.
+    what cannot change a step `without_effect`. `path`: of the section.
     """
     given, params = tree.get("type"), tree.get("params", {})
     if not isinstance(given, str) or not isinstance(params, Mapping):
         return dict(tree)  # the model says what is wrong with them
-    name = _proper_name(given, problems)
+    without_effect = {} if without_effect is None else without_effect
+    if is_local_updates(given):
+
+        def check_inner(section: Mapping[str, Any], path: str) -> dict[str, Any]:
+            return check_optimizer(section, problems, stage, without_effect, path)
+
+        kept = _without_idle(LOCAL_UPDATES, params, without_effect, problems, path)
+        kept = check_local_updates(kept, problems, check_inner, (*_ELEMENTWISE, *EXACT))
+        return {**tree, "type": LOCAL_UPDATES, "params": kept}
+    name = _proper_name(given, problems, path)
     if name is None:
         return dict(tree)
     before = len(problems)
     own = registry.entry(name) if name in registry.NAMES else None
-    params = _without_idle(name, params, {} if without_effect is None else without_effect, problems)
-    params = _check_torch_params(name, params, problems) if own is None else _check_own_params(own, params, problems)
+    params = _without_idle(name, params, without_effect, problems, path)
+    if own is None:
+        params = _check_torch_params(name, params, problems, f"{path}.params")
+    else:
+        params = _check_own_params(own, params, problems)
     if len(problems) == before:
         try:
             if own is None:
@@ -122,7 +139,7 @@ def check_optimizer(
             else:
                 _build_alone(own, params, stage)
         except CANNOT_WORK as error:
-            problems.append(f'"optimizer.params" cannot work: {reason(error)}')
+            problems.append(f'"{path}.params" cannot work: {reason(error)}')
     return {**tree, "type": name, "params": params}
 
 
@@ -132,32 +149,33 @@ def uncompressed_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def _proper_name(given: str, problems: list[str]) -> str | None:
-    names = (*registry.NAMES, *_ELEMENTWISE, *EXACT)
+def _proper_name(given: str, problems: list[str], path: str) -> str | None:
+    names = (*registry.NAMES, LOCAL_UPDATES, *_ELEMENTWISE, *EXACT)
     by_lower = {name.lower(): name for name in (*names, *_REFUSED)}
     by_lower |= {other.lower(): by_lower[name.lower()] for other, name in _SAME_AS.items()}
     name = by_lower.get(given.lower())
     if name is None:
-        problems.append(f'"optimizer.type" {shown(given)} is not a known optimizer.{did_you_mean(given, names)}')
+        problems.append(f'"{path}.type" {shown(given)} is not a known optimizer.{did_you_mean(given, names)}')
     elif name in _REFUSED:
-        problems.append(f'"optimizer.type" {shown(given)} is not supported: {_REFUSED[name]}')
+        problems.append(f'"{path}.type" {shown(given)} is not supported: {_REFUSED[name]}')
         return None
     return name
 
 
 def _without_idle(
-    name: str, params: Mapping[str, Any], without_effect: dict[str, str], problems: list[str]
+    name: str, params: Mapping[str, Any], without_effect: dict[str, str], problems: list[str], section: str
 ) -> dict[str, Any]:
     """`params` but those that cannot change a step."""
-    idle = _IDLE | (_IDLE_OF_OURS if name in registry.NAMES else _IDLE_OF_TORCHS)
+    communicates = name in (*registry.NAMES, LOCAL_UPDATES)
+    idle = _IDLE | (_IDLE_OF_OURS if communicates else _IDLE_OF_TORCHS)
     if name == "AdamW":
         idle = idle | _ADAMW_IDLE
     kept = dict(params)
-    if name in registry.NAMES and kept.get("comm_backend_name") in _OWN_COMMUNICATOR:
+    if communicates and kept.get("comm_backend_name") in _OWN_COMMUNICATOR:
         del kept["comm_backend_name"]
         without_effect["optimizer.params.comm_backend_name"] = _CARRIED
     for key in [key for key in params if key in idle]:
-        path = dotted("optimizer.params", key)
+        path = dotted(section, "params", key)
         if (problem := idle[key].problem(path, kept.pop(key))) is not None:
             problems.append(problem)
         else:
@@ -180,17 +198,17 @@ def _build_alone(entry: OptimizerEntry, params: Mapping[str, Any], stage: Any) -
     trial_class(entry.load())([parameter], stage=stage, comm=threads.single(_ALONE_SECONDS), **options).close()
 
 
-def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def _check_torch_params(name: str, params: Mapping[str, Any], problems: list[str], path: str) -> dict[str, Any]:
     expected = expected_by(uncompressed_class(name).__init__, _NOT_PARAMETERS)
     if name == "Adam":
         expected["adam_w_mode"] = Expected("bool")
     if name in _ADAMS:
         expected["bias_correction"] = Expected("bool")
     declined = _EVERY_OPTIMIZER_DECLINES | _TORCH_DECLINES | _EXACT_DECLINES.get(name, {})
-    params = check_params("optimizer.params", name, params, expected, declined, problems)
+    params = check_params(path, name, params, expected, declined, problems)
     if name == "Adam":
         if "adam_w_mode" in params and "decoupled_weight_decay" in params:
-            problems.append('"optimizer.params": "adam_w_mode" and "decoupled_weight_decay" mean the same: give one')
+            problems.append(f'"{path}": "adam_w_mode" and "decoupled_weight_decay" mean the same: give one')
         params.setdefault("decoupled_weight_decay", params.pop("adam_w_mode", True))
     if params.get("bias_correction"):
         del params["bias_correction"]  # as torch's own always do

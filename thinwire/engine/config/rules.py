@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from thinwire.comm.operation_log import OPERATION_NAMES
 from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
+from thinwire.engine.config.local_updates import LOCAL_UPDATES, is_local_updates
 from thinwire.engine.config.models import EngineConfig, ThinwireConfig
 from thinwire.optim import registry
 from thinwire.optim.exact.names import needs_whole_parameters
@@ -44,6 +45,8 @@ def _own_optimizer(config: EngineConfig) -> Iterator[str]:
     if name in registry.NAMES:
         yield from _against(registry.entry(name), config)
         return
+    if is_local_updates(name):
+        yield from _against_local_updates(config)
     if name is not None and needs_whole_parameters(name) and config.zero_optimization.stage == 3:
         yield (
             f'"zero_optimization.stage" 3 does not go with {name}, which steps whole parameters, and FSDP2 keeps them '
@@ -82,6 +85,31 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
             f'"progressive_layer_drop" does not go with {name}: ranks cannot agree on the layers they drop in a step '
             "that sends nothing. Use OneBitAdam"
         )
+
+
+def _against_local_updates(config: EngineConfig) -> Iterator[str]:
+    """What workers that step by themselves have against the rest of the configuration."""
+    zero = config.zero_optimization
+    if zero.stage == 3:
+        yield (
+            f'"zero_optimization.stage" 3 does not go with {LOCAL_UPDATES}, whose workers need a whole replica each: '
+            "use stage 0, or 1 or 2 to shard a worker's state among its ranks, or AdamW with stage 3"
+        )
+    refused = {
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.device == "cpu",
+        "zero_optimization.ignore_unused_parameters": not zero.ignore_unused_parameters,
+        "progressive_layer_drop": config.progressive_layer_drop.enabled,
+    }
+    for path, asked in refused.items():
+        if asked:
+            yield f'"{path}" does not go with {LOCAL_UPDATES}, {_NOT_WITH_LOCAL_UPDATES[path]}: delete it'
+
+
+_NOT_WITH_LOCAL_UPDATES = {
+    "zero_optimization.offload_optimizer": "which reads a worker's whole state at every outer step",
+    "zero_optimization.ignore_unused_parameters": "as ranks would have to ask each other at every step",
+    "progressive_layer_drop": "as ranks cannot agree on the layers they drop in a step that sends nothing",
+}
 
 
 def _sparse_attention(config: EngineConfig) -> Iterator[str]:

@@ -121,6 +121,7 @@ class LocalHome(Home):
 
     def step(self) -> StepResult:
         """See Home: this worker's own step, then what the timetable has for it."""
+        self._take_over_written()
         result = self.worker.step(self.loss_scale, self.overflows)
         self._steps += 1
         self._take_in_due()
@@ -129,7 +130,7 @@ class LocalHome(Home):
         if self._timetable.overlap == 0:
             self._take_in_due()
             if len(self.fragments) == 1 and self._timetable.leaving(self._steps) and self._mix == 0.0:
-                self.met_at = self._steps
+                self._note_met()
         return result
 
     def drop(self) -> None:
@@ -168,10 +169,11 @@ class LocalHome(Home):
         for fragment in range(len(self.fragments)):
             self._leave(fragment)
             self._take_in(self.under_way[0])
-        self.met_at = self._steps
+        self._note_met()
 
     def show_own_weights(self, own: bool) -> None:
         """See Home."""
+        self._take_over_written()
         self.weights.show(not own)
 
     def parameter_state(self) -> ParameterState:
@@ -182,6 +184,7 @@ class LocalHome(Home):
 
     def saved_slices(self) -> list[SavedSlice]:
         """See Home. Waits for what is under way, which other ranks have to take part in at their next step at last."""
+        self._take_over_written()
         self._bring_all()
         return self._checkpoint.slices(self.under_way)
 
@@ -199,12 +202,13 @@ class LocalHome(Home):
         """See Home."""
         self._take_in_all()
         self._steps, self.met_at, self.under_way = self._checkpoint.load(source)
+        self.weights.note_met()
 
     def load_weights(self, source: SliceSource) -> None:
         """See Home."""
         self._take_in_all()
         self._checkpoint.load_weights(source)
-        self.met_at = self._steps
+        self._note_met()
 
     def reset_state(self) -> None:
         """See Home; every worker goes on from the outer weights."""
@@ -214,7 +218,8 @@ class LocalHome(Home):
             outer_step.reset()
             outer = self.weights.outer(number).clone()
             self.weights.set(number, outer, outer)
-        self._steps = self.met_at = 0
+        self._steps = 0
+        self._note_met()
 
     def model_state_bytes(self) -> dict[str, float]:
         """See Home."""
@@ -235,6 +240,15 @@ class LocalHome(Home):
             self._links.close()
 
     # Parts
+
+    def _note_met(self) -> None:
+        self.met_at = self._steps
+        self.weights.note_met()
+
+    def _take_over_written(self) -> None:
+        """Where all workers hold the outer weights: take over what was written to the parameters since."""
+        if self.in_sync:
+            self.weights.take_over_written()
 
     def _leave(self, fragment: int) -> None:
         """Send a fragment's outer gradient; all that left before are passed on first, on every rank alike."""

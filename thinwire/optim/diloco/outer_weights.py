@@ -27,8 +27,7 @@ class OuterWeights:
         self._versions: list[int] = []
         device = worker.parameters[0].device
         self._kept = [torch.zeros(one.numel, device=device) for one in fragments]
-        for number in range(len(fragments)):
-            self._kept[number].copy_(self.replica(number))
+        self._follow_replica()
 
     def outer(self, fragment: int) -> Tensor:
         """The outer weights of a fragment, to be read."""
@@ -58,6 +57,16 @@ class OuterWeights:
             self._worker.write(piece.parameter, piece.start, replica[piece.offset : piece.offset + piece.numel])
         self.show(shown)
 
+    def note_met(self) -> None:
+        """Note that all workers' weights are the outer ones now."""
+        self._met = self._versions_now()
+
+    def take_over_written(self) -> None:
+        """Where somebody has written to the parameters since `note_met`, on every rank alike: have the outer weights
+        follow."""
+        if not self.shown and self._versions_now() != self._met:
+            self._follow_replica()
+
     def show(self, outer: bool) -> None:
         """Let parameters show the outer weights, or the worker's own.
 
@@ -65,8 +74,7 @@ class OuterWeights:
         """
         if outer == self.shown:
             return
-        parameters = self._worker.parameters
-        if not outer and [one._version for one in parameters] != self._versions:
+        if not outer and self._versions_now() != self._versions:
             raise RuntimeError(
                 "parameters were changed after eval() and before train(), while they showed the weights that all "
                 "workers have in common: what one rank writes there others do not have. Change weights in training, "
@@ -76,7 +84,15 @@ class OuterWeights:
             for piece in fragment.pieces:
                 self._change_places(kept[piece.offset : piece.offset + piece.numel], piece)
         self.shown = outer
-        self._versions = [one._version for one in parameters]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [one._version for one in self._worker.parameters]
+
+    def _follow_replica(self) -> None:
+        for number, kept in enumerate(self._kept):
+            kept.copy_(self.replica(number))
+        self.note_met()
 
     def _change_places(self, kept: Tensor, piece: Piece) -> None:
         single = self._single(piece)

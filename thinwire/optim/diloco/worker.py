@@ -231,8 +231,15 @@ class NodeWorker(Worker):
 
     def show(self, number: int, start: int, values: Tensor) -> None:
         """See Worker."""
+        parameter = self.parameters[number]
         with torch.no_grad():
-            self.parameters[number].view(-1)[start : start + values.numel()].copy_(values)
+            if parameter.dtype == torch.float32:
+                parameter.view(-1)[start : start + values.numel()].copy_(values)
+                return
+            self._state.weights(number)  # which takes over what somebody else has written
+            shown = parameter.detach().clone()
+            shown.view(-1)[start : start + values.numel()].copy_(values)
+            self._state.after_writing_weights(number, shown)  # else master weights would follow it
 
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
         """See Worker."""
@@ -249,6 +256,10 @@ class NodeWorker(Worker):
     def end_backward(self) -> None:
         """See Worker."""
         self.optimizer.end_backward()
+
+    def follow(self, gate: Callable[[], bool]) -> None:
+        """See Worker."""
+        self.optimizer._home.follow(gate)
 
     def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
         """See Worker."""
@@ -286,7 +297,10 @@ class NodeWorker(Worker):
         return self.optimizer.model_state_bytes()
 
     def before_backwards(self, callback: Callable[[int], None]) -> None:
-        """See Worker; the inner optimizer looks for others by itself, and each step gives the chance to go on."""
+        """See Worker; ranks that share a worker look for others by themselves, and each step gives the chance to go
+        on. A rank alone does not: it would let a DistributedDataParallel average the gradients of all."""
+        if self.optimizer.comm.size == 1:
+            self.optimizer._home.before_first_backward(lambda: callback(0))
 
     @property
     def bytes_inside(self) -> int:

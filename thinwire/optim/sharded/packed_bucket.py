@@ -68,7 +68,7 @@ class PackedBucket:
         self._tables = table(self.ranges[:, 0], self.ranges[:, 1])
         self._table_of = {slot.parameter: one for slot, one in zip(self.layout.slots, self._tables, strict=True)}
         self._segments = segments_of(self.layout)
-        self._at_once = buckets.serves(bucket.flat.device)
+        self._at_once = buckets.serves(bucket.flat.device, "sign1")
         self._gradients: dict[int, Tensor] = {}  # held until all are there, where one kernel serves them all
         self._has_zero_variance = bool((self.codes == 0)[: self.layout.numel].any())
         self.exchange = LowMemoryExchange(

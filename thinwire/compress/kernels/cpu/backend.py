@@ -14,11 +14,10 @@ from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, Momentum
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
 from thinwire.compress.kernels.cpu import momentum, rounding
-from thinwire.compress.kernels.cpu.blocks import Layout, Range
+from thinwire.compress.kernels.cpu.blocks import Layout, Range, form_of
 from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.header_reference import check_headers, write_headers
 from thinwire.compress.kernels.noise import keys
-from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.simd.workers import Workers
 
 __all__ = [
@@ -107,7 +106,7 @@ def store_rounded(call: StoreRounded) -> None:
 
 def _packets(call: PacketCall, numel: int) -> tuple[NDArray[Any], Layout]:
     row_blocks = call.shard // call.block_size
-    layout = Layout(CODE_BITS[call.codec], call.block_size, row_blocks, call.packets.size(1), numel)
+    layout = Layout(form_of(call.codec), call.block_size, row_blocks, call.packets.size(1), numel)
     return array(call.packets).reshape(-1), layout
 
 

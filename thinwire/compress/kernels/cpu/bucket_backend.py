@@ -12,13 +12,13 @@ from torch import Tensor
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part
 from thinwire.compress.kernels.cpu import moving, payload
 from thinwire.compress.kernels.cpu.backend import array, share_blocks, values
-from thinwire.compress.kernels.cpu.blocks import Layout, Range
+from thinwire.compress.kernels.cpu.blocks import Layout, Range, form_of
 from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES
 from thinwire.compress.kernels.cpu.runs import PartLayout
 from thinwire.compress.kernels.noise import keys
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.segments import Segments
-from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES
+from thinwire.compress.packet_layout import HEADER_BYTES
 
 __all__ = ["average_and_encode", "decode_and_move", "encode_packed_payload", "encode_payload", "move_packed"]
 
@@ -59,15 +59,15 @@ def decode_and_move(call: DecodeAndMove) -> None:
 def average_and_encode(call: AverageAndEncode) -> None:
     """See `thinwire.compress.kernels.buckets.average_and_encode`."""
     blocks = call.lost.numel() // call.block_size
-    bits = CODE_BITS[call.codec]
+    form = form_of(call.codec)
     arguments = (
         array(call.received).reshape(-1),
         call.received.size(0),
-        Layout(bits, call.block_size, blocks, call.received.size(1), call.numel),
+        Layout(form, call.block_size, blocks, call.received.size(1), call.numel),
         _floats(call.residual),
         array(call.lost),
         array(call.packets).reshape(-1),
-        Layout(bits, call.block_size, blocks, call.packets.size(1), call.numel),
+        Layout(form, call.block_size, blocks, call.packets.size(1), call.numel),
     )
     share_blocks(
         lambda first, last: payload.average_and_encode(*arguments, Range(first, last)), blocks, call.block_size
@@ -132,12 +132,13 @@ def _over_part(kernel: Any, arguments: tuple[Any, ...], part: Part, packets: Ten
 
 def _part_layout(codec: str, part: Part, packets: Tensor) -> PartLayout:
     row_blocks = (part.last - part.first) // part.block_size
-    bits = CODE_BITS[codec]
-    return PartLayout(bits, part.block_size, row_blocks, packets.size(1), part.first, part.shard, part.numel)
+    return PartLayout(form_of(codec), part.block_size, row_blocks, packets.size(1), part.first, part.shard, part.numel)
 
 
 def _whole(state: PackedState) -> Layout:
-    return Layout(1, state.block_size, state.shard // state.block_size, state.packets.size(1), state.numel)
+    return Layout(
+        form_of("sign1"), state.block_size, state.shard // state.block_size, state.packets.size(1), state.numel
+    )
 
 
 def _runs(segments: Segments, *tensors: Sequence[Tensor | None]) -> NDArray[np.int64]:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Place, Range, locate
-from thinwire.simd import floats
-from thinwire.simd.compiling import helper, kernel
+from thinwire.compress.kernels.cpu import small_floats
+from thinwire.compress.kernels.cpu.blocks import (
+    FP8,
+    INT4,
+    INT8,
+    SIGN1,
+    STAT2,
+    Bytes,
+    Floats,
+    Layout,
+    Place,
+    Range,
+    locate,
+)
+from thinwire.compress.kernels.cpu.two_magnitudes import magnitudes_at
+from thinwire.compress.packet_layout import SCALE_BYTES
+from thinwire.simd import floats, integers
+from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
 
-__all__ = ["decode", "decode_block"]
+__all__ = ["decode", "decode_block", "decode_signs"]
 
 _STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
 
@@ -20,17 +35,18 @@ def decode(packets: Bytes, layout: Layout, output: Floats, rows: int, streaming:
     for block in range(blocks.first, blocks.last):
         start, stop = block * layout.block_size, (block + 1) * layout.block_size
         place = locate(layout, block, rows)
-        decode_block(packets, place, layout.code_bits, layout.row_bytes, rows, output, start, stop, streaming)
-        output[start + place.valid : stop] = 0.0
+        decode_block(packets, place, layout.form.codec, layout.row_bytes, rows, output, start, stop, streaming)
+        if place.valid < layout.block_size:  # to make an empty slice takes as long as to decode a small block
+            output[start + place.valid : stop] = 0.0
     if streaming:
         floats.drain_streams()
 
 
-@helper
+@inner
 def decode_block(
     packets: Bytes,
     place: Place,
-    code_bits: int,
+    codec: int,
     row_bytes: int,
     rows: int,
     output: Floats,
@@ -39,16 +55,23 @@ def decode_block(
     streaming: bool,
 ) -> None:
     """Write the mean of `rows` packets to elements start to stop, padding included."""
-    if code_bits == 1:
-        _decode_signs(packets, place, row_bytes, rows, output, start, stop, streaming)
+    if codec == SIGN1:
+        decode_signs(packets, place, row_bytes, rows, output, start, stop, streaming)
+    elif codec == STAT2:
+        _decode_two_magnitudes(packets, place, row_bytes, rows, output, start, stop, streaming)
+    elif codec == INT4:
+        _decode_levels(packets, place, row_bytes, rows, output, start, stop, streaming, INT4)
+    elif codec == FP8:
+        _decode_levels(packets, place, row_bytes, rows, output, start, stop, streaming, FP8)
     else:
-        _decode_levels(packets, place, row_bytes, rows, output, start, stop, streaming)
+        _decode_levels(packets, place, row_bytes, rows, output, start, stop, streaming, INT8)
 
 
 @helper
-def _decode_signs(
+def decode_signs(
     packets: Bytes, place: Place, row_bytes: int, rows: int, output: Floats, start: int, stop: int, streaming: bool
 ) -> None:
+    """What `decode_block` does of sign1."""
     for i in range(start, stop, _STEP):
         at = place.codes + (i - start) // 8
         scale = floats.load_scalar(packets, place.scale_at)
@@ -70,15 +93,41 @@ def _decode_signs(
 
 
 @helper
-def _decode_levels(
+def _decode_two_magnitudes(
     packets: Bytes, place: Place, row_bytes: int, rows: int, output: Floats, start: int, stop: int, streaming: bool
 ) -> None:
+    plane = (stop - start) // 8
     for i in range(start, stop, LANES):
-        at = place.codes + i - start
-        total = _scaled(packets, at, floats.load_scalar(packets, place.scale_at))
+        at = place.codes + (i - start) // 8
+        small = floats.load_scalar(packets, place.scale_at)
+        large = floats.load_scalar(packets, place.scale_at + SCALE_BYTES)
+        total = magnitudes_at(packets, at, plane, small, large)
+        for row in range(1, rows):
+            skipped = row * row_bytes
+            small = floats.load_scalar(packets, place.scale_at + skipped)
+            large = floats.load_scalar(packets, place.scale_at + skipped + SCALE_BYTES)
+            total = floats.add(total, magnitudes_at(packets, at + skipped, plane, small, large))
+        _put(output, i, total, rows, streaming)
+
+
+@inner
+def _decode_levels(
+    packets: Bytes,
+    place: Place,
+    row_bytes: int,
+    rows: int,
+    output: Floats,
+    start: int,
+    stop: int,
+    streaming: bool,
+    codec: int,
+) -> None:
+    for i in range(start, stop, LANES):
+        at = place.codes + ((i - start) // 2 if codec == INT4 else i - start)
+        total = _scaled(packets, at, floats.load_scalar(packets, place.scale_at), codec)
         for row in range(1, rows):
             scale = floats.load_scalar(packets, place.scale_at + row * row_bytes)
-            total = floats.add(total, _scaled(packets, at + row * row_bytes, scale))
+            total = floats.add(total, _scaled(packets, at + row * row_bytes, scale, codec))
         _put(output, i, total, rows, streaming)
 
 
@@ -88,10 +137,16 @@ def _signed(packets: Bytes, codes: int, scale: np.float32) -> floats.Vector:
     return floats.select(floats.load_bits(packets, codes), floats.broadcast(scale), floats.broadcast(-scale))
 
 
-@helper
-def _scaled(packets: Bytes, codes: int, scale: np.float32) -> floats.Vector:
-    """Sixteen elements of an int8 packet."""
-    return floats.multiply(floats.load_int8(packets, codes), floats.broadcast(scale))
+@inner
+def _scaled(packets: Bytes, codes: int, scale: np.float32, codec: int) -> floats.Vector:
+    """Sixteen elements of a packet of levels."""
+    if codec == INT4:
+        level = floats.load_int4(packets, codes)
+    elif codec == FP8:
+        level = small_floats.widened(integers.load_8_bits(packets, codes))
+    else:
+        level = floats.load_int8(packets, codes)
+    return floats.multiply(level, floats.broadcast(scale))
 
 
 @helper

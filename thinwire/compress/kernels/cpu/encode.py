@@ -9,15 +9,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Place, Range, locate
+from thinwire.compress.kernels.cpu import small_floats
+from thinwire.compress.kernels.cpu.blocks import (
+    FP8,
+    INT4,
+    INT8,
+    SIGN1,
+    STAT2,
+    Bytes,
+    Floats,
+    Layout,
+    Place,
+    Range,
+    locate,
+)
 from thinwire.compress.kernels.cpu.halves import BFLOAT16, NO_VALUES, store_nearest, widen
-from thinwire.simd import floats
-from thinwire.simd.compiling import helper, kernel
+from thinwire.compress.kernels.cpu.two_magnitudes import corrected_at, encode_in_two_magnitudes
+from thinwire.simd import floats, integers
+from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
 
-__all__ = ["add_and_store", "encode", "encode_block", "encode_rounded", "store_rounded_block"]
+__all__ = ["add_and_store", "encode", "encode_block", "encode_rounded", "encode_signs", "store_rounded_block"]
 
 _STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
+_TOP_LEVELS = (np.float32(0.0), np.float32(0.0), np.float32(7.0), np.float32(448.0), np.float32(127.0))  # by codec
 
 
 @kernel
@@ -25,7 +40,7 @@ def encode(payload: Floats, residual: Floats, packets: Bytes, layout: Layout, bl
     """Blocks of payload + residual, which is empty or as long; see `reference.encode`."""
     for block in range(blocks.first, blocks.last):
         start = block * layout.block_size
-        encode_block(payload, residual, start, packets, layout.block_size, layout.code_bits, locate(layout, block, 1))
+        encode_block(payload, residual, start, packets, layout.block_size, layout.form.codec, locate(layout, block, 1))
 
 
 @kernel
@@ -40,7 +55,7 @@ def encode_rounded(
         start = block * layout.block_size
         add_and_store(payload[start : start + layout.block_size], residual, kind, start, corrected)
         place = locate(layout, block, 1)
-        encode_block(corrected, nothing, 0, packets, layout.block_size, layout.code_bits, place)
+        encode_block(corrected, nothing, 0, packets, layout.block_size, layout.form.codec, place)
         store_rounded_block(corrected, new_residual, BFLOAT16, start)
 
 
@@ -58,20 +73,22 @@ def store_rounded_block(lost: Floats, new_residual: Bytes, kind: int, start: int
         store_nearest(new_residual, start + i, kind, floats.load(lost, i))
 
 
-@helper
+@inner
 def encode_block(
-    payload: Floats, residual: Floats, start: int, packets: Bytes, block_size: int, code_bits: int, place: Place
+    payload: Floats, residual: Floats, start: int, packets: Bytes, block_size: int, codec: int, place: Place
 ) -> None:
     """Encode payload + residual of one block, from element `start` on, and leave what the codec lost in `payload`."""
     stop = start + block_size
     correct = _needs_residual(payload, residual, start, stop, place.valid)
-    if code_bits == 1:
-        _encode_signs(payload, residual, packets, start, stop, place, correct)
+    if codec == SIGN1:
+        encode_signs(payload, residual, packets, start, stop, place, correct)
+    elif codec == STAT2:
+        encode_in_two_magnitudes(payload, residual, packets, start, stop, place, correct)
     else:
-        _encode_levels(payload, residual, packets, start, stop, place, correct)
+        _encode_levels(payload, residual, packets, start, stop, place, correct, codec)
 
 
-@helper
+@inner
 def _needs_residual(payload: Floats, residual: Floats, start: int, stop: int, valid: int) -> bool:
     """Whether a residual is yet to be added; a block that ends in padding gets it here, and zeros behind."""
     if start + valid == stop:
@@ -84,15 +101,10 @@ def _needs_residual(payload: Floats, residual: Floats, start: int, stop: int, va
 
 
 @helper
-def _corrected(payload: Floats, residual: Floats, at: int, correct: bool) -> floats.Vector:
-    value = floats.load(payload, at)
-    return floats.add(value, floats.load(residual, at)) if correct else value
-
-
-@helper
-def _encode_signs(
+def encode_signs(
     payload: Floats, residual: Floats, packets: Bytes, start: int, stop: int, place: Place, correct: bool
 ) -> None:
+    """A block of payload, and of the residual if `correct`, in which padding is 0, as `encode_block` does."""
     codes = place.codes
     total = _pack_signs(payload, residual, packets, start, stop, codes, correct)
     scale = total / np.float32(max(place.valid, 1))
@@ -114,10 +126,10 @@ def _pack_signs(
     zero = floats.broadcast(np.float32(0.0))
     sum0, sum1, sum2, sum3 = zero, zero, zero, zero
     for i in range(start, stop, _STEP):
-        value0 = _corrected(payload, residual, i, correct)
-        value1 = _corrected(payload, residual, i + LANES, correct)
-        value2 = _corrected(payload, residual, i + 2 * LANES, correct)
-        value3 = _corrected(payload, residual, i + 3 * LANES, correct)
+        value0 = corrected_at(payload, residual, i, correct)
+        value1 = corrected_at(payload, residual, i + LANES, correct)
+        value2 = corrected_at(payload, residual, i + 2 * LANES, correct)
+        value3 = corrected_at(payload, residual, i + 3 * LANES, correct)
         if correct:
             floats.store(payload, i, value0)
             floats.store(payload, i + LANES, value1)
@@ -135,40 +147,62 @@ def _pack_signs(
     return floats.reduce_sum(floats.add(floats.add(sum0, sum1), floats.add(sum2, sum3)))
 
 
-@helper
+@inner
 def _encode_levels(
-    payload: Floats, residual: Floats, packets: Bytes, start: int, stop: int, place: Place, correct: bool
+    payload: Floats,
+    residual: Floats,
+    packets: Bytes,
+    start: int,
+    stop: int,
+    place: Place,
+    correct: bool,
+    codec: int,
 ) -> None:
-    scale = _largest(payload, residual, start, stop, correct) / np.float32(127.0)
+    scale = _largest(payload, residual, start, stop, correct) / _TOP_LEVELS[codec]
     floats.store_scalar(packets, place.scale_at, scale)
-    if scale > 0.0 and np.isfinite(scale):
-        _quantize(payload, packets, start, stop, place.codes, scale)
-    else:
-        packets[place.codes : place.codes + stop - start] = 0
-        for i in range(start, stop):
+    if not (scale > 0.0 and np.isfinite(scale)):
+        packets[place.codes : place.codes + (stop - start) // (2 if codec == INT4 else 1)] = 0
+        for i in range(start, start + place.valid):
             payload[i] -= np.float32(0.0) * scale
+    elif codec == INT8:
+        _quantize(payload, packets, start, stop, place.codes, scale, INT8)
+    elif codec == INT4:
+        _quantize(payload, packets, start, stop, place.codes, scale, INT4)
+    else:
+        _quantize(payload, packets, start, stop, place.codes, scale, FP8)
 
 
-@helper
+@inner
 def _largest(payload: Floats, residual: Floats, start: int, stop: int, correct: bool) -> floats.Scalar:
     """Payload += residual if `correct`; return its largest magnitude, NaN if it holds one."""
     largest = floats.broadcast(np.float32(0.0))
     for at in range(start, stop, LANES):
-        value = _corrected(payload, residual, at, correct)
+        value = corrected_at(payload, residual, at, correct)
         if correct:
             floats.store(payload, at, value)
         largest = floats.maximum(largest, floats.absolute(value))
     return floats.reduce_max(largest)
 
 
-@helper
-def _quantize(payload: Floats, packets: Bytes, start: int, stop: int, codes: int, scale: np.float32) -> None:
+@inner
+def _quantize(
+    payload: Floats, packets: Bytes, start: int, stop: int, codes: int, scale: np.float32, codec: int
+) -> None:
     """Write the codes of a block at byte `codes`, and leave what they lose in `payload`."""
     divisor = floats.broadcast(scale)
-    top = floats.broadcast(np.float32(127.0))
-    bottom = floats.broadcast(np.float32(-127.0))
+    top = floats.broadcast(_TOP_LEVELS[codec])
+    bottom = floats.broadcast(-_TOP_LEVELS[codec])
     for i in range(start, stop, LANES):
         value = floats.load(payload, i)
-        level = floats.clamp(floats.nearest(floats.divide(value, divisor)), bottom, top)
-        floats.store_int8(packets, codes + i - start, level)
+        level = floats.divide(value, divisor)
+        if codec == FP8:
+            code = small_floats.rounded(floats.clamp(level, bottom, top))
+            integers.store_8_bits(packets, codes + i - start, code)
+            level = small_floats.widened(code)
+        else:
+            level = floats.clamp(floats.nearest(level), bottom, top)
+            if codec == INT4:
+                floats.store_int4(packets, codes + (i - start) // 2, level)
+            else:
+                floats.store_int8(packets, codes + i - start, level)
         floats.store(payload, i, floats.subtract(value, floats.multiply(level, divisor)))

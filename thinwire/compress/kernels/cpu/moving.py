@@ -53,7 +53,7 @@ def decode_and_move(
         start = start_of(part, block)
         stop = start + part.block_size
         place = place_in_part(part, block, start)
-        decode_block(packets, place, part.code_bits, part.row_bytes, 1, output, start, stop, False)
+        decode_block(packets, place, part.form.codec, part.row_bytes, 1, output, start, stop, False)
         output[start + place.valid : stop] = 0.0
         if holds:
             _hold(output_at, denominators, start, stop)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Range, locate
-from thinwire.compress.kernels.cpu.decode import decode_block
-from thinwire.compress.kernels.cpu.encode import add_and_store, encode_block, store_rounded_block
+from thinwire.compress.kernels.cpu.decode import decode_block, decode_signs
+from thinwire.compress.kernels.cpu.encode import add_and_store, encode_block, encode_signs, store_rounded_block
 from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen_at, widen_some_at
 from thinwire.compress.kernels.cpu.momentum import Factors
 from thinwire.compress.kernels.cpu.runs import (
@@ -67,7 +67,7 @@ def encode_payload(
             of_run = Factors(factors[run, _BETA1], factors[run, _GAIN], factors[run, _DIVISOR])
             _fill(gradient, kind, of_run, form, vectors, lost_at, low, high)
             run += 1
-        encode_block(lost, nothing, start, packets, part.block_size, part.code_bits, place_in_part(part, block, start))
+        encode_block(lost, nothing, start, packets, part.block_size, part.form.codec, place_in_part(part, block, start))
 
 
 @helper
@@ -135,12 +135,12 @@ def average_and_encode(
     blocks: Range,
 ) -> None:
     """See `bucket_reference.average_and_encode`; an empty residual is none."""
-    size, bits = incoming.block_size, incoming.code_bits
+    size, codec = incoming.block_size, incoming.form.codec
     for block in range(blocks.first, blocks.last):
         start = block * size
         place = locate(incoming, block, workers)
-        decode_block(received, place, bits, incoming.row_bytes, workers, lost, start, start + size, False)
-        encode_block(lost, residual, start, packets, size, bits, locate(outgoing, block, 1))
+        decode_block(received, place, codec, incoming.row_bytes, workers, lost, start, start + size, False)
+        encode_block(lost, residual, start, packets, size, codec, locate(outgoing, block, 1))
 
 
 @kernel
@@ -164,7 +164,7 @@ def encode_packed_payload(
         start = start_of(part, block)
         stop = start + part.block_size
         place = locate(whole, start // part.block_size, 1)
-        decode_block(state, place, 1, whole.row_bytes, 1, payload, 0, part.block_size, False)
+        decode_signs(state, place, whole.row_bytes, 1, payload, 0, part.block_size, False)
         run = first_run(runs, start)
         while run < runs.shape[0] and runs[run, FIRST] < stop:
             low, high = max(runs[run, FIRST], start), min(runs[run, END], stop)
@@ -176,7 +176,7 @@ def encode_packed_payload(
         place = place_in_part(part, block, start)
         payload[place.valid :] = 0.0
         add_and_store(payload, residual.memory, residual.kind, start, payload)
-        encode_block(payload, nothing, 0, packets, part.block_size, part.code_bits, place)
+        encode_signs(payload, nothing, packets, 0, part.block_size, place, False)
         store_rounded_block(payload, lost.memory, lost.kind, start)
 
 

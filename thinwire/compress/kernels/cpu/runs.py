@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels.cpu.blocks import Place
+from thinwire.compress.kernels.cpu.blocks import Form, Place
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 from thinwire.simd.compiling import helper
 
@@ -23,7 +23,7 @@ class PartLayout(NamedTuple):
     """How packets, `row_blocks` blocks of `block_size` and `row_bytes` each, carry the part of every shard of `shard`
     elements that begins at its element `first`; `numel` elements of the bucket are not padding."""
 
-    code_bits: int
+    form: Form
     block_size: int
     row_blocks: int
     row_bytes: int
@@ -45,8 +45,9 @@ def place_in_part(part: PartLayout, block: int, start: int) -> Place:
     row, column = block // part.row_blocks, block % part.row_blocks
     valid = min(max(part.numel - start, 0), part.block_size)
     scales = row * part.row_bytes + HEADER_BYTES
-    codes = scales + SCALE_BYTES * part.row_blocks + column * part.block_size * part.code_bits // 8
-    return Place(valid, scales + SCALE_BYTES * column, codes)
+    scale_bytes = SCALE_BYTES * part.form.scales
+    codes = scales + scale_bytes * part.row_blocks + column * part.block_size * part.form.code_bits // 8
+    return Place(valid, scales + scale_bytes * column, codes)
 
 
 @helper

@@ -1,0 +1,88 @@
+"""Who is compared: every optimizer of the experiments, with the codecs and intervals that a user would choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.training.optimizers import OPTIMIZERS, OUTER, PARENTS
+
+__all__ = ["BASELINE", "CONTENDERS", "DILOCO", "Contender"]
+
+BASELINE = "adamw"
+"""What everything is compared with."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer with options.
+
+    Attributes:
+        optimizer: its name in `OPTIMIZERS`.
+        label: for tables and pictures.
+        colour: for pictures: one a family.
+        marker: for pictures, as matplotlib has them.
+        options: of its class, on top of the plan's.
+        beside: another contender, which it differs from in one choice; none for the baseline.
+    """
+
+    optimizer: str
+    label: str
+    colour: str
+    marker: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    beside: str | None = BASELINE
+
+    @property
+    def parent(self) -> str:
+        """The exact optimizer whose rates and other options suit this one."""
+        outer = OUTER.get(self.optimizer)
+        return PARENTS.get(self.optimizer, self.optimizer) if outer is None else outer.parent
+
+
+_EXACT, _ONE_BIT = "#5b6572", "#d1495b"
+_BY_INTERVAL = {10: "#2b6ca3", 30: "#00798c"}
+_BY_CODEC = {"none": "o", "int8": "s", "int4": "D", "stat2": "v"}
+
+
+def _plain(optimizer: str, colour: str, marker: str, beside: str | None = BASELINE) -> Contender:
+    return Contender(optimizer, OPTIMIZERS[optimizer].label, colour, marker, beside=beside)
+
+
+def _diloco(every: int, codec: str) -> Contender:
+    return Contender(
+        "diloco",
+        f"DiLoCo, {every} steps, {'fp32' if codec == 'none' else codec}",
+        _BY_INTERVAL[every],
+        _BY_CODEC[codec],
+        {"every": every, "codec": codec},
+        BASELINE if codec == "none" else f"diloco-{every}-none",
+    )
+
+
+DILOCO = {f"diloco-{every}-{codec}": _diloco(every, codec) for every in _BY_INTERVAL for codec in _BY_CODEC}
+"""DiLoCo by interval and codec, all else as it is by default."""
+
+CONTENDERS = {
+    BASELINE: _plain(BASELINE, _EXACT, "o", None),
+    "lamb": _plain("lamb", _EXACT, "s"),
+    "lion": _plain("lion", _EXACT, "^"),
+    "onebit-adam": _plain("onebit-adam", _ONE_BIT, "o"),
+    "onebit-adam-stat2": Contender(
+        "onebit-adam",
+        f"{OPTIMIZERS['onebit-adam'].label}, stat2",
+        _ONE_BIT,
+        "v",
+        {"codec": "stat2"},
+        "onebit-adam",
+    ),
+    "zero-one-adam": _plain("zero-one-adam", "#edae49", "o"),
+    "onebit-lamb": _plain("onebit-lamb", _ONE_BIT, "s", "lamb"),
+    "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),
+    **DILOCO,
+    "diloco-30-plain": Contender(
+        "plain-diloco", "DiLoCo in 20 lines of torch, 30 steps", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"
+    ),
+}
+"""By name, in the order in which they run and are shown."""

@@ -1,0 +1,229 @@
+"""DiLoCo by name: workers that train by themselves under the engine, what they evaluate, skip, save and export."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import thinwire
+from tests.engine.test_engine_checkpoints import train_same_data
+from tests.engine.tiny import loss_of, make_engine, make_model, settings, train
+from thinwire.comm import Communicator, threads
+from thinwire.engine import Engine
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16 = {"bf16": {"enabled": True}}
+PARAMS: dict[str, Any] = {
+    "lr": 3e-3,
+    "inner": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+    "every": 4,
+    "fragments": 2,
+    "overlap": 1,
+    "codec": "int8",
+    "block_size": 64,
+    "nodes": "flat",
+}
+
+
+def diloco(stage: int = 0, params: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return settings(stage, optimizer={"type": "diloco", "params": PARAMS | (params or {})}, **changes)
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items() if name != "calls"}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None:
+    schedule = {"type": "LinearLR", "params": {"start_factor": 0.1, "total_iters": 10}}
+    config = diloco(gradient_accumulation_steps=2, gradient_clipping=0.5, scheduler=schedule)
+
+    def by_engine(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
+        engine = make_engine(comm, config)
+        train(engine, range(11))
+        assert engine.get_global_grad_norm() is not None
+        assert engine.optimizer_name() == "DiLoCo"
+        return weights(engine), engine.optimizer.bytes_sent
+
+    def by_hand(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
+        model = make_model()
+        options = {name: value for name, value in PARAMS.items() if name != "inner"}
+        optimizer = thinwire.DiLoCo(
+            model.named_parameters(), torch.optim.AdamW, comm=comm, weight_decay=0.1, max_norm=0.5, **options
+        )
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+        for step in range(11):
+            for micro in range(2):
+                (loss_of(model, comm.rank, 2 * step + micro) / 2).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return model.state_dict(), optimizer.bytes_sent
+
+    outcomes = threads.run(by_engine, 2)
+    for (ours, sent), (wanted, wanted_sent) in zip(outcomes, threads.run(by_hand, 2), strict=True):
+        assert equal(ours, wanted)
+        assert sent == wanted_sent
+    assert not equal(outcomes[0][0], outcomes[1][0])  # gradients have not been averaged
+
+
+@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_it_learns_and_evaluates_on_the_outer_weights(precision: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = make_engine(comm, diloco(params={"lr": 1e-2}, **precision))
+        first = train(engine, range(5))
+        train(engine, range(5, 19))
+        own, sent = weights(engine), engine.optimizer.bytes_sent
+        assert engine.eval() is engine.module
+        common = weights(engine)
+        engine.train()
+        assert equal(weights(engine), own)
+        assert not equal(own, common)
+        assert engine.optimizer.bytes_sent == sent
+        assert sum(train(engine, range(19, 45))[-5:]) < 0.8 * sum(first)
+        return common
+
+    first, second = threads.run(body, 2)
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_resume(tmp_path, precision: dict[str, Any]) -> None:
+    config = diloco(scheduler={"type": "StepLR", "params": {"step_size": 3, "gamma": 0.9}}, **precision)
+
+    def save(comm: Communicator) -> Any:
+        engine = make_engine(comm, config)
+        train(engine, range(6))
+        if precision is FP16 and comm.rank == 1:  # as after overflows of its own
+            engine.loss_scaler.value = 64.0
+            engine.loss_scaler._steps_without_overflow = 2
+            engine.optimizer.loss_scale = 64.0
+        train(engine, range(6, 7))  # a fragment is under way
+        engine.save_checkpoint(tmp_path)
+        train_same_data(engine, range(7, 15))
+        return weights(engine), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
+
+    def resume(comm: Communicator) -> Any:
+        engine = make_engine(comm, config, seed=1)
+        assert engine.load_checkpoint(tmp_path)[0]
+        assert engine.global_steps == engine.optimizer.steps == 7
+        train_same_data(engine, range(7, 15))
+        return weights(engine), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
+
+    expected = threads.run(save, 2)
+    for (ours, *others), (wanted, *wanted_others) in zip(threads.run(resume, 2), expected, strict=True):
+        assert equal(ours, wanted)
+        assert others == wanted_others
+
+    def elsewhere(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = make_engine(comm, config, seed=1)
+        engine.load_checkpoint(tmp_path)
+        engine.eval()
+        return weights(engine)
+
+    outer = threads.run(elsewhere, 2)[0]
+    for world in (1, 3):
+        assert all(equal(one, outer) for one in threads.run(elsewhere, world))
+
+
+def test_what_is_exported_is_the_outer_weights(tmp_path) -> None:
+    def body(comm: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine = make_engine(comm, diloco())
+        train(engine, range(7))
+        engine.eval()
+        shown, sent = weights(engine), engine.optimizer.bytes_sent
+        engine.save_16bit_model(tmp_path, "evaluated.safetensors")
+        assert engine.optimizer.bytes_sent == sent
+        engine.train()
+        engine.save_16bit_model(tmp_path, "met.safetensors")  # takes an outer step first
+        assert engine.optimizer.in_sync
+        return shown, weights(engine)
+
+    outcomes = threads.run(body, 2)
+    for shown, met in outcomes:
+        for name, values in (("evaluated", shown), ("met", met)):
+            saved = safetensors.torch.load_file(tmp_path / f"{name}.safetensors")
+            assert all(torch.equal(values[key].bfloat16(), one) for key, one in saved.items() if key != "calls")
+    assert not equal(outcomes[0][0], outcomes[0][1])
+
+
+@pytest.mark.filterwarnings("ignore:step")
+@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_a_loss_that_is_not_finite_is_one_workers_affair(precision: dict[str, Any]) -> None:
+    config = diloco(scheduler={"type": "StepLR", "params": {"step_size": 3, "gamma": 0.9}}, **precision)
+
+    def body(comm: Communicator) -> tuple[int, int, list[float], float | None]:
+        engine = make_engine(comm, config)
+        train(engine, range(2))
+        engine.backward(engine(torch.ones(6, 16)).float().mean() * (math.nan if comm.rank == 1 else 1))
+        engine.step()
+        assert engine.was_step_applied() == (comm.rank == 0)
+        assert all(math.isfinite(loss) for loss in train(engine, range(3, 12)))
+        scale = engine.loss_scaler.value if precision is FP16 else None
+        return engine.skipped_steps, engine.global_steps, engine.get_lr(), scale
+
+    first, second = threads.run(body, 2)
+    assert (first[0], second[0]) == (0, 1)
+    assert first[1:3] == second[1:3] == (12, [pytest.approx(3e-3 * 0.9**4)])
+    if precision is FP16:
+        assert second[3] == first[3] / 2
+
+
+def test_nodes_shard_their_state() -> None:
+    def body(comm: Communicator, stage: int) -> tuple[dict[str, torch.Tensor], int]:
+        changes = {"gradient_allreduce_op": "sum", "gradient_accumulation_steps": 2}
+        engine = make_engine(comm, diloco(stage, {"nodes": [0, 0, 1, 1], "codec": "none"}, **changes))
+        train(engine, range(6))
+        engine.eval()
+        return weights(engine), engine.optimizer.bytes_sent_between_nodes
+
+    whole = threads.run(lambda comm: body(comm, 0), 4)
+    for ours, sent in threads.run(lambda comm: body(comm, 1), 4):
+        assert equal(ours, whole[0][0])
+        assert sent == whole[0][1]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (diloco(3), 'stage" 3 does not go with DiLoCo, whose workers need a whole replica each'),
+        (diloco(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}), 'offload_optimizer" does not'),
+        (diloco(zero_optimization={"stage": 1, "ignore_unused_parameters": False}), "ask each other at every step"),
+        (diloco(progressive_layer_drop={"enabled": True}), 'progressive_layer_drop" does not go with DiLoCo'),
+        (diloco(thinwire={"resync_interval": 5}), 'resync_interval" only matters to .* the optimizer is DiLoCo'),
+        (diloco(1), "stage=1 shards state among the ranks of a worker"),
+        (diloco(params={"fragments": 9}), "fragments=9 for 3 layers"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(config: dict[str, Any], message: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=message):
+            make_engine(comm, config)
+
+    threads.run(body, 2)
+
+
+def test_it_is_there_through_deepspeeds_door() -> None:
+    model = make_model()
+    engine, optimizer, _, _ = thinwire.deepspeed.initialize(model=model, config=diloco(1, **BF16))
+    assert isinstance(optimizer, thinwire.DiLoCo)
+    train(engine, range(5))
+    engine.eval()
+    engine.train()
+    engine.close()
+
+
+def test_overlap_comm_has_no_effect() -> None:
+    def body(comm: Communicator) -> None:
+        engine = make_engine(comm, diloco(zero_optimization={"stage": 1, "overlap_comm": True}, **BF16))
+        assert not engine.settings.zero_optimization.overlap_comm
+        train(engine, range(2))
+
+    threads.run(body, 2)
