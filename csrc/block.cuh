@@ -50,13 +50,28 @@ __device__ int valid_elements(Place place) {
 // First element, within the block, of this thread's k-th group.
 __device__ int group_at(int k) { return 4 * (static_cast<int>(threadIdx.x) + k * THREADS); }
 
-// The bytes at which this block's scale and codes begin in its row.
-__device__ long long scale_offset() { return HEADER_BYTES + SCALE_BYTES * static_cast<long long>(blockIdx.x); }
+// The bytes at which this block's scales and codes begin in its row.
+template <typename Codec>
+__device__ long long scale_offset() {
+    return HEADER_BYTES + SCALE_BYTES * Codec::SCALES * static_cast<long long>(blockIdx.x);
+}
 
-template <int CODE_BITS, typename Place>
+template <typename Codec, typename Place>
 __device__ long long codes_offset(Place place) {
-    constexpr int BLOCK_BYTES = BLOCK_SIZE / 8 * CODE_BITS;
-    return HEADER_BYTES + SCALE_BYTES * place.row_blocks + static_cast<long long>(blockIdx.x) * BLOCK_BYTES;
+    constexpr int BLOCK_BYTES = BLOCK_SIZE / 8 * Codec::BITS;
+    return HEADER_BYTES + SCALE_BYTES * Codec::SCALES * place.row_blocks +
+           static_cast<long long>(blockIdx.x) * BLOCK_BYTES;
+}
+
+// The scales of a block.
+template <int COUNT>
+struct Scales {
+    float value[COUNT];
+};
+
+template <typename Codec>
+__device__ Scales<Codec::SCALES> load_scales(const unsigned char* place) {
+    return *reinterpret_cast<const Scales<Codec::SCALES>*>(place);
 }
 
 __device__ float4 load_four(const float* values) { return *reinterpret_cast<const float4*>(values); }
@@ -167,8 +182,8 @@ __device__ float4 divide(float4 total, Rows rows) {
 template <typename Codec>
 __device__ void decode_row(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout) {
     const unsigned char* row = packets + blockIdx.y * layout.row_bytes;
-    const float scale = *reinterpret_cast<const float*>(row + scale_offset());
-    const Codec codec(row + codes_offset<Codec::BITS>(layout));
+    const Scales<Codec::SCALES> scale = load_scales<Codec>(row + scale_offset<Codec>());
+    const Codec codec(row + codes_offset<Codec>(layout));
     const long long begin = block_start(layout);
     if (EVEN && begin + BLOCK_SIZE <= layout.numel) {
         float* own = output + begin + group_at(0);
@@ -185,13 +200,13 @@ __device__ void decode_row(const unsigned char* __restrict__ packets, float* __r
 // The mean of `packets`, which are of the same elements, in this thread's groups from `first` on.
 template <typename Codec, typename Place, int COUNT>
 __device__ void average(const unsigned char* packets, Place place, Rows rows, int first, float4 (&mean)[COUNT]) {
-    const unsigned char* scale_of_row = packets + scale_offset();
-    Codec codec(packets + codes_offset<Codec::BITS>(place));
+    const unsigned char* scale_of_row = packets + scale_offset<Codec>();
+    Codec codec(packets + codes_offset<Codec>(place));
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) mean[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
 #pragma unroll 4
     for (int row = 0; row < rows.count; ++row) {
-        const float scale = *reinterpret_cast<const float*>(scale_of_row);
+        const Scales<Codec::SCALES> scale = load_scales<Codec>(scale_of_row);
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
             if (!WHOLE_TURNS && group_at(first + k) >= BLOCK_SIZE) break;
@@ -232,14 +247,20 @@ __device__ void encode(Source& source, Lost* lost, unsigned char* packets, Place
     const int valid = valid_elements(place);
     lost += block_start(place);
     unsigned char* row = packets + blockIdx.y * place.row_bytes;
-    unsigned char* codes = row + codes_offset<Codec::BITS>(place);
+    unsigned char* codes = row + codes_offset<Codec>(place);
+    float* scales = reinterpret_cast<float*>(row + scale_offset<Codec>());
     typename Codec::Encoder encoder;
 
-    float4 corrected[GROUPS];  // in registers, or where there are too many nowhere: they are made twice
+    float4 corrected[GROUPS];  // in registers, or where there are too many nowhere: they are made for every pass
     if constexpr (KEPT) source.all(corrected);
+    if constexpr (Codec::Encoder::LOOKS_FIRST) {
 #pragma unroll UNROLLED
-    for (int k = 0; k < GROUPS; ++k) encoder.see(KEPT ? corrected[k] : source.group(k));
-    encoder.settle(reinterpret_cast<float*>(row + scale_offset()), valid);
+        for (int k = 0; k < GROUPS; ++k) encoder.look(KEPT ? corrected[k] : source.group(k));
+        encoder.decide(valid);
+    }
+#pragma unroll UNROLLED
+    for (int k = 0; k < GROUPS; ++k) encoder.see(KEPT ? corrected[k] : source.group(k), group_at(k), valid);
+    encoder.settle(scales, valid);
 #pragma unroll UNROLLED
     for (int k = 0; k < GROUPS; ++k) {
         const int at = group_at(k);

@@ -1,6 +1,7 @@
 // The kernels over a whole bucket of the int8 codec.
 
 #include "block.cuh"
+#include "levels.cuh"
 #include "int8.cuh"
 #include "runs.cuh"
 #include "payload.cuh"

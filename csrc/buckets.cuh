@@ -121,7 +121,7 @@ constexpr bool EVEN_TURNS = EVEN && GROUPS % MOVED_GROUPS == 0;
 
 // A block that lies in one run. All weights of a turn are read before any is written, so that many loads are under way.
 template <typename Codec, int FORM, typename Replica>
-__device__ void move_block(const Codec& codec, float scale, const MovedRun& run, Moving moving) {
+__device__ void move_block(const Codec& codec, Scales<Codec::SCALES> scale, const MovedRun& run, Moving moving) {
 #pragma unroll 1
     for (int first = 0; first < GROUPS; first += MOVED_GROUPS) {
         float4 weights[MOVED_GROUPS];
@@ -164,8 +164,8 @@ __device__ void decode_and_move(const MovedRun* runs, long long count, const uns
     moving.begin = block_start(part);
     const int valid = valid_elements(part);
     const unsigned char* row = packets + blockIdx.y * part.row_bytes;
-    const float scale = *reinterpret_cast<const float*>(row + scale_offset());
-    const Codec codec(row + codes_offset<Codec::BITS>(part));
+    const Scales<Codec::SCALES> scale = load_scales<Codec>(row + scale_offset<Codec>());
+    const Codec codec(row + codes_offset<Codec>(part));
     if (valid != 0) {
         runs += find_run(runs, count, moving.begin);
         const MovedRun run = *runs;

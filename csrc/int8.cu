@@ -1,6 +1,7 @@
 // The kernels of the int8 codec.
 
 #include "block.cuh"
+#include "levels.cuh"
 #include "int8.cuh"
 #include "kernels.cuh"
 

@@ -3,6 +3,7 @@
 // anywhere.
 
 #include "block.cuh"
+#include "bits.cuh"
 #include "sign1.cuh"
 #include "runs.cuh"
 #include "payload.cuh"
@@ -42,7 +43,7 @@ class Preconditioned {
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if constexpr (!IS_MISSING<Gradient>)
             x = unscaled(run, load_anywhere(at_address<const Gradient>(run.gradient) + (begin - run.first + at)));
-        const float4 kept = Sign1(signs).decode(k, scale * run.beta1);
+        const float4 kept = Sign1(signs).decode(k, {scale * run.beta1});
         const unsigned word = *reinterpret_cast<const unsigned*>(codes + at);
         const float4 lost = load_four(residual + at);
         return make_float4(made(run, kept.x, x.x, word & 0xffu, near()[word & 0xffu]) + lost.x,

@@ -1,27 +1,19 @@
 // The sign1 codec: a bit an element, 1 where u >= 0, least significant first, and the mean of |u| a block.
 
-__device__ unsigned sign_bits(float4 value, int at, int valid) {
-    return (at < valid && value.x >= 0.0f ? 1u : 0u) | (at + 1 < valid && value.y >= 0.0f ? 2u : 0u) |
-           (at + 2 < valid && value.z >= 0.0f ? 4u : 0u) | (at + 3 < valid && value.w >= 0.0f ? 8u : 0u);
-}
-
-// `scale`, or where bit 31 is 0 its negative.
-__device__ float signed_scale(unsigned bits, float scale) {
-    return __uint_as_float(__float_as_uint(scale) ^ (~bits & 0x80000000u));
-}
-
 // A thread's groups of four in a packet, every one at the same place of its word.
 class Sign1 {
   public:
     static constexpr int BITS = 1;
+    static constexpr int SCALES = 1;
 
     __device__ explicit Sign1(const unsigned char* codes)
         : words(codes + threadIdx.x / 8 * 4), shift(31u - threadIdx.x % 8 * 4) {}
 
     __device__ void advance(long long bytes) { words += bytes; }
 
-    __device__ float4 decode(int k, float scale) const {
+    __device__ float4 decode(int k, Scales<1> scales) const {
         const unsigned word = *reinterpret_cast<const unsigned*>(words + k * (THREADS / 2));
+        const float scale = scales.value[0];
         return make_float4(signed_scale(word << shift, scale), signed_scale(word << (shift - 1), scale),
                            signed_scale(word << (shift - 2), scale), signed_scale(word << (shift - 3), scale));
     }
@@ -29,7 +21,9 @@ class Sign1 {
     // What a thread knows of the block that it encodes together with the others.
     class Encoder {
       public:
-        __device__ void see(float4 value) {
+        static constexpr bool LOOKS_FIRST = false;
+
+        __device__ void see(float4 value, int, int) {
             magnitude += (fabsf(value.x) + fabsf(value.y)) + (fabsf(value.z) + fabsf(value.w));
         }
 
@@ -42,12 +36,7 @@ class Sign1 {
         // Writes the codes of a group, by all threads at once, and gives what they lose.
         __device__ float4 put(float4 value, int at, int valid, unsigned char* codes) const {
             const unsigned bits = sign_bits(value, at, valid);
-            // Eight neighbouring threads hold 32 consecutive elements: one word.
-            unsigned word = bits << at % 32;
-            word |= __shfl_xor_sync(ALL_LANES, word, 1);
-            word |= __shfl_xor_sync(ALL_LANES, word, 2);
-            word |= __shfl_xor_sync(ALL_LANES, word, 4);
-            if (at % 32 == 0 && at < BLOCK_SIZE) *reinterpret_cast<unsigned*>(codes + at / 8) = word;
+            store_bits(bits, at, codes);
             return make_float4(value.x - signed_scale(bits << 31, scale), value.y - signed_scale(bits << 30, scale),
                                value.z - signed_scale(bits << 29, scale), value.w - signed_scale(bits << 28, scale));
         }

@@ -18,17 +18,15 @@ from experiments.common.command_line import Parser
 from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
 from thinwire.compress.kernels.cuda.launch import block_threads, compile_options, source_text
+from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = ["ARCHITECTURES", "BLOCK_SIZES", "COUNTED", "Row", "compile_kernels", "main", "measure"]
 
 ARCHITECTURES = (80, 90, 100)
 BLOCK_SIZES = (2048, 65536)
-_SOURCES = {"sign1": None, "int8": None, "bucket_sign1": None, "bucket_int8": None, "packed_payload": None} | {
-    "packed_moves": 256,
-    "momentum": 256,
-    "rounding": 256,
-    "headers": 128,
-}  # threads, if not by block
+_BY_BLOCK = (*CODE_BITS, *(f"bucket_{codec}" for codec in CODE_BITS), "packed_payload")
+_THREADS = {"packed_moves": 256, "momentum": 256, "rounding": 256, "headers": 128}  # of sources that know no blocks
+_SOURCES: dict[str, int | None] = dict.fromkeys(_BY_BLOCK) | _THREADS
 _OUTPUT = RESULTS / "kernel_code.json"
 
 

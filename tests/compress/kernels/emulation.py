@@ -33,11 +33,12 @@ from thinwire.compress.kernels.cuda.launch import (
 )
 from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.packet_layout import CODE_BITS
 
 COMPILER = shutil.which("g++")
 FUNCTIONS = {
     codec: [f"{kernel}_{codec}" for kernel in ("encode", "encode_rounded", "decode", "decode_mean")]
-    for codec in ("sign1", "int8")
+    for codec in CODE_BITS
 }
 FUNCTIONS["momentum"] = [
     f"{kernel}_{dtype}"
@@ -50,7 +51,7 @@ FUNCTIONS |= {
         *(f"decode_and_move_{form}_{codec}" for form in ("plain", "divided")),
         f"average_and_encode_{codec}",
     ]
-    for codec in ("sign1", "int8")
+    for codec in CODE_BITS
 }
 FUNCTIONS["packed_payload"] = [f"encode_packed_payload_{dtype}" for dtype in ("float32", "bfloat16")]
 FUNCTIONS["packed_moves"] = [f"move_packed_{dtype}" for dtype in ("float32", "bfloat16", "float16")]

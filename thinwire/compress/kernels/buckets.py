@@ -75,8 +75,8 @@ def encode_payload(
     gradients: fp32, bf16 or fp16, contiguous, of any shape, or None. momentum, denominators, residual, lost: fp32
     [padded_numel]; lost is overwritten where the part lies, with 0 on the padding, and nowhere else; it may not be the
     residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten, but for the headers where the part
-    has none. Codecs, and what is not finite, as in `encode`. Raises TypeError or ValueError for arguments that do
-    not fit together.
+    has none. Codecs, and what is not finite, as in `encode`. Raises TypeError or ValueError for arguments that do not
+    fit together.
     """
     call = EncodePayload(
         codec, form, segments, gradients, beta1, divisors, momentum, denominators, residual, lost, packets, part
