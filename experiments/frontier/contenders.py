@@ -82,7 +82,7 @@ CONTENDERS = {
     "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),
     **DILOCO,
     "diloco-30-plain": Contender(
-        "plain-diloco", "DiLoCo in 20 lines of torch, 30 steps", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"
+        "plain-diloco", "DiLoCo, 30 steps, by hand", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"
     ),
 }
 """By name, in the order in which they run and are shown."""

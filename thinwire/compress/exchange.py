@@ -38,12 +38,13 @@ class Outcome:
     """What the headers of one exchange said, the same on every rank.
 
     `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
-    some rank has a trainable parameter that lies in no bucket yet.
+    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
     """
 
     finite: bool
     incomplete: bool
     unplaced: bool
+    meet: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,9 @@ class Exchange:
             )
         if Flags.SETTINGS in flags:
             raise SettingsError("ranks of another node have other hyperparameters: set them alike on every rank")
-        return Outcome(Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags)
+        return Outcome(
+            Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags, Flags.MEET in flags
+        )
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""

@@ -50,6 +50,7 @@ class Flags(IntFlag):
     MISMATCH = 8  # a packet that the sender got was not the one it waited for
     UNPLACED = 4  # the sender has a trainable parameter that lies in no bucket yet
     SETTINGS = 16  # a packet that the sender got was of a rank with other hyperparameters
+    MEET = 32  # somebody waits to join: after this exchange all meet
 
 
 _KNOWN_FLAGS = sum(Flags)

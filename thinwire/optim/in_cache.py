@@ -44,4 +44,5 @@ def in_cache(*lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
 
 
 def _cut(tensor: Tensor, numel: int) -> tuple[Tensor, ...]:
-    return tensor.view(-1).split(numel)
+    pieces: tuple[Tensor, ...] = torch.split(tensor.view(-1), numel)
+    return pieces

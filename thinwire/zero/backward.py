@@ -136,7 +136,7 @@ class BackwardWatcher:
         every = min(_LOOKED_AT, len(self.parameters))
         for number, seal in self._arrived.items():
             parameter = self.parameters[number]
-            compares = (number - self._steps) % every == 0 and parameter.device.type == "cpu"
+            compares = (number - self._steps) % every == 0 and parameter.is_cpu
             if seal.is_untouched(parameter) and (may_write or not compares):
                 continue
             if not (seal.is_of(parameter) if may_write else seal.has_same_values(parameter)):
