@@ -42,7 +42,7 @@ class TestCuda(KernelsBody):
 class TestBucketsOnCuda(BucketKernels):
     @pytest.fixture
     def subject(self) -> bucket_body.Subject:
-        return bucket_body.Subject(make_buckets(), make_singles(), device="cuda")
+        return bucket_body.Subject(make_buckets(), make_singles(), "cuda", SERVED_CODECS["cuda"])
 
 
 class TestMomentumOnCuda(MomentumBody):

@@ -11,6 +11,7 @@ from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
 from thinwire.compress.kernels import bucket_reference, buckets, reference
 from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.served import SERVED_CODECS
 
 
 class TestReference(BucketKernels):
@@ -31,7 +32,7 @@ class TestCpu(BucketKernels):
 class TestEmulatedCuda(BucketKernels):
     @pytest.fixture
     def subject(self) -> Subject:
-        return Subject(emulation, emulation)
+        return Subject(emulation, emulation, codecs=SERVED_CODECS["cuda"])
 
 
 def test_runs_must_be_in_order() -> None:
