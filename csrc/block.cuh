@@ -1,4 +1,4 @@
-// What the kernels of both codecs share: where a block lies in its packet row, and decoding.
+// What the kernels of all codecs share: where a block lies in its packet row, encoding and decoding.
 //
 // One thread block serves one block of BLOCK_SIZE elements. A thread holds groups of four consecutive floats,
 // THREADS groups apart, so that the threads of a warp read and write 512 consecutive bytes.
@@ -21,7 +21,11 @@ constexpr int MEAN_GROUPS = GROUPS < 4 ? GROUPS : 4;              // of which th
 constexpr bool KEPT = GROUPS <= 8;                                // whether registers hold all groups of a thread
 constexpr int UNROLLED = KEPT ? GROUPS : 1;
 constexpr bool EVEN = BLOCK_SIZE % (4 * THREADS) == 0;            // no thread's last group lies beyond the block
-constexpr bool WHOLE_TURNS = EVEN && GROUPS % MEAN_GROUPS == 0;
+[[maybe_unused]] constexpr bool WHOLE_TURNS = EVEN && GROUPS % MEAN_GROUPS == 0;
+
+// Thread blocks that a processor holds at once, so that a thread has 64 registers: left to itself the compiler takes
+// fewer for the largest thread blocks, and spills.
+[[maybe_unused]] constexpr int RESIDENT = THREADS < 64 ? 16 : 1024 / THREADS;
 
 // Between these a quotient by up to 2^24, and its remainder, are normal floats.
 constexpr float SAFE_SMALLEST = 7.88860905221011805e-31f;  // 2^-100
@@ -33,66 +37,126 @@ __device__ long long block_start(Layout layout) {
     return (blockIdx.y * layout.row_blocks + blockIdx.x) * BLOCK_SIZE;
 }
 
-__device__ int valid_elements(Layout layout) {
-    const long long left = layout.numel - block_start(layout);
+__device__ long long block_start(Part part) {
+    return blockIdx.y * part.shard + part.first + static_cast<long long>(blockIdx.x) * BLOCK_SIZE;
+}
+
+template <typename Place>
+__device__ int valid_elements(Place place) {
+    const long long left = place.numel - block_start(place);
     return left < 0 ? 0 : left < BLOCK_SIZE ? static_cast<int>(left) : BLOCK_SIZE;
 }
 
 // First element, within the block, of this thread's k-th group.
 __device__ int group_at(int k) { return 4 * (static_cast<int>(threadIdx.x) + k * THREADS); }
 
-// The bytes at which this block's scale and codes begin in its row.
-__device__ long long scale_offset() { return HEADER_BYTES + SCALE_BYTES * static_cast<long long>(blockIdx.x); }
+// The bytes at which this block's scales and codes begin in its row.
+template <typename Codec>
+__device__ long long scale_offset() {
+    return HEADER_BYTES + SCALE_BYTES * Codec::SCALES * static_cast<long long>(blockIdx.x);
+}
 
-template <int CODE_BITS>
-__device__ long long codes_offset(Layout layout) {
-    constexpr int BLOCK_BYTES = BLOCK_SIZE / 8 * CODE_BITS;
-    return HEADER_BYTES + SCALE_BYTES * layout.row_blocks + static_cast<long long>(blockIdx.x) * BLOCK_BYTES;
+template <typename Codec, typename Place>
+__device__ long long codes_offset(Place place) {
+    constexpr int BLOCK_BYTES = BLOCK_SIZE / 8 * Codec::BITS;
+    return HEADER_BYTES + SCALE_BYTES * Codec::SCALES * place.row_blocks +
+           static_cast<long long>(blockIdx.x) * BLOCK_BYTES;
+}
+
+// The scales of a block.
+template <int COUNT>
+struct Scales {
+    float value[COUNT];
+};
+
+template <typename Codec>
+__device__ Scales<Codec::SCALES> load_scales(const unsigned char* place) {
+    return *reinterpret_cast<const Scales<Codec::SCALES>*>(place);
 }
 
 __device__ float4 load_four(const float* values) { return *reinterpret_cast<const float4*>(values); }
 
-__device__ float4 load_four(const BFloat16* values) {
-    const Four<BFloat16> four = *reinterpret_cast<const Four<BFloat16>*>(values);
+template <typename Half>
+__device__ float4 load_four(const Half* values) {
+    const Four<Half> four = *reinterpret_cast<const Four<Half>*>(values);
     return make_float4(widen(four.value[0]), widen(four.value[1]), widen(four.value[2]), widen(four.value[3]));
 }
 
 __device__ void store_four(float* output, float4 value) { *reinterpret_cast<float4*>(output) = value; }
 
-__device__ void store_four(BFloat16* output, float4 value) {
-    *reinterpret_cast<Four<BFloat16>*>(output) = {round_to_nearest(value.x), round_to_nearest(value.y),
-                                                  round_to_nearest(value.z), round_to_nearest(value.w)};
+template <typename Half>
+__device__ void store_four(Half* output, float4 value) {
+    Four<Half> four;
+    round_to_nearest(value.x, four.value[0]);
+    round_to_nearest(value.y, four.value[1]);
+    round_to_nearest(value.z, four.value[2]);
+    round_to_nearest(value.w, four.value[3]);
+    *reinterpret_cast<Four<Half>*>(output) = four;
 }
 
-// Four elements of payload + residual; 0 on the padding and beyond the block.
-template <typename Residual>
-__device__ float4 load_corrected(const float* payload, const Residual* residual, int at, int valid) {
-    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (at < valid) {
-        value = load_four(payload + at);
-        if (residual != nullptr) {
-            const float4 lost = load_four(residual + at);
-            value.x += lost.x;
-            value.y += lost.y;
-            value.z += lost.z;
-            value.w += lost.w;
-        }
-        if (at + 1 >= valid) value.y = 0.0f;
-        if (at + 2 >= valid) value.z = 0.0f;
-        if (at + 3 >= valid) value.w = 0.0f;
+// Four consecutive values, wherever they lie.
+template <typename Value>
+__device__ float4 load_anywhere(const Value* values) {
+    if (is_aligned(values)) return load_four(values);
+    return make_float4(widen(values[0]), widen(values[1]), widen(values[2]), widen(values[3]));
+}
+
+template <typename Value>
+__device__ void store_anywhere(Value* values, float4 four) {
+    if (is_aligned(values)) {
+        store_four(values, four);
+        return;
     }
-    return value;
+    round_to_nearest(four.x, values[0]);
+    round_to_nearest(four.y, values[1]);
+    round_to_nearest(four.z, values[2]);
+    round_to_nearest(four.w, values[3]);
 }
 
-// Store four elements inside the block, 0 on its padding.
-template <typename Output>
-__device__ void store_valid(Output* output, int at, int valid, float4 value) {
-    if (at >= BLOCK_SIZE) return;
+__device__ float4 add(float4 left, float4 right) {
+    return make_float4(left.x + right.x, left.y + right.y, left.z + right.z, left.w + right.w);
+}
+
+// What of four elements of the block is not padding, and 0 elsewhere.
+__device__ float4 keep_valid(float4 value, int at, int valid) {
     if (at >= valid) value.x = 0.0f;
     if (at + 1 >= valid) value.y = 0.0f;
     if (at + 2 >= valid) value.z = 0.0f;
     if (at + 3 >= valid) value.w = 0.0f;
-    store_four(output + at, value);
+    return value;
+}
+
+// What is encoded, group by group: payload + residual (which may be null), 0 on the padding and beyond the block. Both
+// begin where the block does.
+template <typename Residual>
+class Corrected {
+  public:
+    __device__ Corrected(const float* payload, const Residual* residual, int valid)
+        : payload(payload), residual(residual), valid(valid) {}
+
+    __device__ float4 group(int k) const {
+        const int at = group_at(k);
+        if (at >= valid) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 value = load_four(payload + at);
+        if (residual != nullptr) value = add(value, load_four(residual + at));
+        return keep_valid(value, at, valid);
+    }
+
+    __device__ void all(float4 (&values)[GROUPS]) const {
+#pragma unroll
+        for (int k = 0; k < GROUPS; ++k) values[k] = group(k);
+    }
+
+  private:
+    const float* payload;
+    const Residual* residual;
+    int valid;
+};
+
+// Store four elements inside the block, 0 on its padding.
+template <typename Output>
+__device__ void store_valid(Output* output, int at, int valid, float4 value) {
+    if (at < BLOCK_SIZE) store_four(output + at, keep_valid(value, at, valid));
 }
 
 // total / rows, to the nearest, from the nearest float to 1 / rows: their product, corrected by its remainder to within
@@ -118,8 +182,8 @@ __device__ float4 divide(float4 total, Rows rows) {
 template <typename Codec>
 __device__ void decode_row(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout) {
     const unsigned char* row = packets + blockIdx.y * layout.row_bytes;
-    const float scale = *reinterpret_cast<const float*>(row + scale_offset());
-    const Codec codec(row + codes_offset<Codec::BITS>(layout));
+    const Scales<Codec::SCALES> scale = load_scales<Codec>(row + scale_offset<Codec>());
+    const Codec codec(row + codes_offset<Codec>(layout));
     const long long begin = block_start(layout);
     if (EVEN && begin + BLOCK_SIZE <= layout.numel) {
         float* own = output + begin + group_at(0);
@@ -133,7 +197,29 @@ __device__ void decode_row(const unsigned char* __restrict__ packets, float* __r
         if (group_at(k) < BLOCK_SIZE) store_valid(output + begin, group_at(k), valid, codec.decode(k, scale));
 }
 
-// The mean of this block of all packets, which are of the same elements.
+// The mean of `packets`, which are of the same elements, in this thread's groups from `first` on.
+template <typename Codec, typename Place, int COUNT>
+__device__ void average(const unsigned char* packets, Place place, Rows rows, int first, float4 (&mean)[COUNT]) {
+    const unsigned char* scale_of_row = packets + scale_offset<Codec>();
+    Codec codec(packets + codes_offset<Codec>(place));
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) mean[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
+#pragma unroll 4
+    for (int row = 0; row < rows.count; ++row) {
+        const Scales<Codec::SCALES> scale = load_scales<Codec>(scale_of_row);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            if (!WHOLE_TURNS && group_at(first + k) >= BLOCK_SIZE) break;
+            mean[k] = add(mean[k], codec.decode(first + k, scale));
+        }
+        scale_of_row += place.row_bytes;
+        codec.advance(place.row_bytes);
+    }
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) mean[k] = divide(mean[k], rows);
+}
+
+// The mean of this block of all packets.
 template <typename Codec>
 __device__ void decode_mean(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
                             Rows rows) {
@@ -141,33 +227,43 @@ __device__ void decode_mean(const unsigned char* __restrict__ packets, float* __
     const bool whole = WHOLE_TURNS && begin + BLOCK_SIZE <= layout.numel;
     output += begin;
     for (int first = 0; first < GROUPS; first += MEAN_GROUPS) {
-        const unsigned char* scale_of_row = packets + scale_offset();
-        Codec codec(packets + codes_offset<Codec::BITS>(layout));
-        float4 total[MEAN_GROUPS];
-#pragma unroll
-        for (int k = 0; k < MEAN_GROUPS; ++k)
-            total[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
-#pragma unroll 4
-        for (int row = 0; row < rows.count; ++row) {
-            const float scale = *reinterpret_cast<const float*>(scale_of_row);
-#pragma unroll
-            for (int k = 0; k < MEAN_GROUPS; ++k) {
-                if (!WHOLE_TURNS && group_at(first + k) >= BLOCK_SIZE) break;
-                const float4 decoded = codec.decode(first + k, scale);
-                total[k] = make_float4(total[k].x + decoded.x, total[k].y + decoded.y, total[k].z + decoded.z,
-                                       total[k].w + decoded.w);
-            }
-            scale_of_row += layout.row_bytes;
-            codec.advance(layout.row_bytes);
-        }
+        float4 mean[MEAN_GROUPS];
+        average<Codec>(packets, layout, rows, first, mean);
 #pragma unroll
         for (int k = 0; k < MEAN_GROUPS; ++k) {
             const int at = group_at(first + k);
-            const float4 mean = divide(total[k], rows);
             if (whole)
-                store_four(output + at, mean);
+                store_four(output + at, mean[k]);
             else
-                store_valid(output, at, valid_elements(layout), mean);
+                store_valid(output, at, valid_elements(layout), mean[k]);
         }
+    }
+}
+
+// Encode what `source` makes of this block into the packets, and write what was lost to `lost`, which may be what the
+// source reads.
+template <typename Codec, typename Source, typename Lost, typename Place>
+__device__ void encode(Source& source, Lost* lost, unsigned char* packets, Place place) {
+    const int valid = valid_elements(place);
+    lost += block_start(place);
+    unsigned char* row = packets + blockIdx.y * place.row_bytes;
+    unsigned char* codes = row + codes_offset<Codec>(place);
+    float* scales = reinterpret_cast<float*>(row + scale_offset<Codec>());
+    typename Codec::Encoder encoder;
+
+    float4 corrected[GROUPS];  // in registers, or where there are too many nowhere: they are made for every pass
+    if constexpr (KEPT) source.all(corrected);
+    if constexpr (Codec::Encoder::LOOKS_FIRST) {
+#pragma unroll UNROLLED
+        for (int k = 0; k < GROUPS; ++k) encoder.look(KEPT ? corrected[k] : source.group(k));
+        encoder.decide(valid);
+    }
+#pragma unroll UNROLLED
+    for (int k = 0; k < GROUPS; ++k) encoder.see(KEPT ? corrected[k] : source.group(k), group_at(k), valid);
+    encoder.settle(scales, valid);
+#pragma unroll UNROLLED
+    for (int k = 0; k < GROUPS; ++k) {
+        const int at = group_at(k);
+        store_valid(lost, at, valid, encoder.put(KEPT ? corrected[k] : source.group(k), at, valid, codes));
     }
 }

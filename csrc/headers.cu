@@ -4,12 +4,6 @@
 #include "packet.cuh"
 #include "reduce.cuh"
 
-// A header by value, as two little-endian words, and where the flags lie in them.
-struct Header {
-    long long first;
-    long long second;
-};
-
 // What is done to rows of row_bytes bytes: the flag that is set where a row's first scales are not all finite or the
 // condition holds; or, of a check, the flags that are known.
 struct HeaderRows {
@@ -19,7 +13,7 @@ struct HeaderRows {
     long long flag;
 };
 
-static_assert(sizeof(Header) == 16 && sizeof(HeaderRows) == 32, "no gaps between members");
+static_assert(sizeof(HeaderRows) == 32, "no gaps between members");
 
 constexpr int FLAG_SHIFT = 32;
 constexpr unsigned long long FLAG_MASK = 0xffffull << FLAG_SHIFT;
@@ -38,13 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     raised = reduce_block<Union>(raised);
     if (threadIdx.x != 0) return;
     if (condition != nullptr) raised |= *condition != 0;
-    unsigned long long first = header.first;
-    if (raised != 0u) first |= static_cast<unsigned long long>(rows.flag) << FLAG_SHIFT;
-    const unsigned long long second = header.second;
-    row[0] = static_cast<unsigned>(first);
-    row[1] = static_cast<unsigned>(first >> 32);
-    row[2] = static_cast<unsigned>(second);
-    row[3] = static_cast<unsigned>(second >> 32);
+    if (raised != 0u) header.first |= rows.flag << FLAG_SHIFT;
+    store_header(row, header);
 }
 
 // Of one thread block. report: all flags so far, one more than the first odd row, and its two words.

@@ -1,5 +1,7 @@
 // Floats of 16 bits, in bits so that no header of CUDA's is needed, groups of four, and random rounding.
 
+[[maybe_unused]] constexpr float LARGEST_FLOAT = 3.402823466e38f;
+
 struct BFloat16 {
     unsigned short bits;
 };
@@ -84,11 +86,32 @@ __device__ void round_at_random(float value, unsigned random, Float16& rounded) 
 }
 
 // To the nearest, ties to even.
-__device__ BFloat16 round_to_nearest(float value) {
+__device__ void round_to_nearest(float value, float& rounded) { rounded = value; }
+
+__device__ void round_to_nearest(float value, BFloat16& rounded) {
     const unsigned bits = __float_as_uint(value);
-    const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return {static_cast<unsigned short>(is_nan_bits(bits) ? 0x7fc0u : rounded)};
+    const unsigned nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    rounded.bits = static_cast<unsigned short>(is_nan_bits(bits) ? 0x7fc0u : nearest);
 }
+
+__device__ void round_to_nearest(float value, Float16& rounded) {
+    const unsigned bits = __float_as_uint(value);
+    const unsigned magnitude = bits & 0x7fffffffu;
+    unsigned half = (magnitude - REBIAS + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    if (magnitude >= INFINITY_BITS || half > HALF_INFINITY) half = HALF_INFINITY;
+    // Next to 1/2 floats have the spacing of subnormal Float16: the sum is what is rounded.
+    if (magnitude < SMALLEST_NORMAL_BITS) half = __float_as_uint(fabsf(value) + 0.5f) - __float_as_uint(0.5f);
+    if (is_nan_bits(bits)) half = 0x7e00u;
+    rounded.bits = static_cast<unsigned short>(half | (bits >> 16 & 0x8000u));
+}
+
+// The two keys of a rounding's seed.
+struct Keys {
+    unsigned first;
+    unsigned second;
+};
+
+static_assert(sizeof(Keys) == 8, "no gaps between members");
 
 // 32 random bits for elements 2 * pair and 2 * pair + 1, a half each; specified by noise.py.
 __device__ unsigned random_pair(unsigned pair, unsigned first_key, unsigned second_key) {

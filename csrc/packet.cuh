@@ -10,6 +10,21 @@ static_assert(BLOCK_SIZE % 64 == 0, "a block is a multiple of 64 elements");
 
 // What kernels are given in structures is packed by launch.py, member by member: hence the sizes.
 
+// A header by value, as two little-endian words; none where the first is 0.
+struct Header {
+    long long first;
+    long long second;
+};
+
+static_assert(sizeof(Header) == 16, "no gaps between members");
+
+__device__ void store_header(unsigned* row, Header header) {
+    row[0] = static_cast<unsigned>(header.first);
+    row[1] = static_cast<unsigned>(header.first >> 32);
+    row[2] = static_cast<unsigned>(header.second);
+    row[3] = static_cast<unsigned>(header.second >> 32);
+}
+
 // How packets, of row_blocks blocks and row_bytes bytes each, carry numel elements.
 struct Layout {
     long long numel;
@@ -18,3 +33,14 @@ struct Layout {
 };
 
 static_assert(sizeof(Layout) == 24, "no gaps between members");
+
+// How packets carry elements `first` to `first` + row_blocks · BLOCK_SIZE of every shard of a bucket of numel elements.
+struct Part {
+    long long numel;
+    long long row_blocks;
+    long long row_bytes;
+    long long shard;
+    long long first;
+};
+
+static_assert(sizeof(Part) == 40, "no gaps between members");

@@ -5,14 +5,6 @@
 
 constexpr int QUADS = ELEMENTS_PER_THREAD / 4;
 
-// The two keys of the rounding's seed.
-struct Keys {
-    unsigned first;
-    unsigned second;
-};
-
-static_assert(sizeof(Keys) == 8, "no gaps between members");
-
 template <typename Weight>
 __device__ void store_rounded(Weight* __restrict__ weights, const float* __restrict__ values, long long numel,
                               Keys keys) {

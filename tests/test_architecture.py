@@ -46,6 +46,7 @@ COMPILED = {"triton.jit"}
 # __init__.py that imports on first use, the modules of thinwire/ itself) and in these files only.
 LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
+    "comm/meet_command.py": "--help needs no torch",
     "engine/checkpoint/command_line.py": "--help needs no torch",
     "engine/config/rules.py": "layouts import what torch.compile needs, and most files have none",
     "engine/config_command.py": "--help needs no torch",
@@ -53,6 +54,7 @@ LAZY_LOADERS = {
     "plan/command_line.py": "--help needs no torch",
     "plan/models/finding.py": "transformers, and torch with it, are for families that have no formula",
     "plan/plan_command.py": "a calibration takes pydantic, and most plans have none",
+    "compress/kernels/buckets.py": "a backend is imported where a bucket lies on its device",
     "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }

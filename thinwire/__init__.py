@@ -11,6 +11,8 @@ from thinwire.version import __version__
 
 __all__ = [
     "DiLoCo",
+    "Elastic",
+    "ElasticSampler",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",
@@ -33,8 +35,9 @@ __all__ = [
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
 if TYPE_CHECKING:
     from thinwire import comm, compress, deepspeed, engine, hugging_face, optim, plan, pld, sparse_attn, zero
+    from thinwire.comm import Elastic
     from thinwire.engine import initialize
-    from thinwire.optim import DiLoCo, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+    from thinwire.optim import DiLoCo, ElasticSampler, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
     from thinwire.zero import ShardedOptimizer
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -52,8 +55,9 @@ else:
                 "sparse_attn",
                 "zero",
             ),
+            "comm": ("Elastic",),
             "engine": ("initialize",),
-            "optim": ("DiLoCo", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
+            "optim": ("DiLoCo", "ElasticSampler", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
             "zero": ("ShardedOptimizer",),
         },
     )

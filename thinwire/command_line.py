@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from thinwire.comm import CommunicationError
+from thinwire.comm.meet_command import add_meet_arguments
 from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.command_line import add_commands
 from thinwire.engine.checkpoint.errors import UsageError
@@ -21,9 +22,10 @@ __all__ = ["main", "make_parser"]
 def make_parser() -> argparse.ArgumentParser:
     """What reads the command's arguments; `run` of what it returns does what they ask for."""
     parser = argparse.ArgumentParser(prog="thinwire", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="checkpoint|config|plan|probe")
+    commands = parser.add_subparsers(required=True, metavar="checkpoint|config|meet|plan|probe")
     add_commands(commands.add_parser("checkpoint", help="verify, inspect or export checkpoints"))
     add_config_commands(commands.add_parser("config", help="say what a configuration file will do"))
+    add_meet_arguments(commands.add_parser("meet", help="serve the place where the workers of an elastic job meet"))
     add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))
     add_probe_arguments(commands.add_parser("probe", help="measure the network for plan; under torchrun or mpirun"))
     return parser

@@ -18,24 +18,28 @@ from experiments.common.command_line import Parser
 from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
 from thinwire.compress.kernels.cuda.launch import block_threads, compile_options, source_text
+from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = ["ARCHITECTURES", "BLOCK_SIZES", "COUNTED", "Row", "compile_kernels", "main", "measure"]
 
 ARCHITECTURES = (80, 90, 100)
 BLOCK_SIZES = (2048, 65536)
-_SOURCES = {"sign1": None, "int8": None, "momentum": 256, "rounding": 256, "headers": 128}  # threads, if not by block
+_BY_BLOCK = (*CODE_BITS, *(f"bucket_{codec}" for codec in CODE_BITS), "packed_payload")
+_THREADS = {"packed_moves": 256, "momentum": 256, "rounding": 256, "headers": 128}  # of sources that know no blocks
+_SOURCES: dict[str, int | None] = dict.fromkeys(_BY_BLOCK) | _THREADS
 _OUTPUT = RESULTS / "kernel_code.json"
 
 
 class Counted(NamedTuple):
-    """What one thread does where everything is whole and aligned, at blocks of 2048 elements; and the least bytes that
-    memory moves for an element."""
+    """What one thread does where everything is whole and aligned, at blocks of 2048 elements; the least bytes that
+    memory moves for an element; and the fused multiply-adds that tell the common way from shorter ones."""
 
     name: str
     elements: int
     stored: int
     loads: int
     bytes_per_element: float
+    fused: int = 0
 
 
 COUNTED = {
@@ -50,6 +54,13 @@ COUNTED = {
     "apply_signs_float16": Counted("apply signs, fp16", 8, 16, 6, 5.125),
     "apply_signs_float32": Counted("apply signs, fp32", 8, 32, 6, 9.125),
     "store_rounded_bfloat16": Counted("store rounded, bf16", 8, 16, 2, 6),
+    "encode_payload_plain_sign1": Counted("bucket: payload", 16, 80, 16, 16.125, 16),
+    "encode_payload_divided_sign1": Counted("bucket: payload, divided", 16, 80, 20, 20.125, 64),
+    "average_and_encode_sign1": Counted("bucket: mean of 4, encoded", 16, 80, 24, 8.625),
+    "decode_and_move_plain_sign1": Counted("bucket: decode and move", 16, 128, 13, 12.125),
+    "decode_and_move_divided_sign1": Counted("bucket: decode and move, divided", 16, 128, 17, 16.125),
+    "encode_packed_payload_bfloat16": Counted("bucket: packed payload, bf16", 16, 48, 23, 7.25),
+    "move_packed_bfloat16": Counted("bucket: packed move, bf16", 8, 16, 11, 5.125),
 }
 
 
@@ -114,7 +125,7 @@ def measure(compiler: Compiler) -> list[Row]:
                 instructions = allowed = None
                 if kernel in COUNTED and block_size == BLOCK_SIZES[0]:
                     counted = COUNTED[kernel]
-                    issued = programs[kernel].fewest_issued(counted.stored, counted.loads)
+                    issued = programs[kernel].fewest_issued(counted.stored, counted.loads, counted.fused)
                     instructions = round(issued / counted.elements, 1)
                     allowed = round(_GPUS[architecture].instructions(counted.bytes_per_element), 1)
                 rows.append(Row(kernel, architecture, block_size, *asdict(taken).values(), instructions, allowed))

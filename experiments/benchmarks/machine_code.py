@@ -108,24 +108,26 @@ class Program:
     instructions: list[str] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
-    def fewest_issued(self, stored: int, loads: int) -> int:
+    def fewest_issued(self, stored: int, loads: int, fused: int = 0) -> int:
         """Instructions on the shortest way from the beginning to an end on which so many bytes are stored to, and at
-        least so many loads made from, global memory: what a thread issues in the common case, its loops turned as often
-        as the loads ask, where everything is whole and aligned and nothing needs the rare ways out.
+        least so many loads made from, global memory, with at least so many fused multiply-adds: what a thread issues in
+        the common case, its loops turned as often as the loads ask, where everything is whole and aligned and nothing
+        needs the rare ways out.
 
         Raises ValueError where no way does.
         """
-        start = (0, 0, 0)
+        start = (0, 0, 0, 0)
         steps, waiting = {start: 0}, deque([start])
         while waiting:
             state = waiting.popleft()
-            place, wrote, read = state
+            place, wrote, read, added = state
             instruction = self.instructions[place]
             wrote, read = min(stored, wrote + _stored(instruction)), min(loads, read + _loads(instruction))
+            added = min(fused, added + ("FFMA" in instruction))
             ended, following = self._next(place)
-            if ended and wrote == stored and read == loads:
+            if ended and (wrote, read, added) == (stored, loads, fused):
                 return steps[state] + 1
-            for other in ((target, wrote, read) for target in following):
+            for other in ((target, wrote, read, added) for target in following):
                 if other not in steps:
                     steps[other] = steps[state] + 1
                     waiting.append(other)

@@ -83,6 +83,8 @@ def hook_resumes_with_its_residuals(comm: Communicator) -> None:
         assert torch.equal(averages(model, 9), wanted)
         with pytest.raises(ValueError, match="saved with codec="):
             hooked("int8")[1].load_state_dict(saved)
+        with pytest.raises(ValueError, match="saved with rank="):
+            state.load_state_dict({**saved, "rank": comm.size - 1})  # which the last rank's is
         model, state = hooked(codec)
         state.load_state_dict({**saved, "buckets": {0: {**saved["buckets"][0], "numel": 3}}})
         averages(model, 0)

@@ -39,7 +39,8 @@ def check(line: str, files: Collection[str] = (), complete: bool = True) -> None
 
 def check_words(words: Sequence[str], files: Collection[str] = (), complete: bool = True) -> None:
     """The same of one command, as a list of words."""
-    program, *rest = words
+    variables = next((place for place, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), len(words))
+    program, *rest = words[variables:]
     if program == "make":
         _check_targets(rest)
     elif program == "pip":

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from tests.fake_device.buckets import HostBuckets, serve_buckets
+
 __all__ = ["NAME", "Counts", "build", "compiler", "counting", "load"]
 
 NAME = "fake"
@@ -74,6 +76,7 @@ def load() -> None:
         _is_in_bad_fork=lambda: False,
     )
     torch._register_device_module(NAME, module)
+    serve_buckets(HostBuckets())
 
 
 @contextmanager

@@ -31,6 +31,8 @@ void launched(const std::string& name) {
   ++launches[name];
 }
 
+void launched_kernel(std::string name) { launched(name); }
+
 void waited(const std::string& why) {
   std::lock_guard<std::mutex> hold(counting);
   ++waits[why];
@@ -160,6 +162,8 @@ at::Tensor on_host(const at::Tensor& tensor) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
   return result;
 }
+
+at::Tensor as_host(const at::Tensor& tensor) { return tensor.device().type() == kDevice ? on_host(tensor) : tensor; }
 
 void free_storage(void* context) { delete static_cast<c10::Storage*>(context); }
 
@@ -314,6 +318,8 @@ TORCH_LIBRARY_FRAGMENT(fake_device, m) {
   m.def("launches() -> str[]", &read_launches);
   m.def("waits() -> str[]", &read_waits);
   m.def("reset(bool raising) -> ()", &reset_counts);
+  m.def("launched(str name) -> ()", &launched_kernel);
+  m.def("as_host(Tensor tensor) -> Tensor", &as_host);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.compress.kernels import bucket_body
 from tests.compress.kernels.body import (
     BACKENDS,
     KernelsBody,
@@ -14,8 +15,11 @@ from tests.compress.kernels.body import (
     check_rows_apart,
     uninitialised_packets,
 )
+from tests.compress.kernels.bucket_body import BucketKernels
 from tests.compress.kernels.momentum_body import MomentumBody, make_momentum, same_bits
 from thinwire.compress import kernels
+from thinwire.compress.kernels.cuda.backend import make_backend as make_singles
+from thinwire.compress.kernels.cuda.bucket_backend import make_backend as make_buckets
 from thinwire.compress.kernels.header_calls import header_words
 from thinwire.compress.kernels.headers import check_headers, new_reports, write_headers
 from thinwire.compress.kernels.rounding import store_rounded
@@ -33,6 +37,12 @@ class TestCuda(KernelsBody):
     def subject(self) -> Subject:
         backend = BACKENDS["cuda"]
         return Subject("cuda", backend, device="cuda", block_sizes=(64, 128, 192, 320, 1024, 2048, 65536))
+
+
+class TestBucketsOnCuda(BucketKernels):
+    @pytest.fixture
+    def subject(self) -> bucket_body.Subject:
+        return bucket_body.Subject(make_buckets(), make_singles(), "cuda", SERVED_CODECS["cuda"])
 
 
 class TestMomentumOnCuda(MomentumBody):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.plan.strategies import ethernet
-from thinwire import OneBitAdam, ShardedOptimizer
+from thinwire import DiLoCo, OneBitAdam, ShardedOptimizer
 from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, make_codec
+from thinwire.compress.packet_layout import CodecName
 from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, methods_for, predict
 from thinwire.plan.exchanges import two_legs
+from thinwire.plan.outer_schedule import CODECS, OuterSchedule
 from thinwire.zero.live_tensors import live_tensor_bytes
 
 WIDTH, LAYERS = 300, 5
@@ -157,3 +160,43 @@ def test_memory_of_onebit_adam(ranks: int) -> None:
     frozen = predict(Workload(MODEL, 0.1, 0.2), ethernet(ranks), Method("onebit-adam"), Schedule(4, 0.0))
     assert held[0] == pytest.approx(warm.memory_bytes, rel=0.1)
     assert held[3] == pytest.approx(frozen.memory_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("fragments", "nodes"), [(1, None), (5, None), (5, [0, 0, 1, 1])])
+def test_bytes_and_memory_of_diloco(codec: CodecName, fragments: int, nodes: list[int] | None) -> None:
+    """Byte for byte what a run sends on average and in a burst; and to a tenth, as formulas know no padding, what is
+    held for outer steps."""
+    ranks, every = 4, 5
+
+    def rank(comm: Communicator) -> tuple[list[int], dict[str, float]]:
+        model = make_model()
+        options: dict[str, Any] = {
+            "every": every,
+            "fragments": fragments,
+            "codec": codec,
+            "nodes": nodes or "flat",
+            "comm": comm,
+        }
+        optimizer = DiLoCo(model.named_parameters(), torch.optim.AdamW, **options)
+        sent = [(optimizer.bytes_sent, optimizer.bytes_sent_between_nodes)[nodes is not None]]
+        for _ in range(11):
+            model(torch.randn(7, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append((optimizer.bytes_sent, optimizer.bytes_sent_between_nodes)[nodes is not None])
+        return [after - before for before, after in itertools.pairwise(sent)], optimizer.model_state_bytes()
+
+    (sent, held), *_ = threads.run(rank, ranks)
+    run = Schedule(100, outer=OuterSchedule(every, fragments, codec=codec))
+    cluster = ethernet(ranks) if nodes is None else ethernet(2, 2)
+    prediction = predict(Workload(MODEL, 0.1, 0.2), cluster, Method("diloco", hierarchical=nodes is not None), run)
+    part = 1 if nodes is None else 2  # a node's bytes are its ranks'
+    found = [prediction.average, prediction.phases["outer"]]
+    average, burst = (one.bytes_sent if nodes is None else one.bytes_between / part for one in found)
+    assert sum(sent[1:]) == pytest.approx(10 * average, rel=1e-9)  # leg 2 leaves in the step after leg 1
+    two_steps = (sent[step] + sent[step + 1] for step in range(1, 10))
+    assert max(two_steps) == pytest.approx(burst if fragments == 1 else 2 * burst, rel=1e-9)
+    assert prediction.shares["outer"] == pytest.approx(fragments / every)
+    for kind in ("outer weights", "outer momentum", *(["residuals"] if codec != "none" else [])):
+        assert prediction.memory[kind] == pytest.approx(held[kind], rel=0.1), kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_only_what_costs_loss_was_asked_for(capsys) -> None:
 def test_every_option_of_a_run_has_an_effect(capsys) -> None:
     """None is accepted and ignored: each changes some prediction."""
     # A few, as the break-even rates of all take a second.
-    methods = ("--methods", "powersgd", "sharded-adam", "onebit-adam", "zero-one-adam")
+    methods = ("--methods", "powersgd", "sharded-adam", "onebit-adam", "zero-one-adam", "diloco")
     base = (*CLUSTER, "--model", "bert-base", *methods)
     before = planned(capsys, *base)["predictions"]
     for change in (
@@ -171,11 +172,40 @@ def test_every_option_of_a_run_has_an_effect(capsys) -> None:
         ("--var-update-scaler", "3"),
         ("--local-step-scaler", "3"),
         ("--local-step-clipper", "3"),
+        ("--every", "17"),
+        ("--fragments", "3"),
+        ("--outer-overlap", "2"),
+        ("--outer-codec", "sign1"),
         ("--bucket", "3MiB"),
         ("--sequence", "128"),
         ("--micro-batch", "3"),
     ):
         assert planned(capsys, *base, *change)["predictions"] != before, change
+
+
+def test_local_updates_say_what_was_published_of_their_loss_and_whether_a_fragment_hides(capsys) -> None:
+    line = ("plan", "--model", "bert-base", "--link", "10Gb/s", "--methods", "diloco", "ddp-bf16")
+    _, printed, _ = run(capsys, *line)
+    assert printed.startswith("Take DDP with its bf16 hook: ")
+    assert "Faster, not recommended: DiLoCo" in printed
+    assert "(loss +1.3%, published)" in printed
+    _, printed, _ = run(capsys, *line, "--speed-only")
+    assert "thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, lr=lr, every=30)" in printed
+    assert "loss     +1.3% beside data parallel, published, not measured here (arXiv 2503.09799)" in printed
+    assert re.search(
+        r"outer    .* a node leave at once, .*: training stalls .* an overlap of \d+ would hide it", printed
+    )
+    _, printed, _ = run(capsys, *line, "--speed-only", "--outer-overlap", "29", "--fragments", "1")
+    assert "hidden behind 29 steps" in printed
+    small = ("plan", "--parameters", "4M", "--link", "100Mb/s", "--methods", "diloco", "ddp-bf16", "--nodes", "16")
+    _, printed, _ = run(capsys, *small)
+    assert "loss +3.9% or worse, published" in printed
+    _, printed, _ = run(capsys, *small, "--speed-only")
+    assert (
+        "(arXiv 2503.09799; for 35M parameters; below that it is worse; for 8 workers; with more it is worse)"
+        in printed
+    )
+    assert run(capsys, *small, "--every", "1")[0] == 2  # no room for an overlap
 
 
 def test_what_is_estimated(capsys) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.plan.strategies import GIGABIT, bert, ethernet, jobs
 from thinwire.plan import Method, PlanError, Schedule, break_even_rate, methods_for, plan, predict
 from thinwire.plan.losses import LOSSES, keeps_the_loss
+from thinwire.plan.published_losses import local_updates_loss
 from thinwire.plan.recommendation import BASELINE, WORTH_IT
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
@@ -49,7 +50,7 @@ def test_speed_that_costs_loss_is_never_recommended() -> None:
     assert careful.best is not None
     assert careful.best.method == Method("onebit-adam")
     ahead = {one.method.algorithm for one in careful.faster()}
-    assert ahead == {"powersgd", "zero-one-adam", "onebit-lion"}
+    assert ahead == {"powersgd", "diloco", "zero-one-adam", "onebit-lion"}
     reckless = plan(bert("large"), cluster, methods_for(cluster), speed_only=True)
     assert reckless.best is not None
     assert reckless.best.method.algorithm == "powersgd"
@@ -75,6 +76,17 @@ def test_losses_are_those_of_the_experiments() -> None:
     assert set(LOSSES) == set(measured) == {one.algorithm for one in methods_for(ethernet()) if one.is_one_bit}
     for name, (difference, seeds) in measured.items():
         assert (LOSSES[name].difference, LOSSES[name].seeds) == (pytest.approx(difference, abs=5e-4), seeds), name
+
+
+def test_published_losses_of_local_updates() -> None:
+    """At published sizes those that were published (arXiv 2503.09799, table 4), between them linear in logarithms."""
+    for parameters, workers, percent in ((35e6, 4, 2.0), (35e6, 8, 3.9), (180e6, 2, 0.24), (2.4e9, 1, -0.4)):
+        assert 100 * local_updates_loss(int(parameters), workers) == pytest.approx(percent, abs=0.06)
+    ends = [local_updates_loss(int(size), 4) for size in (90e6, 180e6)]
+    assert local_updates_loss(round(math.sqrt(90e6 * 180e6)), 4) == pytest.approx(sum(ends) / 2)
+    assert local_updates_loss(10**6, 64) == local_updates_loss(35_000_000, 8)
+    assert local_updates_loss(10**11, 3) == pytest.approx(local_updates_loss(2_400_000_000, 3))
+    assert local_updates_loss(10**8, 2) < local_updates_loss(10**8, 3) < local_updates_loss(10**8, 4)
 
 
 @settings(deadline=None, max_examples=10)

@@ -13,9 +13,11 @@ __all__ = [
     "CommunicationError",
     "CommunicationTimeout",
     "Communicator",
+    "Elastic",
     "Launch",
     "LoggedCommunicator",
     "MPICommunicator",
+    "MembershipError",
     "OperationLog",
     "OperationStatistics",
     "TorchCommunicator",
@@ -30,6 +32,7 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire.comm import threads
     from thinwire.comm.communicator import Communicator
+    from thinwire.comm.elastic import Elastic, MembershipError
     from thinwire.comm.errors import CommunicationError, CommunicationTimeout
     from thinwire.comm.launch import init
     from thinwire.comm.launchers import Launch, detect
@@ -45,6 +48,7 @@ else:
         {
             "": ("threads",),
             "communicator": ("Communicator",),
+            "elastic": ("Elastic", "MembershipError"),
             "errors": ("CommunicationError", "CommunicationTimeout"),
             "launch": ("init",),
             "launchers": ("Launch", "detect"),

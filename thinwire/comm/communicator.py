@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -328,16 +327,14 @@ class Communicator(ABC):
                 collective=self._failure.collective,
             ) from self._failure
 
-    @contextmanager
-    def _failures_of(self, call: Call) -> Iterator[None]:
-        """Turn what the transport raises into a ``CommunicationError`` that names ranks, and remember it."""
-        try:
-            yield
-        except CommunicationError as error:
+    def _failures_of(self, call: Call) -> _Failures:
+        return _Failures(self, call)
+
+    def _note_failure(self, call: Call, error: BaseException) -> None:
+        if isinstance(error, CommunicationError):
             self._failure = error
-            raise
-        except self._transport_errors as cause:
-            raise self._fail(call, cause=cause) from cause
+        elif isinstance(error, self._transport_errors):
+            raise self._fail(call, cause=error) from error
 
     def _fail(self, call: Call, *, timeout: float | None = None, cause: object = None) -> CommunicationError:
         roll_call = self._roll_call(call)
@@ -346,12 +343,34 @@ class Communicator(ABC):
         return self._failure
 
 
+class _Failures:
+    """Turns what the transport raises into a ``CommunicationError`` that names ranks, and has it remembered.
+
+    No generator: one is entered twice a collective, which in a step of many buckets is a cost that shows.
+    """
+
+    __slots__ = ("_call", "_communicator")
+
+    def __init__(self, communicator: Communicator, call: Call) -> None:
+        self._communicator = communicator
+        self._call = call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._communicator._note_failure(self._call, error)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     # Not view(-1): a contiguous tensor of one element may have any stride, which byte views refuse.
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.numel() > 1:
+        return tensor
     return _flat(tensor).view(torch.uint8)
 
 

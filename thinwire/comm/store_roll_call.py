@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from thinwire.comm.failure import ROLL_CALL_SECONDS, Call, RollCall
 
-__all__ = ["StoreRollCall"]
+__all__ = ["StoreRollCall", "within"]
 
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ class StoreRollCall:
     def alarmed(self) -> bool:
         """Whether a rank has opened the roll call, or the store is lost, which is a failure as well."""
         try:
-            return bool(_within(_STORE_SECONDS, lambda: self._store.check(["alarm"])))
+            return bool(within(_STORE_SECONDS, lambda: self._store.check(["alarm"])))
         except RuntimeError:
             return True
 
@@ -42,7 +42,7 @@ class StoreRollCall:
         """Say where this rank stands and collect what the others say, for ``ROLL_CALL_SECONDS`` at most."""
         answers: dict[int, Call] = {}
         try:
-            complete = _within(ROLL_CALL_SECONDS + _STORE_SECONDS, lambda: self._collect(call, answers))
+            complete = within(ROLL_CALL_SECONDS + _STORE_SECONDS, lambda: self._collect(call, answers))
         except RuntimeError:
             complete = None
         if complete is None:
@@ -75,7 +75,7 @@ class StoreRollCall:
         return RollCall({}, (self._host,), "it serves the job's store, so the other ranks are unknown")
 
 
-def _within(seconds: float, ask: Callable[[], Result]) -> Result | None:
+def within(seconds: float, ask: Callable[[], Result]) -> Result | None:
     """``ask()``, or None if it takes longer than ``seconds``; its exception if it raises one."""
     answer: list[Result] = []
     error: list[BaseException] = []

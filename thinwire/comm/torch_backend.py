@@ -25,7 +25,7 @@ from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise
 from thinwire.comm.store_roll_call import StoreRollCall
 from thinwire.comm.work import Pending
 
-__all__ = ["TorchCommunicator", "group_timeout"]
+__all__ = ["GenerationCommunicator", "TorchCommunicator", "connect", "group_timeout"]
 
 # torch 2.13 renamed all_gather_into_tensor and warns at the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,12 +110,7 @@ class TorchCommunicator(Communicator):
     def _subgroup(self, members: list[int], number: int) -> Communicator:
         parent = self._wiring
         path = f"{parent.path}/{number}:{'-'.join(map(str, members))}"
-        store = PrefixStore(path, parent.store)
-        rank = members.index(self.rank)
-        # new_group needs every rank of the job, or equal numbers of groups on all; this needs neither.
-        group = dist.ProcessGroup(store, rank, len(members))
-        for device, backend in parent.backend_of.items():
-            _add_backend(group, device, backend, PrefixStore(device, store), self.timeout)
+        group = _make_group(parent.store, path, members.index(self.rank), len(members), parent.backend_of, self.timeout)
         global_ranks = tuple(parent.global_ranks[member] for member in members)
         wiring = _Wiring(group, parent.backend_of, global_ranks, parent.store, path)
         return TorchCommunicator(timeout=self.timeout, _wiring=wiring)
@@ -154,6 +149,36 @@ class TorchCommunicator(Communicator):
         if "cpu" in self._wiring.backend_of:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
+
+
+class GenerationCommunicator(TorchCommunicator):
+    """Of workers that come and go, over Gloo. `disturbed` says why they have to meet anew, and is empty where they need
+    not: then nothing waits any longer. Nobody holds a roll call: a meeting tells who is left."""
+
+    def __init__(self, wiring: _Wiring, timeout: float, disturbed: Callable[[], str]) -> None:
+        super().__init__(timeout=timeout, _wiring=wiring)
+        self._disturbed = disturbed
+
+    def abandon(self) -> None:
+        """Close it with transfers under way, for which nobody waits."""
+        self._abandon()
+        self.close()
+
+    def _roll_call(self, call: Call) -> RollCall:
+        return RollCall({}, (), self._disturbed())
+
+    def _alarmed(self) -> bool:
+        return bool(self._disturbed())
+
+
+def connect(store: Store, path: str, rank: int, size: int, timeout: float) -> _Wiring:
+    """Connect `size` processes over Gloo, this one as `rank`, at `path` of a store, without torch's own job.
+
+    Raises RuntimeError where some do not come in time.
+    """
+    backend_of = {"cpu": "gloo", "cuda": "gloo"}
+    group = _make_group(store, path, rank, size, backend_of, timeout)
+    return _Wiring(group, backend_of, tuple(range(size)), store, path)
 
 
 class _HostPending:
@@ -224,6 +249,17 @@ def _host_of_store(wiring: _Wiring) -> int | None:
     if not isinstance(store, TCPStore) or by_launcher or 0 not in wiring.global_ranks:
         return None
     return wiring.global_ranks.index(0)
+
+
+def _make_group(
+    store: Store, path: str, rank: int, size: int, backend_of: dict[str, str], timeout: float
+) -> dist.ProcessGroup:
+    # new_group needs every rank of the job, or equal numbers of groups on all; this needs neither.
+    own = PrefixStore(path, store)
+    group = dist.ProcessGroup(own, rank, size)
+    for device, backend in backend_of.items():
+        _add_backend(group, device, backend, PrefixStore(device, own), timeout)
+    return group
 
 
 def _add_backend(group: dist.ProcessGroup, device: str, backend: str, store: Store, timeout: float) -> None:

@@ -152,7 +152,7 @@ class _BlockCodec(Codec):
         return all_finite(kernels.scales(self.name, packets, self.scale_block))
 
     def finite_scales(self, packets: Tensor) -> int:
-        return kernels.scales(self.name, packets, self.block_size).shape[1]
+        return kernels.scales(self.name, packets, self.scale_block).shape[1]
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         kernels.decode_mean(self.name, packets, output, numel, self.scale_block)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from thinwire import comm as communication
+from thinwire.comm.agreement import on_every_rank
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.kernels import prepare
@@ -73,20 +74,24 @@ class CompressionState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave on this rank, before the first backward of the new DDP model.
 
-        The next step is averaged exactly: only after it does DDP lay the buckets that residuals are of. Raises
-        ValueError for a state of another codec, block size, rank or number of ranks.
+        Collective. The next step is averaged exactly: only after it does DDP lay the buckets that residuals are of.
+        Raises ValueError, on every rank, for a state of another codec, block size, rank or number of ranks.
         """
+        on_every_rank(self.comm, lambda: self._check(state), "load the state of its hook", (ValueError,))
+        self.step = int(state["step"])
+        self._exact_steps = max(self._exact_steps, self.step + 1)
+        self._buckets_are_final = False
+        self._saved = dict(state["buckets"])
+        self._exchanges.clear()
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raise ValueError for a state that is not this rank's."""
         for name, mine in self._settings().items():
             if state.get(name) != mine:
                 raise ValueError(
                     f"the hook's state was saved with {name}={state.get(name)!r}, and here it is {mine!r}: residuals "
                     "belong to one rank and codec. Load it where these are the same, or start with empty residuals"
                 )
-        self.step = int(state["step"])
-        self._exact_steps = max(self._exact_steps, self.step + 1)
-        self._buckets_are_final = False
-        self._saved = dict(state["buckets"])
-        self._exchanges.clear()
 
     def _settings(self) -> dict[str, Any]:
         codec = self._codec

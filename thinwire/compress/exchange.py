@@ -29,8 +29,8 @@ __all__ = ["Adjust", "Division", "EncodePart", "Exchange", "Headers", "Leg", "Ou
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
 
-EncodePart = Callable[[slice, Tensor], None]
-"""Encodes a part of every shard into packets, and leaves what was lost where `payload` is."""
+EncodePart = Callable[[slice, Tensor, bytes], None]
+"""Encodes a part of every shard into packets, with this header, and leaves what was lost where `payload` is."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class Outcome:
     """What the headers of one exchange said, the same on every rank.
 
     `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
-    some rank has a trainable parameter that lies in no bucket yet.
+    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
     """
 
     finite: bool
     incomplete: bool
     unplaced: bool
+    meet: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Headers:
 
     def check(self, expected: Header) -> Flags:
         """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
-        return check_headers(self.raw, replace(expected, part=self.part), self.senders)
+        return check_headers(self.raw, _of_part(expected, self.part), self.senders)
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,15 @@ class Exchange:
         `settings`: a digest of what must be alike on every rank. `encode`: what makes and encodes the payload part by
         part, residual included, where `takes_encoder` holds; then nobody has written it before.
         """
-        encode = self._encode_part if encode is None else encode
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            encode(place, send)
-            write_headers(send, replace(self._expected, part=number, flags=flags))
+            header = _of_part(self._expected, number, flags)
+            if encode is None:
+                self._encode_part(place, send)
+                write_headers(send, header)
+            else:
+                encode(place, send, header.pack())
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))
 
@@ -211,7 +215,10 @@ class Exchange:
         bring_headers([self])
         flags = Flags.NONE
         for leg in self._headers:
-            flags |= leg.check(self._expected)
+            if said := leg.check(self._expected):
+                flags |= said
+        if not flags:
+            return Outcome(finite=True, incomplete=False, unplaced=False)
         if Flags.MISMATCH in flags:
             raise PacketError(
                 "ranks of another node have lost step with each other. Every rank must call backward() and step() "
@@ -219,7 +226,9 @@ class Exchange:
             )
         if Flags.SETTINGS in flags:
             raise SettingsError("ranks of another node have other hyperparameters: set them alike on every rank")
-        return Outcome(Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags)
+        return Outcome(
+            Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags, Flags.MEET in flags
+        )
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""
@@ -312,7 +321,7 @@ class Exchange:
         receive = self._packets(self._comm.size, place)
         scales = 0 if send.device.type == "cpu" else self.codec.finite_scales(send)
         finite = True if scales else self.codec.all_finite(send)
-        write_headers(send, replace(self._expected, part=number), finite, scales)
+        write_headers(send, _of_part(self._expected, number), finite, scales)
         self._pass_on_flags(send)
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
 
@@ -328,6 +337,11 @@ class Exchange:
     def _packets(self, rows: int, place: slice) -> Tensor:
         numbers = self.codec.packet_bytes(place.stop - place.start)
         return torch.empty(rows, numbers, dtype=torch.uint8, device=self._device)
+
+
+def _of_part(header: Header, part: int, flags: Flags = Flags.NONE) -> Header:
+    """A header without part and flags, with these."""
+    return replace(header, part=part, flags=flags) if part or flags else header
 
 
 def kept_headers(packets: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
 
-__all__ = ["DiLoCo", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
+__all__ = ["DiLoCo", "ElasticSampler", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
 
 # The registry is read where there is no torch yet.
 if TYPE_CHECKING:
     from thinwire.optim.adam.optimizer import OneBitAdam
     from thinwire.optim.diloco.optimizer import DiLoCo
+    from thinwire.optim.diloco.sampler import ElasticSampler
     from thinwire.optim.exact.lamb import Lamb
     from thinwire.optim.exact.lion import Lion
     from thinwire.optim.exact.muon import Muon
@@ -24,6 +25,7 @@ else:
         {
             "adam.optimizer": ("OneBitAdam",),
             "diloco.optimizer": ("DiLoCo",),
+            "diloco.sampler": ("ElasticSampler",),
             "exact.lamb": ("Lamb",),
             "exact.lion": ("Lion",),
             "exact.muon": ("Muon",),

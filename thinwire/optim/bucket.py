@@ -158,9 +158,15 @@ class AlgorithmBucket:
     def keep(self, slot: Slot, parameter: Tensor) -> None:
         """Leave the gradient in `.grad`, where further backwards add to it."""
 
-    @torch.no_grad()
     def take(self, slot: Slot, parameter: Tensor) -> None:
         """Write what a parameter contributes into the payload."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._take(slot, parameter)
+        else:  # as in most backwards: to enter no_grad costs more than to hold a gradient
+            self._take(slot, parameter)
+
+    def _take(self, slot: Slot, parameter: Tensor) -> None:
         assert parameter.grad is not None
         if self._step.sketch is not None:
             self._step.sketch.add(parameter.grad.reshape(-1), slot.parameter)

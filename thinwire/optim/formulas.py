@@ -1,5 +1,6 @@
 """Adam's arithmetic on lists of tensors, before and after the variance is frozen: the one place where
-the formulas stand. Multi-tensor operations throughout, so that a GPU gets few launches."""
+the formulas stand. Multi-tensor operations throughout, so that a GPU gets few launches; where several follow one
+another on a CPU they go over as many elements at a time as its caches hold (`in_cache`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from thinwire.optim.in_cache import in_cache
 
 __all__ = [
     "SMALLEST_OF_MEAN",
@@ -71,18 +74,21 @@ def warmup_update(
 ) -> None:
     """w -= lr · m̂ / (√v̂ + ε) in place, after `track_moments`: with the default settings the two together give the
     bits of torch.optim.AdamW(foreach=True)."""
-    decay(weights, settings)
-    denominators = [variance.clone() for variance in variances]
-    root(denominators, settings, step)
-    torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
+    rate = settings.lr / settings.first_correction(step)
+    for some_weights, some_momenta, some_variances in in_cache(weights, momenta, variances):
+        decay(some_weights, settings)
+        denominators = [variance.clone() for variance in some_variances]
+        root(denominators, settings, step)
+        torch._foreach_addcdiv_(some_weights, some_momenta, denominators, -rate)
 
 
 def track_moments(
     gradients: list[Tensor], momenta: list[Tensor], variances: list[Tensor], settings: AdamSettings
 ) -> None:
     """m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g², in place."""
-    torch._foreach_lerp_(momenta, gradients, 1 - settings.beta1)
-    track_variances(gradients, variances, settings)
+    for some_gradients, some_momenta, some_variances in in_cache(gradients, momenta, variances):
+        torch._foreach_lerp_(some_momenta, some_gradients, 1 - settings.beta1)
+        track_variances(some_gradients, some_variances, settings)
 
 
 def track_variances(gradients: list[Tensor], variances: list[Tensor], settings: AdamSettings) -> None:

@@ -46,7 +46,7 @@ class HeldGradients:
         gradients = [self._gradients.get(number) for number in self._parameters]
         denominators = None if rule.denominators is None else state[rule.denominators]
 
-        def encode(place: slice, packets: Tensor) -> None:
+        def encode(place: slice, packets: Tensor, header: bytes) -> None:
             buckets.encode_payload(
                 exchange.codec.name,
                 rule.form,
@@ -59,7 +59,7 @@ class HeldGradients:
                 residual=exchange.worker_residual,
                 lost=exchange.next_residual,
                 packets=packets,
-                part=part_of(exchange, place),
+                part=part_of(exchange, place, header),
             )
 
         return encode
@@ -100,6 +100,6 @@ def segments_of(layout: BucketLayout) -> buckets.Segments:
     return buckets.Segments((slot.offset, slot.numel) for slot in layout.slots)
 
 
-def part_of(exchange: Exchange, place: slice) -> buckets.Part:
-    """A part of an exchange, as kernels over whole buckets take it."""
-    return buckets.Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.scale_block)
+def part_of(exchange: Exchange, place: slice, header: bytes | None = None) -> buckets.Part:
+    """A part of an exchange, as kernels over whole buckets take it; `header`: what its packets begin with."""
+    return buckets.Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.scale_block, header)

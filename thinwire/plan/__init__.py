@@ -15,6 +15,7 @@ __all__ = [
     "Link",
     "Matrices",
     "Method",
+    "OuterSchedule",
     "Plan",
     "PlanError",
     "Prediction",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from thinwire.plan.errors import PlanError
     from thinwire.plan.methods import Method, methods_for
     from thinwire.plan.models.finding import named_model
+    from thinwire.plan.outer_schedule import OuterSchedule
     from thinwire.plan.prediction import Prediction, StepPrediction, predict
     from thinwire.plan.probing import probe
     from thinwire.plan.recommendation import Plan, break_even_rate, plan
@@ -55,6 +57,7 @@ else:
             "cluster": ("Cluster", "Link", "Processor", "Speed"),
             "errors": ("PlanError",),
             "methods": ("Method", "methods_for"),
+            "outer_schedule": ("OuterSchedule",),
             "prediction": ("Prediction", "StepPrediction", "predict"),
             "probing": ("probe",),
             "recommendation": ("Plan", "break_even_rate", "plan"),

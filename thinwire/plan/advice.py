@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from thinwire.plan.cluster import Cluster
-from thinwire.plan.methods import POWERSGD, SHARDED_ADAM, Method
+from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method
+from thinwire.plan.outer_schedule import OuterSchedule
 from thinwire.plan.schedule import Schedule
 
 __all__ = ["code_for", "title_of"]
@@ -15,7 +16,12 @@ def title_of(method: Method) -> str:
     """What a sentence calls it."""
     if method.algorithm == POWERSGD:
         return f"PowerSGD of rank {method.rank}"
-    named = {"ddp-fp32": "DDP in fp32", "ddp-bf16": "DDP with its bf16 hook", SHARDED_ADAM: "AdamW on shards"}
+    named = {
+        "ddp-fp32": "DDP in fp32",
+        "ddp-bf16": "DDP with its bf16 hook",
+        SHARDED_ADAM: "AdamW on shards",
+        DILOCO: "DiLoCo",
+    }
     title = method.entry.name if method.entry is not None else named[method.algorithm]
     if method.stage:
         title += f" at ZeRO stage {method.stage}"
@@ -35,6 +41,16 @@ def code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_give
         if method.stage == 3:
             return 'thinwire.initialize(model=model, config={..., "zero_optimization": {"stage": 3}})'
         return f"thinwire.ShardedOptimizer(model.parameters(), torch.optim.AdamW, stage={method.stage}, lr=lr)"
+    if method.algorithm == DILOCO:
+        given, usual = schedule.outer, OuterSchedule()
+        options = ["lr=lr", f"every={given.every}"]
+        options += [
+            f"{name}={getattr(given, name)!r}"
+            for name in ("fragments", "overlap", "codec")
+            if getattr(given, name) != getattr(usual, name)
+        ]
+        flat = ['nodes="flat"'] if cluster.has_hierarchy and not method.hierarchical else []
+        return f"thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, {', '.join(options + flat)})"
     assert method.entry is not None
     options = ["lr=lr"]
     if method.stage:

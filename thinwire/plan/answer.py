@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from thinwire.plan.advice import code_for, title_of
 from thinwire.plan.losses import loss_in_words, loss_of
-from thinwire.plan.methods import Method
+from thinwire.plan.methods import DILOCO, Method
 from thinwire.plan.prediction import Prediction
+from thinwire.plan.published_losses import SMALLEST, local_updates_loss
 from thinwire.plan.recommendation import BASELINE, WORTH_IT, Plan
+from thinwire.plan.report import outer_in_words
 from thinwire.plan.units import rate_in_words, seconds_in_words, size_in_words
 
 __all__ = ["as_answer"]
@@ -31,13 +33,19 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
         lines.append(f"  a step   {', '.join(parts)}")
     lines += [
         f"  write    {code_for(best.method, plan.cluster, plan.schedule, steps_given=steps_given)}",
-        f"  loss     {loss_in_words(best.method)}",
+        f"  loss     {_loss(plan, best.method)}",
         f"  memory   {size_in_words(best.memory_bytes)} a rank{_activations(plan, best)}",
         f"  pays     {_where_it_pays(plan, best.method)}",
     ]
+    if (outer := outer_in_words(plan, best)) is not None:
+        lines.append(f"  outer    {outer}")
     if plan.faster():
         lines.append(f"Faster, not recommended: {_faster(plan)}")
     return "\n".join([*lines, _subject(plan), *_assumptions(assumed)])
+
+
+def _loss(plan: Plan, method: Method) -> str:
+    return loss_in_words(method, plan.workload.model.parameters, method.workers(plan.cluster))
 
 
 def _headline(plan: Plan, best: Prediction) -> str:
@@ -70,10 +78,10 @@ def _activations(plan: Plan, best: Prediction) -> str:
 
 def _where_it_pays(plan: Plan, best: Method) -> str:
     """The link rate at which one has to think again."""
-    one_bit = best if best.is_one_bit else _USUAL
+    one_bit = best if best.sends_less else _USUAL
     rate = plan.break_even(one_bit, WORTH_IT)
     ahead = f"{WORTH_IT}x as fast as {title_of(BASELINE)}"
-    who = "it" if best.is_one_bit else title_of(one_bit)
+    who = "it" if best.sends_less else title_of(one_bit)
     if rate == 0:
         return f"at no link rate is {who} {ahead}"
     if math.isinf(rate):
@@ -83,12 +91,18 @@ def _where_it_pays(plan: Plan, best: Method) -> str:
 
 def _faster(plan: Plan) -> str:
     found = plan.faster()
-    shown = [f"{title_of(one.method)} {seconds_in_words(one.step_seconds)} ({_why_not(one.method)})" for one in found]
+    shown = [
+        f"{title_of(one.method)} {seconds_in_words(one.step_seconds)} ({_why_not(plan, one.method)})" for one in found
+    ]
     more = len(shown) - _MOST_FASTER
     return "; ".join(shown[:_MOST_FASTER]) + (f"; {more} more" if more > 0 else "")
 
 
-def _why_not(method: Method) -> str:
+def _why_not(plan: Plan, method: Method) -> str:
+    if method.algorithm == DILOCO:
+        loss = local_updates_loss(plan.workload.model.parameters, method.workers(plan.cluster))
+        worse = " or worse" if plan.workload.model.parameters < SMALLEST else ""
+        return f"loss {loss:+.1%}{worse}, published"
     measured = loss_of(method)
     if measured is None:
         return "speed only"
@@ -126,7 +140,7 @@ def _nothing_fits(plan: Plan) -> str:
         fastest = min(fitting, key=lambda one: one.step_seconds)
         return (
             f"None of these is known to keep the loss; the fastest is {title_of(fastest.method)}, "
-            f"{seconds_in_words(fastest.step_seconds)} a step ({_why_not(fastest.method)}): --speed-only takes it"
+            f"{seconds_in_words(fastest.step_seconds)} a step ({_why_not(plan, fastest.method)}): --speed-only takes it"
         )
     least = min(plan.predictions, key=lambda one: one.memory_bytes)
     return (

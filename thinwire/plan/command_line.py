@@ -11,6 +11,7 @@ from pathlib import Path
 
 from thinwire.plan.devices import DEFAULT_DEVICE, DEVICES
 from thinwire.plan.methods import ALGORITHMS
+from thinwire.plan.outer_schedule import CODECS
 from thinwire.plan.schedule import Schedule
 
 __all__ = ["add_plan_arguments", "add_probe_arguments"]
@@ -79,6 +80,11 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument("--var-update-scaler", type=int, default=defaults.var_update_scaler)
     run.add_argument("--local-step-scaler", type=int, default=defaults.local_step_scaler)
     run.add_argument("--local-step-clipper", type=int, default=defaults.local_step_clipper)
+    outer = defaults.outer
+    run.add_argument("--every", type=int, default=outer.every, help=f"DiLoCo's local steps; by default {outer.every}")
+    run.add_argument("--fragments", type=int, help="DiLoCo's; by default one for every three layers")
+    run.add_argument("--outer-overlap", type=int, default=outer.overlap, help="steps that a fragment is under way")
+    run.add_argument("--outer-codec", choices=CODECS, default=outer.codec, help=f"by default {outer.codec}")
     run.add_argument("--bucket", metavar="SIZE", help="of thinwire's optimizers, as 16MiB; else as they have them")
 
 

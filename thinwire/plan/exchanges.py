@@ -61,7 +61,7 @@ def _codec_seconds(
         fill = elements * _FILL_BYTES / processor.memory
         return fill + _kernel_seconds(processor, elements, shard, owners, back)
     sums = owners * shard * _SUM_BYTES / processor.memory
-    return sums + (elements * _CAST_BYTES / processor.memory if codec == "bf16" else 0.0)
+    return sums + (elements * _CAST_BYTES / processor.memory if codec != "none" else 0.0)
 
 
 def _kernel_seconds(processor: Processor, elements: int, shard: int, owners: int, back: bool) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.plan.methods import POWERSGD, Method
+from thinwire.plan.methods import DILOCO, POWERSGD, Method
+from thinwire.plan.published_losses import local_updates_in_words
 
 __all__ = ["ACCEPTED", "LOSSES", "MeasuredLoss", "keeps_the_loss", "loss_in_words", "loss_of"]
 
@@ -41,9 +42,10 @@ def loss_of(method: Method) -> MeasuredLoss | None:
 def keeps_the_loss(method: Method) -> bool:
     """Whether it may be recommended: exact averages, or a loss that was measured, on 3 seeds, and is near enough.
 
-    PowerSGD may not: what it loses depends on the model, and in our race it never reached DDP's loss.
+    PowerSGD may not: what it loses depends on the model, and in our race it never reached DDP's loss. Nor may DiLoCo,
+    of which others have published what it loses.
     """
-    if method.algorithm == POWERSGD:
+    if method.algorithm in (POWERSGD, DILOCO):
         return False
     if not method.is_one_bit:
         return True
@@ -51,8 +53,10 @@ def keeps_the_loss(method: Method) -> bool:
     return measured is not None and measured.difference <= ACCEPTED and measured.seeds >= _LEAST_SEEDS
 
 
-def loss_in_words(method: Method) -> str:
-    """What is known of it, for one line."""
+def loss_in_words(method: Method, parameters: int, workers: int) -> str:
+    """What is known of it, for one line; `workers`: that train by themselves, with DiLoCo."""
+    if method.algorithm == DILOCO:
+        return local_updates_in_words(parameters, workers)
     if method.algorithm == POWERSGD:
         return "speed only: its loss has to be tried; in our race it never reached DDP's"
     if not method.is_one_bit:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.plan.cluster import Cluster
-from thinwire.plan.methods import Method
+from thinwire.plan.methods import DILOCO, Method
+from thinwire.plan.schedule import Schedule
 from thinwire.plan.workload import Workload
 from thinwire.zero.state_formula import model_state_formula
 
@@ -14,7 +15,9 @@ __all__ = ["memory_by_category"]
 _FP32 = 4
 
 
-def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, warm: bool) -> dict[str, float]:
+def memory_by_category(
+    method: Method, workload: Workload, cluster: Cluster, schedule: Schedule, *, warm: bool
+) -> dict[str, float]:
     """Bytes a rank holds between two steps, by category; `warm` before a 1-bit optimizer freezes.
 
     DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the model, and its factors.
@@ -25,7 +28,9 @@ def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, 
         held = _one_bit_state(entry, method, workload, cluster, warm=warm)
     else:
         held = model_state_formula(method.stage, parameters, cluster.ranks, element_bytes=workload.element_bytes)
-        if not method.stage:
+        if method.algorithm == DILOCO:
+            held |= _outer_state(method, workload, cluster, schedule)
+        elif not method.stage:
             held["buckets"] = parameters * workload.element_bytes
     if method.rank is not None:
         factors = sum(one.low_rank_elements(method.rank) for one in workload.model.matrices)
@@ -33,6 +38,22 @@ def memory_by_category(method: Method, workload: Workload, cluster: Cluster, *, 
         held["factors"] = factors * _FP32
     if workload.activations is not None:
         held["activations"] = workload.activations.nbytes(workload.dtype)
+    return held
+
+
+def _outer_state(method: Method, workload: Workload, cluster: Cluster, schedule: Schedule) -> dict[str, float]:
+    """Beside what a worker trains with: outer weights, the owner's part of their momentum, what codecs have lost, and a
+    fragment under way."""
+    parameters, workers, outer = workload.model.parameters, method.workers(cluster), schedule.outer
+    inside = cluster.ranks_per_node if method.hierarchical else 1
+    owned = parameters / (workers * inside)
+    held = {"outer weights": parameters * _FP32 * 1.0, "outer momentum": owned * _FP32}
+    if workers > 1:
+        blocks = workload.model.blocks
+        held["under way"] = parameters * _FP32 / outer.fragments_of(None if blocks is None else blocks.layers)
+        if outer.codec != "none":
+            kept = _FP32 if method.hierarchical else _FP32 / 2
+            held["residuals"] = parameters / inside * kept + owned * _FP32
     return held
 
 

@@ -13,9 +13,9 @@ from thinwire.optim import registry
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.errors import PlanError, require_whole
 
-__all__ = ["ALGORITHMS", "POWERSGD", "SHARDED_ADAM", "Method", "methods_for", "stages_of"]
+__all__ = ["ALGORITHMS", "DILOCO", "POWERSGD", "SHARDED_ADAM", "Method", "methods_for", "stages_of"]
 
-POWERSGD, SHARDED_ADAM = "powersgd", "sharded-adam"
+POWERSGD, SHARDED_ADAM, DILOCO = "powersgd", "sharded-adam", "diloco"
 
 
 def _name(class_name: str) -> str:
@@ -26,7 +26,13 @@ def _name(class_name: str) -> str:
 
 # thinwire's own, and what else there is, with the ZeRO stages of each.
 _OWN = {_name(class_name): registry.entry(class_name) for class_name in registry.NAMES}
-_OTHERS: dict[str, tuple[int, ...]] = {"ddp-fp32": (0,), "ddp-bf16": (0,), POWERSGD: (0,), SHARDED_ADAM: (1, 2, 3)}
+_OTHERS: dict[str, tuple[int, ...]] = {
+    "ddp-fp32": (0,),
+    "ddp-bf16": (0,),
+    POWERSGD: (0,),
+    SHARDED_ADAM: (1, 2, 3),
+    DILOCO: (0,),
+}
 
 ALGORITHMS: tuple[str, ...] = (*_OTHERS, *_OWN)
 
@@ -45,8 +51,9 @@ class Method:
     """One way to train.
 
     `algorithm`: "ddp-fp32" and "ddp-bf16", torch's DDP with Adam, plain and with bf16_compress_hook; "powersgd", DDP
-    with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; or one of thinwire's optimizers, as
-    "onebit-adam". `hierarchical`: exact inside nodes, 1 bit between them, at stage 0.
+    with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; "diloco", local steps of AdamW; or one of
+    thinwire's other optimizers, as "onebit-adam". `hierarchical`: exact inside nodes, compressed between them, at stage
+    0; with DiLoCo nodes are the workers.
     """
 
     algorithm: str
@@ -65,8 +72,8 @@ class Method:
             )
         if self.rank is not None:
             require_whole("a PowerSGD rank", self.rank)
-        if self.hierarchical and (self.algorithm not in _OWN or self.stage):
-            allowed = " and ".join(_OWN)
+        if self.hierarchical and (not self.sends_less or self.stage):
+            allowed = " and ".join((*_OWN, DILOCO))
             raise PlanError(f"hierarchy is for {allowed} at stage 0, not {self.algorithm} at stage {self.stage}")
 
     @property
@@ -78,6 +85,15 @@ class Method:
     def is_one_bit(self) -> bool:
         """Whether it sends 1 bit an element once warm."""
         return self.algorithm in _OWN
+
+    @property
+    def sends_less(self) -> bool:
+        """Whether it is there for thin wires: thinwire's own, which send less than averages of gradients."""
+        return self.is_one_bit or self.algorithm == DILOCO
+
+    def workers(self, cluster: Cluster) -> int:
+        """How many train by themselves, with DiLoCo."""
+        return cluster.nodes if self.hierarchical else cluster.ranks
 
     @property
     def name(self) -> str:
@@ -100,6 +116,6 @@ def methods_for(
             methods += [Method(algorithm, rank=rank) for rank in powersgd_ranks]
             continue
         methods += [Method(algorithm, stage) for stage in stages_of(algorithm)]
-        if algorithm in _OWN and cluster.has_hierarchy:
+        if (algorithm in _OWN or algorithm == DILOCO) and cluster.has_hierarchy:
             methods.append(Method(algorithm, hierarchical=True))
     return methods

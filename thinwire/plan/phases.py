@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from thinwire.compress.packet_layout import CodecName
 from thinwire.plan.cluster import Cluster
-from thinwire.plan.costs import Cost, compute, everywhere
+from thinwire.plan.costs import Cost, compute, everywhere, inside_nodes
 from thinwire.plan.exchanges import gather, hierarchical_exchange, reduce, two_legs
-from thinwire.plan.methods import POWERSGD, SHARDED_ADAM, Method
+from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method
 from thinwire.plan.overlap import NO_BUCKETS, Buckets, cut
 from thinwire.plan.schedule import Schedule
 from thinwire.plan.workload import Matrices, Workload
@@ -23,6 +23,7 @@ _FP32 = 4
 # Memory traffic, bytes an element, of passes without a rate of their own.
 _APPLY_BYTES = 12  # update and weight in, weight out
 _LOCAL_STEP_BYTES = 40  # gradient, momentum, denominator, weight and sum in; momentum, weight and sum out; scaled twice
+_OUTER_BYTES = 36  # weights and outer weights in, their difference out; both and what arrived in, both out
 _POWERSGD_BYTES = 44  # error in and out, a copy, two products with factors, their product, the difference
 
 _EXACT: dict[str, CodecName] = {"fp32": "none", "bf16": "bf16"}
@@ -34,7 +35,8 @@ class Phase:
     """A kind of step, and the part of the run's steps that are of it.
 
     `buckets` leave beside the last backward, `forward` beside every forward, `backward` beside every backward but the
-    last; nothing hides what comes `after`. `update`: seconds of the optimizer. `warm`: before the freeze.
+    last; what comes `after` goes on beside as many steps as `overlap` says, or nothing hides it. `update`: seconds of
+    the optimizer. `warm`: before the freeze.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Phase:
     forward: Buckets = NO_BUCKETS
     backward: Buckets = NO_BUCKETS
     warm: bool = False
+    overlap: float = 0.0
 
 
 def phases(method: Method, workload: Workload, cluster: Cluster, schedule: Schedule) -> list[Phase]:
@@ -220,9 +223,36 @@ def _local_steps(setting: _Setting) -> list[Phase]:
     ]
 
 
+def _local_updates(setting: _Setting) -> list[Phase]:
+    """DiLoCo: each fragment takes an outer step once in `every` steps; `workers` are ranks, or nodes that average their
+    gradients exactly inside."""
+    outer, cluster, parameters = setting.schedule.outer, setting.cluster, setting.parameters
+    blocks = setting.workload.model.blocks
+    fragments = outer.fragments_of(None if blocks is None else blocks.layers)
+    inside = NO_BUCKETS
+    if setting.method.hierarchical:
+        size = setting.workload.element_bytes
+        inside = setting.in_buckets(
+            setting._sharded_bucket(size), lambda elements: inside_nodes(cluster, "all_reduce", elements * size)
+        )
+    local = Phase("local", 1.0, inside, setting.adam_seconds)
+    if setting.method.workers(cluster) == 1:
+        return [replace(local, name="every step")]
+    exchange = hierarchical_exchange if setting.method.hierarchical else two_legs
+    elements = -(-parameters // fragments)
+    one = exchange(cluster, elements, outer.codec) + compute(elements * _OUTER_BYTES / cluster.processor.memory)
+    # Where there are more fragments than steps, several leave at once.
+    at_once = max(1.0, fragments / outer.every)
+    share = min(1.0, fragments / outer.every)
+    free = min(float(outer.overlap), outer.every / fragments)  # steps until the next one needs the link
+    step = replace(local, name="outer", share=share, after=one * at_once, overlap=free)
+    return [replace(local, share=1 - share), step]
+
+
 _MAKERS: dict[str, Callable[[_Setting], list[Phase]]] = {
     "ddp-fp32": _ddp,
     "ddp-bf16": _ddp,
     POWERSGD: _powersgd,
     SHARDED_ADAM: _sharded_adam,
+    DILOCO: _local_updates,
 }

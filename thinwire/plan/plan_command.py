@@ -17,6 +17,7 @@ from thinwire.plan.estimates import Batch, batch_for, estimate
 from thinwire.plan.measured_steps import MeasuredSteps
 from thinwire.plan.methods import methods_for
 from thinwire.plan.models.finding import named_model
+from thinwire.plan.outer_schedule import OuterSchedule
 from thinwire.plan.plotting import draw_plan
 from thinwire.plan.recommendation import Plan, plan
 from thinwire.plan.report import as_json, as_table
@@ -80,6 +81,7 @@ class _Request:
             local_step_scaler=typed.local_step_scaler,
             local_step_clipper=typed.local_step_clipper,
             bucket_bytes=bucket,
+            outer=OuterSchedule(typed.every, typed.fragments, typed.outer_overlap, typed.outer_codec),
         )
 
     # The model and what it computes

@@ -77,11 +77,12 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
             f"{method.name} needs several nodes of several ranks, not {cluster.nodes} of {cluster.ranks_per_node}"
         )
     workload, cluster = _with_shared_cores(workload, cluster)
-    parts = phases(method, workload, cluster, schedule or Schedule())
+    run = schedule or Schedule()
+    parts = phases(method, workload, cluster, run)
     steps = [_step(phase, workload, cluster) for phase in parts]
     shares = [phase.share for phase in parts]
     steady_shares = [0.0 if phase.warm else phase.share for phase in parts]
-    held = [memory_by_category(method, workload, cluster, warm=phase.warm) for phase in parts]
+    held = [memory_by_category(method, workload, cluster, run, warm=phase.warm) for phase in parts]
     return Prediction(
         method,
         _average(steps, shares),
@@ -113,10 +114,13 @@ def _step(phase: Phase, workload: Workload, cluster: Cluster) -> StepPrediction:
     forward = seconds_beside(workload.forward_seconds, phase.forward, overlap)
     backward = seconds_beside(workload.backward_seconds, phase.backward, overlap)
     last_backward = seconds_beside(workload.backward_seconds, phase.buckets, overlap)
-    step = workload.accumulation * forward + earlier * backward + last_backward + phase.after.total + phase.update
     compute = workload.accumulation * (workload.forward_seconds + workload.backward_seconds) + phase.update
-    cost = phase.forward.total * workload.accumulation + phase.backward.total * earlier
-    cost += phase.buckets.total + phase.after
+    cost = phase.forward.total * workload.accumulation + phase.backward.total * earlier + phase.buckets.total
+    step = workload.accumulation * forward + earlier * backward + last_backward + phase.update
+    # What computation hides of buckets cannot hide anything else.
+    spare = max(0.0, compute - max(0.0, compute + cost.total - step))
+    step += phase.after.total - min(phase.after.wire, overlap * phase.overlap * spare)
+    cost += phase.after
     # What rounding leaves of such sums is no exposure.
     exposed = min(max(0.0, step - compute - cost.codec), cost.wire)
     return StepPrediction(

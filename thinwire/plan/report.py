@@ -7,13 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from thinwire.plan.losses import loss_of
-from thinwire.plan.methods import Method
+from thinwire.plan.methods import DILOCO, Method
 from thinwire.plan.prediction import Prediction, StepPrediction
+from thinwire.plan.published_losses import SOURCE, local_updates_loss
 from thinwire.plan.recommendation import BASELINE, Plan
-from thinwire.plan.units import rate_in_words
+from thinwire.plan.units import rate_in_words, seconds_in_words, size_in_words
 
-__all__ = ["as_json", "as_table"]
+__all__ = ["as_json", "as_table", "outer_in_words"]
 
+_ROUNDING = 1e-9
 _HEADINGS = ("step ms", "compute", "encode", "wire", "exposed", "MB sent", "MB node", "GB held")
 
 
@@ -39,7 +41,8 @@ def as_table(plan: Plan) -> str:
         "Times in ms of one step, averaged over the run; below, its phases. Exposed: the part of the wire that nothing",
         "hides. MB sent by a rank, and by a node to others. GB held by a rank; ! is more than there is.",
         "",
-        *(_break_even(one.method, plan) for one in plan.predictions if one.method.is_one_bit),
+        *(_break_even(one.method, plan) for one in plan.predictions if one.method.sends_less),
+        *(f"{one.method.name}: {text}" for one in plan.predictions if (text := outer_in_words(plan, one)) is not None),
     ]
     return "\n".join(lines)
 
@@ -75,10 +78,36 @@ def _prediction_as_json(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     }
     measured = loss_of(prediction.method)
     described["measured_loss"] = None if measured is None else asdict(measured)
-    if prediction.method.is_one_bit:
+    if prediction.method.algorithm == DILOCO:
+        workers = prediction.method.workers(plan.cluster)
+        loss = local_updates_loss(plan.workload.model.parameters, workers)
+        described["published_loss"] = {"difference": loss, "beside": "data parallel", "source": SOURCE}
+    if prediction.method.sends_less:
         rate = plan.break_even(prediction.method)
         described["break_even_bytes_per_second"] = None if math.isinf(rate) else rate
     return described
+
+
+def outer_in_words(plan: Plan, prediction: Prediction) -> str | None:
+    """Whether a fragment's way hides behind the steps that it is under way; None where there are no outer steps."""
+    step, local = prediction.phases.get("outer"), prediction.phases.get("local")
+    if step is None:
+        return None
+    overlap, after = plan.schedule.outer.overlap, (local or step).compute
+    inside = 0.0 if local is None else local.wire
+    several = plan.cluster.nodes > 1
+    sent = size_in_words(step.bytes_between if several else step.bytes_sent)
+    way = seconds_in_words(step.wire - inside)
+    text = f"{sent} a {'node' if several else 'rank'} leave at once, {way} on the wire"
+    steps = f"{overlap} step{'s' if overlap != 1 else ''}"
+    exposed_alone = 0.0 if local is None else local.exposed
+    if step.exposed - exposed_alone <= _ROUNDING * step.wire:
+        return f"{text}, hidden behind {steps}"
+    stall = seconds_in_words(step.exposed)
+    needed = math.ceil((step.wire - inside) / after / (plan.cluster.processor.overlap or 1.0)) if after else 0
+    if overlap < needed < plan.schedule.outer.every:
+        return f"{text}: training stalls {stall} beyond {steps}; an overlap of {needed} would hide it"
+    return f"{text}: training stalls {stall} beyond {steps}; only a longer interval or fewer bits help"
 
 
 def _longest(plan: Plan) -> int:

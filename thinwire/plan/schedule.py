@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from thinwire.plan.errors import PlanError, require_whole
+from thinwire.plan.outer_schedule import OuterSchedule
 
 __all__ = ["Schedule", "ZeroOneSteps"]
 
@@ -36,6 +37,7 @@ class Schedule:
         local_step_clipper: the longest such interval.
         resync_interval: steps between gathers of sharded 1-bit Adam's weights.
         bucket_bytes: gradients that leave together, in thinwire's optimizers, by default as theirs; DDP has 25 MiB.
+        outer: DiLoCo's outer steps.
     """
 
     steps: int = 100_000
@@ -48,6 +50,7 @@ class Schedule:
     local_step_clipper: int = 16
     resync_interval: int = 100
     bucket_bytes: int | None = None
+    outer: OuterSchedule = field(default_factory=OuterSchedule)
 
     def __post_init__(self) -> None:
         scalers = ("var_update_scaler", "local_step_scaler", "local_step_clipper")

@@ -136,7 +136,7 @@ class BackwardWatcher:
         every = min(_LOOKED_AT, len(self.parameters))
         for number, seal in self._arrived.items():
             parameter = self.parameters[number]
-            compares = (number - self._steps) % every == 0 and parameter.device.type == "cpu"
+            compares = (number - self._steps) % every == 0 and parameter.is_cpu
             if seal.is_untouched(parameter) and (may_write or not compares):
                 continue
             if not (seal.is_of(parameter) if may_write else seal.has_same_values(parameter)):
@@ -267,11 +267,17 @@ class BackwardWatcher:
         if self._before_first is not None:
             callback, self._before_first = self._before_first, None
             callback()
-        with torch.no_grad():
-            if not self._sending:
-                self._keep(number)
-                return
-            self._arrive(number)
+        if not torch.is_grad_enabled():
+            self._notice(number)
+        else:  # with create_graph
+            with torch.no_grad():
+                self._notice(number)
+
+    def _notice(self, number: int) -> None:
+        if not self._sending:
+            self._keep(number)
+            return
+        self._arrive(number)
         if self._on_whole is not None and not self._callback_queued:
             self._callback_queued = True
             # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
@@ -340,14 +346,15 @@ class BackwardWatcher:
         self.end_backward()
 
     def _check_kind(self, number: int) -> None:
-        gradient = self.parameters[number].grad
-        kind = (self.parameters[number].dtype, self.parameters[number].device)
-        if kind != self._kinds[number]:
-            (dtype, device), (was, lay) = kind, self._kinds[number]
+        parameter = self.parameters[number]
+        dtype, device = parameter.dtype, parameter.device
+        was, lay = self._kinds[number]
+        if dtype != was or device != lay:
             raise TypeError(
                 f"{self._describe(number)} is {dtype} on {device}, and was {was} on {lay} when the optimizer was "
                 "built: convert and move the model first, then build the optimizer"
             )
+        gradient = parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
             raise ValueError(
                 f"{self._describe(number)} has a sparse gradient, which cannot be sent: build the embedding with "

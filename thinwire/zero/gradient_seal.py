@@ -16,11 +16,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class GradientSeal:
     """A parameter's gradient as it was taken. Writing the values that are there already breaks no seal."""
 
+    __slots__ = ("_digest", "_form", "_gradient", "_open", "_version")
+
     def __init__(self, parameter: Tensor) -> None:
-        self._gradient = parameter.grad
-        self._version = _version(parameter.grad)
-        self._form = _form(parameter.grad)
-        self._digest = _digest(parameter.grad)
+        gradient = parameter.grad
+        self._gradient = gradient
+        self._version = _version(gradient)
+        self._form = _form(gradient)
+        self._digest = _digest(gradient)
         self._open = False
 
     def open(self) -> None:
@@ -134,7 +137,9 @@ def _digest_of(gradient: Tensor) -> Tensor:
     """
     size = gradient.element_size()
     per_word = 8 // size
-    flat = gradient.detach()
+    flat = gradient.detach() if gradient.requires_grad else gradient
+    if flat.dim() and flat.is_contiguous() and not (flat.shape[-1] % per_word or flat.storage_offset() % per_word):
+        return flat.view(torch.int64).sum()
     if not flat.is_contiguous() or flat.numel() < 2 * per_word:
         return flat.view(_WORDS[size]).sum(dtype=torch.int64)
     flat = flat.view(-1)

@@ -21,7 +21,7 @@
 #define __device__
 #define __shared__ static
 #define __restrict__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct Index {
     unsigned x, y;

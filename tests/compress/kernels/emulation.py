@@ -11,9 +11,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
+from thinwire.compress.kernels.cuda import bucket_launches
+from thinwire.compress.kernels.cuda.arguments import Argument
 from thinwire.compress.kernels.cuda.launch import (
-    Argument,
     Launch,
     apply_signs_launch,
     check_headers_launch,
@@ -26,17 +32,29 @@ from thinwire.compress.kernels.cuda.launch import (
     write_headers_launch,
 )
 from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
+from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.packet_layout import CODE_BITS
 
 COMPILER = shutil.which("g++")
 FUNCTIONS = {
     codec: [f"{kernel}_{codec}" for kernel in ("encode", "encode_rounded", "decode", "decode_mean")]
-    for codec in ("sign1", "int8")
+    for codec in CODE_BITS
 }
 FUNCTIONS["momentum"] = [
     f"{kernel}_{dtype}"
     for kernel in ("momentum_payload", "apply_signs")
     for dtype in ("float32", "bfloat16", "float16")
 ]
+FUNCTIONS |= {
+    f"bucket_{codec}": [
+        *(f"encode_payload_{form}_{codec}" for form in ("plain", "divided", "masked")),
+        *(f"decode_and_move_{form}_{codec}" for form in ("plain", "divided")),
+        f"average_and_encode_{codec}",
+    ]
+    for codec in CODE_BITS
+}
+FUNCTIONS["packed_payload"] = [f"encode_packed_payload_{dtype}" for dtype in ("float32", "bfloat16")]
+FUNCTIONS["packed_moves"] = [f"move_packed_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 FUNCTIONS["headers"] = ["write_headers", "check_headers"]
 FUNCTIONS["rounding"] = [f"store_rounded_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
@@ -70,6 +88,34 @@ def write_headers(call: WriteHeaders) -> None:
 
 def check_headers(call: CheckHeaders) -> None:
     run(check_headers_launch(call))
+
+
+def encode_payload(call: EncodePayload) -> None:
+    runs = _table(bucket_launches.payload_runs(call))
+    run(bucket_launches.encode_payload_launch(call, runs))
+
+
+def decode_and_move(call: DecodeAndMove) -> None:
+    runs = _table(bucket_launches.moved_runs(call))
+    run(bucket_launches.decode_and_move_launch(call, runs))
+
+
+def average_and_encode(call: AverageAndEncode) -> None:
+    run(bucket_launches.average_and_encode_launch(call))
+
+
+def encode_packed_payload(call: EncodePackedPayload) -> None:
+    runs = _table(bucket_launches.payload_runs(call))
+    run(bucket_launches.encode_packed_payload_launch(call, runs))
+
+
+def move_packed(call: MovePacked) -> None:
+    runs = _table(bucket_launches.packed_runs(call))
+    run(bucket_launches.move_packed_launch(call, runs))
+
+
+def _table(runs: bucket_launches.Runs) -> Tensor:
+    return torch.from_numpy(runs.view(np.uint8))
 
 
 def compile_source(source: Path, functions: Sequence[str], definitions: Sequence[str]) -> ctypes.CDLL:

@@ -7,9 +7,11 @@ import importlib
 import pytest
 import torch
 
+from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
 from thinwire.compress.kernels import bucket_reference, buckets, reference
 from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.served import SERVED_CODECS
 
 
 class TestReference(BucketKernels):
@@ -24,6 +26,13 @@ class TestCpu(BucketKernels):
         pytest.importorskip("numba")
         name = "thinwire.compress.kernels.cpu"
         return Subject(importlib.import_module(f"{name}.bucket_backend"), importlib.import_module(f"{name}.backend"))
+
+
+@pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")
+class TestEmulatedCuda(BucketKernels):
+    @pytest.fixture
+    def subject(self) -> Subject:
+        return Subject(emulation, emulation, codecs=SERVED_CODECS["cuda"])
 
 
 def test_runs_must_be_in_order() -> None:

@@ -40,7 +40,9 @@ def test_no_kernel_spills(compiler: Compiler, architecture: int) -> None:
             programs |= disassemble(code)
     for name, limit in LIMITS.items() if architecture == 90 else ():
         counted = COUNTED[name]
-        assert programs[name].fewest_issued(counted.stored, counted.loads) / counted.elements <= limit, name
+        assert programs[name].fewest_issued(counted.stored, counted.loads, counted.fused) / counted.elements <= limit, (
+            name
+        )
 
 
 LOOP = Program(

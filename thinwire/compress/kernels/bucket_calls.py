@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels.header_calls import header_words
 from thinwire.compress.kernels.segments import Segments
 from thinwire.compress.packet_layout import check_codec, packet_bytes
 
@@ -21,6 +22,7 @@ __all__ = [
     "PayloadForm",
     "UpdateForm",
     "check_covered",
+    "check_device",
     "check_divisors",
     "check_factors",
     "check_finite",
@@ -35,14 +37,15 @@ UpdateForm = Literal["plain", "divided"]
 """What is done with denominators in `decode_and_move`."""
 
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SINGLE = torch.finfo(torch.float32)
+_LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Part:
     """Which elements of a bucket the packets are about: row r carries elements `first` to `last` of shard r.
 
-    `shard`: elements of a whole shard. `numel`: elements of the bucket that are not padding.
+    `shard`: elements of a whole shard. `numel`: elements of the bucket that are not padding. `header`: the 16 bytes
+    that encoding begins every packet with; without one it leaves headers as they are.
     """
 
     first: int
@@ -50,6 +53,7 @@ class Part:
     shard: int
     numel: int
     block_size: int
+    header: bytes | None = None
 
     def places(self, rows: int) -> list[slice]:
         """Of each row, in the flat vector."""
@@ -63,6 +67,8 @@ class Part:
                 f"packets must be contiguous torch.uint8 [rows, packet_bytes] with at least one row, got "
                 f"{packets.dtype} {tuple(packets.shape)}"
             )
+        if self.header is not None:
+            header_words(self.header)
         if not 0 <= self.first <= self.last <= self.shard:
             raise ValueError(f"elements {self.first} to {self.last} do not lie in a shard of {self.shard}")
         if self.first % self.block_size or self.shard % self.block_size:
@@ -163,6 +169,7 @@ class AverageAndEncode:
         shard = self.lost.numel()
         Part(0, shard, shard, shard, self.block_size).check(self.codec, self.packets)
         Part(0, shard, shard, shard, self.block_size).check(self.codec, self.received)
+        check_device("received", self.received, self.packets)
         check_flat("lost", self.lost, shard, self.packets)
         if self.residual is not None:
             check_flat("residual", self.residual, shard, self.packets)
@@ -183,8 +190,13 @@ def check_flat(
             f"{name} must be a contiguous vector of {numel} elements, got shape {tuple(vector.shape)} with strides "
             f"{vector.stride()}"
         )
-    if vector.device != packets.device:
-        raise ValueError(f"{name} is on {vector.device} and packets on {packets.device}: use one device")
+    check_device(name, vector, packets)
+
+
+def check_device(name: str, tensor: Tensor, packets: Tensor) -> None:
+    """Raise unless a tensor is where `packets` are."""
+    if tensor.device != packets.device:
+        raise ValueError(f"{name} is on {tensor.device} and packets on {packets.device}: use one device")
 
 
 def _check_denominators(form: str, denominators: Tensor | None, numel: int, packets: Tensor) -> None:
@@ -224,22 +236,22 @@ def check_factors(segments: Segments, **factors: Sequence[float]) -> None:
 
 def check_divisors(beta1: Sequence[float], divisors: Sequence[float]) -> None:
     """Raise for a beta1 outside of [0, 1], and for a divisor that is 0 or not finite."""
-    if not all(0.0 <= one <= 1.0 for one in beta1):
+    if not all(0.0 <= one <= 1.0 for one in set(beta1)):
         raise ValueError(f"beta1 must lie between 0 and 1, got {list(beta1)}")
-    if not all(_SINGLE.tiny <= abs(one) <= _SINGLE.max for one in divisors):
+    if not all(_LEAST <= abs(one) <= _LARGEST for one in set(divisors)):
         raise ValueError(f"divisors must be finite and not 0, in float32, got {list(divisors)}")
 
 
 def check_finite(**factors: Sequence[float]) -> None:
     """Raise for a number that float32 does not hold."""
     for name, values in factors.items():
-        if not all(abs(one) <= _SINGLE.max for one in values):
+        if not all(abs(one) <= _LARGEST for one in set(values)):
             raise ValueError(f"{name} must be finite, in float32, got {list(values)}")
 
 
 def check_covered(segments: Segments, numel: int, padded: int) -> None:
     """Raise unless the runs cover the first `numel` of `padded` elements without gaps."""
-    if sum(of_run for _, of_run in segments.places) != numel or segments.end != numel or numel > padded:
+    if segments.covered != numel or segments.end != numel or numel > padded:
         raise ValueError(
             f"runs that end at {segments.end} do not cover the {numel} elements of a bucket of {padded} without gaps"
         )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels import reference
+from thinwire.compress.kernels import header_reference, reference
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.header_calls import WriteHeaders, header_words
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
 
 __all__ = ["average_and_encode", "decode_and_move", "encode_packed_payload", "encode_payload", "move_packed"]
@@ -32,6 +33,7 @@ def encode_payload(call: EncodePayload) -> None:
         valid = min(max(part.numel - place.start, 0), place.stop - place.start)
         packets = call.packets[row : row + 1]
         reference.encode(Encode(call.codec, call.lost[place], residual, packets, valid, part.block_size))
+    _write_header(call)
 
 
 def _contribution(
@@ -80,7 +82,8 @@ def _move(call: DecodeAndMove, number: int, place: slice, of_run: slice) -> None
     moved.mul_(call.decays[number])
     if call.form == "divided":
         assert call.denominators is not None
-        moved.addcdiv_(call.output[place], call.denominators[place], value=-call.rates[number])
+        # Not addcdiv_, which divides first on a GPU.
+        moved.add_((call.output[place] * -call.rates[number]) / call.denominators[place])
     else:
         moved.add_(call.output[place], alpha=-call.rates[number])
     if replica is not None:
@@ -119,6 +122,12 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
         corrected, packets = payload[place] + call.residual[place].float(), call.packets[row : row + 1]
         reference.encode(Encode("sign1", corrected, None, packets, valid, part.block_size))
         call.lost[place] = corrected
+    _write_header(call)
+
+
+def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
+    if call.part.header is not None:
+        header_reference.write_headers(WriteHeaders(call.packets, *header_words(call.part.header), 0, None, 0))
 
 
 def move_packed(call: MovePacked) -> None:

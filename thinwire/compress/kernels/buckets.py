@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,8 +42,8 @@ __all__ = [
 
 
 def serves(device: torch.device, codec: str) -> bool:
-    """Whether there are kernels over whole buckets for this codec on this device; what lacks them, or numba, goes
-    another way."""
+    """Whether there are kernels over whole buckets for this codec on this device; what lacks them, or a compiler,
+    goes another way."""
     return codec in SERVED_CODECS.get(device.type, ()) and _backend(device.type) is not None
 
 
@@ -76,8 +74,9 @@ def encode_payload(
 
     gradients: fp32, bf16 or fp16, contiguous, of any shape, or None. momentum, denominators, residual, lost: fp32
     [padded_numel]; lost is overwritten where the part lies, with 0 on the padding, and nowhere else; it may not be the
-    residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten except for the headers. Codecs, and
-    what is not finite, as in `encode`. Raises TypeError or ValueError for arguments that do not fit together.
+    residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten, but for the headers where the part
+    has none. Codecs, and what is not finite, as in `encode`. Raises TypeError or ValueError for arguments that do not
+    fit together.
     """
     call = EncodePayload(
         codec, form, segments, gradients, beta1, divisors, momentum, denominators, residual, lost, packets, part
@@ -162,8 +161,8 @@ def encode_packed_payload(
 
     gradients: fp32, bf16 or fp16, contiguous, of any shape; None counts as zeros. tables: fp32 [runs, 256]; entry 0 is
     not looked at. residual, lost: fp32 or bf16 [padded_numel], both alike; lost is overwritten where the part lies, to
-    the nearest, and may be the residual itself. packets: uint8 [rows, packet_bytes], overwritten except for the
-    headers. Raises TypeError or ValueError for arguments that do not fit together.
+    the nearest, and may be the residual itself. packets: uint8 [rows, packet_bytes], overwritten, but for the
+    headers where the part has none. Raises TypeError or ValueError for arguments that do not fit together.
     """
     call = EncodePackedPayload(state, segments, gradients, beta1, divisors, tables, residual, lost, packets, part)
     _run(call, packets.device, "sign1")
@@ -197,13 +196,20 @@ def _run(call: Any, device: torch.device, codec: str) -> None:
     getattr(_backend(device.type), call.kernel)(call)
 
 
+def _cpu_backend() -> Any:
+    return importlib.import_module("thinwire.compress.kernels.cpu.bucket_backend")
+
+
+def _cuda_backend() -> Any:
+    return importlib.import_module("thinwire.compress.kernels.cuda.bucket_backend").make_backend()
+
+
+_DEVICES = {"cpu": _cpu_backend, "cuda": _cuda_backend}
+
+
 @functools.cache
-def _backend(device: str) -> ModuleType | None:
-    name, needs = {"cpu": ("cpu", "numba"), "cuda": ("cuda", "cupy")}.get(device, (None, ""))
-    full = f"thinwire.compress.kernels.{name}.bucket_backend"
-    if name is None or importlib.util.find_spec(needs) is None or importlib.util.find_spec(full) is None:
-        return None
+def _backend(device: str) -> Any | None:
     try:
-        return importlib.import_module(full)
-    except ImportError:  # which the backend for single tensors has warned of
+        return _DEVICES[device]()
+    except (ImportError, KeyError):  # of the former the backend for single tensors has warned
         return None

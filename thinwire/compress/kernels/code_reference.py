@@ -100,8 +100,8 @@ def _in_scales(blocks: Tensor, scales: Tensor, top: float) -> Tensor:
 
 def _pack(bits: Tensor) -> Tensor:
     """Bits of a boolean tensor [blocks, n], least significant first: uint8 [blocks, n / 8]."""
-    weights = 2 ** torch.arange(8, device=bits.device)
-    return (bits.view(len(bits), bits.size(1) // 8, 8) * weights).sum(dim=2).to(torch.uint8)
+    weights = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (bits.view(len(bits), bits.size(1) // 8, 8) * weights).sum(dim=2, dtype=torch.uint8)
 
 
 def _unpack(codes: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.compress.kernels.bucket_calls import (
     Part,
     check_covered,
+    check_device,
     check_divisors,
     check_factors,
     check_finite,
@@ -75,6 +76,7 @@ class EncodePackedPayload:
     def check(self) -> None:
         """Raise TypeError or ValueError unless the arguments fit together."""
         self.state.check(self.segments)
+        check_device("state.packets", self.state.packets, self.packets)
         self.part.check("sign1", self.packets)
         padded = self.part.shard * self.packets.size(0)
         if padded != self.state.codes.numel() or self.part.numel != self.state.numel:
@@ -90,6 +92,7 @@ class EncodePackedPayload:
                 f"tables must be float32 [{len(self.segments)}, {_TABLE_ENTRIES}], got {self.tables.dtype} "
                 f"{tuple(self.tables.shape)}"
             )
+        check_device("tables", self.tables, self.packets)
 
 
 @dataclass(eq=False)

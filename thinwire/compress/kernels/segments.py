@@ -15,7 +15,8 @@ __all__ = ["Segments"]
 class Segments:
     """Runs of a flat vector, in order and without overlap: run k is `numels[k]` elements from element `firsts[k]` on.
 
-    What no run covers is padding. Backends may keep a copy of `table` on their device.
+    What no run covers is padding; `covered` counts the other elements, which end at `end`. Backends may keep a copy of
+    `table` on their device.
     """
 
     def __init__(self, places: Iterable[tuple[int, int]]) -> None:
@@ -30,6 +31,7 @@ class Segments:
                 )
             end = first + numel
         self.end = end
+        self.covered = sum(numel for _, numel in self.places)
 
     def __len__(self) -> int:
         return len(self.places)

@@ -79,6 +79,11 @@ class LocalHome(Home):
         return self._steps
 
     @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.comm.size if self._links is None else self._links.num_nodes
+
+    @property
     def nodes(self) -> list[int] | None:
         """The node of each rank, where nodes are the workers."""
         return None if self._links is None else list(self._links.groups.node_of)

@@ -14,8 +14,11 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.elastic import Elastic
 from thinwire.comm.nodes import NodeLinks, agree_on_nodes
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.optim.diloco.elastic_home import ElasticHome
+from thinwire.optim.diloco.elastic_setup import enter_elastic_job, own_communicator
 from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
 from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
@@ -77,12 +80,13 @@ class DiLoCo(SynchronizedOptimizer):
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         inside: of ShardedOptimizer, which averages gradients inside a worker and keeps master weights: `bucket_bytes`
             and `averaging`. A worker that is one rank with fp32 parameters does neither.
+        elastic: workers that come and go while the job runs, each of one process, over Gloo.
         options: for the inner class: lr, betas, ...
 
-    `workers`: how many there are. `inner`: the inner optimizer. `outer_lr`, `outer_momentum`: may be set, on every rank
-    alike. `keeps_gradients`: whether gradients stay in `.grad` until `step`, for anybody to clip, as they do where a
-    worker is one rank with fp32 parameters. `dropped_outer_steps`: outer steps that were not taken, as some worker's
-    weights were not finite.
+    `workers`: how many there are, of an elastic job since the last outer step. `inner`: the inner optimizer.
+    `outer_lr`, `outer_momentum`: may be set, on every rank alike. `keeps_gradients`: whether gradients stay in `.grad`
+    until `step`, for anybody to clip, as where a worker is one rank with fp32 parameters. `dropped_outer_steps`: outer
+    steps that were not taken, as some worker's weights were not finite.
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
@@ -111,8 +115,11 @@ class DiLoCo(SynchronizedOptimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
         inside: Mapping[str, Any] | None = None,
+        elastic: Elastic | None = None,
         **options: Any,
     ) -> None:
+        if elastic is not None:
+            comm, nodes = own_communicator(elastic, comm, comm_backend_name, nodes, stage), "flat"
         self.comm = comm or communication.init(backend=comm_backend_name)
         self.stage = stage
         self.max_norm = 0.0 if max_norm is None else max_norm
@@ -138,18 +145,20 @@ class DiLoCo(SynchronizedOptimizer):
         links = _find_nodes(self.comm, nodes)
         worker = self._make_worker(given, inner_class, links, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
-        self.workers = self.comm.size if links is None else links.num_nodes
         names = _names_of(worker, named_parameters)
         cut = on_every_rank(
             self.comm, lambda: _cut(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
         )
-        if outer_lr is None:
-            outer_lr = _default_outer_lr(self.workers, sum(one.numel for one in cut))
-        self.outer = OuterSettings(float(outer_lr), float(outer_momentum))
-        exchange_comm, device, made = self.comm.duplicate(), worker.parameters[0].device, make_codec(codec, block_size)
-        steps = [make_outer_step(exchange_comm, links, one, made, number, device) for number, one in enumerate(cut)]
-        timetable = Timetable(every, plan["overlap"], len(cut))
-        self._move_in(LocalHome(self.comm, exchange_comm, links, worker, names, cut, steps, timetable, self.outer, mix))
+        together = self.comm.size if links is None else links.num_nodes
+        workers = together if elastic is None else elastic.workers
+        rate = _default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
+        self.outer = OuterSettings(rate, float(outer_momentum))
+        self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings))
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are; of an elastic job, since the last outer step."""
+        return self._home.workers
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -231,6 +240,25 @@ class DiLoCo(SynchronizedOptimizer):
             **options,
         )
         return NodeWorker(sharded, inside if links is None else None)
+
+    def _make_home(
+        self,
+        worker: Worker,
+        names: Sequence[str],
+        cut: Sequence[Fragment],
+        mix: float,
+        links: NodeLinks | None,
+        elastic: Elastic | None,
+        settings: dict[str, Any],
+    ) -> LocalHome:
+        codec = make_codec(settings["codec"], settings["block_size"])
+        timetable = Timetable(settings["every"], settings["overlap"], len(cut))
+        if elastic is not None:
+            membership = enter_elastic_job(elastic, {**settings, **vars(self.outer)}, names, worker.parameters)
+            return ElasticHome(membership, worker, names, cut, codec, timetable, self.outer, mix)
+        device, exchange = worker.parameters[0].device, self.comm.duplicate()
+        steps = [make_outer_step(exchange, links, one, codec, number, device) for number, one in enumerate(cut)]
+        return LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, mix)
 
     def _become(self, worker: Worker) -> None:
         """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""

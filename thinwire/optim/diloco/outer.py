@@ -15,6 +15,7 @@ from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
+from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment
 
 __all__ = ["Alone", "Arrived", "OuterSettings", "OuterStep", "Together", "UnderWay", "make_outer_step"]
@@ -31,9 +32,10 @@ class OuterSettings:
 @dataclass(frozen=True)
 class Arrived:
     """What an outer step subtracts from the outer weights, one value an element; None where some worker's weights were
-    not finite, so that no outer step was taken."""
+    not finite, so that no outer step was taken. `meet`: somebody said on leaving that all have to meet after it."""
 
     update: Tensor | None
+    meet: bool = False
 
 
 @dataclass
@@ -65,7 +67,7 @@ class OuterStep(ABC):
     momentum: Tensor
 
     @abstractmethod
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int) -> None:
+    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
         """Leg 1: send w° - w, both fp32 [numel]. Collective."""
 
     @abstractmethod
@@ -79,6 +81,10 @@ class OuterStep(ABC):
     @abstractmethod
     def arrive(self) -> Arrived:
         """Wait for leg 2. Raises PacketError or SettingsError, on every rank, where ranks are out of step."""
+
+    def settle(self, finite: bool) -> None:
+        """Take over momentum and residuals of an outer step that other ranks have taken, where `finite`, though its end
+        did not reach this rank; after `pass_on`."""
 
     def reset(self) -> None:
         """Forget momentum and residuals."""
@@ -112,12 +118,12 @@ class Together(OuterStep):
         self.momentum = torch.zeros(self.own.stop - self.own.start, device=exchange.payload.device)
         self._next_momentum: Tensor | None = None
 
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int) -> None:
+    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
         """See OuterStep."""
         payload = self._exchange.payload
         payload[self._numel :].zero_()
         torch.sub(outer, replica, out=payload[: self._numel])
-        self._exchange.start(step, settings=settings)
+        self._exchange.start(step, Flags.MEET if meet else Flags.NONE, settings)
 
     def may_pass_on(self) -> bool:
         """See OuterStep."""
@@ -136,18 +142,26 @@ class Together(OuterStep):
 
     def arrive(self) -> Arrived:
         """See OuterStep."""
-        exchange, after = self._exchange, self._next_momentum
-        assert after is not None, "arrive() follows pass_on()"
-        self._next_momentum = None
+        exchange = self._exchange
+        assert self._next_momentum is not None, "arrive() follows pass_on()"
         exchange.wait()
-        if not exchange.outcome().finite:
-            exchange.revert()
-            return Arrived(None)
-        self.momentum = after
-        exchange.commit()
-        update = torch.empty(exchange.padded_numel, device=after.device)
+        outcome = exchange.outcome()
+        self.settle(outcome.finite)
+        if not outcome.finite:
+            return Arrived(None, outcome.meet)
+        update = torch.empty(exchange.padded_numel, device=self.momentum.device)
         exchange.read(update)
-        return Arrived(update[: self._numel])
+        return Arrived(update[: self._numel], outcome.meet)
+
+    def settle(self, finite: bool) -> None:
+        """See OuterStep."""
+        after, self._next_momentum = self._next_momentum, None
+        assert after is not None, "settle() follows pass_on()"
+        if finite:
+            self.momentum = after
+            self._exchange.commit()
+        else:
+            self._exchange.revert()
 
     @property
     def worker_place(self) -> slice:
@@ -174,10 +188,12 @@ class Alone(OuterStep):
         self.momentum = torch.zeros(numel, device=device)
         self._gradient: Tensor | None = None
         self._update: Tensor | None = None
+        self._meet = False
 
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int) -> None:
+    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
         """See OuterStep."""
         self._gradient = outer.double().sub_(replica)
+        self._meet = meet
 
     def may_pass_on(self) -> bool:
         """See OuterStep."""
@@ -195,13 +211,23 @@ class Alone(OuterStep):
     def arrive(self) -> Arrived:
         """See OuterStep."""
         update, self._update = self._update, None
-        return Arrived(update)
+        return Arrived(update, self._meet)
 
 
 def make_outer_step(
-    comm: Communicator, links: NodeLinks | None, fragment: Fragment, codec: Codec, index: int, device: torch.device
+    comm: Communicator,
+    links: NodeLinks | None,
+    fragment: Fragment,
+    codec: Codec,
+    index: int,
+    device: torch.device,
+    *,
+    reversible: bool = False,
 ) -> OuterStep:
-    """Of fragment number `index`, over nodes where there are `links`, else over the ranks of `comm`."""
+    """Of fragment number `index`, over nodes where there are `links`, else over the ranks of `comm`.
+
+    `reversible`: what has left can be undone, at the price of a second worker residual while it is under way.
+    """
     workers = comm.size if links is None else links.num_nodes
     if workers == 1:
         return Alone(fragment.numel, device)
@@ -216,6 +242,6 @@ def make_outer_step(
             bucket=index,
             device=device,
             residual_dtype=torch.bfloat16,
-            reversible=False,
+            reversible=reversible,
         )
     return Together(exchange, fragment.numel)

@@ -23,6 +23,11 @@ class Timetable:
         """The fragments that leave after this step; steps count from 1."""
         return [one for one in range(self.fragments) if (step - self._offset(one)) % self.every == 0]
 
+    def count(self, step: int) -> int:
+        """How many times a fragment has left by the end of this step. Number n, from 0 up, is fragment n modulo
+        `fragments`."""
+        return sum(max(0, step - self._offset(one) + self.every) // self.every for one in range(self.fragments))
+
     def arrival(self, left_at: int) -> int:
         """The step after which a fragment that left after step `left_at` is taken in."""
         return left_at + self.overlap

@@ -240,7 +240,7 @@ class PackedBucket:
         divisors = [self._step.loss_scale / self._algorithm.scale(number) for number in numbers]
         state = self._packed_state()
 
-        def encode(place: slice, packets: Tensor) -> None:
+        def encode(place: slice, packets: Tensor, header: bytes) -> None:
             assert self.exchange.worker_residual is not None
             buckets.encode_packed_payload(
                 state,
@@ -252,7 +252,7 @@ class PackedBucket:
                 residual=self.exchange.worker_residual,
                 lost=self.exchange.next_residual,
                 packets=packets,
-                part=part_of(self.exchange, place),
+                part=part_of(self.exchange, place, header),
             )
 
         return encode

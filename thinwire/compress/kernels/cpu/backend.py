@@ -126,7 +126,7 @@ def _byte_array(tensor: Tensor) -> NDArray[Any]:
 
 def array(tensor: Tensor) -> NDArray[Any]:
     """The tensor's own memory."""
-    return tensor.detach().numpy()
+    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
 
 
 def _over_runs(kernel: Callable[..., None], arguments: Sequence[tuple[Any, ...]], numel: int, block_size: int) -> None:
@@ -155,6 +155,9 @@ def _over_elements(
 def share_blocks(work: Callable[[int, int], None], blocks: int, block_size: int) -> None:
     """Run work(first, last) over ranges that cover `blocks`, one a thread."""
     threads = max(1, min(_workers.threads(), blocks * block_size // _ELEMENTS_PER_THREAD))
+    if threads == 1:
+        work(0, blocks)
+        return
     edges = [blocks * part // threads for part in range(threads + 1)]
     _workers.each(lambda part: work(edges[part], edges[part + 1]), threads, threads)
 

@@ -18,6 +18,7 @@ from thinwire.compress.kernels.cpu.runs import PartLayout
 from thinwire.compress.kernels.noise import keys
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.packet_layout import HEADER_BYTES
 
 __all__ = ["average_and_encode", "decode_and_move", "encode_packed_payload", "encode_payload", "move_packed"]
 
@@ -37,6 +38,7 @@ def encode_payload(call: EncodePayload) -> None:
         _part_layout(call.codec, call.part, call.packets),
     )
     _over_part(payload.encode_payload, arguments, call.part, call.packets)
+    _write_header(call)
 
 
 def decode_and_move(call: DecodeAndMove) -> None:
@@ -87,6 +89,7 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
         _part_layout("sign1", call.part, call.packets),
     )
     _over_part(payload.encode_packed_payload, arguments, call.part, call.packets)
+    _write_header(call)
 
 
 def move_packed(call: MovePacked) -> None:
@@ -115,6 +118,11 @@ def move_packed(call: MovePacked) -> None:
         moving.move_packed(*arguments, Range(begin + first, begin + last))
 
     share_blocks(work, end - begin, state.block_size)
+
+
+def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
+    if call.part.header is not None:
+        array(call.packets)[:, :HEADER_BYTES] = np.frombuffer(call.part.header, dtype=np.uint8)
 
 
 def _over_part(kernel: Any, arguments: tuple[Any, ...], part: Part, packets: Tensor) -> None:

@@ -24,7 +24,7 @@ from thinwire.simd import floats, integers
 from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
 
-__all__ = ["decode", "decode_block", "decode_signs"]
+__all__ = ["decode", "decode_block", "decode_signs", "mean_of_signs"]
 
 _STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
 
@@ -73,23 +73,32 @@ def decode_signs(
 ) -> None:
     """What `decode_block` does of sign1."""
     for i in range(start, stop, _STEP):
-        at = place.codes + (i - start) // 8
-        scale = floats.load_scalar(packets, place.scale_at)
-        sum0 = _signed(packets, at, scale)
-        sum1 = _signed(packets, at + 2, scale)
-        sum2 = _signed(packets, at + 4, scale)
-        sum3 = _signed(packets, at + 6, scale)
-        for row in range(1, rows):
-            at = place.codes + (i - start) // 8 + row * row_bytes
-            scale = floats.load_scalar(packets, place.scale_at + row * row_bytes)
-            sum0 = floats.add(sum0, _signed(packets, at, scale))
-            sum1 = floats.add(sum1, _signed(packets, at + 2, scale))
-            sum2 = floats.add(sum2, _signed(packets, at + 4, scale))
-            sum3 = floats.add(sum3, _signed(packets, at + 6, scale))
-        _put(output, i, sum0, rows, streaming)
-        _put(output, i + LANES, sum1, rows, streaming)
-        _put(output, i + 2 * LANES, sum2, rows, streaming)
-        _put(output, i + 3 * LANES, sum3, rows, streaming)
+        value0, value1, value2, value3 = mean_of_signs(packets, place, row_bytes, rows, i - start)
+        _put(output, i, value0, streaming)
+        _put(output, i + LANES, value1, streaming)
+        _put(output, i + 2 * LANES, value2, streaming)
+        _put(output, i + 3 * LANES, value3, streaming)
+
+
+@inner
+def mean_of_signs(
+    packets: Bytes, place: Place, row_bytes: int, rows: int, first: int
+) -> tuple[floats.Vector, floats.Vector, floats.Vector, floats.Vector]:
+    """The mean of `rows` sign1 packets for the 64 elements from a block's element `first` on."""
+    at = place.codes + first // 8
+    scale = floats.load_scalar(packets, place.scale_at)
+    sum0 = _signed(packets, at, scale)
+    sum1 = _signed(packets, at + 2, scale)
+    sum2 = _signed(packets, at + 4, scale)
+    sum3 = _signed(packets, at + 6, scale)
+    for row in range(1, rows):
+        at = place.codes + first // 8 + row * row_bytes
+        scale = floats.load_scalar(packets, place.scale_at + row * row_bytes)
+        sum0 = floats.add(sum0, _signed(packets, at, scale))
+        sum1 = floats.add(sum1, _signed(packets, at + 2, scale))
+        sum2 = floats.add(sum2, _signed(packets, at + 4, scale))
+        sum3 = floats.add(sum3, _signed(packets, at + 6, scale))
+    return _mean(sum0, rows), _mean(sum1, rows), _mean(sum2, rows), _mean(sum3, rows)
 
 
 @helper
@@ -107,7 +116,7 @@ def _decode_two_magnitudes(
             small = floats.load_scalar(packets, place.scale_at + skipped)
             large = floats.load_scalar(packets, place.scale_at + skipped + SCALE_BYTES)
             total = floats.add(total, magnitudes_at(packets, at + skipped, plane, small, large))
-        _put(output, i, total, rows, streaming)
+        _put(output, i, _mean(total, rows), streaming)
 
 
 @inner
@@ -128,7 +137,7 @@ def _decode_levels(
         for row in range(1, rows):
             scale = floats.load_scalar(packets, place.scale_at + row * row_bytes)
             total = floats.add(total, _scaled(packets, at + row * row_bytes, scale, codec))
-        _put(output, i, total, rows, streaming)
+        _put(output, i, _mean(total, rows), streaming)
 
 
 @helper
@@ -149,11 +158,14 @@ def _scaled(packets: Bytes, codes: int, scale: np.float32, codec: int) -> floats
     return floats.multiply(level, floats.broadcast(scale))
 
 
-@helper
-def _put(output: Floats, at: int, value: floats.Vector, rows: int, streaming: bool) -> None:
-    """Divide a sum over `rows` rows by their number and write it."""
-    mean = floats.divide(value, floats.broadcast(np.float32(rows))) if rows > 1 else value
+@inner
+def _mean(total: floats.Vector, rows: int) -> floats.Vector:
+    return floats.divide(total, floats.broadcast(np.float32(rows))) if rows > 1 else total
+
+
+@inner
+def _put(output: Floats, at: int, value: floats.Vector, streaming: bool) -> None:
     if streaming:
-        floats.stream(output, at, mean)
+        floats.stream(output, at, value)
     else:
-        floats.store(output, at, mean)
+        floats.store(output, at, value)

@@ -25,13 +25,27 @@ from thinwire.compress.kernels.cpu.blocks import (
 )
 from thinwire.compress.kernels.cpu.halves import BFLOAT16, NO_VALUES, store_nearest, widen
 from thinwire.compress.kernels.cpu.two_magnitudes import corrected_at, encode_in_two_magnitudes
-from thinwire.simd import floats, integers
+from thinwire.simd import floats, integers, memory
 from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
 
-__all__ = ["add_and_store", "encode", "encode_block", "encode_rounded", "encode_signs", "store_rounded_block"]
+__all__ = [
+    "STEP",
+    "add_and_store",
+    "encode",
+    "encode_block",
+    "encode_rounded",
+    "encode_signs",
+    "lose_signs",
+    "no_sums",
+    "pack_step",
+    "store_rounded_block",
+    "store_step",
+    "total_of",
+]
 
-_STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
+STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
+Sums = tuple[floats.Vector, floats.Vector, floats.Vector, floats.Vector]
 _TOP_LEVELS = (np.float32(0.0), np.float32(0.0), np.float32(7.0), np.float32(448.0), np.float32(127.0))  # by codec
 
 
@@ -105,17 +119,23 @@ def encode_signs(
     payload: Floats, residual: Floats, packets: Bytes, start: int, stop: int, place: Place, correct: bool
 ) -> None:
     """A block of payload, and of the residual if `correct`, in which padding is 0, as `encode_block` does."""
-    codes = place.codes
-    total = _pack_signs(payload, residual, packets, start, stop, codes, correct)
+    total = _pack_signs(payload, residual, packets, start, stop, place.codes, correct)
+    lose_signs(payload.ctypes.data + 4 * start, packets, stop - start, place, total)
+    for i in range(place.valid, stop - start):
+        payload[start + i] = 0.0
+        packets[place.codes + i // 8] &= ~(1 << i % 8)
+
+
+@helper
+def lose_signs(payload: int, packets: Bytes, size: int, place: Place, total: floats.Scalar) -> None:
+    """Write the scale of a block whose signs are packed and whose magnitudes sum to `total`, and take what the packet
+    says off the payload at an address."""
     scale = total / np.float32(max(place.valid, 1))
     floats.store_scalar(packets, place.scale_at, scale)
     plus, minus = floats.broadcast(scale), floats.broadcast(-scale)
-    for i in range(start, stop, LANES):
-        decoded = floats.select(floats.load_bits(packets, codes + (i - start) // 8), plus, minus)
-        floats.store(payload, i, floats.subtract(floats.load(payload, i), decoded))
-    for i in range(place.valid, stop - start):
-        payload[start + i] = 0.0
-        packets[codes + i // 8] &= ~(1 << i % 8)
+    for i in range(0, size, LANES):
+        decoded = floats.select(floats.load_bits(packets, place.codes + i // 8), plus, minus)
+        memory.store_floats(payload + 4 * i, floats.subtract(memory.load_floats(payload + 4 * i), decoded))
 
 
 @helper
@@ -123,28 +143,63 @@ def _pack_signs(
     payload: Floats, residual: Floats, packets: Bytes, start: int, stop: int, codes: int, correct: bool
 ) -> floats.Scalar:
     """Payload += residual if `correct`; write its sign bits at byte `codes`; return the sum of magnitudes."""
-    zero = floats.broadcast(np.float32(0.0))
-    sum0, sum1, sum2, sum3 = zero, zero, zero, zero
-    for i in range(start, stop, _STEP):
+    sums = no_sums()
+    for i in range(start, stop, STEP):
         value0 = corrected_at(payload, residual, i, correct)
         value1 = corrected_at(payload, residual, i + LANES, correct)
         value2 = corrected_at(payload, residual, i + 2 * LANES, correct)
         value3 = corrected_at(payload, residual, i + 3 * LANES, correct)
         if correct:
-            floats.store(payload, i, value0)
-            floats.store(payload, i + LANES, value1)
-            floats.store(payload, i + 2 * LANES, value2)
-            floats.store(payload, i + 3 * LANES, value3)
-        sum0 = floats.add(sum0, floats.absolute(value0))
-        sum1 = floats.add(sum1, floats.absolute(value1))
-        sum2 = floats.add(sum2, floats.absolute(value2))
-        sum3 = floats.add(sum3, floats.absolute(value3))
-        bits = codes + (i - start) // 8
-        floats.store_bits(packets, bits, floats.nonnegative(value0))
-        floats.store_bits(packets, bits + 2, floats.nonnegative(value1))
-        floats.store_bits(packets, bits + 4, floats.nonnegative(value2))
-        floats.store_bits(packets, bits + 6, floats.nonnegative(value3))
-    return floats.reduce_sum(floats.add(floats.add(sum0, sum1), floats.add(sum2, sum3)))
+            store_step(payload.ctypes.data + 4 * i, value0, value1, value2, value3)
+        sums = pack_step(packets, codes + (i - start) // 8, sums, value0, value1, value2, value3)
+    return total_of(sums)
+
+
+@inner
+def no_sums() -> Sums:
+    """Where four sums begin."""
+    zero = floats.broadcast(np.float32(0.0))
+    return zero, zero, zero, zero
+
+
+@inner
+def pack_step(
+    packets: Bytes,
+    codes: int,
+    sums: Sums,
+    value0: floats.Vector,
+    value1: floats.Vector,
+    value2: floats.Vector,
+    value3: floats.Vector,
+) -> Sums:
+    """Write the sign bits of the next `STEP` elements at byte `codes`, and add up their magnitudes."""
+    floats.store_bits(packets, codes, floats.nonnegative(value0))
+    floats.store_bits(packets, codes + 2, floats.nonnegative(value1))
+    floats.store_bits(packets, codes + 4, floats.nonnegative(value2))
+    floats.store_bits(packets, codes + 6, floats.nonnegative(value3))
+    return (
+        floats.add(sums[0], floats.absolute(value0)),
+        floats.add(sums[1], floats.absolute(value1)),
+        floats.add(sums[2], floats.absolute(value2)),
+        floats.add(sums[3], floats.absolute(value3)),
+    )
+
+
+@inner
+def store_step(
+    at: int, value0: floats.Vector, value1: floats.Vector, value2: floats.Vector, value3: floats.Vector
+) -> None:
+    """Write `STEP` elements to an address."""
+    memory.store_floats(at, value0)
+    memory.store_floats(at + 4 * LANES, value1)
+    memory.store_floats(at + 8 * LANES, value2)
+    memory.store_floats(at + 12 * LANES, value3)
+
+
+@inner
+def total_of(sums: Sums) -> floats.Scalar:
+    """The sum over all lanes, in an order that no processor changes."""
+    return floats.reduce_sum(floats.add(floats.add(sums[0], sums[1]), floats.add(sums[2], sums[3])))
 
 
 @inner

@@ -8,9 +8,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Range, locate
-from thinwire.compress.kernels.cpu.decode import decode_block, decode_signs
-from thinwire.compress.kernels.cpu.encode import add_and_store, encode_block, encode_signs, store_rounded_block
+from thinwire.compress.kernels.cpu.blocks import SIGN1, Bytes, Floats, Layout, Place, Range, locate
+from thinwire.compress.kernels.cpu.decode import decode_block, decode_signs, mean_of_signs
+from thinwire.compress.kernels.cpu.encode import (
+    STEP,
+    add_and_store,
+    encode_block,
+    encode_signs,
+    lose_signs,
+    no_sums,
+    pack_step,
+    store_rounded_block,
+    store_step,
+    total_of,
+)
 from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen_at, widen_some_at
 from thinwire.compress.kernels.cpu.momentum import Factors
 from thinwire.compress.kernels.cpu.runs import (
@@ -20,6 +31,7 @@ from thinwire.compress.kernels.cpu.runs import (
     KIND,
     PartLayout,
     Table,
+    covers,
     first_run,
     place_in_part,
     start_of,
@@ -60,6 +72,13 @@ def encode_payload(
         start = start_of(part, block)
         stop = start + part.block_size
         run = first_run(runs, start)
+        if part.form.codec == SIGN1 and covers(runs, run, start, stop):
+            kind, place = runs[run, KIND], place_in_part(part, block, start)
+            gradient = runs[run, ADDRESS] + (start - runs[run, FIRST]) * ELEMENT_BYTES[kind]
+            of_run = Factors(factors[run, _BETA1], factors[run, _GAIN], factors[run, _DIVISOR])
+            total = _pack_run(gradient, kind, of_run, form, vectors, lost_at, start, stop, packets, place.codes)
+            lose_signs(lost_at + 4 * start, packets, part.block_size, place, total)
+            continue
         while run < runs.shape[0] and runs[run, FIRST] < stop:
             low, high = max(runs[run, FIRST], start), min(runs[run, END], stop)
             kind = runs[run, KIND]
@@ -71,6 +90,42 @@ def encode_payload(
 
 
 @helper
+def _pack_run(
+    gradient: int,
+    kind: int,
+    factors: Factors,
+    form: int,
+    vectors: Vectors,
+    lost: int,
+    low: int,
+    high: int,
+    packets: Bytes,
+    codes: int,
+) -> floats.Scalar:
+    """What `_fill` does for a whole block; write its signs at byte `codes` too, and return the sum of magnitudes."""
+    sums = no_sums()
+    for at in range(low, high, STEP):
+        new = gradient + ELEMENT_BYTES[kind] * (at - low)
+        value0 = _payload(new, kind, factors, form, vectors, at)
+        value1 = _payload(new + ELEMENT_BYTES[kind] * LANES, kind, factors, form, vectors, at + LANES)
+        value2 = _payload(new + ELEMENT_BYTES[kind] * 2 * LANES, kind, factors, form, vectors, at + 2 * LANES)
+        value3 = _payload(new + ELEMENT_BYTES[kind] * 3 * LANES, kind, factors, form, vectors, at + 3 * LANES)
+        store_step(lost + 4 * at, value0, value1, value2, value3)
+        sums = pack_step(packets, codes + (at - low) // 8, sums, value0, value1, value2, value3)
+    return total_of(sums)
+
+
+@inner
+def _payload(new_at: int, kind: int, factors: Factors, form: int, vectors: Vectors, at: int) -> floats.Vector:
+    """Payload + residual of sixteen elements from element `at` on, whose gradients lie at an address."""
+    one = floats.broadcast(np.float32(1.0))
+    before = memory.load_floats(vectors.momentum + 4 * at)
+    denominators = memory.load_floats(vectors.denominators + 4 * at) if form != PLAIN else one
+    u = _contribution(widen_at(new_at, kind), kind, before, denominators, factors, form)
+    return floats.add(u, memory.load_floats(vectors.residual + 4 * at)) if vectors.residual else u
+
+
+@helper
 def _fill(
     gradient: int, kind: int, factors: Factors, form: int, vectors: Vectors, lost: int, low: int, high: int
 ) -> None:
@@ -78,12 +133,7 @@ def _fill(
     size, one = ELEMENT_BYTES[kind], floats.broadcast(np.float32(1.0))
     behind = low + (high - low) // LANES * LANES
     for at in range(low, behind, LANES):
-        new = widen_at(gradient + size * (at - low), kind)
-        before = memory.load_floats(vectors.momentum + 4 * at)
-        denominators = memory.load_floats(vectors.denominators + 4 * at) if form != PLAIN else one
-        u = _contribution(new, kind, before, denominators, factors, form)
-        if vectors.residual:
-            u = floats.add(u, memory.load_floats(vectors.residual + 4 * at))
+        u = _payload(gradient + size * (at - low), kind, factors, form, vectors, at)
         memory.store_floats(lost + 4 * at, u)
     count = high - behind
     if count:
@@ -139,8 +189,45 @@ def average_and_encode(
     for block in range(blocks.first, blocks.last):
         start = block * size
         place = locate(incoming, block, workers)
-        decode_block(received, place, codec, incoming.row_bytes, workers, lost, start, start + size, False)
-        encode_block(lost, residual, start, packets, size, codec, locate(outgoing, block, 1))
+        target = locate(outgoing, block, 1)
+        if codec == SIGN1 and place.valid == size:
+            lost_at = lost.ctypes.data + 4 * start
+            residual_at = residual.ctypes.data + 4 * start if residual.size else 0
+            total = _pack_average(
+                received, place, incoming.row_bytes, workers, residual_at, lost_at, packets, target, size
+            )
+            lose_signs(lost_at, packets, size, target, total)
+        else:
+            decode_block(received, place, codec, incoming.row_bytes, workers, lost, start, start + size, False)
+            encode_block(lost, residual, start, packets, size, codec, target)
+
+
+@helper
+def _pack_average(
+    received: Bytes,
+    place: Place,
+    row_bytes: int,
+    workers: int,
+    residual: int,
+    lost: int,
+    packets: Bytes,
+    target: Place,
+    size: int,
+) -> floats.Scalar:
+    """Write a block's average, plus the residual at an address that is not 0, to the address `lost`, and its signs;
+    return the sum of magnitudes."""
+    sums = no_sums()
+    for i in range(0, size, STEP):
+        value0, value1, value2, value3 = mean_of_signs(received, place, row_bytes, workers, i)
+        if residual:
+            at = residual + 4 * i
+            value0 = floats.add(value0, memory.load_floats(at))
+            value1 = floats.add(value1, memory.load_floats(at + 4 * LANES))
+            value2 = floats.add(value2, memory.load_floats(at + 8 * LANES))
+            value3 = floats.add(value3, memory.load_floats(at + 12 * LANES))
+        store_step(lost + 4 * i, value0, value1, value2, value3)
+        sums = pack_step(packets, target.codes + i // 8, sums, value0, value1, value2, value3)
+    return total_of(sums)
 
 
 @kernel

@@ -11,7 +11,7 @@ from thinwire.compress.kernels.cpu.blocks import Form, Place
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 from thinwire.simd.compiling import helper
 
-__all__ = ["ADDRESS", "END", "FIRST", "KIND", "PartLayout", "Table", "first_run", "place_in_part", "start_of"]
+__all__ = ["ADDRESS", "END", "FIRST", "KIND", "PartLayout", "Table", "covers", "first_run", "place_in_part", "start_of"]
 
 Table = NDArray[np.int64]
 """A row for each run: first element, end, and then addresses, each followed by the format of what lies there."""
@@ -61,3 +61,9 @@ def first_run(table: Table, element: int) -> int:
         else:
             low = middle + 1
     return low
+
+
+@helper
+def covers(table: Table, run: int, start: int, stop: int) -> bool:
+    """Whether a run holds all elements from `start` to `stop`; one that there is not holds none."""
+    return bool(run < table.shape[0] and table[run, FIRST] <= start and stop <= table[run, END])

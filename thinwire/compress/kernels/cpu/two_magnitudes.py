@@ -85,7 +85,7 @@ def _pack(
 ) -> tuple[np.float32, np.float32]:
     """Write the bits of signs and magnitudes; return the mean magnitudes below the split, and of the rest.
 
-    Where the split is 0, all is: then it does not matter that padding is counted.
+    Where the split is 0, so are both: then it does not matter that padding is counted.
     """
     zero, threshold = floats.broadcast(np.float32(0.0)), floats.broadcast(split)
     small0, small1, small2, small3 = zero, zero, zero, zero

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels.cuda.launch import Argument
+from thinwire.compress.kernels.cuda.arguments import Argument
 
 __all__ = ["BindingsToolkit", "CupyToolkit", "KernelCompilerError", "Toolkit", "find_toolkit"]
 

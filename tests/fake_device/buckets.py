@@ -1,0 +1,81 @@
+"""Kernels over whole buckets for the device: the CPU's on its memory, or the CUDA backend with all of its tables and
+launches, which the emulated GPU runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.compress.kernels import emulation
+from thinwire.compress.kernels import buckets
+from thinwire.compress.kernels.cuda.bucket_backend import CudaBuckets
+from thinwire.compress.kernels.cuda.launch import Launch
+from thinwire.compress.kernels.served import SERVED_CODECS
+
+__all__ = ["HostBuckets", "on_an_emulated_gpu", "serve_buckets"]
+
+_NAME = "fake"
+
+
+class HostBuckets:
+    """One launch a call, as on a GPU."""
+
+    def __getattr__(self, kernel: str) -> Any:
+        backend = importlib.import_module("thinwire.compress.kernels.cpu.bucket_backend")
+
+        def run(call: Any) -> None:
+            torch.ops.fake_device.launched(f"buckets::{kernel}")
+            getattr(backend, kernel)(_on_host(call))
+
+        return run
+
+
+class _EmulatedRunner:
+    """Stands for `cuda.runner.Runner`: counts each launch."""
+
+    def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
+
+    def run(self, launch: Launch, device: torch.device) -> None:
+        assert device.type == _NAME
+        if 0 in launch.grid:
+            return
+        torch.ops.fake_device.launched(f"cuda::{launch.function}")
+        with self._one_at_a_time:
+            emulation.run(launch)
+
+
+def serve_buckets(backend: Any) -> None:
+    """Have calls for the device reach `backend`."""
+    buckets._DEVICES[_NAME] = lambda: backend
+    SERVED_CODECS[_NAME] = SERVED_CODECS["cpu"]
+    buckets._backend.cache_clear()
+
+
+@contextmanager
+def on_an_emulated_gpu() -> Iterator[None]:
+    """Have them go the way of the CUDA backend."""
+    serve_buckets(CudaBuckets(_EmulatedRunner()))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        serve_buckets(HostBuckets())
+
+
+def _on_host(value: Any) -> Any:
+    """A call with host tensors over the memory of the device's."""
+    if isinstance(value, Tensor):
+        return torch.ops.fake_device.as_host(value.detach())
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_host, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: _on_host(one) for name, one in fields.items()})
+    return value

@@ -1,0 +1,252 @@
+"""Who is in an elastic job: generations of workers, each agreed on through a store that no worker serves.
+
+docs/internals/elastic.md says what is assumed, and why nobody hangs and no two halves of a job go on by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from thinwire.comm import threads
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.elastic import Elastic, MembershipError
+from thinwire.comm.errors import CommunicationError
+from thinwire.comm.heart import Heart
+from thinwire.comm.limited_store import LimitedStore
+from thinwire.comm.torch_backend import GenerationCommunicator, connect
+
+__all__ = ["Entry", "Generation", "Membership", "Record"]
+
+_POLL_SECONDS = 0.05
+
+Record = Mapping[str, Any]
+"""What a worker says of its state at a meeting, as JSON can hold it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A worker at a meeting. `record`: None where it has no state of the job."""
+
+    name: str
+    record: Record | None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The workers that were agreed on, in their order; this one is number `index` of them."""
+
+    number: int
+    entries: tuple[Entry, ...]
+    index: int
+
+    @property
+    def names(self) -> list[str]:
+        """The workers' names, which no other worker ever has."""
+        return [entry.name for entry in self.entries]
+
+
+class Membership:
+    """One worker's part in the agreement on who is in the job.
+
+    `generation`: the last one that this worker was in. Every call may raise MembershipError, which is final.
+    """
+
+    def __init__(self, settings: Elastic, store: Store, address: str) -> None:
+        """`store`: the meeting place's, at `address`."""
+        self.settings = settings
+        self.name = uuid.uuid4().hex[:12]
+        self.generation: Generation | None = None
+        self._raw = PrefixStore(f"thinwire/{settings.job}", store)
+        self._store = LimitedStore(self._raw, address, settings.silence)
+        self._store.add("workers", 1)  # is anybody there?
+        self.heart = Heart(PrefixStore(f"thinwire/{settings.job}", store.clone()), self.name, settings.silence)  # type: ignore[attr-defined]
+
+    def agree_on(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming a difference, unless these are what the job's first worker has."""
+        mine = json.dumps(settings)
+        first: dict[str, Any] = json.loads(self._store.propose("settings", mine))
+        for name, value in json.loads(mine).items():
+            if first.get(name) != value:
+                raise ValueError(
+                    f"{name} is {value!r} here and {first.get(name)!r} on the job's first worker: every worker needs "
+                    "the same model and settings. A new job at the same meeting place needs another Elastic(job=...)"
+                )
+
+    def begin(self) -> None:
+        """Say that the job has weights which count: whoever comes from now on takes them over."""
+        self._store.write("begun", "1")
+
+    @property
+    def begun(self) -> bool:
+        """Whether somebody has said so."""
+        return self._store.read("begun") is not None
+
+    def claim(self, count: int) -> int:
+        """The first of `count` numbers, from 0 up, that no other worker of the job gets or has got."""
+        return self._store.add("claimed", count) - count
+
+    @property
+    def disturbed(self) -> str:
+        """Why all have to meet now; empty where they need not."""
+        return self.heart.disturbed
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits to join."""
+        return self.heart.wanted
+
+    # Meetings
+
+    def meet(self, record: Record | None, *, alarm: bool) -> Generation:
+        """Agree with the others on the next generation, and be in it.
+
+        `record`: this worker's state, None where it has none; it counts as none where others have met without this
+        worker. `alarm`: call those who do not know yet that a meeting is held.
+        """
+        while True:
+            number = self._next_open()
+            stayed = self.generation is not None and self.generation.number == number - 1
+            record = record if stayed else None
+            if alarm and stayed:
+                self._store.write(f"{number}/alarm", "1")
+            place = self._store.add(f"{number}/count", 1) - 1
+            self._store.write(f"{number}/entry/{place}", json.dumps(asdict(Entry(self.name, record))))
+            entries = self._decided(number)
+            names = [entry.name for entry in entries]
+            if self.name in names:
+                self.generation = Generation(number, tuple(entries), names.index(self.name))
+                self.heart.follow(number, names)
+                return self.generation
+
+    def _next_open(self) -> int:
+        number = int(self._store.read("latest") or 0) + 1
+        if self.generation is not None:
+            number = max(number, self.generation.number + 1)
+        while self._store.read(f"{number}/members") is not None:
+            number += 1
+        return number
+
+    def _decided(self, number: int) -> list[Entry]:
+        """Wait until generation `number` is decided, and propose it where this worker may."""
+        before = [entry.name for entry in _parsed(self._store.read(f"{number - 1}/members"))]
+        self.heart.watch(before)
+        began = time.monotonic()
+        while True:
+            decided = self._store.read(f"{number}/members")
+            if decided is None and (found := self._proposal(number, before, time.monotonic() - began)) is not None:
+                decided = self._store.propose(f"{number}/members", json.dumps([asdict(entry) for entry in found]))
+                self._store.write("latest", str(number))
+            if decided is not None:
+                return _parsed(decided)
+            if self.name not in before and self._store.read("finished"):
+                raise MembershipError(
+                    f"job {self.settings.job!r} is over: there is nothing to join. Its next run needs another "
+                    "Elastic(job=...), or a new meeting place"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _proposal(self, number: int, before: Sequence[str], waited: float) -> list[Entry] | None:
+        """Whom this worker would have in a generation after that of the workers `before`; None to wait on."""
+        here, settings = self._present(number), self.settings
+        names = {entry.name for entry in here}
+        missing = [name for name in before if name not in names and not self.heart.silent(name)]
+        if self.name in before:
+            complete = not missing or waited >= settings.timeout
+        elif before:  # a newcomer leaves it to those who have the job's state
+            complete = False
+            if not missing and names.isdisjoint(before):
+                raise MembershipError(
+                    f"none of the {len(before)} last workers of job {settings.job!r} is left. Start a new job, from a "
+                    "checkpoint where there is one, with another Elastic(job=...) or a new meeting place"
+                )
+        else:
+            complete = len(here) >= settings.workers or waited >= settings.join_timeout
+        if complete and len(here) >= settings.min_workers:
+            order = {name: place for place, name in enumerate(before)}
+            return sorted(here, key=lambda entry: order.get(entry.name, len(order)))
+        if waited >= settings.join_timeout and not (self.name in before and missing):
+            raise MembershipError(
+                f"job {settings.job!r}: {len(here)} workers have met within {waited:.0f} s; the job has min_workers="
+                f"{settings.min_workers}" + (f", and {len(before)} others did not let them in" if before else "")
+            )
+        return None
+
+    def _present(self, number: int) -> list[Entry]:
+        """Who has come to the meeting and is alive, in the order of coming."""
+        found = []
+        for place in range(self._store.add(f"{number}/count", 0)):
+            written = self._store.read(f"{number}/entry/{place}")
+            if written is not None:
+                found.append(Entry(**json.loads(written)))
+        self.heart.watch([one.name for one in found])
+        return [one for one in found if one.name == self.name or not self.heart.silent(one.name)]
+
+    # What a generation does together
+
+    def connect(self, members: Sequence[int], purpose: str) -> Communicator:
+        """A communicator of these of the generation's workers, this one among them, in this order. Collective.
+
+        Raises CommunicationError where one of them dies meanwhile, or calls a meeting.
+        """
+        generation = self.generation
+        assert generation is not None, "connect() follows meet()"
+        limit = self.settings.timeout
+        if len(members) == 1:
+            return threads.single(limit)
+        made: list[GenerationCommunicator] = []
+        failed: list[RuntimeError] = []
+
+        def work() -> None:
+            try:
+                path, rank = f"{generation.number}/{purpose}", members.index(generation.index)
+                made.append(
+                    GenerationCommunicator(
+                        connect(self._raw, path, rank, len(members), limit), limit, lambda: self.disturbed
+                    )
+                )
+            except RuntimeError as error:
+                failed.append(error)
+
+        # Gloo connects for as long as its timeout is, and hears of nobody's death meanwhile.
+        thread = threading.Thread(target=work, name="thinwire-connect", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self.disturbed:
+            thread.join(_POLL_SECONDS)
+        if made:
+            return made[0]
+        raise CommunicationError(f"the workers did not connect: {failed[0] if failed else self.disturbed}")
+
+    def finish(self) -> bool:
+        """Wait until all of the generation have come here; False where they have to meet first.
+
+        After True this worker is out of the job, and the job is over for all who would join.
+        """
+        generation = self.generation
+        assert generation is not None, "finish() follows meet()"
+        key, size = f"{generation.number}/done", len(generation.entries)
+        done = self._store.add(key, 1)
+        while done < size:
+            time.sleep(_POLL_SECONDS)
+            disturbed = self.disturbed  # before the count: who is done may leave
+            done = self._store.add(key, 0)
+            if disturbed and done < size:
+                return False
+        self._store.write("finished", "1")
+        self.leave()
+        return True
+
+    def leave(self) -> None:
+        """Tell the others not to wait for this worker."""
+        self.heart.stop(gone=True)
+
+
+def _parsed(decided: str | None) -> list[Entry]:
+    return [Entry(**entry) for entry in json.loads(decided)] if decided else []

@@ -1,0 +1,340 @@
+"""The home of local updates by workers that come and go.
+
+Outer steps are numbered over the whole job: number n is of fragment n modulo their count, and is taken by all of a
+generation or by none. docs/internals/elastic.md says why that holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import CommunicationError, threads
+from thinwire.comm.elastic import MembershipError
+from thinwire.comm.membership import Generation, Membership, Record
+from thinwire.comm.torch_backend import GenerationCommunicator
+from thinwire.compress.codecs import Codec
+from thinwire.compress.packet import PacketError
+from thinwire.optim.diloco.fragments import Fragment
+from thinwire.optim.diloco.home import LocalHome
+from thinwire.optim.diloco.kept_momentum import KeptMomentum
+from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterStep, UnderWay, make_outer_step
+from thinwire.optim.diloco.timetable import Timetable
+from thinwire.optim.diloco.worker import Worker
+from thinwire.zero.home import StepResult
+from thinwire.zero.rank_checks import settings_digest
+from thinwire.zero.saved_slices import SavedSlice, SliceSource
+
+__all__ = ["ElasticHome"]
+
+_ATTEMPTS = 10
+"""Meetings in a row after which workers did not connect: they reach the meeting place, but not each other."""
+
+
+class _SomebodyWaits(Exception):  # noqa: N818 - no error: all know after the same outer step
+    """All meet, to let somebody in."""
+
+
+class ElasticHome(LocalHome):
+    """One worker's part in a job that goes on without workers that died, and with those that come.
+
+    Construction waits until this worker is in the job, and then has its outer weights.
+    """
+
+    outer_steps: list[OuterStep]
+
+    def __init__(
+        self,
+        membership: Membership,
+        worker: Worker,
+        names: Sequence[str],
+        fragments: Sequence[Fragment],
+        codec: Codec,
+        timetable: Timetable,
+        outer: OuterSettings,
+        mix: float,
+    ) -> None:
+        device = worker.parameters[0].device
+        alone = threads.single(membership.settings.timeout)
+        steps: list[OuterStep] = [Alone(one.numel, device) for one in fragments]
+        super().__init__(alone, alone, None, worker, names, fragments, steps, timetable, outer, mix)
+        self.membership = membership
+        self._codec = codec
+        self._momentum = KeptMomentum([one.numel for one in fragments], device)
+        self._taken = 0
+        self._dropped: list[int] = []
+        self._at_the_end = 0
+        self._in_the_job = False
+        self._is_over = False
+        self._failure = ""
+        self._bytes_earlier = 0
+        self._meet(alarm=False)
+
+    # What it reports
+
+    @property
+    def bytes_sent_between_nodes(self) -> int:
+        """See Home; of all generations."""
+        return self._bytes_earlier + self._exchange_comm.traffic.bytes_sent
+
+    @property
+    def index(self) -> int:
+        """This worker's number among `workers`, which may change at an outer step."""
+        return self.comm.rank
+
+    # Training
+
+    def step(self) -> StepResult:
+        """See Home."""
+        if self._is_over:
+            raise RuntimeError(
+                "synchronize() has ended this worker's part in the job: to evaluate, or to save the model, while it "
+                "runs, use eval() and train(), which need nobody else"
+            )
+        result = self.worker.step(self.loss_scale, self.overflows)
+        self._steps += 1
+        self._together(self._take_part)
+        return result
+
+    def synchronize_weights(self) -> None:
+        """See LocalHome; this ends the job."""
+        if self._is_over:
+            return
+        self._at_the_end = 0 if self._ends_in_sync else len(self.fragments)
+        self._together(self._end)
+        self._is_over = True
+        self.met_at = self._steps
+
+    @property
+    def in_sync(self) -> bool:
+        """See Home; others may still be on their way."""
+        return self._is_over
+
+    def close(self) -> None:
+        """See Home; the others go on without this worker."""
+        if not self._is_over:
+            self.membership.leave()
+            self._is_over = True
+        self._part()
+
+    def _take_part(self) -> None:
+        self._take_in_due()
+        while self._left < self._due:
+            self._leave_next()
+        if self._timetable.overlap == 0:
+            self._take_in_due()
+
+    def _end(self) -> None:
+        self._take_in_all()
+        while self._left < self._due:
+            self._leave_next()
+            self._take_in(self.under_way[0])
+        if not self.membership.finish():
+            raise CommunicationError(self.membership.disturbed)
+
+    @property
+    def _left(self) -> int:
+        """Outer steps for which this worker has sent its part."""
+        return self._taken + len(self.under_way)
+
+    @property
+    def _due(self) -> int:
+        """Outer steps for which it should have."""
+        return self._timetable.count(self._steps) + self._at_the_end
+
+    @property
+    def _ends_in_sync(self) -> bool:
+        """Whether the last step already ends with all weights alike."""
+        plain = self._timetable.overlap == 0 and self._mix == 0.0 and len(self.fragments) == 1
+        return plain and bool(self._timetable.leaving(self._steps))
+
+    def _leave_next(self) -> None:
+        for earlier in self.under_way:
+            self._pass_on(earlier)
+        number = self._left
+        fragment = number % len(self.fragments)
+        self.outer_steps[fragment].leave(
+            self.weights.outer(fragment),
+            self.weights.replica(fragment),
+            number,
+            settings_digest([vars(self.outer_settings)], number),
+            meet=self.membership.wanted,
+        )
+        self.under_way.append(UnderWay(fragment, self._steps))
+
+    def _take_in(self, one: UnderWay, mix: float = 0.0) -> None:
+        super()._take_in(one, mix)
+        assert one.arrived is not None
+        self._count(one.fragment, one.arrived.update)
+        if one.arrived.meet:
+            raise _SomebodyWaits
+
+    def _count(self, fragment: int, update: Tensor | None) -> None:
+        """Outer step number `_taken` is taken, or dropped where there is no `update`."""
+        if update is None:
+            self._dropped = [*self._dropped, self._taken][-len(self.fragments) :]
+        else:
+            self._momentum.follow(fragment, update, self.outer_settings, self.outer_steps[fragment])
+        self._taken += 1
+
+    def _on_gradient(self, number: int) -> None:
+        if self._failure:
+            return
+        try:
+            super()._on_gradient(number)
+        except PacketError:
+            raise
+        except CommunicationError as error:  # in somebody's backward(): the step deals with it
+            self._failure = str(error)
+
+    # Meetings
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Do it with the others, in as many generations as that takes."""
+        while True:
+            try:
+                if reason := self._failure or self.membership.disturbed:
+                    raise CommunicationError(reason)
+                action()
+                return
+            except (PacketError, MembershipError):
+                raise
+            except CommunicationError:
+                self._meet(alarm=True)
+            except _SomebodyWaits:
+                self._meet(alarm=False)
+
+    def _meet(self, *, alarm: bool) -> None:
+        """Be in the next generation that can work together."""
+        for _ in range(_ATTEMPTS):
+            record = {"taken": self._taken, "steps": self._steps, "dropped": self._dropped}
+            generation = self.membership.meet(record if self._in_the_job else None, alarm=alarm)
+            try:
+                self._move_to(generation)
+            except (PacketError, MembershipError):
+                raise
+            except CommunicationError as error:
+                alarm, failure = True, error
+            else:
+                return
+        raise MembershipError(
+            f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
+            "GLOO_SOCKET_IFNAME says by which interface"
+        )
+
+    def _move_to(self, generation: Generation) -> None:
+        """Bring all of a generation to the same outer step, and exchange with them from now on."""
+        records = [entry.record for entry in generation.entries]
+        self._in_the_job = stays = records[generation.index] is not None
+        holders = [rank for rank, record in enumerate(records) if record is not None]
+        if not holders and self.membership.begun:
+            raise MembershipError("nobody is left who has the job's weights: start a new job, from a checkpoint")
+        source = max(holders, key=lambda rank: (_taken(records[rank]), -rank), default=0)
+        top = _taken(records[source])
+        lacking = [rank for rank, one in enumerate(records) if rank != source and (one is None or _taken(one) < top)]
+        comm = self.membership.connect(range(len(records)), "exchange")
+        try:
+            if lacking and generation.index in (source, *lacking):
+                self._hand_over(generation.index, records, [source, *lacking])
+        except CommunicationError:
+            comm.close()
+            raise
+        self._part()
+        self.under_way.clear()
+        self._failure = ""
+        self._exchange_comm = self.comm = comm
+        device = self.worker.parameters[0].device
+        for number, fragment in enumerate(self.fragments):
+            before = self.outer_steps[number]
+            after = make_outer_step(comm, None, fragment, self._codec, number, device, reversible=True)
+            self._momentum.hand_on(number, before, after, with_residuals=stays)
+            self.outer_steps[number] = after
+        self._in_the_job = True
+        self.membership.begin()
+
+    def _hand_over(self, me: int, records: Sequence[Record | None], members: Sequence[int]) -> None:
+        """Give those who lack outer steps, or have nothing, what the first of `members` has. Collective of these."""
+        source = records[members[0]]
+        top = _taken(source)
+        anew = any(records[rank] is None for rank in members[1:])
+        count = len(self.fragments)
+        first = top - count if anew else min(_taken(records[rank]) for rank in members[1:])
+        group = self.membership.connect(members, "state")
+        outer: dict[int, Tensor] = {}
+        for fragment in sorted({number % count for number in range(first, top)}):
+            outer[fragment] = self.weights.outer(fragment).clone()
+            group.broadcast(outer[fragment])
+        momentum = [self._momentum.of(fragment).clone() for fragment in range(count)] if anew else []
+        for one in momentum:
+            group.broadcast(one)
+        group.barrier()  # all have all of it before its sender may go
+        if me != members[0] and records[me] is None:
+            for fragment, values in outer.items():
+                self.weights.set(fragment, values, values)
+                self._momentum.of(fragment).copy_(momentum[fragment])
+            self._taken = top
+            self._steps = min((one["steps"] for one in records if one is not None), default=0)
+            self._dropped = [] if source is None else list(source["dropped"])
+        elif me != members[0]:
+            assert source is not None, "only what a worker has taken can be lacked"
+            while self._taken < top:
+                self._catch_up(outer[self._taken % count], finite=self._taken not in source["dropped"])
+        self._bytes_earlier += group.traffic.bytes_sent
+        group.close()
+
+    def _catch_up(self, outer: Tensor, *, finite: bool) -> None:
+        """Take an outer step that others have taken, which this worker was under way to: `outer` is its end."""
+        one = self.under_way.pop(0)
+        before = self.weights.outer(one.fragment).clone()
+        self.outer_steps[one.fragment].settle(finite)
+        mix = 0.0 if self._at_the_end or not finite else self._mix
+        self.weights.set(one.fragment, outer, torch.lerp(outer, self.weights.replica(one.fragment), mix))
+        self._count(one.fragment, before - outer if finite else None)
+
+    def _part(self) -> None:
+        """Leave the communicator of the last generation."""
+        comm = self._exchange_comm
+        self._bytes_earlier += comm.traffic.bytes_sent
+        if self.under_way and isinstance(comm, GenerationCommunicator):
+            comm.abandon()
+        else:
+            comm.close()
+
+    # Checkpoints
+
+    def saved_slices(self) -> list[SavedSlice]:
+        """Not of an elastic job."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """Not of an elastic job."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+    def counters(self) -> dict[str, Any]:
+        """Not of an elastic job."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+    def load(self, source: SliceSource) -> None:
+        """Not of an elastic job."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+    def load_weights(self, source: SliceSource) -> None:
+        """Not of an elastic job."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+    def reset_state(self) -> None:
+        """Not of an elastic job."""
+        raise RuntimeError("an elastic job's state is not one worker's to forget: build a new optimizer in a new job")
+
+
+_NO_CHECKPOINT = (
+    "an elastic job has no state_dict() of one worker: save the model's between optimizer.eval() and "
+    "optimizer.train(), which show the weights that all workers have in common, and begin a new job from them"
+)
+
+
+def _taken(record: Record | None) -> int:
+    return 0 if record is None else int(record["taken"])
