@@ -87,7 +87,9 @@ class _Job:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        self._ended = threading.Condition(lock)  # apart: who waits for the end need not wake at every meeting
         self.left: set[int] = set()
         self.failure: _Failure | None = None
 
@@ -97,12 +99,13 @@ class _Job:
             if error is not None and self.failure is None:
                 self.failure = _Failure(rank, error)
             self.changed.notify_all()
+            self._ended.notify_all()
 
     def wait_for_all(self, timeout: float) -> _Failure | None:
         """Wait until all ranks have left; once one has failed, for at most ``timeout`` seconds more."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.failure is not None or len(self.left) == self.size)
-            self.changed.wait_for(lambda: len(self.left) == self.size, timeout)
+        with self._ended:
+            self._ended.wait_for(lambda: self.failure is not None or len(self.left) == self.size)
+            self._ended.wait_for(lambda: len(self.left) == self.size, timeout)
             return self.failure
 
 
