@@ -249,6 +249,8 @@ def test_what_one_worker_cannot_do_alone() -> None:
     model = Tower()
     optimizer, _ = make(model, elastic=Elastic(workers=1, address="here:1"))
     step(model, optimizer, 0)
+    numel = sum(one.numel() for one in model.parameters())
+    assert optimizer.model_state_bytes()["outer momentum"] == 8 * numel
     with pytest.raises(RuntimeError, match=r"no state_dict\(\) of one worker"):
         optimizer.state_dict()
     with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker"):
