@@ -95,3 +95,20 @@ def test_runs_that_do_not_fit_are_refused(
     segments = Segments([(0, 4), (4, 6)])
     with pytest.raises((TypeError, ValueError), match=says):
         buckets.encode_payload("sign1", form, segments, gradients, beta1, divisors, **_arguments())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("elsewhere", ["received", "residual", "lost"])
+def test_tensors_on_two_devices_are_refused(elsewhere: str) -> None:
+    packet = torch.zeros(1, 16 + 4 + 8, dtype=torch.uint8)
+    tensors = {"received": packet.clone(), "residual": torch.zeros(64), "lost": torch.zeros(64)}
+    tensors[elsewhere] = tensors[elsewhere].to("meta")
+    received = tensors.pop("received")
+    with pytest.raises(ValueError, match=f"{elsewhere} is on meta and packets on cpu: use one device"):
+        buckets.average_and_encode("sign1", received, packets=packet, numel=64, block_size=64, **tensors)
+
+
+@pytest.mark.parametrize("header", [b"", b"too long to be a header"])
+def test_headers_of_other_sizes_are_refused(header: bytes) -> None:
+    changed = _arguments() | {"part": buckets.Part(0, 64, 64, 10, 64, header)}
+    with pytest.raises(ValueError, match="a header has 16 bytes"):
+        buckets.encode_payload("sign1", "plain", Segments([(0, 10)]), [None], [0.9], [1.0], **changed)  # type: ignore[arg-type]
