@@ -67,8 +67,8 @@ def _on_device(runs: Runs, device: torch.device) -> Tensor:
     what by then lies in the pinned memory."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a kernel over a whole bucket cannot be captured in a CUDA graph: the host writes the table of the bucket's "
-            "runs for every launch. Capture forward and backward, and call step() outside of the graph"
+            "a kernel over a whole bucket cannot be captured in a CUDA graph: the host writes its table of runs for "
+            "every launch. Capture forward and backward, and call step() outside of the graph"
         )
     pinned = torch.empty(runs.nbytes, dtype=torch.uint8, pin_memory=True)
     pinned.numpy()[:] = runs.view("u1")
