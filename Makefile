@@ -15,7 +15,7 @@ ARGS ?=
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
 	@echo "make test            run every test"
-	@echo "make chaos           damage, races and other faults by the thousand, each seeded (about 15 minutes)"
+	@echo "make chaos           damage, races and other faults by the thousand, each seeded (about 20 minutes)"
 	@echo "make bits            run every optimizer in every form against the bits that were recorded of it (about 3 minutes)"
 	@echo "make plots           reproduce the convergence plots"
 	@echo "make lion            1-bit Lion beside Lion and AdamW, each at its best rate (about 10 minutes)"

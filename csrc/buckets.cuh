@@ -208,7 +208,7 @@ __device__ void decode_and_move(const MovedRun* runs, long long count, const uns
     }
 
 #define DECODE_AND_MOVE_OF(NAME, CODEC, FORM_NAME, FORM)                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS) decode_and_move_##FORM_NAME##_##NAME(                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_and_move_##FORM_NAME##_##NAME(                     \
         const MovedRun* __restrict__ runs, long long count, const unsigned char* __restrict__ packets,              \
         float* output, const float* denominators, long long holds, Part part) {                                           \
         decode_and_move<CODEC, FORM>(runs, count, packets, {output, denominators, 0, holds != 0}, part);            \

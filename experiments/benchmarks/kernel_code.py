@@ -49,6 +49,11 @@ COUNTED = {
     "decode_mean_sign1": Counted("mean of 4", 16, 64, 20, 4.5),
     "encode_int8": Counted("int8 encode", 16, 80, 8, 13),
     "decode_int8": Counted("int8 decode", 16, 64, 5, 5),
+    "decode_stat2": Counted("stat2 decode", 16, 64, 10, 4.25),
+    "encode_int4": Counted("int4 encode", 16, 72, 8, 12.5),
+    "decode_int4": Counted("int4 decode", 16, 64, 5, 4.5),
+    "encode_fp8": Counted("fp8 encode", 16, 80, 8, 13),
+    "decode_fp8": Counted("fp8 decode", 16, 64, 5, 5),
     "momentum_payload_bfloat16": Counted("momentum payload, bf16", 8, 32, 6, 7.125),
     "apply_signs_bfloat16": Counted("apply signs, bf16", 8, 16, 6, 5.125),
     "apply_signs_float16": Counted("apply signs, fp16", 8, 16, 6, 5.125),
@@ -132,11 +137,13 @@ def measure(compiler: Compiler) -> list[Row]:
     return rows
 
 
-def compile_kernels(compiler: Compiler, architecture: int) -> Iterator[tuple[int, bytes]]:
+def compile_kernels(
+    compiler: Compiler, architecture: int, block_sizes: Sequence[int] = BLOCK_SIZES
+) -> Iterator[tuple[int, bytes]]:
     """Block size and machine code of each source; sources without blocks once. Raises RuntimeError where the compiler
     refuses or warns."""
     for source, threads in _SOURCES.items():
-        for block_size in BLOCK_SIZES if threads is None else BLOCK_SIZES[:1]:
+        for block_size in block_sizes if threads is None else block_sizes[:1]:
             options = compile_options(block_size, threads or block_threads(block_size))
             code, log = compiler.compile(source_text(source), (*options, f"-arch=sm_{architecture}"))
             if not code or "kernels.cu" in log:

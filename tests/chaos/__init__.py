@@ -28,5 +28,6 @@ HARNESSES = {
     "drift": Counts(5000, 25),
     "kills": Counts(40, 0),
     "launched": Counts(40, 0),
+    "elastic": Counts(50, 0),
     "many_parameters": Counts(10_000, 40),
 }

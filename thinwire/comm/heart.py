@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -95,7 +96,8 @@ class Heart:
             try:
                 self._look()
             except RuntimeError:
-                return  # the store is lost: `disturbed` says so when the time is up
+                self._looked = -math.inf  # the store is lost, which `disturbed` says
+                return
 
     def _look(self) -> None:
         self._store.add(f"beat/{self._name}", 1)

@@ -26,6 +26,8 @@ from thinwire.comm.torch_backend import GenerationCommunicator, connect
 __all__ = ["Entry", "Generation", "Membership", "Record"]
 
 _POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 10.0
+"""How long the meeting place may take to answer, at least."""
 
 Record = Mapping[str, Any]
 """What a worker says of its state at a meeting, as JSON can hold it."""
@@ -64,10 +66,11 @@ class Membership:
         self.settings = settings
         self.name = uuid.uuid4().hex[:12]
         self.generation: Generation | None = None
-        self._raw = PrefixStore(f"thinwire/{settings.job}", store)
-        self._store = LimitedStore(self._raw, address, settings.silence)
+        self._place = store
+        seconds = max(settings.silence, _ANSWER_SECONDS)
+        self._store = LimitedStore(PrefixStore(f"thinwire/{settings.job}", store), address, seconds)
         self._store.add("workers", 1)  # is anybody there?
-        self.heart = Heart(PrefixStore(f"thinwire/{settings.job}", store.clone()), self.name, settings.silence)  # type: ignore[attr-defined]
+        self.heart = Heart(self._another_store(), self.name, settings.silence)
 
     def agree_on(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError, naming a difference, unless these are what the job's first worker has."""
@@ -207,11 +210,8 @@ class Membership:
         def work() -> None:
             try:
                 path, rank = f"{generation.number}/{purpose}", members.index(generation.index)
-                made.append(
-                    GenerationCommunicator(
-                        connect(self._raw, path, rank, len(members), limit), limit, lambda: self.disturbed
-                    )
-                )
+                wiring = connect(self._another_store(), path, rank, len(members), limit)
+                made.append(GenerationCommunicator(wiring, limit, lambda: self.disturbed))
             except RuntimeError as error:
                 failed.append(error)
 
@@ -246,6 +246,10 @@ class Membership:
     def leave(self) -> None:
         """Tell the others not to wait for this worker."""
         self.heart.stop(gone=True)
+
+    def _another_store(self) -> Store:
+        """Over a connection of its own: one that waits for a key answers nothing else."""
+        return PrefixStore(f"thinwire/{self.settings.job}", self._place.clone())  # type: ignore[attr-defined]
 
 
 def _parsed(decided: str | None) -> list[Entry]:

@@ -50,7 +50,7 @@ class _Data(_Part):
 
 
 class _Rule(_Part):
-    norms: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], float] | None = None
+    norms: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], float | list[float]] | None = None
     previous_rates: list[float] | None = None
     settled_since: Count | None = None
 

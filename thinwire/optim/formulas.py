@@ -158,9 +158,9 @@ def shaped_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     return mask.reshape(shape) if mask.numel() == shape.numel() else mask.expand(shape)
 
 
-def variance_norm(variances: list[Tensor], settings: AdamSettings, step: int) -> Tensor | float:
+def variance_norm(variance: Tensor, settings: AdamSettings, step: int) -> Tensor:
     """The 1-norm of the bias-corrected variance, a float64 scalar, summed in float64."""
-    return sum(variance.sum(dtype=torch.float64) for variance in variances) / (1 - settings.beta2**step)
+    return variance.sum(dtype=torch.float64) / (1 - settings.beta2**step)
 
 
 def decay(weights: list[Tensor], settings: AdamSettings) -> None:

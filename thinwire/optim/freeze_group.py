@@ -265,7 +265,7 @@ class FreezeGroup:
     def _decide_on_freeze(self, decision: object) -> None:
         froze = False
         if self.rule is not None and not self.clock.frozen:
-            froze = self.rule.reached(self.clock.steps, self._rates(), self._variance_norm)
+            froze = self.rule.reached(self.clock.steps, self._rates(), self._variance_norms)
             if self.rule.looks_at(self.clock.steps):
                 check_same_freeze(self._comm, froze, self._rates())
             if froze:
@@ -283,11 +283,14 @@ class FreezeGroup:
         if self.algorithm.local_steps:
             self.weights.stand_apart()
 
-    def _variance_norm(self) -> float:
-        return sum(
-            float(variance_norm(members["exp_avg_sq"], members.settings, self.clock.steps))
-            for members in self.weights.members()
-        )
+    def _variance_norms(self) -> list[float]:
+        """Of each parameter, by their numbers. The host waits once."""
+        norms: dict[int, torch.Tensor] = {}
+        for members in self.weights.members():
+            for parameter, variance in zip(members.parameters, members["exp_avg_sq"], strict=True):
+                norm = variance_norm(variance, members.settings, self.clock.steps)
+                norms[parameter] = norms[parameter] + norm if parameter in norms else norm
+        return [float(one) for one in read_together([norms[parameter] for parameter in sorted(norms)])]
 
 
 def _settings(groups: Sequence[Members]) -> dict[int, AdamSettings]:

@@ -4,6 +4,7 @@ rate that differs would let one of them freeze alone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -13,9 +14,9 @@ __all__ = ["FixedFreeze", "FreezeRule", "SettledVariance", "make_freeze_rule"]
 class FreezeRule(Protocol):
     """Says after each warmup step whether it was the last one."""
 
-    def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
-        """Whether to freeze after warmup step `step` (from 1 on); `variance_norm` computes the bias-corrected
-        1-norm of v when called."""
+    def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
+        """Whether to freeze after warmup step `step` (from 1 on); `variance_norms` computes the 1-norm of each
+        parameter's bias-corrected v when called, in the same order at every step."""
 
     def looks_at(self, step: int) -> bool:
         """Whether the answer for `step` depends on more than the step: the ranks then compare theirs."""
@@ -33,7 +34,7 @@ class FixedFreeze:
     def __init__(self, freeze_step: int) -> None:
         self._freeze_step = freeze_step
 
-    def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
+    def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
         """See FreezeRule."""
         return step >= self._freeze_step
 
@@ -53,26 +54,33 @@ class FixedFreeze:
 class SettledVariance:
     """Freeze once the learning rate has stopped rising and the variance has settled, and stays settled for a while.
 
-    Tang et al. 2021 (1-bit Adam): freeze when ‖v_{t-Δ}‖₁ / ‖v_t‖₁ ≥ 0.96 with Δ = 1/(1-β₂), after the
-    learning-rate warmup. Here v is bias-corrected and Δ = min(1/(1-β₂), max(20, t/5)), so that a run of a few hundred
-    steps can freeze too; from step 5/(1-β₂) on it is the paper's ratio. A variance that shrinks only makes steps come
-    out smaller: up to 15% over Δ is allowed, which a run whose loss goes to zero needs. With so short a Δ a plateau
-    early in training looks settled, so the ratio has to hold for min(1/(1-β₂), max(50, t/3)) steps.
+    Tang et al. 2021 (1-bit Adam) freeze when ‖v_{t-Δ}‖₁ / ‖v_t‖₁ ≥ 0.96 with Δ = 1/(1-β₂), after the learning-rate
+    warmup. Here v is bias-corrected, Δ = min(1/(1-β₂), t/5), at least 20, so that a run of a few hundred steps can
+    freeze too, and growth is looked at tensor by tensor: embeddings are most of the total, and hide that all others
+    have begun to move. Settled is the variance where a quarter of the tensors at most grow faster than as t², by a
+    factor of (t/(t-Δ))², 1.56 up to t = 5/(1-β₂) and less from then on, but never less than the paper's 1/0.96. Steps
+    that are then frozen are too long by T/t at most for most tensors at the end T of the run, where the learning rate
+    is low. A variance that shrinks only makes steps come out smaller: the median tensor's may by 15% over Δ, which a
+    run whose loss goes to zero needs, and no more, which is how gradients fall before a first plateau. All this has to
+    hold for min(1/(1-β₂), max(50, t/5)) steps. Tensors that have had no gradient do not count.
     """
 
-    _MOST_GROWTH = 1 / 0.96
+    _LEAST_GROWTH_ALLOWED = 1 / 0.96
+    _MOST_GROWTH_ALLOWED = 1.25**2
     _MOST_SHRINKAGE = 0.85
     _EVERY = 10  # steps between two looks at the variance, each a pass over v and a device synchronisation
     _SHORTEST_DELTA = 20
     _SHORTEST_HOLD = 50
+    _PART = 5
+    _KEPT_IN_DELTA = 8  # looks that are remembered: many tensors have a number each in every one
 
     def __init__(self, beta2: float) -> None:
         self._memory = 1.0 / (1.0 - beta2)
-        self._norms: dict[int, float] = {}
+        self._norms: dict[int, list[float]] = {}
         self._previous_rates: list[float] = []
         self._settled_since: int | None = None
 
-    def reached(self, step: int, learning_rates: Sequence[float], variance_norm: Callable[[], float]) -> bool:
+    def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
         """See FreezeRule."""
         rising = any(now > before for now, before in zip(learning_rates, self._previous_rates, strict=False))
         self._previous_rates = list(learning_rates)
@@ -80,40 +88,57 @@ class SettledVariance:
             self._settled_since = None
         if step % self._EVERY:
             return False
-        if not self._looks_settled(step, variance_norm()) or rising:
+        if not self._looks_settled(step, variance_norms()) or rising:
             self._settled_since = None
             return False
         if self._settled_since is None:
             self._settled_since = step
-        return step - self._settled_since >= min(self._memory, max(self._SHORTEST_HOLD, step / 3))
+        return step - self._settled_since >= min(self._memory, max(self._SHORTEST_HOLD, step / self._PART))
 
     def looks_at(self, step: int) -> bool:
         """See FreezeRule."""
         return step % self._EVERY == 0
 
-    def _looks_settled(self, step: int, norm: float) -> bool:
-        self._norms[step] = norm
-        delta = min(self._memory, max(self._SHORTEST_DELTA, step / 5))
+    def _looks_settled(self, step: int, norms: list[float]) -> bool:
+        delta = min(self._memory, max(self._SHORTEST_DELTA, step / self._PART))
+        if not self._norms or step - max(self._norms) >= delta / self._KEPT_IN_DELTA:
+            self._norms[step] = norms
         earlier = [seen for seen in self._norms if seen <= step - delta]
         if not earlier:
             return False
-        reference = self._norms[max(earlier)]
-        self._norms = {seen: value for seen, value in self._norms.items() if seen >= max(earlier)}
-        return reference > 0 and self._MOST_SHRINKAGE <= norm / reference <= self._MOST_GROWTH
+        last = max(earlier)
+        self._norms = {seen: values for seen, values in self._norms.items() if seen >= last}
+        growth = _growths(self._norms[last], norms, delta / (step - last))
+        if not growth:
+            return False
+        allowed = min(self._MOST_GROWTH_ALLOWED, (step / (step - delta)) ** 2)
+        third_quartile, median = growth[math.ceil(0.75 * len(growth)) - 1], growth[(len(growth) - 1) // 2]
+        return third_quartile <= max(self._LEAST_GROWTH_ALLOWED, allowed) and median >= self._MOST_SHRINKAGE
 
     def state(self) -> dict[str, Any]:
         """See FreezeRule."""
         return {
-            "norms": dict(self._norms),
+            "norms": {step: list(values) for step, values in self._norms.items()},
             "previous_rates": list(self._previous_rates),
             "settled_since": self._settled_since,
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """See FreezeRule."""
-        self._norms = {int(step): norm for step, norm in state["norms"].items()}  # JSON has made strings of the steps
+        """See FreezeRule. From a checkpoint with one number a look, the total, it begins to look anew."""
+        old = any(not isinstance(values, list) for values in state["norms"].values())
+        # JSON has made strings of the steps.
+        self._norms = {} if old else {int(step): list(values) for step, values in state["norms"].items()}
         self._previous_rates = list(state["previous_rates"])
-        self._settled_since = state["settled_since"]
+        self._settled_since = None if old else state["settled_since"]
+
+
+def _growths(before: list[float], now: list[float], exponent: float) -> list[float]:
+    """By what each tensor's norm has grown, to the power of `exponent`, in ascending order; without those that are
+    zero still."""
+    if len(before) != len(now):
+        return []
+    pairs = [(one, other) for one, other in zip(before, now, strict=True) if one or other]
+    return sorted((other / one) ** exponent if one else math.inf for one, other in pairs)
 
 
 def make_freeze_rule(freeze_step: int | Literal["auto"], beta2: float) -> FreezeRule:

@@ -30,7 +30,7 @@ class OuterSchedule:
     every: int = 30
     fragments: int | None = None
     overlap: int = 1
-    codec: CodecName = "int8"
+    codec: CodecName = "int4"
 
     def __post_init__(self) -> None:
         require_whole("every", self.every)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 
+import numpy as np
 import pytest
 import torch
 
 from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
 from thinwire.compress.kernels import bucket_reference, buckets, reference
+from thinwire.compress.kernels.cuda import bucket_backend
+from thinwire.compress.kernels.cuda.arguments import STRUCTURES
 from thinwire.compress.kernels.segments import Segments
 from thinwire.compress.kernels.served import SERVED_CODECS
 
@@ -96,3 +99,28 @@ def test_runs_that_do_not_fit_are_refused(
     segments = Segments([(0, 4), (4, 6)])
     with pytest.raises((TypeError, ValueError), match=says):
         buckets.encode_payload("sign1", form, segments, gradients, beta1, divisors, **_arguments())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("elsewhere", ["received", "residual", "lost"])
+def test_tensors_on_two_devices_are_refused(elsewhere: str) -> None:
+    packet = torch.zeros(1, 16 + 4 + 8, dtype=torch.uint8)
+    tensors = {"received": packet.clone(), "residual": torch.zeros(64), "lost": torch.zeros(64)}
+    tensors[elsewhere] = tensors[elsewhere].to("meta")
+    received = tensors.pop("received")
+    with pytest.raises(ValueError, match=f"{elsewhere} is on meta and packets on cpu: use one device"):
+        buckets.average_and_encode("sign1", received, packets=packet, numel=64, block_size=64, **tensors)
+
+
+@pytest.mark.parametrize("header", [b"", b"too long to be a header"])
+def test_headers_of_other_sizes_are_refused(header: bytes) -> None:
+    changed = _arguments() | {"part": buckets.Part(0, 64, 64, 10, 64, header)}
+    with pytest.raises(ValueError, match="a header has 16 bytes"):
+        buckets.encode_payload("sign1", "plain", Segments([(0, 10)]), [None], [0.9], [1.0], **changed)  # type: ignore[arg-type]
+
+
+def test_tables_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would read memory that was given back."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    runs = np.zeros(1, dtype=STRUCTURES["PayloadRun"])
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        bucket_backend._on_device(runs, torch.device("cuda", 0))

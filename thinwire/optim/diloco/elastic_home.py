@@ -6,6 +6,7 @@ generation or by none. docs/internals/elastic.md says why that holds.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,12 @@ class ElasticHome(LocalHome):
     def index(self) -> int:
         """This worker's number among `workers`, which may change at an outer step."""
         return self.comm.rank
+
+    def model_state_bytes(self) -> dict[str, float]:
+        """See Home; every worker keeps the whole outer momentum."""
+        found = super().model_state_bytes()
+        found["outer momentum"] += self._momentum.nbytes
+        return found
 
     # Training
 
@@ -219,10 +226,20 @@ class ElasticHome(LocalHome):
             except CommunicationError as error:
                 alarm, failure = True, error
             else:
+                if self.index == 0 and generation.number > 1:
+                    self._say(generation)
                 return
         raise MembershipError(
             f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
             "GLOO_SOCKET_IFNAME says by which interface"
+        )
+
+    def _say(self, generation: Generation) -> None:
+        new = sum(entry.record is None for entry in generation.entries)
+        print(
+            f"thinwire: {self.workers} workers from step {self._steps} on, {new} of them new",
+            file=sys.stderr,
+            flush=True,
         )
 
     def _move_to(self, generation: Generation) -> None:

@@ -218,11 +218,11 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._parameters.groups]
 
-    def _has_ended_warmup(self, variance_norm: Callable[[], float]) -> bool:
+    def _has_ended_warmup(self, variance_norms: Callable[[], list[float]]) -> bool:
         """Whether the step that was counted last is the last one before the freeze. Collective."""
         if self._rule is None or self._clock.frozen:
             return False
-        reached = self._rule.reached(self._clock.steps, self._rates(), variance_norm)
+        reached = self._rule.reached(self._clock.steps, self._rates(), variance_norms)
         if self._rule.looks_at(self._clock.steps):
             check_same_freeze(self._parameters.exchange_comm, reached, self._rates())
         return reached

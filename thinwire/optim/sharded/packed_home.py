@@ -21,7 +21,7 @@ from thinwire.optim.sharded import packed_checkpoint
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.optim.sharded.packed_bucket import PackedBucket
-from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, hold_masked, variance_norm
+from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, hold_masked, variance_norms
 from thinwire.optim.sharded.parameter_state import WarmupState
 from thinwire.zero.bucket_state import StateOfBuckets
 from thinwire.zero.home import NO_GRADIENTS, StepResult
@@ -67,7 +67,7 @@ class PackedHome(AlgorithmShardedHome):
                 self._frozen_step()
             else:
                 self._warmup_step(norm, vote.absent)
-                if self._has_ended_warmup(self._variance_norm):
+                if self._has_ended_warmup(self._variance_norms):
                     self._freeze()
         self._end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
@@ -203,13 +203,14 @@ class PackedHome(AlgorithmShardedHome):
         self._under_way.sketch = self._sketch
         self._watcher.use(self._packed, True, self._clip_by_sketch if self._sketch is not None else None)
 
-    def _variance_norm(self) -> float:
-        return variance_norm(
+    def _variance_norms(self) -> list[float]:
+        return variance_norms(
             self._parameters.exchange_comm,
             self._parameters.masters,
             self._state,
             lambda number: self._settings_of(number).beta2,
             self.steps,
+            len(self._parameters.order.parameters),
         )
 
     def _agreement(self, absent: frozenset[int] = frozenset()) -> ShardAgreement:

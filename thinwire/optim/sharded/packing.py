@@ -16,7 +16,7 @@ from thinwire.optim.sharded.preconditioner import quantize, table
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.master_weights import MasterWeights
 
-__all__ = ["FrozenSettings", "FrozenState", "freeze", "hold_masked", "variance_norm"]
+__all__ = ["FrozenSettings", "FrozenState", "freeze", "hold_masked", "variance_norms"]
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,23 @@ def hold_masked(bucket: FlatBucket, codes: Tensor, mask: Callable[[int], Tensor 
             codes[slot.offset : slot.offset + slot.numel].masked_fill_(whole == 0, 0)
 
 
-def variance_norm(
+def variance_norms(
     comm: Communicator,
     masters: Sequence[MasterWeights],
     state: Sequence[Mapping[str, Tensor]],
     beta2: Callable[[int], float],
     steps: int,
-) -> float:
-    """The 1-norm of the bias-corrected variance over all ranks' shards; collective. `beta2`: of a parameter's group."""
-    total = torch.zeros((), dtype=torch.float64, device=masters[0].bucket.flat.device)
+    parameters: int,
+) -> list[float]:
+    """The 1-norm of each parameter's bias-corrected variance, over all ranks' shards; collective. `beta2`: of a
+    parameter's group. `parameters`: how many there are."""
+    norms = torch.zeros(parameters, dtype=torch.float64, device=masters[0].bucket.flat.device)
     for one, of_bucket in zip(masters, state, strict=True):
         for run in one.runs:
-            norm = of_bucket["exp_avg_sq"][run.place].sum(dtype=torch.float64).to(total.device)
-            total += norm / (1 - beta2(run.parameter) ** float(steps))
-    comm.all_reduce(total)
-    return float(total)
+            norm = of_bucket["exp_avg_sq"][run.place].sum(dtype=torch.float64).to(norms.device)
+            norms[run.parameter] += norm / (1 - beta2(run.parameter) ** float(steps))
+    comm.all_reduce(norms)
+    return norms.tolist()
 
 
 def _cuts_of(masters: MasterWeights, state: Mapping[str, Tensor], settings: FrozenSettings) -> list[_Cut]:

@@ -63,7 +63,13 @@ def make_backend() -> CudaBuckets:
 
 
 def _on_device(runs: Runs, device: torch.device) -> Tensor:
-    """The bytes of a table, on their way."""
+    """The bytes of a table, on their way. Raises RuntimeError within a CUDA graph's capture, whose replays would copy
+    what by then lies in the pinned memory."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a kernel over a whole bucket cannot be captured in a CUDA graph: the host writes its table of runs for "
+            "every launch. Capture forward and backward, and call step() outside of the graph"
+        )
     pinned = torch.empty(runs.nbytes, dtype=torch.uint8, pin_memory=True)
     pinned.numpy()[:] = runs.view("u1")
     return pinned.to(device, non_blocking=True)

@@ -1,0 +1,320 @@
+"""Elastic DiLoCo whose workers are killed by SIGKILL, held up, join, or die while joining: those that are left end with
+the same weights, and a loss within 1% of a run that nobody disturbed.
+
+``python -m tests.chaos.elastic 50 7`` runs 50 jobs from seed 7. Half of the kills come at a random time, half at a
+random one of the victim's calls by which it takes part. Processes are forked before anything has run a backward, which
+torch does not survive: `run` starts one such process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import thinwire
+from tests.chaos.outcome import Outcome
+from tests.engine.checkpoint.kill import exit_code, fork
+from tests.launching import REPOSITORY, environment
+from tests.optim.diloco.reference import flat
+from tests.optim.diloco.tower import Tower
+from thinwire.comm import MembershipError
+from thinwire.comm.meeting_place import serve
+from thinwire.comm.membership import Membership
+from thinwire.compress import make_codec
+from thinwire.optim.diloco.elastic_home import ElasticHome
+
+STEPS = 120
+WORKERS = 3
+PAUSE = 0.002  # seconds a step, so that a random moment lies within the run
+SILENCE = 2.0
+LIMIT_SECONDS = 90.0
+LONGEST_DELAY = 1.0
+TOLERANCE = 0.01
+TOO_LATE = 3
+"""The exit code of a worker that finds the job over."""
+
+# What a worker calls to take part; a victim dies on the way into one of them, or out of it.
+POINTS: dict[str, tuple[Any, str]] = {
+    "leave": (ElasticHome, "_leave_next"),
+    "pass on": (ElasticHome, "_pass_on"),
+    "take in": (ElasticHome, "_take_in"),
+    "meet": (Membership, "meet"),
+    "decide": (Membership, "_decided"),
+    "connect": (Membership, "connect"),
+    "hand over": (ElasticHome, "_hand_over"),
+    "finish": (Membership, "finish"),
+}
+_TRAINING = ("leave", "pass on", "take in", "finish")
+_MEETING = ("meet", "decide", "connect", "hand over")
+
+
+@dataclass(frozen=True)
+class Death:
+    """Of one worker: `delay` seconds after it is in the job, or at a call, the `count`th of a point from 1 up."""
+
+    delay: float | None = None
+    point: str = ""
+    count: int = 1
+    after: bool = False
+
+    @classmethod
+    def random(cls, source: random.Random, points: tuple[str, ...], most: int) -> Death:
+        point = source.choice(points)
+        count = 1 if point == "finish" else source.randint(1, most)
+        return cls(None, point, count, source.random() < 0.5)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One job. `deaths`: by worker; workers beyond `WORKERS` join `late` seconds after the others are in. `held_up`:
+    when which worker stands still for so long that it is dropped. `pace`: seconds a step."""
+
+    what: str
+    deaths: dict[int, Death] = field(default_factory=dict)
+    late: tuple[float, ...] = ()
+    held_up: dict[int, float] = field(default_factory=dict)
+    pace: float = PAUSE
+
+    @classmethod
+    def random(cls, source: random.Random) -> Trial:
+        what = source.choice(("one", "one", "two at once", "in the meeting", "joins", "a joiner dies", "held up"))
+        first, second = source.sample(range(WORKERS), 2)
+        delay = Death(source.random() * LONGEST_DELAY)
+        death = delay if source.random() < 0.5 else Death.random(source, _TRAINING, 12)
+        if what == "one":
+            return cls(what, {first: death})
+        if what == "held up":
+            return cls(what, {}, (), {first: source.random()}, 0.08)
+        if what == "two at once":
+            return cls(what, {first: delay, second: delay})
+        if what == "in the meeting":
+            # The first meeting is the beginning.
+            again = Death(None, source.choice(_MEETING), 2, source.random() < 0.5)
+            return cls(what, {first: death, second: again})
+        if what == "joins":
+            return cls(what, {first: death}, (source.random() * LONGEST_DELAY,))
+        joiner = Death.random(source, _MEETING, 1)
+        return cls(what, {WORKERS: joiner} if source.random() < 0.5 else {WORKERS: joiner, first: death}, (0.2,))
+
+
+def loss_of(model: nn.Module, seed: int, size: int = 256) -> torch.Tensor:
+    """Of a target with noise, whose variance 0.25 nobody can predict."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 5, generator=generator)
+    wanted = inputs.sum(1, keepdim=True).mul(0.5).sin() + 0.5 * torch.randn(size, 1, generator=generator)
+    return (model(inputs) - wanted).square().mean()
+
+
+def live(number: int, address: str, trial: Trial, ledger: int) -> None:
+    """What a worker's process does."""
+    death = trial.deaths.get(number)
+    if death is not None and death.delay is None:
+        kill_self_at(death)
+    model = Tower()
+    elastic = thinwire.Elastic(
+        WORKERS, min_workers=1, address=address, timeout=LIMIT_SECONDS / 2, join_timeout=30.0, silence=SILENCE
+    )
+    try:
+        optimizer = thinwire.DiLoCo(
+            model.named_parameters(), torch.optim.AdamW, lr=0.01, every=8, fragments=2, block_size=64, elastic=elastic
+        )
+        os.write(ledger, f"ready {number}\n".encode())
+        source = 10_000 * optimizer._home.membership.claim(1)  # type: ignore[attr-defined]
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: max(0.02, 1 - optimizer.steps / STEPS))
+        while optimizer.steps < STEPS:
+            optimizer.zero_grad()
+            loss_of(model, source + optimizer.steps).backward()
+            optimizer.step()
+            rates.step()
+            time.sleep(trial.pace)
+        optimizer.synchronize()
+    except MembershipError as error:
+        os.write(ledger, f"error {number} {error}\n".encode())
+        os._exit(TOO_LATE if "is over" in str(error) else 1)
+    digest = hashlib.sha256(flat(model.parameters()).numpy().tobytes()).hexdigest()[:16]
+    with torch.no_grad():
+        loss = loss_of(model, 2**40, 8192).item()
+    os.write(ledger, f"end {number} {digest} {loss} {optimizer.workers}\n".encode())
+
+
+def kill_self_at(death: Death) -> None:
+    """End this process by SIGKILL before or after a call."""
+    owner, name = POINTS[death.point]
+    inner, left = getattr(owner, name), [death.count]
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0] and not death.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = inner(*arguments, **options)
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
+    """What the ledger says, word by word, and each worker's exit code; -SIGALRM for one that hung."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    reader, writer = os.pipe()
+    place = fork(lambda: hold_open(address))
+    processes = {number: fork(lambda number=number: live(number, address, trial, writer)) for number in range(WORKERS)}
+    lines: list[str] = []
+    codes: dict[int, int] = {}
+    try:
+        os.set_blocking(reader, False)
+        clock = Clock(reader, lines)
+        clock.wait(lambda: sum(line.startswith("ready") for line in lines) == WORKERS or ended(processes, codes))
+        begin = time.monotonic()
+        due: list[tuple[float, Callable[[], None]]] = [
+            (death.delay, lambda number=number: send(signal.SIGKILL, processes[number], number in codes))  # type: ignore[misc]
+            for number, death in trial.deaths.items()
+            if death.delay is not None
+        ]
+        for number, delay in trial.held_up.items():
+            for later, kind in ((0.0, signal.SIGSTOP), (2.5 * SILENCE, signal.SIGCONT)):
+                due.append(
+                    (
+                        delay + later,
+                        lambda number=number, kind=kind: send(kind, processes[number], number in codes),  # type: ignore[misc]
+                    )
+                )
+        for number, delay in enumerate(trial.late, WORKERS):
+
+            def join(number: int = number) -> None:
+                processes[number] = fork(lambda: live(number, address, trial, writer))
+
+            due.append((delay, join))
+        for delay, action in sorted(due, key=lambda one: one[0]):
+            clock.wait(lambda delay=delay: time.monotonic() >= begin + delay)  # type: ignore[misc]
+            action()
+        clock.wait(lambda: ended(processes, codes) and len(codes) == len(processes))
+    finally:
+        for number, process in processes.items():
+            if number not in codes:
+                os.kill(process, signal.SIGKILL)
+                exit_code(process)
+                codes[number] = -signal.SIGALRM
+        os.kill(place, signal.SIGKILL)
+        exit_code(place)
+        os.close(reader)
+        os.close(writer)
+    return [line.split() for line in "".join(lines).splitlines()], codes
+
+
+class Clock:
+    """Waits, and reads the ledger meanwhile."""
+
+    def __init__(self, reader: int, lines: list[str]) -> None:
+        self._reader = reader
+        self._lines = lines
+        self._end = time.monotonic() + LIMIT_SECONDS
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        while time.monotonic() < self._end:
+            over = until()
+            try:
+                while data := os.read(self._reader, 1 << 16):
+                    self._lines += data.decode().splitlines(keepends=True)
+            except BlockingIOError:
+                pass
+            if over:
+                return
+            time.sleep(0.01)
+
+
+def ended(processes: dict[int, int], codes: dict[int, int]) -> bool:
+    """Note the exit codes of processes that are over; whether any is."""
+    for number, process in processes.items():
+        if number not in codes:
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                codes[number] = os.waitstatus_to_exitcode(status)
+    return bool(codes)
+
+
+def send(kind: signal.Signals, process: int, is_over: bool) -> None:
+    if not is_over:
+        os.kill(process, kind)
+
+
+def hold_open(address: str) -> None:
+    store = serve(address)
+    while store is not None:
+        signal.pause()
+
+
+def judge(trial: Trial, usual: float) -> list[str]:
+    """What is wrong with a trial's end; `usual`: the loss where nobody is disturbed."""
+    lines, codes = run_trial(trial)
+    ends = {int(line[1]): line[2:] for line in lines if line[0] == "end"}
+    bad = [" ".join(line) for line in lines if line[0] == "error" and "over:" not in line]
+    for number, code in codes.items():
+        dies = number in trial.deaths
+        may_be_late = number >= WORKERS or number in trial.held_up
+        allowed = {0} | ({-signal.SIGKILL} if dies else set()) | ({TOO_LATE} if may_be_late else set())
+        if code not in allowed:
+            bad.append(f"worker {number} ended with {code}{', it hung' if code == -signal.SIGALRM else ''}")
+    if len({end[0] for end in ends.values()}) != 1:
+        bad.append(f"weights differ: {ends}")
+    bad += [
+        f"worker {number} ended with a loss of {end[1]}, undisturbed {usual}"
+        for number, end in ends.items()
+        if abs(float(end[1]) / usual - 1) > TOLERANCE
+    ]
+    return [f"{trial}: {fault}" for fault in bad]
+
+
+def run(count: int, seed: int) -> Outcome:
+    """Run so many jobs, in a process of their own."""
+    outcome = Outcome()
+    command = [sys.executable, "-m", "tests.chaos.elastic", str(count), str(seed)]
+    quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
+    done = subprocess.run(command, env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    for line in lines[:count]:
+        outcome.note([line] if line != "good" else [])
+    if done.returncode or len(lines) < count:
+        outcome.note([f"{done.returncode}: {done.stderr[-800:]}"])
+    return outcome
+
+
+def main(count: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    codec = make_codec("int8", 64)  # its kernels, once for all processes that are forked
+    packets = torch.zeros(1, codec.packet_bytes(64), dtype=torch.uint8)
+    codec.encode(torch.ones(64), None, packets, 64)
+    codec.decode(packets, torch.empty(64), 64)
+    lines, _ = run_trial(Trial("undisturbed"))
+    losses = {float(line[3]) for line in lines if line[0] == "end"}
+    assert len(losses) == 1, lines
+    usual = losses.pop()
+    print(f"undisturbed: {usual}", file=sys.stderr, flush=True)
+    source = random.Random(seed)
+    for _ in range(count):
+        begin = time.monotonic()
+        trial = Trial.random(source)
+        bad = judge(trial, usual)
+        print(f"{time.monotonic() - begin:.1f} s {trial}", file=sys.stderr, flush=True)
+        print("; ".join(bad).replace("\n", " ") or "good", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

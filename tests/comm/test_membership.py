@@ -1,0 +1,203 @@
+"""Who is in an elastic job: workers as threads at a store of their process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from thinwire.comm import CommunicationError, Elastic, MembershipError
+from thinwire.comm.elastic import check_launcher, meeting_place
+from thinwire.comm.heart import Heart
+from thinwire.comm.limited_store import LimitedStore
+from thinwire.comm.meeting_place import enter, serve
+from thinwire.comm.membership import Generation, Membership
+
+SETTINGS = Elastic(workers=2, timeout=30.0, join_timeout=30.0, silence=5.0)
+
+
+def arrive(store: HashStore, settings: Elastic = SETTINGS) -> Membership:
+    return Membership(settings, store, "here")
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result(60) for one in [pool.submit(call) for call in calls]]
+
+
+def begin(store: HashStore, count: int = 2) -> list[Membership]:
+    """So many workers in generation 1, in its order."""
+    settings = Elastic(workers=count, timeout=30.0, join_timeout=30.0, silence=5.0)
+    workers = [arrive(store, settings) for _ in range(count)]
+    at_once(*(lambda one=one: one.meet(None, alarm=False) for one in workers))
+    return sorted(workers, key=lambda one: index(one))
+
+
+def index(worker: Membership) -> int:
+    assert worker.generation is not None
+    return worker.generation.index
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_survivors_agree_and_keep_their_order_and_who_waits_comes_in_after_them() -> None:
+    store = HashStore()
+    first, second, third = begin(store, 3)
+    comer = arrive(store)
+    waiting = ThreadPoolExecutor(1).submit(lambda: comer.meet(None, alarm=False))
+    until(lambda: third.wanted)
+    assert not third.disturbed  # nobody is called for one who only waits
+    second.leave()
+    until(lambda: first.disturbed)
+    found: list[Generation] = at_once(
+        lambda: third.meet({"taken": 5}, alarm=True), lambda: first.meet({"taken": 4}, alarm=True)
+    )
+    found.append(waiting.result(60))
+    assert [one.names for one in found] == [[first.name, third.name, comer.name]] * 3
+    assert [one.index for one in found] == [1, 0, 2]
+    assert [entry.record for entry in found[0].entries] == [{"taken": 4}, {"taken": 5}, None]
+    assert not first.disturbed
+    for one in (first, third, comer):
+        one.leave()
+
+
+def test_a_worker_that_is_silent_is_dropped_and_comes_back_as_a_new_one() -> None:
+    store = HashStore()
+    settings = Elastic(workers=2, timeout=30.0, join_timeout=30.0, silence=2.0)
+    first, second = workers = [arrive(store, settings) for _ in range(2)]
+    at_once(*(lambda one=one: one.meet(None, alarm=False) for one in workers))
+    second.heart.stop()
+    until(lambda: "no sign of life" in first.disturbed)
+    assert first.meet({"taken": 1}, alarm=True).names == [first.name]
+    # It was only held up: what it says of its state does not count any more.
+    second.heart = Heart(PrefixStore("thinwire/job", store), second.name, settings.silence)
+    until(lambda: not first.heart.silent(second.name))
+    with ThreadPoolExecutor(1) as pool:
+        back = pool.submit(lambda: second.meet({"taken": 9}, alarm=True))
+        until(lambda: first.wanted)
+        found = first.meet({"taken": 2}, alarm=False)
+        assert back.result(60).number == found.number == 3
+    assert [entry.record for entry in found.entries] == [{"taken": 2}, None]
+    for one in workers:
+        one.leave()
+
+
+def test_a_death_while_connecting_ends_in_an_error_not_in_a_wait() -> None:
+    first, second = begin(HashStore())
+    second.leave()
+    start = time.monotonic()
+    with pytest.raises(CommunicationError, match="did not connect"):
+        first.connect([0, 1], "exchange")
+    assert time.monotonic() - start < 25  # Gloo alone would wait for its timeout
+    first.leave()
+
+
+def test_all_are_done_or_meet_again() -> None:
+    store = HashStore()
+    first, second = begin(store)
+    second.leave()
+    assert not first.finish()
+    assert first.meet({}, alarm=True).names == [first.name]
+    assert first.finish()
+    with pytest.raises(MembershipError, match="is over: there is nothing to join"):
+        arrive(store).meet(None, alarm=False)
+
+
+def test_a_job_without_survivors_is_not_begun_anew() -> None:
+    store = HashStore()
+    for one in begin(store):
+        one.leave()
+    with pytest.raises(MembershipError, match="none of the 2 last workers of job 'job' is left"):
+        arrive(store).meet(None, alarm=False)
+
+
+def test_too_few_do_not_begin_and_do_not_go_on() -> None:
+    hurried = Elastic(workers=3, min_workers=2, timeout=30.0, join_timeout=0.2, silence=5.0)
+    with pytest.raises(MembershipError, match="1 workers have met within 0 s; the job has min_workers=2"):
+        arrive(HashStore(), hurried).meet(None, alarm=False)
+    store = HashStore()
+    first, second = (arrive(store, hurried) for _ in range(2))
+    at_once(lambda: first.meet(None, alarm=False), lambda: second.meet(None, alarm=False))
+    second.leave()
+    until(lambda: first.disturbed)
+    with pytest.raises(MembershipError, match="min_workers=2"):
+        first.meet({}, alarm=True)
+
+
+def test_a_lost_meeting_place_is_an_error_that_says_so() -> None:
+    release = threading.Event()
+
+    class Lost:
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("connection reset")
+
+        def check(self, keys: list[str]) -> bool:
+            return release.wait(30)
+
+    store: Any = Lost()
+    limited = LimitedStore(store, "host0:29400", 0.05)
+    with pytest.raises(MembershipError, match=r"host0:29400 does not answer.*: connection reset"):
+        limited.add("key", 1)
+    with pytest.raises(MembershipError, match=r"does not answer.* for 0.05 s"):
+        limited.read("key")
+    release.set()
+
+
+def test_workers_meet_at_a_served_place_and_at_none_that_nobody_serves() -> None:
+    address = "127.0.0.1:29517"
+    place = serve(address)
+    settings = Elastic(workers=1, address=address)
+    worker = enter(settings)
+    assert worker.meet(None, alarm=False).index == 0
+    assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
+    assert worker.finish()
+    del place
+    with pytest.raises(MembershipError, match=r"nobody serves a meeting place at 127.0.0.1:1: start `python -m"):
+        enter(Elastic(workers=1, address="127.0.0.1:1", join_timeout=0.1, timeout=30.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"workers": 0}, "workers must be a whole number of at least 1, got 0"),
+        ({"workers": True}, "got True"),
+        ({"workers": 2, "min_workers": 3}, "min_workers=3 is more than workers=2"),
+        ({"workers": 2, "silence": 1.0}, "silence must be from 2 seconds up"),
+        ({"workers": 2, "silence": 400.0}, "up to timeout=300"),
+        ({"workers": 2, "timeout": 0.0}, "timeout"),
+        ({"workers": 2, "job": ""}, "job must be a name"),
+    ],
+)
+def test_settings_that_cannot_work(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Elastic(**options)
+
+
+def test_where_workers_meet() -> None:
+    assert meeting_place(SETTINGS, {"THINWIRE_MEETING": "host0:29400"}) == ("host0", 29400)
+    assert meeting_place(Elastic(workers=1, address="::1:5"), {"THINWIRE_MEETING": "host0:29400"}) == ("::1", 5)
+    for wrong in ("host0", "host0:", ":5", "host0:70000", "host0:x"):
+        with pytest.raises(ValueError, match="must be HOST:PORT"):
+            meeting_place(SETTINGS, {"THINWIRE_MEETING": wrong})
+    with pytest.raises(ValueError, match="nobody says where elastic workers meet"):
+        meeting_place(SETTINGS, {})
+
+
+def test_launchers_that_would_end_the_survivors_are_refused() -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    with pytest.raises(ValueError, match="2 agents in one rendezvous and --max-restarts restarts every worker"):
+        check_launcher(torchrun)
+    check_launcher(torchrun | {"TORCHELASTIC_MAX_RESTARTS": "0"})
+    check_launcher(torchrun | {"GROUP_WORLD_SIZE": "1"})
+    with pytest.raises(ValueError, match="mpirun ends the whole job"):
+        check_launcher({"OMPI_COMM_WORLD_SIZE": "2"})

@@ -1,0 +1,264 @@
+"""Elastic workers as threads that meet at a store of their process: what a disturbance may change, and what it may not.
+
+Processes that are killed are in tests/chaos/elastic.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+import thinwire
+from tests.optim.diloco.bodies import relative_error
+from tests.optim.diloco.reference import flat
+from tests.optim.diloco.tower import Tower, loss_of
+from thinwire.comm import CommunicationError, Communicator, Elastic, threads
+from thinwire.comm.membership import Membership
+from thinwire.optim.diloco import elastic_setup
+from thinwire.optim.diloco.elastic_home import ElasticHome
+
+SETTINGS = Elastic(workers=3, address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
+
+
+def together(bodies: list[Callable[[], Any]]) -> list[Any]:
+    """Each on a thread of its own; their results, or the first error."""
+    found: list[Any] = [None] * len(bodies)
+
+    def run(number: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                found[number] = bodies[number]()
+        except BaseException as error:
+            found[number] = error
+
+    workers = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(bodies))]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join(120)
+        assert not one.is_alive(), "a worker hangs"
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meeting place for this test, in place of one that a process serves."""
+    store = HashStore()
+    monkeypatch.setattr(elastic_setup, "enter", lambda settings: Membership(settings, store, "here"))
+
+
+def make(model: Tower, **options: Any) -> tuple[thinwire.DiLoCo, ElasticHome]:
+    options = {"lr": 0.01, "every": 6, "block_size": 64, "elastic": SETTINGS} | options
+    optimizer = thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, **options)
+    home = optimizer._home
+    assert isinstance(home, ElasticHome)
+    return optimizer, home
+
+
+def step(model: Tower, optimizer: thinwire.DiLoCo, data: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, data, optimizer.steps + 1).backward()
+    optimizer.step()
+
+
+def run_to_the_end(
+    steps: int, before_step: Callable[[ElasticHome], object] = lambda home: None, **options: Any
+) -> Tensor:
+    """The weights with which three workers end."""
+
+    def body() -> Tensor:
+        model = Tower()
+        optimizer, home = make(model, **options)
+        while optimizer.steps < steps:
+            before_step(home)
+            step(model, optimizer, home.index)
+        optimizer.synchronize()
+        return flat(model.parameters())
+
+    first, *others = together([body] * 3)
+    assert all(torch.equal(first, one) for one in others)
+    return first
+
+
+@pytest.mark.parametrize(("fragments", "overlap", "codec"), [(1, 0, "int8"), (2, 1, "sign1")])
+def test_undisturbed_it_is_diloco_bit_for_bit(fragments: int, overlap: int, codec: str) -> None:
+    options: dict[str, Any] = {"fragments": fragments, "overlap": overlap, "codec": codec}
+
+    def body(comm: Communicator) -> Tensor:
+        model = Tower()
+        optimizer = thinwire.DiLoCo(
+            model.named_parameters(), torch.optim.AdamW, comm=comm, lr=0.01, every=6, block_size=64, **options
+        )
+        for _ in range(27):
+            step(model, optimizer, comm.rank)
+        optimizer.synchronize()
+        return flat(model.parameters())
+
+    plain = threads.run(body, 3)[0]
+    assert torch.equal(run_to_the_end(27, **options), plain)
+
+
+@pytest.mark.parametrize("codec", ["int8", "sign1"])
+def test_an_outer_step_that_nobody_has_taken_is_taken_again_as_if_nothing_had_been(codec: str) -> None:
+    """Residuals above all: the second try sends the same bits."""
+
+    def lose(home: ElasticHome) -> None:
+        if home.steps == 11:  # of the second outer step, leg 2 is lost on all
+            home.outer_steps[0].arrive = lost  # type: ignore[method-assign]
+
+    def lost() -> Any:
+        raise CommunicationError("lost")
+
+    options: dict[str, Any] = {"fragments": 1, "overlap": 0, "codec": codec}
+    assert torch.equal(run_to_the_end(27, lose, **options), run_to_the_end(27, elastic=_another_job(), **options))
+
+
+@pytest.mark.parametrize("codec", ["int8", "sign1"])
+def test_an_outer_step_that_some_have_taken_is_handed_to_who_lacks_it(codec: str) -> None:
+    """All go on as if it had reached everybody."""
+    taken: dict[int, int] = {}
+
+    def lose(home: ElasticHome) -> None:
+        taken[home.index] = home._taken
+        if home.steps == 12 and home.index == 2:
+            home.outer_steps[0].arrive = lost  # type: ignore[method-assign]
+        while home.steps == 14 and home.index < 2 and not home.membership.disturbed:
+            time.sleep(0.01)
+
+    def lost() -> Any:
+        while taken[0] < 2 or taken[1] < 2:
+            time.sleep(0.01)
+        raise CommunicationError("lost")
+
+    options: dict[str, Any] = {"fragments": 1, "overlap": 1, "codec": codec}
+    assert torch.equal(run_to_the_end(27, lose, **options), run_to_the_end(27, elastic=_another_job(), **options))
+
+
+def _another_job() -> Elastic:
+    return Elastic(workers=3, address="here:1", job="another", timeout=60.0, join_timeout=60.0, silence=20.0)
+
+
+def algorithm_1(rounds: list[tuple[int, ...]], every: int, lr: float, momentum: float) -> Tensor:
+    """The outer weights of DiLoCo's Algorithm 1 in float64 by workers that differ from round to round."""
+    model = Tower().double()
+    outer = flat(model.parameters())
+    velocity = torch.zeros_like(outer)
+    workers: dict[int, tuple[Tower, torch.optim.Optimizer]] = {}
+    for number, present in enumerate(rounds):
+        for worker in present:
+            if worker not in workers:
+                own = copy.deepcopy(model)
+                workers[worker] = own, torch.optim.AdamW(own.parameters(), lr=0.01)
+            own, inner = workers[worker]
+            torch.nn.utils.vector_to_parameters(outer.clone(), own.parameters())
+            for at in range(number * every, (number + 1) * every):
+                inner.zero_grad()
+                loss_of(own, worker, at + 1).backward()
+                inner.step()
+        gradient = torch.stack([outer - flat(workers[worker][0].parameters()) for worker in present]).mean(0)
+        velocity = momentum * velocity + gradient
+        outer = outer - lr * (gradient + momentum * velocity)
+    return outer
+
+
+def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> None:
+    """One leaves after two outer steps, another joins after four: Algorithm 1 in float64."""
+    options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "codec": "none", "outer_lr": 0.7}
+    come = threading.Event()
+
+    def stays(worker: int) -> Tensor:
+        model = Tower()
+        optimizer, home = make(model, **options)
+        while optimizer.steps < 24:
+            if optimizer.steps == 13:
+                come.set()
+            while optimizer.steps == 15 and not home.membership.wanted:
+                time.sleep(0.01)
+            step(model, optimizer, worker)
+            if optimizer.steps in (4, 12, 16):
+                assert optimizer.workers == (2 if optimizer.steps == 12 else 3)
+        optimizer.synchronize()
+        return flat(model.parameters())
+
+    def leaves() -> None:
+        model = Tower()
+        optimizer, _ = make(model, **options)
+        while optimizer.steps < 8:
+            step(model, optimizer, 2)
+        optimizer.close()
+
+    def joins() -> Tensor:
+        assert come.wait(60)
+        model = Tower()
+        with torch.no_grad():
+            model.first.weight.zero_()  # its own weights do not count
+        optimizer, _ = make(model, **options)
+        assert (optimizer.steps, optimizer.workers) == (16, 3)
+        while optimizer.steps < 24:
+            step(model, optimizer, 3)
+        optimizer.synchronize()
+        return flat(model.parameters())
+
+    first, second, _, late = together([lambda: stays(0), lambda: stays(1), leaves, joins])
+    assert torch.equal(first, second)
+    assert torch.equal(first, late)
+    # All three begin at once, in whatever order: their data are their own.
+    wanted = algorithm_1([(0, 1, 2)] * 2 + [(0, 1)] * 2 + [(0, 1, 3)] * 2, 4, 0.7, 0.9)
+    assert relative_error(first, wanted) < 1e-5  # fp32; a momentum begun anew leads to 0.1
+
+
+def test_no_sample_is_read_twice() -> None:
+    def body() -> list[int]:
+        optimizer, _ = make(Tower(), elastic=Elastic(workers=2, address="here:1"))
+        samples = iter(thinwire.ElasticSampler(optimizer, 10, seed=3, ahead=5))
+        found = [next(samples) for _ in range(10)]
+        optimizer.synchronize()
+        return found
+
+    first, second = together([body, body])
+    assert sorted(first + second) == sorted(2 * list(range(10)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"stage": 1}, "stage=1"),
+        ({"nodes": [0]}, r"nodes=\[0\]"),
+        ({"comm_backend_name": "mpi"}, "ends an MPI job"),
+        ({"comm": threads.single(1.0)}, "not both"),
+    ],
+)
+def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        make(Tower(), **options)
+
+
+def test_what_one_worker_cannot_do_alone() -> None:
+    model = Tower()
+    optimizer, _ = make(model, elastic=Elastic(workers=1, address="here:1"))
+    step(model, optimizer, 0)
+    numel = sum(one.numel() for one in model.parameters())
+    assert optimizer.model_state_bytes()["outer momentum"] == 8 * numel
+    with pytest.raises(RuntimeError, match=r"no state_dict\(\) of one worker"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker"):
+        make(Tower(), elastic=Elastic(workers=1, address="here:1"), every=5)
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="has ended this worker's part"):
+        step(model, optimizer, 0)
+    with pytest.raises(CommunicationError, match="is over: there is nothing to join"):
+        make(Tower(), elastic=Elastic(workers=1, address="here:1"))
+    with pytest.raises(ValueError, match=r"needs a thinwire\.DiLoCo with elastic"):
+        thinwire.ElasticSampler(thinwire.DiLoCo([torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=1.0), 10)
