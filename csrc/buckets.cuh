@@ -199,7 +199,7 @@ __device__ void decode_and_move(const MovedRun* runs, long long count, const uns
 }
 
 #define ENCODE_PAYLOAD_OF(NAME, CODEC, FORM_NAME, FORM)                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) encode_payload_##FORM_NAME##_##NAME(                      \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) encode_payload_##FORM_NAME##_##NAME(            \
         const PayloadRun* __restrict__ runs, long long count, const float* momentum, const float* denominators,     \
         const float* residual, float* lost, unsigned char* packets, Part part, Header header) {                     \
         const Momentum<FORM> maker({momentum, denominators, residual}, part);                                       \
@@ -208,9 +208,9 @@ __device__ void decode_and_move(const MovedRun* runs, long long count, const uns
     }
 
 #define DECODE_AND_MOVE_OF(NAME, CODEC, FORM_NAME, FORM)                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_and_move_##FORM_NAME##_##NAME(                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_and_move_##FORM_NAME##_##NAME(           \
         const MovedRun* __restrict__ runs, long long count, const unsigned char* __restrict__ packets,              \
-        float* output, const float* denominators, long long holds, Part part) {                                           \
+        float* output, const float* denominators, long long holds, Part part) {                                     \
         decode_and_move<CODEC, FORM>(runs, count, packets, {output, denominators, 0, holds != 0}, part);            \
     }
 
@@ -220,7 +220,7 @@ __device__ void decode_and_move(const MovedRun* runs, long long count, const uns
     ENCODE_PAYLOAD_OF(NAME, CODEC, masked, MASKED)                                                                  \
     DECODE_AND_MOVE_OF(NAME, CODEC, plain, PLAIN)                                                                   \
     DECODE_AND_MOVE_OF(NAME, CODEC, divided, DIVIDED)                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS) average_and_encode_##NAME(                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) average_and_encode_##NAME(                      \
         const unsigned char* __restrict__ received, const float* __restrict__ residual, float* __restrict__ lost,   \
         unsigned char* __restrict__ packets, Layout layout, Rows rows) {                                            \
         Averaged<CODEC> source(received, residual, layout, rows);                                                   \

@@ -92,7 +92,7 @@ class TestCpuThreads:
         payload, residual = torch.randn(2, self.ROWS * self.SHARD)
         torch.set_num_threads(1)
         wanted = self.results(codec, payload, residual)
-        assert set(threads_used) == {1}
+        assert not threads_used  # one thread does it all itself
         for threads in (2, 3, 7):
             torch.set_num_threads(threads)
             threads_used.clear()
