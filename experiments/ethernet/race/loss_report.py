@@ -46,7 +46,7 @@ def arrivals(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def sentence(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """How much sooner the first of ours arrives than DDP in bf16, and than PowerSGD, where that arrives."""
+    """How much sooner the first of ours arrives than DDP in bf16 and PowerSGD, and who does not arrive."""
     reached = arrivals(runs)
     ours = {name: when for name, when in reached.items() if CONTENDERS[name].ours and when is not None}
     fair = reached[FAIR_BASELINE]
@@ -55,10 +55,18 @@ def sentence(runs: Mapping[str, Mapping[str, Any]]) -> str:
     best = min(ours, key=lambda name: ours[name])
     text = f"{CONTENDERS[best].label} reaches the same loss {fair / ours[best]:.1f}x as soon as DDP in bf16"
     rivals = {name: when for name, when in reached.items() if name in POWER_SGD and when is not None}
-    if not rivals:
-        return f"{text}; PowerSGD never does" if any(name in runs for name in POWER_SGD) else text
-    rival = min(rivals, key=lambda name: rivals[name])
-    return f"{text}, {rivals[rival] / ours[best]:.1f}x as {CONTENDERS[rival].label}"
+    if rivals:
+        rival = min(rivals, key=lambda name: rivals[name])
+        text += f", {rivals[rival] / ours[best]:.1f}x as {CONTENDERS[rival].label}"
+    local = tuple(name for name in reached if CONTENDERS[name].bursts)
+    missing = [family for family, names in (("PowerSGD", POWER_SGD), ("DiLoCo", local)) if _none_of(names, reached)]
+    return f"{text}; not in as many steps: {' and '.join(missing)}" if missing else text
+
+
+def _none_of(names: Sequence[str], reached: Mapping[str, float | None]) -> bool:
+    """Whether some of `names` raced, and none of them arrived."""
+    arrived = [reached[name] for name in names if name in reached]
+    return bool(arrived) and all(when is None for when in arrived)
 
 
 def print_table(runs: Mapping[str, Mapping[str, Any]]) -> None:

@@ -42,9 +42,11 @@ def test_arrivals_lie_between_points(runs: dict[str, dict[str, Any]]) -> None:
 
 
 def test_power_sgd_is_compared_with_where_it_arrives(runs: dict[str, dict[str, Any]]) -> None:
-    assert loss_report.sentence(runs).endswith("PowerSGD never does")
+    assert loss_report.sentence(runs).endswith("; not in as many steps: PowerSGD")
+    runs["diloco-30-int4"] = run(0.1, [6.0, 5.5, 5.0])
+    assert loss_report.sentence(runs).endswith("; not in as many steps: PowerSGD and DiLoCo")
     runs["ddp-powersgd-1"] = run(0.125, [6.0, 5.0, 4.0])
-    assert "0.5x as DDP, PowerSGD rank 1" in loss_report.sentence(runs)
+    assert loss_report.sentence(runs).endswith("0.5x as DDP, PowerSGD rank 1; not in as many steps: DiLoCo")
 
 
 def test_who_is_there_at_the_first_point_arrived_then() -> None:
