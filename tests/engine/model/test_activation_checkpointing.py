@@ -126,7 +126,8 @@ def test_inputs_are_kept_through_save_on_cpu(monkeypatch) -> None:
     plain = gradients(model, lambda: model(inputs), seed=5)
     checkpoint_activations(model, cpu_checkpointing=True)
     assert_equal(gradients(model, lambda: model(inputs), seed=5), plain)
-    assert [tensor.shape for tensor in packed] == [inputs.shape] * 3
+    kept = [tensor.shape for tensor in packed if tensor.numel()]  # torch 2.11 keeps empty ones beside them
+    assert kept == [inputs.shape] * 3
 
 
 def test_undoing() -> None:
