@@ -18,6 +18,7 @@ from thinwire.compress.kernels.cpu.blocks import (
     Range,
     locate,
 )
+from thinwire.compress.kernels.cpu.steps import STEP
 from thinwire.compress.kernels.cpu.two_magnitudes import magnitudes_at
 from thinwire.compress.packet_layout import SCALE_BYTES
 from thinwire.simd import floats, integers
@@ -25,8 +26,6 @@ from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
 
 __all__ = ["decode", "decode_block", "decode_signs", "mean_of_signs"]
-
-_STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
 
 
 @kernel
@@ -72,7 +71,7 @@ def decode_signs(
     packets: Bytes, place: Place, row_bytes: int, rows: int, output: Floats, start: int, stop: int, streaming: bool
 ) -> None:
     """What `decode_block` does of sign1."""
-    for i in range(start, stop, _STEP):
+    for i in range(start, stop, STEP):
         value0, value1, value2, value3 = mean_of_signs(packets, place, row_bytes, rows, i - start)
         _put(output, i, value0, streaming)
         _put(output, i + LANES, value1, streaming)

@@ -24,13 +24,13 @@ from thinwire.compress.kernels.cpu.blocks import (
     locate,
 )
 from thinwire.compress.kernels.cpu.halves import BFLOAT16, NO_VALUES, store_nearest, widen
-from thinwire.compress.kernels.cpu.two_magnitudes import corrected_at, encode_in_two_magnitudes
+from thinwire.compress.kernels.cpu.steps import STEP, corrected_at, store_step
+from thinwire.compress.kernels.cpu.two_magnitudes import encode_in_two_magnitudes
 from thinwire.simd import floats, integers, memory
 from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
 
 __all__ = [
-    "STEP",
     "add_and_store",
     "encode",
     "encode_block",
@@ -40,11 +40,9 @@ __all__ = [
     "no_sums",
     "pack_step",
     "store_rounded_block",
-    "store_step",
     "total_of",
 ]
 
-STEP = 4 * LANES  # four sums side by side hide the latency of an addition; every block is a multiple
 Sums = tuple[floats.Vector, floats.Vector, floats.Vector, floats.Vector]
 _TOP_LEVELS = (np.float32(0.0), np.float32(0.0), np.float32(7.0), np.float32(448.0), np.float32(127.0))  # by codec
 
@@ -183,17 +181,6 @@ def pack_step(
         floats.add(sums[2], floats.absolute(value2)),
         floats.add(sums[3], floats.absolute(value3)),
     )
-
-
-@inner
-def store_step(
-    at: int, value0: floats.Vector, value1: floats.Vector, value2: floats.Vector, value3: floats.Vector
-) -> None:
-    """Write `STEP` elements to an address."""
-    memory.store_floats(at, value0)
-    memory.store_floats(at + 4 * LANES, value1)
-    memory.store_floats(at + 8 * LANES, value2)
-    memory.store_floats(at + 12 * LANES, value3)
 
 
 @inner

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from thinwire.compress.kernels.cpu.blocks import SIGN1, Bytes, Floats, Layout, Place, Range, locate
 from thinwire.compress.kernels.cpu.decode import decode_block, decode_signs, mean_of_signs
 from thinwire.compress.kernels.cpu.encode import (
-    STEP,
     add_and_store,
     encode_block,
     encode_signs,
@@ -19,7 +18,6 @@ from thinwire.compress.kernels.cpu.encode import (
     no_sums,
     pack_step,
     store_rounded_block,
-    store_step,
     total_of,
 )
 from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen_at, widen_some_at
@@ -36,6 +34,7 @@ from thinwire.compress.kernels.cpu.runs import (
     place_in_part,
     start_of,
 )
+from thinwire.compress.kernels.cpu.steps import STEP, store_step
 from thinwire.simd import floats, integers, memory
 from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES

@@ -7,22 +7,15 @@ import math
 import numpy as np
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Place
+from thinwire.compress.kernels.cpu.steps import STEP, corrected_at, store_step
 from thinwire.compress.packet_layout import SCALE_BYTES
 from thinwire.simd import doubles, floats
 from thinwire.simd.compiling import helper, inner
 from thinwire.simd.floats import LANES
 
-__all__ = ["corrected_at", "encode_in_two_magnitudes", "magnitudes_at"]
+__all__ = ["encode_in_two_magnitudes", "magnitudes_at"]
 
 _SPLIT = 0.98
-_STEP = 4 * LANES  # sums of every 64th element, as the specification has them; every block is a multiple
-
-
-@helper
-def corrected_at(payload: Floats, residual: Floats, at: int, correct: bool) -> floats.Vector:
-    """Sixteen elements of the payload, and of the residual if `correct`."""
-    value = floats.load(payload, at)
-    return floats.add(value, floats.load(residual, at)) if correct else value
 
 
 @helper
@@ -59,19 +52,16 @@ def magnitudes_at(packets: Bytes, at: int, plane: int, small: np.float32, large:
 
 @helper
 def _sum_of_squares(payload: Floats, residual: Floats, start: int, stop: int, correct: bool) -> float:
-    """Payload += residual if `correct`; return the sum of its squares."""
+    """Payload += residual if `correct`; return the sum of its squares, of every 64th element first as specified."""
     zero = doubles.zeros(floats.broadcast(np.float32(0.0)))
     sum0, sum1, sum2, sum3 = zero, zero, zero, zero
-    for i in range(start, stop, _STEP):
+    for i in range(start, stop, STEP):
         value0 = corrected_at(payload, residual, i, correct)
         value1 = corrected_at(payload, residual, i + LANES, correct)
         value2 = corrected_at(payload, residual, i + 2 * LANES, correct)
         value3 = corrected_at(payload, residual, i + 3 * LANES, correct)
         if correct:
-            floats.store(payload, i, value0)
-            floats.store(payload, i + LANES, value1)
-            floats.store(payload, i + 2 * LANES, value2)
-            floats.store(payload, i + 3 * LANES, value3)
+            store_step(payload.ctypes.data + 4 * i, value0, value1, value2, value3)
         sum0 = doubles.add_squares(sum0, value0)
         sum1 = doubles.add_squares(sum1, value1)
         sum2 = doubles.add_squares(sum2, value2)
@@ -91,7 +81,7 @@ def _pack(
     small0, small1, small2, small3 = zero, zero, zero, zero
     large0, large1, large2, large3 = zero, zero, zero, zero
     count, plane = 0, (stop - start) // 8
-    for i in range(start, stop, _STEP):
+    for i in range(start, stop, STEP):
         at = place.codes + (i - start) // 8
         magnitude0, bits0 = _put_bits(payload, packets, i, at, plane, threshold)
         magnitude1, bits1 = _put_bits(payload, packets, i + LANES, at + 2, plane, threshold)
