@@ -96,9 +96,9 @@ def test_a_bucket_holds_at_least_one_element() -> None:
 
 @pytest.mark.parametrize(
     ("numel", "itemsize", "expected"),
-    [(0, 4, 1 << 18), (8 << 18, 4, 1 << 18), (8 << 20, 4, 1 << 20), (8 << 20, 2, 1 << 20), (1 << 30, 4, 4 << 20)],
+    [(0, 4, 1 << 20), (8 << 20, 4, 1 << 20), (16 << 20, 4, 2 << 20), (16 << 20, 2, 2 << 20), (1 << 30, 4, 4 << 20)],
 )
-def test_buckets_are_an_eighth_of_the_model_from_1_to_16_mib(numel: int, itemsize: int, expected: int) -> None:
+def test_buckets_are_an_eighth_of_the_model_from_4_to_16_mib(numel: int, itemsize: int, expected: int) -> None:
     assert bucket_numel(None, numel, itemsize) == expected
     assert bucket_numel(100, numel, itemsize) == 100 // itemsize
     assert bucket_numel(1, numel, itemsize) == 1

@@ -61,7 +61,7 @@ class HomeOptions:
         codec: what compressed steps go through: "sign1" (1 bit), "stat2" (2 bits), "int4", "fp8", "int8", "bf16",
             "fp16" or "none"; at stage 0. Sharded state is kept as signs.
         block_size: elements that share one scale, a multiple of 64.
-        bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 1 to 16 MiB, or at
+        bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 4 to 16 MiB, or at
             stages 1 and 2 16 MiB.
         warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes; at stage 0.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
