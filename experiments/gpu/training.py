@@ -1,9 +1,10 @@
-"""BERT in bf16 on the GPUs present: 1-bit Adam on ZeRO-1 and at stage 0 beside DDP with NCCL's bf16 hook. Tokens a
-second, memory, and from a profile what a step launches, waits for and hides."""
+"""BERT in bf16 on the GPUs present: 1-bit Adam, warming up and frozen, and the engine's ZeRO stages beside DDP with
+NCCL's bf16 hook. Tokens a second, memory, and from a profile what a step launches, waits for and hides."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import time
@@ -33,6 +34,9 @@ __all__ = ["main"]
 _VOCABULARY, _LENGTH = 30522, 128
 _FREEZE_STEP = 4
 _PROFILED = 3
+
+Step = Callable[[Tensor], Tensor]
+Build = Callable[[nn.Module], Step]
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def _measure_all(options: argparse.Namespace) -> None:
     if options.device == "cuda":
         content["gpu"] = torch.cuda.get_device_name()
     systems: dict[str, Any] = {}
-    for name, build in _SYSTEMS.items():
+    for name, build in _systems().items():
         systems[name] = asdict(_measure(build, options))
         if dist.get_rank() == 0:  # after each, so that what a crash leaves is whole
             write_json(options.output, content | {"systems": systems})
@@ -96,7 +100,7 @@ def _measure_all(options: argparse.Namespace) -> None:
             print(f"{name:28} {one['milliseconds']:9.2f} ms {one['tokens_a_second']:12.0f} tokens/s", flush=True)
 
 
-def _measure(build: Callable[[nn.Module], Callable[[Tensor], Tensor]], options: argparse.Namespace) -> Measured:
+def _measure(build: Build, options: argparse.Namespace) -> Measured:
     cuda = options.device == "cuda"
     if cuda:
         torch.cuda.empty_cache()
@@ -125,7 +129,7 @@ def _measure(build: Callable[[nn.Module], Callable[[Tensor], Tensor]], options: 
     return Measured(1e3 * seconds, tokens, peak, float(loss), read_profile(recorded, _PROFILED))
 
 
-def _ddp(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def _ddp(model: nn.Module) -> Step:
     device = next(model.parameters()).device
     wrapped = DistributedDataParallel(model)
     if device.type == "cuda":  # which DDP refuses elsewhere
@@ -143,11 +147,11 @@ def _ddp(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def _onebit(stage: int) -> Callable[[nn.Module], Callable[[Tensor], Tensor]]:
-    def build(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def _onebit(stage: int, freeze_step: int = _FREEZE_STEP) -> Build:
+    def build(model: nn.Module) -> Step:
         model = model.to(torch.bfloat16)
         comm = communication.TorchCommunicator()
-        optimizer = OneBitAdam(model.parameters(), lr=1e-4, freeze_step=_FREEZE_STEP, stage=stage, comm=comm)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-4, freeze_step=freeze_step, stage=stage, comm=comm)
 
         def step(batch: Tensor) -> Tensor:
             optimizer.zero_grad()
@@ -161,7 +165,39 @@ def _onebit(stage: int) -> Callable[[nn.Module], Callable[[Tensor], Tensor]]:
     return build
 
 
-_SYSTEMS = {"DDP, bf16 hook, fused AdamW": _ddp, "1-bit Adam, ZeRO-1": _onebit(1), "1-bit Adam": _onebit(0)}
+def _engine(stage: int) -> Build:
+    def build(model: nn.Module) -> Step:
+        from thinwire.engine import initialize  # which needs pydantic
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # which nothing is divided by: each step has one micro-batch
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "fused": True}},
+            "zero_optimization": {"stage": stage, "overlap_comm": stage > 0},
+        }
+        engine, *_ = initialize(model=model, config=config, comm=communication.TorchCommunicator())
+
+        def step(batch: Tensor) -> Tensor:
+            loss: Tensor = engine(batch, batch.roll(1, dims=1))
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return step
+
+    return build
+
+
+def _systems() -> dict[str, Build]:
+    """What is measured, by its name: the engine where its package is."""
+    engine = {f"engine, ZeRO-{stage}, AdamW": _engine(stage) for stage in (0, 1, 2)}
+    return {
+        "DDP, bf16 hook, fused AdamW": _ddp,
+        **(engine if importlib.util.find_spec("pydantic") else {}),
+        "1-bit Adam, warming up": _onebit(0, freeze_step=1 << 30),
+        "1-bit Adam, frozen": _onebit(0),
+        "1-bit Adam, ZeRO-1, frozen": _onebit(1),
+    }
 
 
 def _join(device: str) -> None:
