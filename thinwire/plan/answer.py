@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from thinwire.plan.advice import code_for, title_of
+from thinwire.plan.buckets import better_buckets
 from thinwire.plan.losses import loss_in_words, loss_of
 from thinwire.plan.methods import DILOCO, Method
 from thinwire.plan.prediction import Prediction
@@ -37,6 +38,9 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
         f"  memory   {size_in_words(best.memory_bytes)} a rank{_activations(plan, best)}",
         f"  pays     {_where_it_pays(plan, best.method)}",
     ]
+    if (buckets := better_buckets(plan)) is not None:
+        given = f"bucket_bytes={buckets.bucket_bytes >> 20} << 20"
+        lines.append(f"  buckets  with {given} {seconds_in_words(buckets.step_seconds)} a step, by this link's latency")
     if (outer := outer_in_words(plan, best)) is not None:
         lines.append(f"  outer    {outer}")
     if plan.faster():

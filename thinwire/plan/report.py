@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from thinwire.plan.buckets import better_buckets
 from thinwire.plan.losses import loss_of
 from thinwire.plan.methods import DILOCO, Method
 from thinwire.plan.prediction import Prediction, StepPrediction
@@ -50,6 +51,7 @@ def as_table(plan: Plan) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The same in seconds and bytes; a break-even rate that is infinite is null."""
     workload, cluster = plan.workload, plan.cluster
+    buckets = better_buckets(plan)
     return {
         "model": workload.model.name,
         "parameters": workload.model.parameters,
@@ -58,6 +60,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "ranks_per_node": cluster.ranks_per_node,
         "memory_limit": plan.memory_limit,
         "recommended": plan.best.method.name if plan.best is not None else None,
+        "better_buckets": None if buckets is None else asdict(buckets),
         "forward_seconds": workload.forward_seconds,
         "backward_seconds": workload.backward_seconds,
         "predictions": [_prediction_as_json(plan, prediction) for prediction in plan.predictions],
