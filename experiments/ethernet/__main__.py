@@ -8,32 +8,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from math import prod
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from experiments.common import machine
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import read_json, write_json
+from experiments.common.results import write_json
+from experiments.ethernet import losses
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
 from experiments.ethernet.command_line import parse
-from experiments.ethernet.jobs import job, links
-from experiments.ethernet.race import loss_report, overlap_report, planned, step_plots, step_report
+from experiments.ethernet.jobs import job, links, setting
+from experiments.ethernet.race import overlap_report, planned, step_plots, step_report
 from experiments.ethernet.race.contenders import CONTENDERS
-from experiments.tasks.corpus import load
-from experiments.tasks.tokens import share_tokens
-from thinwire.comm import threads
 
 __all__ = ["main"]
 
 _NAME = "ethernet"
-_VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 512
 _FAIR_RATE, _FAIR_SECONDS = 1000, 300.0
 
 
@@ -46,11 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"No shaped links: {lack}. Racing over loopback, which is faster than any.", file=sys.stderr)
         with EmulatedCluster(options.hosts).running() if lack is None else nullcontext() as emulated:
             cluster: Cluster = emulated or LoopbackCluster(options.hosts)
+            if options.retime:
+                losses.retime(options, emulated)
+                return 0
             rate = None
             if "steps" in options.races:
                 rate = _race_steps(options, cluster, emulated)
             if "losses" in options.races:
-                _race_to_a_loss(options, cluster, emulated, options.loss_rate or rate)
+                losses.race(options, cluster, emulated, options.loss_rate or rate)
         if "overlap" in options.races:
             if lack is None:
                 _measure_overlap(options)
@@ -132,7 +127,7 @@ def _stepping(options: argparse.Namespace, emulated: EmulatedCluster | None, clu
 
 def _subject(model: str, shapes: Sequence[Sequence[int]], options: argparse.Namespace) -> str:
     parameters = sum(prod(shape) for shape in shapes)
-    return f"BERT-{model}, {parameters / 1e6:.1f} M parameters, {_setting(options)}"
+    return f"BERT-{model}, {parameters / 1e6:.1f} M parameters, {setting(options)}"
 
 
 def _check_fairness(emulated: EmulatedCluster) -> dict[str, float]:
@@ -142,77 +137,6 @@ def _check_fairness(emulated: EmulatedCluster) -> dict[str, float]:
     fair = step_report.fairness(measured, _FAIR_RATE)
     print(f"Gloo's all-reduce of 100 MB at 1 Gb/s: {100 * fair['fraction_of_line_rate']:.0f}% of line rate", flush=True)
     return fair
-
-
-def _race_to_a_loss(
-    options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None, rate: float | None
-) -> None:
-    """Whole trainings on text, at one rate."""
-    if emulated is not None and rate is None:
-        raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
-    racing = [name for name in options.contenders if CONTENDERS[name].trains]
-    text = f"BERT-{options.loss_model} on Python's standard library, {options.steps} steps"
-    settings = {
-        "machine": machine.describe(),
-        "subject": f"{text}, {_setting(options)}",
-        "megabits": None if emulated is None else rate,
-        "learning_rate": options.learning_rate,
-        "freeze_step": options.freeze_step,
-    }
-    before = _runs_before(settings, options.output / f"{_NAME}_losses.json") if options.add else {}
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = Path(folder) / "tokens.npz"
-        _tokenize(tokens)
-        arguments = ["--model", options.loss_model, "--batch-size", options.batch_size, "--contenders", *racing]
-        arguments += ["--tokens", tokens, "--steps", options.steps, "--learning-rate", options.learning_rate]
-        arguments += ["--freeze-step", options.freeze_step, "--timed-every", options.timed_every]
-        arguments += links(emulated, cluster)
-        if emulated is not None:
-            arguments += ["--rate", rate]
-        raw = job(cluster, "experiments.ethernet.race.loss_times", arguments, options.ranks_a_host, options.limit)
-    runs = {**before, **raw["runs"]}
-    runs = {name: runs[name] for name in CONTENDERS if name in runs}
-    content = {
-        **settings,
-        "findings": [loss_report.sentence(runs)],
-        "seconds_to_the_loss": loss_report.arrivals(runs),
-        **raw,
-        "runs": runs,
-    }
-    write_json(options.output / f"{_NAME}_losses.json", content)
-    loss_report.print_table(runs)
-    print("\n" + content["findings"][0])
-    loss_report.draw(content, options.output / f"{_NAME}_losses.png")
-    print(f"Written: {options.output / _NAME}_losses.json and .png", flush=True)
-
-
-def _runs_before(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The runs of a race that was run before under the same settings.
-
-    Raises:
-        InputError: there is none, or it was another race.
-    """
-    if not path.exists():
-        raise InputError(f"--add: there is no {path} to add to: race without --add first")
-    race = read_json(path)
-    differing = [name for name, value in settings.items() if race.get(name) != value]
-    if differing:
-        found = "; ".join(f"{name} {race.get(name)!r} and not {settings[name]!r}" for name in differing)
-        raise InputError(f"--add: {path} holds another race: {found}")
-    runs: dict[str, Any] = race["runs"]
-    return runs
-
-
-def _tokenize(path: Path) -> None:
-    """The corpus, once for all ranks, as a shared file system would hold it."""
-    alone = threads.single(timeout=60.0)
-    tokens = share_tokens(alone, load, _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
-    np.savez(path, vocabulary=tokens.vocabulary, training=tokens.training, validation=tokens.validation)
-
-
-def _setting(options: argparse.Namespace) -> str:
-    ranks = "one rank" if options.ranks_a_host == 1 else f"{options.ranks_a_host} ranks"
-    return f"{options.batch_size} sequences a rank, {options.hosts} hosts of {ranks}, Gloo"
 
 
 def _finite(rate: float) -> float | str | None:

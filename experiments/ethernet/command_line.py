@@ -46,9 +46,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--add", action="store_true", help="race to a loss again with these --contenders, the others' runs staying"
     )
+    parser.add_argument("--added-steps", type=positive, metavar="N", help="of what --add races; else as many as theirs")
+    parser.add_argument(
+        "--retime",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="take the losses of the race that was run, and time the steps of these --contenders at N Mb/s",
+    )
+    parser.add_argument("--timed-steps", type=positive, default=240, metavar="N", help="of each contender, by --retime")
     parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
     options = parser.parse_args(arguments)
+    _check_retiming(options)
     shared_hosts = options.ranks_a_host > 1
     options.contenders = options.contenders or [
         name for name, one in CONTENDERS.items() if shared_hosts or not one.needs_shared_hosts
@@ -57,7 +67,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise InputError("--timed-every must be at least 2: the first step of a stretch only settles")
     if options.add and (list(options.races) != ["losses"] or options.loss_rate is None):
         raise InputError("--add goes with --races losses and the --loss-rate of the race that it adds to")
-    if not options.add and (absent := {BASELINE, FAIR_BASELINE} - set(options.contenders)):
+    if options.added_steps and not options.add:
+        raise InputError("--added-steps goes with --add: all others of a race take as many --steps")
+    if not (options.add or options.retime) and (absent := {BASELINE, FAIR_BASELINE} - set(options.contenders)):
         raise InputError(f"--contenders must name what others are compared with: add {', '.join(sorted(absent))}")
     if options.hosts * options.ranks_a_host < 2:
         raise InputError("a single rank sends nothing: give more --hosts or more --ranks-a-host")
@@ -66,3 +78,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     refuse_launchers()
     check_writable(options.output, "--output")
     return options
+
+
+def _check_retiming(options: argparse.Namespace) -> None:
+    """Refuses `--retime` with what it does not do."""
+    if not options.retime:
+        return
+    if options.add or list(options.races) != ["losses"] or not options.contenders:
+        raise InputError("--retime goes with --races losses and the --contenders to time, and without --add")
+    if alike := [name for name in options.contenders if not CONTENDERS[name].trains]:
+        raise InputError(f"--retime: {', '.join(alike)} does not race to a loss")
+    if options.timed_steps < 40:
+        raise InputError("--timed-steps must be at least 40: all kinds of steps have to come, and more than once")

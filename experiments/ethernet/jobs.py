@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from experiments.common.results import read_json
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster
 from experiments.ethernet.cluster.commands import ClusterError
 
-__all__ = ["job", "links"]
+__all__ = ["job", "links", "setting"]
 
 
 def job(
@@ -36,3 +37,9 @@ def links(emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
     """The arguments that say whose links a job shapes; none are shaped where nothing is emulated."""
     shared: list[object] = ["--hosts", cluster.hosts, "--device", cluster.device]
     return shared if emulated is None else [*shared, "--cluster", emulated.name]
+
+
+def setting(options: argparse.Namespace) -> str:
+    """Who computes how much, in words: for the results of a race."""
+    ranks = "one rank" if options.ranks_a_host == 1 else f"{options.ranks_a_host} ranks"
+    return f"{options.batch_size} sequences a rank, {options.hosts} hosts of {ranks}, Gloo"

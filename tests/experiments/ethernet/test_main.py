@@ -26,6 +26,10 @@ from tests.experiments.ethernet.cluster.needs import needs_cluster
         (["--timed-every", "1"], "at least 2"),
         (["--add", "--races", "losses"], "--loss-rate of the race"),
         (["--add", "--loss-rate", "20"], "--races losses"),
+        (["--retime", "100", "--races", "losses"], "--contenders to time"),
+        (["--retime", "100", "--contenders", "ddp-bf16"], "--races losses"),
+        (["--retime", "100", "--races", "losses", "--contenders", "onebit-adam-warmup"], "does not race to a loss"),
+        (["--added-steps", "100"], "goes with --add"),
         (["--output", "/proc/nowhere"], "cannot be written"),
     ],
 )

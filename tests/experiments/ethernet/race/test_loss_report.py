@@ -35,18 +35,22 @@ def runs() -> dict[str, dict[str, Any]]:
 
 
 def test_arrivals_lie_between_points(runs: dict[str, dict[str, Any]]) -> None:
-    reached = loss_report.arrivals(runs)
+    goal = loss_report.goal_of(runs)
+    assert goal.loss == pytest.approx(4.04)
+    assert goal.steps == 30
+    reached = loss_report.arrivals(runs, goal)
     assert reached[FAIR_BASELINE] == pytest.approx(29.6)
     assert reached["ddp-powersgd-1"] is None
-    assert "1-bit Adam reaches the same loss 4.0x as soon" in loss_report.sentence(runs)
+    assert "1-bit Adam reaches the same loss 4.0x as soon" in loss_report.sentence(runs, goal)
 
 
 def test_power_sgd_is_compared_with_where_it_arrives(runs: dict[str, dict[str, Any]]) -> None:
-    assert loss_report.sentence(runs).endswith("; not in as many steps: PowerSGD")
+    goal = loss_report.goal_of(runs)
+    assert loss_report.sentence(runs, goal).endswith("; not in as many steps: PowerSGD")
     runs["diloco-30-int4"] = run(0.1, [6.0, 5.5, 5.0])
-    assert loss_report.sentence(runs).endswith("; not in as many steps: PowerSGD and DiLoCo")
+    assert loss_report.sentence(runs, goal).endswith("; not in as many steps: PowerSGD and DiLoCo")
     runs["ddp-powersgd-1"] = run(0.125, [6.0, 5.0, 4.0])
-    assert loss_report.sentence(runs).endswith("0.5x as DDP, PowerSGD rank 1; not in as many steps: DiLoCo")
+    assert loss_report.sentence(runs, goal).endswith("0.5x as DDP, PowerSGD rank 1; not in as many steps: DiLoCo")
 
 
 def test_who_is_there_at_the_first_point_arrived_then() -> None:
@@ -55,11 +59,19 @@ def test_who_is_there_at_the_first_point_arrived_then() -> None:
 
 def test_a_race_that_ours_lose_says_so(runs: dict[str, dict[str, Any]]) -> None:
     runs["onebit-adam"] = run(0.25, [6.0, 5.5, 5.0])
-    assert "None of ours" in loss_report.sentence(runs)
+    assert "None of ours" in loss_report.sentence(runs, loss_report.goal_of(runs))
+
+
+def test_who_takes_more_steps_says_so(runs: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    runs["diloco-30-int4"] = run(0.1, [6.0, 5.5, 5.0, 4.5, 4.0])
+    goal = loss_report.goal_of(runs)
+    assert loss_report.sentence(runs, goal).startswith("DiLoCo, 30 steps, int4, 50 steps in all reaches")
+    loss_report.print_table(runs, goal)
+    assert "DiLoCo, 30 steps, int4, 50 steps in all " in capsys.readouterr().out
 
 
 def test_the_picture_of_losses_is_drawn(tmp_path: Path, runs: dict[str, dict[str, Any]]) -> None:
-    loss_report.print_table(runs)
+    loss_report.print_table(runs, loss_report.goal_of(runs))
     content = {
         "machine": MACHINE,
         "subject": "BERT",

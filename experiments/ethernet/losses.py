@@ -1,0 +1,180 @@
+"""The race to a loss, from outside: runs it at one rate, adds to it, or gives it the seconds of other rates."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.common import machine
+from experiments.common.errors import InputError
+from experiments.common.results import read_json, write_json
+from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster
+from experiments.ethernet.jobs import job, links, setting
+from experiments.ethernet.race import kinds, loss_report
+from experiments.ethernet.race.contenders import CONTENDERS, FAIR_BASELINE
+from experiments.tasks.corpus import load
+from experiments.tasks.tokens import share_tokens
+from thinwire.comm import threads
+
+__all__ = ["at_another_rate", "race", "retime"]
+
+_NAME = "ethernet_losses"
+_VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 512
+
+Runs = Mapping[str, Mapping[str, Any]]
+"""By contender, as results hold them."""
+
+
+def race(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None, rate: float | None) -> None:
+    """Whole trainings on text, at one rate; with `--add`, beside those that were run before."""
+    if emulated is not None and rate is None:
+        raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
+    machine_and_rate = {"machine": machine.describe(), "megabits": None if emulated is None else rate}
+    settings = {**machine_and_rate, **_trainings(options)}
+    before = _recorded("--add", settings, options.output) if options.add else {}
+    racing = [name for name in options.contenders if CONTENDERS[name].trains]
+    with _shared_arguments(racing, options, cluster, emulated) as arguments:
+        arguments += ["--steps", options.added_steps or options.steps, "--freeze-step", options.freeze_step]
+        arguments += ["--timed-every", options.timed_every, *_at(emulated, rate)]
+        raw = job(cluster, "experiments.ethernet.race.loss_times", arguments, options.ranks_a_host, options.limit)
+    runs = {**before.get("runs", {}), **raw["runs"]}
+    runs = {name: runs[name] for name in CONTENDERS if name in runs}
+    goal = loss_report.goal_of(runs)
+    content = {
+        **settings,
+        "findings": [loss_report.sentence(runs, goal)],
+        "seconds_to_the_loss": loss_report.arrivals(runs, goal),
+        "ranks": raw["ranks"],
+        "steps": options.steps,
+        "retimed": {key: at_another_rate(runs, one) for key, one in before.get("retimed", {}).items()},
+        "runs": runs,
+    }
+    _write(content, options.output)
+    loss_report.print_table(runs, goal)
+    print("\n" + content["findings"][0])
+    loss_report.draw(content, options.output / f"{_NAME}.png")
+    print(f"Written: {options.output / _NAME}.json and .png", flush=True)
+
+
+def retime(options: argparse.Namespace, emulated: EmulatedCluster | None) -> None:
+    """The recorded race at other rates: the losses are those of its trainings, and only the steps are timed again."""
+    if emulated is None:
+        raise InputError("--retime: there are no links to shape")
+    content = _recorded("--retime", _trainings(options), options.output)
+    _check_recorded(options.contenders, content["runs"])
+    content.setdefault("retimed", {})
+    for rate in options.retime:
+        measured = _timed_before(content["retimed"].get(str(rate)), rate)
+        if FAIR_BASELINE not in {*measured["kinds"], *options.contenders}:
+            raise InputError(f"--retime compares with {FAIR_BASELINE}: name it among --contenders at a new rate")
+        with _shared_arguments(options.contenders, options, emulated, emulated) as arguments:
+            arguments += ["--steps", options.timed_steps, *_at(emulated, rate)]
+            raw = job(emulated, "experiments.ethernet.race.kind_times", arguments, options.ranks_a_host, options.limit)
+        measured["kinds"] |= raw["kinds"]
+        content["retimed"][str(rate)] = at_another_rate(content["runs"], measured)
+        _write(content, options.output)
+        _print_retimed(content, rate)
+
+
+def at_another_rate(runs: Runs, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What a race is at the rate at which its `measured["kinds"]` of steps were timed: their contenders' seconds."""
+    timed = measured["kinds"]
+    found = {name: kinds.retime(runs[name], timed[name]) for name in CONTENDERS if name in timed}
+    goal = loss_report.goal_of(runs)
+    return {
+        "machine": measured["machine"],
+        "findings": [loss_report.sentence(found, goal)],
+        "seconds_to_the_loss": loss_report.arrivals(found, goal),
+        "runs": {name: {key: one[key] for key in ("seconds", "seconds_a_step")} for name, one in found.items()},
+        "kinds": timed,
+    }
+
+
+def _check_recorded(contenders: Sequence[str], runs: Runs) -> None:
+    """Refuses whose recorded run is missing, or cannot be taken apart into kinds of steps."""
+    absent = [name for name in contenders if name not in runs]
+    if absent:
+        raise InputError(f"--retime: {', '.join(absent)} did not run in the recorded race: race them with --add first")
+    for name in contenders:
+        try:
+            kinds.counts_along(runs[name])
+        except ValueError as error:
+            raise InputError(f"--retime: {name}: {error}") from error
+
+
+def _timed_before(entry: Mapping[str, Any] | None, rate: float) -> dict[str, Any]:
+    """What was timed at this rate before, on this machine."""
+    found = {"machine": machine.describe(), "kinds": {}}
+    if entry is None:
+        return found
+    if entry["machine"] != found["machine"]:
+        raise InputError(
+            f"--retime: steps at {rate} Mb/s were timed on another machine: {entry['machine']} and not "
+            f"{found['machine']}. Take that entry out of {_NAME}.json to time all of them here"
+        )
+    return {**found, "kinds": dict(entry["kinds"])}
+
+
+def _print_retimed(content: Mapping[str, Any], rate: float) -> None:
+    entry = content["retimed"][str(rate)]
+    goal = loss_report.goal_of(content["runs"])
+    found = {name: {**content["runs"][name], **one} for name, one in entry["runs"].items()}
+    print(f"\nThe same trainings over links of {rate} Mb/s", end="")
+    loss_report.print_table(found, goal)
+    print("\n" + entry["findings"][0])
+
+
+def _trainings(options: argparse.Namespace) -> dict[str, Any]:
+    """What tells one race's trainings from another's."""
+    text = f"BERT-{options.loss_model} on Python's standard library, {options.steps} steps"
+    return {
+        "subject": f"{text}, {setting(options)}",
+        "learning_rate": options.learning_rate,
+        "freeze_step": options.freeze_step,
+    }
+
+
+def _recorded(option: str, settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    """A race that was run before under the same settings.
+
+    Raises:
+        InputError: there is none, or it was another race.
+    """
+    path = output / f"{_NAME}.json"
+    if not path.exists():
+        raise InputError(f"{option}: there is no {path} to add to: race without {option} first")
+    found = read_json(path)
+    differing = [name for name, value in settings.items() if found.get(name) != value]
+    if differing:
+        both = "; ".join(f"{name} {found.get(name)!r} and not {settings[name]!r}" for name in differing)
+        raise InputError(f"{option}: {path} holds another race: {both}")
+    return found
+
+
+@contextmanager
+def _shared_arguments(
+    racing: Sequence[str], options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None
+) -> Iterator[list[object]]:
+    """What every job that trains is told, and the corpus, once for all ranks, as a shared file system would hold it."""
+    alone = threads.single(timeout=60.0)
+    tokens = share_tokens(alone, load, _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.npz"
+        np.savez(path, vocabulary=tokens.vocabulary, training=tokens.training, validation=tokens.validation)
+        arguments: list[object] = ["--model", options.loss_model, "--batch-size", options.batch_size]
+        arguments += ["--contenders", *racing, "--tokens", path, "--learning-rate", options.learning_rate]
+        yield [*arguments, *links(emulated, cluster)]
+
+
+def _at(emulated: EmulatedCluster | None, rate: float | None) -> list[object]:
+    return [] if emulated is None else ["--rate", rate]
+
+
+def _write(content: dict[str, Any], output: Path) -> None:
+    write_json(output / f"{_NAME}.json", content)
