@@ -14,7 +14,6 @@ from thinwire.compress.kernels import bucket_reference, buckets, reference
 from thinwire.compress.kernels.cuda import bucket_backend
 from thinwire.compress.kernels.cuda.arguments import STRUCTURES
 from thinwire.compress.kernels.segments import Segments
-from thinwire.compress.kernels.served import SERVED_CODECS
 
 
 class TestReference(BucketKernels):
@@ -35,7 +34,7 @@ class TestCpu(BucketKernels):
 class TestEmulatedCuda(BucketKernels):
     @pytest.fixture
     def subject(self) -> Subject:
-        return Subject(emulation, emulation, codecs=SERVED_CODECS["cuda"])
+        return Subject(emulation, emulation)
 
 
 def test_runs_must_be_in_order() -> None:
