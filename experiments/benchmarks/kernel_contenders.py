@@ -15,8 +15,7 @@ from torch import Tensor
 from experiments.benchmarks.kernel_peers import cpu_copies, eager_decode_mean, eager_encode, eager_encode_as_deepspeed
 from thinwire.compress import kernels
 from thinwire.compress.kernels.rounding import store_rounded
-from thinwire.compress.kernels.served import SERVED_CODECS
-from thinwire.compress.packet_layout import scale_block
+from thinwire.compress.packet_layout import CODE_BITS, scale_block
 
 __all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]
 
@@ -42,7 +41,7 @@ class Peer:
 def contenders(device: str, elements: int) -> list[Peer]:
     """Every contender, on vectors of `elements`."""
     buffers = _Buffers(device, elements)
-    codecs = [peer for codec in SERVED_CODECS[device] for peer in _kernels(buffers, codec)]
+    codecs = [peer for codec in CODE_BITS for peer in _kernels(buffers, codec)]
     return [*_copies(buffers), *codecs, *_frozen_stage(buffers), *_eager(buffers)]
 
 
@@ -52,7 +51,7 @@ class _Buffers:
     def __init__(self, device: str, elements: int) -> None:
         self.device, self.elements = device, elements
         self.source, self.target, self.payload, self.residual = (torch.randn(elements, device=device) for _ in range(4))
-        self.packets = {codec: self._packets(codec) for codec in SERVED_CODECS[device]}
+        self.packets = {codec: self._packets(codec) for codec in CODE_BITS}
 
     def coded_bytes(self, codec: str) -> float:
         """Bytes an element of one packet."""

@@ -17,7 +17,6 @@ from tests.compress.kernels import emulation
 from thinwire.compress.kernels import buckets
 from thinwire.compress.kernels.cuda.bucket_backend import CudaBuckets
 from thinwire.compress.kernels.cuda.launch import Launch
-from thinwire.compress.kernels.served import SERVED_CODECS
 
 __all__ = ["HostBuckets", "on_an_emulated_gpu", "serve_buckets"]
 
@@ -55,7 +54,6 @@ class _EmulatedRunner:
 def serve_buckets(backend: Any) -> None:
     """Have calls for the device reach `backend`."""
     buckets._DEVICES[_NAME] = lambda: backend
-    SERVED_CODECS[_NAME] = SERVED_CODECS["cpu"]
     buckets._backend.cache_clear()
 
 

@@ -23,8 +23,8 @@ from thinwire.compress.kernels.cuda.bucket_backend import make_backend as make_b
 from thinwire.compress.kernels.header_calls import header_words
 from thinwire.compress.kernels.headers import check_headers, new_reports, write_headers
 from thinwire.compress.kernels.rounding import store_rounded
-from thinwire.compress.kernels.served import SERVED_CODECS
 from thinwire.compress.packet import Flags, Header
+from thinwire.compress.packet_layout import CODE_BITS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ class TestCuda(KernelsBody):
 class TestBucketsOnCuda(BucketKernels):
     @pytest.fixture
     def subject(self) -> bucket_body.Subject:
-        return bucket_body.Subject(make_buckets(), make_singles(), "cuda", SERVED_CODECS["cuda"])
+        return bucket_body.Subject(make_buckets(), make_singles(), "cuda")
 
 
 class TestMomentumOnCuda(MomentumBody):
@@ -106,7 +106,7 @@ def test_subnormals_are_kept(value: float) -> None:
     assert torch.equal(decoded, payload)
 
 
-@pytest.mark.parametrize("codec", SERVED_CODECS["cuda"])
+@pytest.mark.parametrize("codec", CODE_BITS)
 def test_launches_are_captured(codec: str) -> None:
     """A CUDA graph replays what was launched."""
     payload = torch.randn(4 * 2048, device="cuda")
@@ -127,13 +127,13 @@ def test_launches_are_captured(codec: str) -> None:
     torch.testing.assert_close(decoded + payload, source)
 
 
-@pytest.mark.parametrize("codec", SERVED_CODECS["cuda"])
+@pytest.mark.parametrize("codec", CODE_BITS)
 def test_rows_apart(codec: str) -> None:
     for numel in (0, 129, 717, 1820, 1920):
         check_rows_apart(BACKENDS["cuda"], codec, "cuda", 640, slice(128, 512), numel)
 
 
-@pytest.mark.parametrize("codec", SERVED_CODECS["cuda"])
+@pytest.mark.parametrize("codec", CODE_BITS)
 class TestOperatorsOnCuda:
     def test_operators_reach_the_backend(self, codec: str) -> None:
         payload = torch.randn(4 * 2048, device="cuda")

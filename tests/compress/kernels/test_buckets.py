@@ -11,10 +11,9 @@ import torch
 from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
 from thinwire.compress.kernels import bucket_reference, buckets, reference
-from thinwire.compress.kernels.cuda import bucket_backend
 from thinwire.compress.kernels.cuda.arguments import STRUCTURES
 from thinwire.compress.kernels.segments import Segments
-from thinwire.compress.kernels.served import SERVED_CODECS
+from thinwire.compress.kernels.tables import KeptTables
 
 
 class TestReference(BucketKernels):
@@ -35,7 +34,7 @@ class TestCpu(BucketKernels):
 class TestEmulatedCuda(BucketKernels):
     @pytest.fixture
     def subject(self) -> Subject:
-        return Subject(emulation, emulation, codecs=SERVED_CODECS["cuda"])
+        return Subject(emulation, emulation)
 
 
 def test_runs_must_be_in_order() -> None:
@@ -119,8 +118,8 @@ def test_headers_of_other_sizes_are_refused(header: bytes) -> None:
 
 
 def test_tables_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay would read memory that was given back."""
+    """A replay would go on with one step's learning rate."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     runs = np.zeros(1, dtype=STRUCTURES["PayloadRun"])
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-        bucket_backend._on_device(runs, torch.device("cuda", 0))
+        KeptTables().on_device(("encode_payload", 0), runs, torch.device("cuda", 0))

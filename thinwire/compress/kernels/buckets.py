@@ -24,7 +24,7 @@ from thinwire.compress.kernels.bucket_calls import (
 )
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.segments import Segments
-from thinwire.compress.kernels.served import SERVED_CODECS
+from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = [
     "PackedState",
@@ -44,7 +44,7 @@ __all__ = [
 def serves(device: torch.device, codec: str) -> bool:
     """Whether there are kernels over whole buckets for this codec on this device; what lacks them, or a compiler,
     goes another way."""
-    return codec in SERVED_CODECS.get(device.type, ()) and _backend(device.type) is not None
+    return codec in CODE_BITS and _backend(device.type) is not None
 
 
 def encode_payload(

@@ -25,7 +25,6 @@ from thinwire.compress.kernels.calls import (
     StoreRounded,
 )
 from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
-from thinwire.compress.kernels.served import SERVED_CODECS
 from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = ["Backend", "backends", "prepare"]
@@ -75,10 +74,6 @@ def prepare(device: torch.device | str) -> None:
 
 def _load(name: str) -> Backend:
     return cast("Backend", importlib.import_module(f"thinwire.compress.kernels.{name}"))
-
-
-def _reference() -> Backend:
-    return _load("reference")
 
 
 @functools.cache
@@ -131,8 +126,7 @@ def _register(name: str, operation: Operation, *codec: str) -> None:
     torch.library.define(f"thinwire::{name}", operation.schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.register_fake(f"thinwire::{name}", check)
     for device, backend in _DEVICES.items():
-        served = set(codec) <= set(SERVED_CODECS[device])
-        torch.library.impl(f"thinwire::{name}", device, implementation(backend if served else _reference))
+        torch.library.impl(f"thinwire::{name}", device, implementation(backend))
 
 
 for _codec in CODE_BITS:

@@ -9,14 +9,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.compress.kernels.tables import KeptTables, Tables
+
 __all__ = ["Segments"]
 
 
 class Segments:
     """Runs of a flat vector, in order and without overlap: run k is `numels[k]` elements from element `firsts[k]` on.
 
-    What no run covers is padding; `covered` counts the other elements, which end at `end`. Backends may keep a copy of
-    `table` on their device.
+    What no run covers is padding; `covered` counts the other elements, which end at `end`. `tables`: where a backend
+    finds on its device what it tells launches of these runs.
     """
 
     def __init__(self, places: Iterable[tuple[int, int]]) -> None:
@@ -30,6 +32,7 @@ class Segments:
                     "without overlap"
                 )
             end = first + numel
+        self.tables: Tables = KeptTables()
         self.end = end
         self.covered = sum(numel for _, numel in self.places)
 

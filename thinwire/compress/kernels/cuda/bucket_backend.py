@@ -1,9 +1,8 @@
 """The CUDA backend of the kernels over a whole bucket: what `bucket_reference` describes, one launch a call, and before
-it one asynchronous copy of a table that says where the bucket's runs lie."""
+it, where that has changed, one asynchronous copy of a table that says where the bucket's runs lie."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
@@ -26,20 +25,19 @@ __all__ = ["CudaBuckets", "make_backend"]
 
 
 class CudaBuckets:
-    """Calls in, launches out. The host waits for nothing: tables leave from pinned memory, which torch keeps until the
-    copy is over, and what they are copied into is theirs until the launch is, in the order of the stream."""
+    """Calls in, launches out. The host waits for nothing."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
     def encode_payload(self, call: EncodePayload) -> None:
         """See `thinwire.compress.kernels.buckets.encode_payload`."""
-        runs = _on_device(payload_runs(call), call.packets.device)
+        runs = _placed(call, payload_runs(call), call.packets)
         self._runner.run(encode_payload_launch(call, runs), runs.device)
 
     def decode_and_move(self, call: DecodeAndMove) -> None:
         """See `thinwire.compress.kernels.buckets.decode_and_move`."""
-        runs = _on_device(moved_runs(call), call.packets.device)
+        runs = _placed(call, moved_runs(call), call.packets)
         self._runner.run(decode_and_move_launch(call, runs), runs.device)
 
     def average_and_encode(self, call: AverageAndEncode) -> None:
@@ -48,12 +46,12 @@ class CudaBuckets:
 
     def encode_packed_payload(self, call: EncodePackedPayload) -> None:
         """See `thinwire.compress.kernels.buckets.encode_packed_payload`."""
-        runs = _on_device(payload_runs(call), call.packets.device)
+        runs = _placed(call, payload_runs(call), call.packets)
         self._runner.run(encode_packed_payload_launch(call, runs), runs.device)
 
     def move_packed(self, call: MovePacked) -> None:
         """See `thinwire.compress.kernels.buckets.move_packed`."""
-        runs = _on_device(packed_runs(call), call.weights.device)
+        runs = call.segments.tables.on_device((call.kernel, call.first), packed_runs(call), call.weights.device)
         self._runner.run(move_packed_launch(call, runs), runs.device)
 
 
@@ -62,14 +60,5 @@ def make_backend() -> CudaBuckets:
     return CudaBuckets(Runner(find_toolkit()))
 
 
-def _on_device(runs: Runs, device: torch.device) -> Tensor:
-    """The bytes of a table, on their way. Raises RuntimeError within a CUDA graph's capture, whose replays would copy
-    what by then lies in the pinned memory."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a kernel over a whole bucket cannot be captured in a CUDA graph: the host writes its table of runs for "
-            "every launch. Capture forward and backward, and call step() outside of the graph"
-        )
-    pinned = torch.empty(runs.nbytes, dtype=torch.uint8, pin_memory=True)
-    pinned.numpy()[:] = runs.view("u1")
-    return pinned.to(device, non_blocking=True)
+def _placed(call: EncodePayload | DecodeAndMove | EncodePackedPayload, runs: Runs, packets: Tensor) -> Tensor:
+    return call.segments.tables.on_device((call.kernel, call.part.first), runs, packets.device)
