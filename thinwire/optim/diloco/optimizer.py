@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -19,13 +18,14 @@ from thinwire.comm.nodes import NodeLinks, agree_on_nodes
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.diloco.elastic_setup import enter_elastic_job, own_communicator
-from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
+from thinwire.optim.diloco.fragments import Fragment
+from thinwire.optim.diloco.given_parameters import listed, names_of, tensors_in
 from thinwire.optim.diloco.home import LocalHome
+from thinwire.optim.diloco.options import COMMUNICATES, check_options, cut_trained, default_outer_lr
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
 from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import NodeWorker, RankWorker, Worker
 from thinwire.optim.home_options import Backend, Nodes
-from thinwire.optim.options import check_count
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import (
     broadcast_from_rank_0,
@@ -36,8 +36,6 @@ from thinwire.zero.rank_checks import (
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["DiLoCo"]
-
-_MANY_PARAMETERS = 335_000_000
 
 
 class DiLoCo(SynchronizedOptimizer):
@@ -131,27 +129,27 @@ class DiLoCo(SynchronizedOptimizer):
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
         def check() -> Any:
-            _check_options(inner_class, codec, block_size, **plan, **outer)
-            given = _listed(params)
-            check_parameters(_tensors(given), type(self).__name__)
+            check_options(inner_class, codec, block_size, **plan, **outer)
+            given = listed(params)
+            check_parameters(tensors_in(given), type(self).__name__)
             return given
 
         given = on_every_rank(self.comm, check, "build its optimizer", (ValueError, TypeError))
         named_parameters = None if named_parameters is None else list(named_parameters)
         check_same_kind(self.comm, type(self).__name__, stage)
         settings = {**plan, **wire, **outer, "nodes": nodes if isinstance(nodes, str) else list(nodes)}
-        check_same_on_every_rank(self.comm, _tensors(given), [], settings)
-        broadcast_from_rank_0(self.comm, _tensors(given))
+        check_same_on_every_rank(self.comm, tensors_in(given), [], settings)
+        broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
         worker = self._make_worker(given, inner_class, links, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
-        names = _names_of(worker, named_parameters)
+        names = names_of(worker.optimizer.param_groups, worker.parameters, named_parameters)
         cut = on_every_rank(
-            self.comm, lambda: _cut(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
+            self.comm, lambda: cut_trained(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
         )
         together = self.comm.size if links is None else links.num_nodes
         workers = together if elastic is None else elastic.workers
-        rate = _default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
+        rate = default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
         self.outer = OuterSettings(rate, float(outer_momentum))
         self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings))
 
@@ -210,7 +208,7 @@ class DiLoCo(SynchronizedOptimizer):
         options: dict[str, Any],
         inside_options: Mapping[str, Any],
     ) -> Worker:
-        single = param_dtype in (None, torch.float32) and all(one.dtype == torch.float32 for one in _tensors(given))
+        single = param_dtype in (None, torch.float32) and all(one.dtype == torch.float32 for one in tensors_in(given))
         if links is None and single and not getattr(inner_class, "whole_parameters", False):
             if self.stage:
                 raise ValueError(
@@ -221,7 +219,7 @@ class DiLoCo(SynchronizedOptimizer):
             def make() -> torch.optim.Optimizer:
                 inner = inner_class(given, **options)
                 if isinstance(inner, SynchronizedOptimizer) or type(inner).__module__.startswith("torch.distributed"):
-                    raise ValueError(f"{type(inner).__name__} {_COMMUNICATES}")
+                    raise ValueError(f"{type(inner).__name__} {COMMUNICATES}")
                 return inner
 
             inner = on_every_rank(self.comm, make, "build its inner optimizer", (ValueError, TypeError))
@@ -293,70 +291,6 @@ class DiLoCo(SynchronizedOptimizer):
             )
 
 
-_COMMUNICATES = (
-    "communicates by itself, and DiLoCo's inner optimizer steps alone: pass the plain class, as torch.optim.AdamW. "
-    "Ranks that share a worker are said with nodes=, and stage= shards their state"
-)
-
-
-def _check_options(
-    inner_class: object,
-    codec: CodecName,
-    block_size: int,
-    *,
-    every: object,
-    overlap: object,
-    fragments: object,
-    mix: float,
-    stage: int,
-    outer_lr: float | None,
-    outer_momentum: float,
-) -> None:
-    """Raise ValueError or TypeError for options that cannot work."""
-    if not callable(inner_class):
-        raise TypeError(
-            f"inner_class must be an optimizer class, or a function that builds one from groups, got {inner_class!r}: "
-            "pass torch.optim.AdamW, and its options beside it"
-        )
-    if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
-        raise ValueError(f"{inner_class.__name__} {_COMMUNICATES}")
-    make_codec(codec, block_size)
-    check_count("every", every)
-    assert isinstance(every, int)
-    if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every:
-        raise ValueError(
-            f"overlap must be a number of steps from 0 up to, not including, every={every}, got {overlap!r}: a "
-            "fragment has to be back before it leaves again"
-        )
-    if fragments != "auto":
-        check_count("fragments", fragments)
-    for name, value, low, high in (
-        ("mix", mix, 0.0, 1.0),
-        ("outer_momentum", outer_momentum, 0.0, 1.0),
-        ("outer_lr", 1.0 if outer_lr is None else outer_lr, 0.0, math.inf),
-    ):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not low <= value < high:
-            raise ValueError(f"{name} must be a number from {low:g} up to, not including, {high:g}, got {value!r}")
-    if stage not in (0, 1, 2):
-        raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
-
-
-def _cut(parameters: Sequence[Tensor], names: Sequence[str], fragments: int | Literal["auto"]) -> list[Fragment]:
-    """The fragments of those that train."""
-    numels = {number: one.numel() for number, one in enumerate(parameters) if one.requires_grad and one.numel()}
-    if not numels:
-        raise ValueError("no parameter trains: set requires_grad before the optimizer is built")
-    return cut_fragments(names, numels, auto_fragments(names) if fragments == "auto" else fragments)
-
-
-def _default_outer_lr(workers: int, parameters: int) -> float:
-    """What was best for many models at that number of workers (arXiv 2503.09799, figure 7)."""
-    if workers == 1:
-        return 0.4 if parameters >= _MANY_PARAMETERS else 0.6
-    return 0.6 if workers <= 4 else 0.8
-
-
 def _find_nodes(comm: Communicator, nodes: Nodes) -> NodeLinks | None:
     """The workers of several ranks; None where every rank is one. Collective."""
     if nodes == "flat":
@@ -364,34 +298,3 @@ def _find_nodes(comm: Communicator, nodes: Nodes) -> NodeLinks | None:
     groups = agree_on_nodes(comm, None if isinstance(nodes, str) else nodes)
     chosen = groups.hierarchical if isinstance(nodes, str) else len(groups.members) < comm.size
     return NodeLinks(comm, groups) if chosen else None
-
-
-def _listed(params: ParamsT) -> Any:
-    """`params`, which may be an iterator, as lists."""
-    if isinstance(params, Tensor):
-        raise TypeError("params must be parameters or groups of them, got a single tensor: put it into a list")
-    given = list(params)
-    if not given:
-        raise ValueError("the optimizer got no parameters")
-    return [
-        {**one, "params": [one["params"]] if isinstance(one["params"], Tensor) else list(one["params"])}
-        if isinstance(one, dict)
-        else one
-        for one in given
-    ]
-
-
-def _tensors(given: Any) -> list[Tensor]:
-    """All parameters in what an optimizer takes."""
-    flat = [entry for one in given for entry in (one["params"] if isinstance(one, dict) else [one])]
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in flat]
-
-
-def _names_of(worker: Worker, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[str]:
-    """What the worker's parameters are called, by whoever knows."""
-    known = {id(parameter): name for name, parameter in named_parameters or ()}
-    for number, group in enumerate(worker.optimizer.param_groups):
-        given = group.get("param_names") or [f"group{number}.{place}" for place in range(len(group["params"]))]
-        for parameter, name in zip(group["params"], given, strict=True):
-            known.setdefault(id(parameter), name)
-    return [known[id(parameter)] for parameter in worker.parameters]

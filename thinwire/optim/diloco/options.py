@@ -1,0 +1,81 @@
+"""What the options of DiLoCo can be, and what some of them are where nobody says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from thinwire.compress.codecs import CodecName, make_codec
+from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
+from thinwire.optim.options import check_count
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+__all__ = ["COMMUNICATES", "check_options", "cut_trained", "default_outer_lr"]
+
+_MANY_PARAMETERS = 335_000_000
+
+COMMUNICATES = (
+    "communicates by itself, and DiLoCo's inner optimizer steps alone: pass the plain class, as torch.optim.AdamW. "
+    "Ranks that share a worker are said with nodes=, and stage= shards their state"
+)
+
+
+def check_options(
+    inner_class: object,
+    codec: CodecName,
+    block_size: int,
+    *,
+    every: object,
+    overlap: object,
+    fragments: object,
+    mix: float,
+    stage: int,
+    outer_lr: float | None,
+    outer_momentum: float,
+) -> None:
+    """Raise ValueError or TypeError for options that cannot work."""
+    if not callable(inner_class):
+        raise TypeError(
+            f"inner_class must be an optimizer class, or a function that builds one from groups, got {inner_class!r}: "
+            "pass torch.optim.AdamW, and its options beside it"
+        )
+    if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
+        raise ValueError(f"{inner_class.__name__} {COMMUNICATES}")
+    make_codec(codec, block_size)
+    check_count("every", every)
+    assert isinstance(every, int)
+    if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every:
+        raise ValueError(
+            f"overlap must be a number of steps from 0 up to, not including, every={every}, got {overlap!r}: a "
+            "fragment has to be back before it leaves again"
+        )
+    if fragments != "auto":
+        check_count("fragments", fragments)
+    for name, value, low, high in (
+        ("mix", mix, 0.0, 1.0),
+        ("outer_momentum", outer_momentum, 0.0, 1.0),
+        ("outer_lr", 1.0 if outer_lr is None else outer_lr, 0.0, math.inf),
+    ):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not low <= value < high:
+            raise ValueError(f"{name} must be a number from {low:g} up to, not including, {high:g}, got {value!r}")
+    if stage not in (0, 1, 2):
+        raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
+
+
+def cut_trained(parameters: Sequence[Tensor], names: Sequence[str], fragments: int | Literal["auto"]) -> list[Fragment]:
+    """The fragments of those that train."""
+    numels = {number: one.numel() for number, one in enumerate(parameters) if one.requires_grad and one.numel()}
+    if not numels:
+        raise ValueError("no parameter trains: set requires_grad before the optimizer is built")
+    return cut_fragments(names, numels, auto_fragments(names) if fragments == "auto" else fragments)
+
+
+def default_outer_lr(workers: int, parameters: int) -> float:
+    """What was best for many models at that number of workers (arXiv 2503.09799, figure 7)."""
+    if workers == 1:
+        return 0.4 if parameters >= _MANY_PARAMETERS else 0.6
+    return 0.6 if workers <= 4 else 0.8
