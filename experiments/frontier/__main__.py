@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from experiments.frontier.findings import summary
 from experiments.frontier.learning import learn
 from experiments.frontier.plots import draw
 from experiments.frontier.store import RunStore
+from experiments.frontier.studies import STUDIES
+from experiments.frontier.studying import answer, baselines, study_summary
 from experiments.frontier.subjects import RECIPES, SUBJECTS, Subject
 
 __all__ = ["main", "parse"]
@@ -39,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse_launchers()
         options = parse(sys.argv[1:] if arguments is None else arguments)
         for name in options.task:
-            _study(name, options)
+            if options.study is None:
+                _compare(name, options)
+            else:
+                _study(name, options)
     except InputError as error:
         return refuse("experiments.frontier", error)
     except KeyboardInterrupt:
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _study(name: str, options: argparse.Namespace) -> None:
+def _compare(name: str, options: argparse.Namespace) -> None:
     """All runs of a task that its file does not hold yet, its JSON and its picture."""
     whole = SUBJECTS[name].shortened(_QUICK_STEPS) if options.quick else SUBJECTS[name]
     windows = _QUICK_WINDOWS if options.quick else _VALIDATION_WINDOWS
@@ -59,20 +65,48 @@ def _study(name: str, options: argparse.Namespace) -> None:
         _settings(whole, windows, options),
         lambda runs: summary(runs, whole.steps, whole.contenders, whole.workers, seeds),
     )
-    threads_before = torch.get_num_threads()
-    # Workers run beside one another; of more threads each, a small model only waits.
-    torch.set_num_threads(1)
-    try:
+    with _one_thread():
         for workers in options.workers or whole.workers:
             for contender in whole.contenders:
                 if options.contenders is None or contender in options.contenders:
-                    learn(whole, task, workers, contender, seeds, store, lambda line: print(line, flush=True))
-    finally:
-        torch.set_num_threads(threads_before)
+                    learn(whole, task, workers, (contender, CONTENDERS[contender]), seeds, store, _say)
     store.write()
     draw(store.content, path.with_suffix(".png"))
     print("\n".join(store.content["findings"]))
     print(f"Written: {path.with_suffix('')}.json and .png", flush=True)
+
+
+def _study(name: str, options: argparse.Namespace) -> None:
+    """What a study asks of a task, as far as its file does not hold it yet."""
+    questions = [question for question in STUDIES[options.study] if question.subject == name]
+    if not questions:
+        return
+    subject = SUBJECTS[name]
+    task = subject.load_task(options.corpus, _VALIDATION_WINDOWS)
+    baseline = baselines(options.output / f"{_NAME}_{name}.json", questions)
+    path = options.output / f"{_NAME}_{options.study}_{name}.json"
+    settings = _settings(subject, _VALIDATION_WINDOWS, options)
+    store = RunStore(path, settings, lambda runs: study_summary(runs, baseline))
+    with _one_thread():
+        for question in questions:
+            answer(question, subject, task, options.seeds, store, _say)
+    store.write()
+    print(f"Written: {path}", flush=True)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Workers run beside one another; of more threads each, a small model only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _settings(subject: Subject, windows: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -96,6 +130,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads and checks the command line; raises `InputError` for what cannot be used."""
     parser = Parser("experiments.frontier", "Trains every optimizer at its best rate: loss by bytes and by seconds.")
     parser.add_argument("--task", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS), help="what to learn")
+    parser.add_argument("--study", choices=tuple(STUDIES), help="ask this instead, and run nothing else")
     parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), help="to train now; else all of a task's")
     parser.add_argument("--workers", nargs="+", type=positive, metavar="N", help="to train now; else a task's own")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of each at its best rate")
@@ -108,8 +143,25 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in options.contenders or ():
         if not any(name in SUBJECTS[task].contenders for task in options.task):
             raise InputError(f"--contenders {name} learns none of --task {' '.join(options.task)}")
+    if options.study is not None:
+        _refuse_beside_study(options)
     check_writable(options.output, "--output")
     return options
+
+
+def _refuse_beside_study(options: argparse.Namespace) -> None:
+    """A study has its own contenders, workers and lengths."""
+    for name, given in (
+        ("--contenders", options.contenders),
+        ("--workers", options.workers),
+        ("--quick", options.quick),
+    ):
+        if given:
+            raise InputError(f"{name} is of the comparison, and --study {options.study} has its own: leave it out")
+    tasks = {question.subject for question in STUDIES[options.study]}
+    if not tasks & set(options.task):
+        wanted, given = " or ".join(sorted(tasks)), " ".join(options.task)
+        raise InputError(f"--study {options.study} asks nothing of --task {given}: give {wanted}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from experiments.frontier.contenders import CONTENDERS
+from experiments.frontier.contenders import Contender
 from experiments.frontier.store import Run, RunStore
 from experiments.frontier.subjects import RECIPES, Subject
 from experiments.training.learners import LoopLearner
@@ -26,12 +26,19 @@ def learn(
     subject: Subject,
     task: Task[Any],
     workers: int,
-    contender: str,
+    contender: tuple[str, Contender],
     seeds: int,
     store: RunStore,
     say: Callable[[str], None],
-) -> None:
-    """Finds a contender's best rate with the first seed and trains the others at it, but not what the store has."""
+    *,
+    beyond: bool = True,
+) -> float:
+    """Finds a contender's best rate with the first seed and trains the others at it, but not what the store has.
+
+    Rates `beyond` the ends of those to try first are tried where the best lies there. Returns the first seed's loss
+    at the best.
+    """
+    name, one = contender
 
     def outcome(rate: float, seed: int) -> Outcome:
         def run() -> Run:
@@ -39,16 +46,24 @@ def learn(
             say(f"{made.name}: loss {made.outcome.final_loss:.4f}, {1e3 * made.step_cpu_seconds:.1f} ms of CPU a step")
             return made
 
-        return store.outcome(workers, contender, rate, seed, run)
+        return store.outcome(workers, name, rate, seed, run)
 
-    losses = sweep(lambda rate: outcome(rate, 0).final_loss, subject.rates[CONTENDERS[contender].parent])
+    def first(rate: float) -> float:
+        return outcome(rate, 0).final_loss
+
+    rates = subject.rates[one.parent]
+    losses = sweep(first, rates) if beyond else {rate: first(rate) for rate in rates}
+    best = best_rate(losses)
     for seed in range(1, seeds):
-        outcome(best_rate(losses), seed)
+        outcome(best, seed)
+    return losses[best]
 
 
-def train(subject: Subject, task: Task[Any], workers: int, contender: str, rate: float, seed: int) -> Run:
-    """One training, from the first step to the last."""
-    one = CONTENDERS[contender]
+def train(
+    subject: Subject, task: Task[Any], workers: int, contender: tuple[str, Contender], rate: float, seed: int
+) -> Run:
+    """One training of a contender, given with its name, from the first step to the last."""
+    name, one = contender
     plan = subject.plan(one, rate, seed)
     options = {**RECIPES[one.parent].options, **one.options}
     # Made here: ranks in threads share torch's generator, and so would draw from it in any order.
@@ -66,7 +81,7 @@ def train(subject: Subject, task: Task[Any], workers: int, contender: str, rate:
     started = time.process_time()
     outcome = threads.run(rank, workers, _TIMEOUT)[0]
     spent = time.process_time() - started - sum(task.seconds for task in watched)
-    return Run(workers, contender, rate, spent / workers / plan.steps, outcome)
+    return Run(workers, name, rate, spent / workers / plan.steps, outcome)
 
 
 class _Validating:

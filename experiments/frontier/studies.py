@@ -1,0 +1,109 @@
+"""What else is asked of the tasks: DiLoCo's own options, longer runs, and what 0/1 Adam's parts cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.frontier.contenders import Contender
+
+__all__ = ["STUDIES", "Question", "variant_name"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Variants of one optimizer on one task, each at its own best rate.
+
+    Attributes:
+        subject: the task's name.
+        workers: who train together.
+        rates: to try, for every variant.
+        variants: by name. The first is what the others are held against; it and the best of all run with every seed,
+            the others with the first alone.
+        steps: of every run; None for the task's own.
+        reported: other variants that run with every seed.
+        seeds: at most so many; None for as many as the command says.
+    """
+
+    subject: str
+    workers: int
+    rates: tuple[float, ...]
+    variants: Mapping[str, Contender]
+    steps: int | None = None
+    reported: tuple[str, ...] = field(default=())
+    seeds: int | None = None
+
+
+def variant_name(optimizer: str, steps: int | None, options: Mapping[str, Any]) -> str:
+    """What a variant is called in the results: all that tells it from others."""
+    words = [optimizer, *(f"{name}={value}" for name, value in options.items())]
+    return " ".join(words if steps is None else [*words, f"steps={steps}"])
+
+
+def _variants(optimizer: str, *choices: Mapping[str, Any], steps: int | None = None) -> dict[str, Contender]:
+    return {
+        variant_name(optimizer, steps, options): Contender(optimizer, "", "#2b6ca3", "o", dict(options))
+        for options in choices
+    }
+
+
+def _outer(every: int, rate: float, momentum: float, overlap: int = 1, mix: float = 0.5) -> dict[str, Any]:
+    """DiLoCo's options; all else is as it is by default."""
+    return {"every": every, "outer_lr": rate, "outer_momentum": momentum, "overlap": overlap, "mix": mix}
+
+
+_DEFAULT = (0.6, 0.9)
+_RATES_BY_MOMENTUM = {
+    0.0: (0.8, 1.0),
+    0.5: (0.6, 0.8, 1.0),
+    0.8: (0.45, 0.6, 0.8),
+    0.9: (0.3, 0.8),
+    0.95: (0.3,),
+}
+_TEXT_RATES = (2.5e-3, 5e-3)
+"""Half and twice as much cost AdamW and DiLoCo 4% and more: variants do not try them."""
+
+_FROZEN_LATER = 240
+_ZERO_ONE: tuple[dict[str, Any], ...] = (
+    # As the frontier has it: freeze at step 96, the interval of the variance doubles every 4 updates, that of syncs
+    # every 48 steps up to 4.
+    {},
+    {"local_step_clipper": 1},
+    {"local_step_clipper": 2},
+    {"var_update_scaler": 8},
+    {"var_update_scaler": 16},
+    {"var_freeze_step": _FROZEN_LATER},
+    {"codec": "stat2"},
+    {"codec": "none"},
+    {"var_freeze_step": _FROZEN_LATER, "var_update_scaler": 8},
+)
+
+
+def _grid(every: int) -> list[dict[str, Any]]:
+    """The default, and outer rates by momentum."""
+    others = [_outer(every, rate, momentum) for momentum, rates in _RATES_BY_MOMENTUM.items() for rate in rates]
+    return [_outer(every, *_DEFAULT), *others]
+
+
+def _with_overlap(every: int) -> list[dict[str, Any]]:
+    """The default, and other ways for a worker to take an outer step in."""
+    others = [(*_DEFAULT, 0, 0.0), (*_DEFAULT, 0, 0.5), (*_DEFAULT, 1, 0.0), (*_DEFAULT, 1, 0.25), (*_DEFAULT, 1, 0.75)]
+    at_once = [(1.0, 0.0, 0, 0.0), (1.0, 0.5, 0, 0.0), (0.8, 0.8, 0, 0.0)]
+    return [_outer(every, *_DEFAULT), *(_outer(every, *one) for one in (*others, *at_once))]
+
+
+STUDIES = {
+    "outer": (
+        Question("text", 2, _TEXT_RATES, _variants("diloco", *_grid(30))),
+        Question("text", 2, _TEXT_RATES, _variants("diloco", *_with_overlap(30))),
+        Question(
+            "text",
+            2,
+            _TEXT_RATES,
+            _variants("diloco", *(_outer(10, *one) for one in (_DEFAULT, (0.8, 0.8), (1.0, 0.5), (*_DEFAULT, 0, 0.0)))),
+        ),
+    ),
+    "zero-one": (Question("text", 2, _TEXT_RATES, _variants("zero-one-adam", *_ZERO_ONE)),),
+}
+"""By name."""
