@@ -22,7 +22,7 @@ from thinwire.compress.kernels.cuda.runner import Runner
 from thinwire.compress.kernels.cuda.toolkit import find_toolkit
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
 
-__all__ = ["CudaBuckets", "make_backend"]
+__all__ = ["CudaBuckets", "make_backend", "on_device"]
 
 
 class CudaBuckets:
@@ -34,12 +34,12 @@ class CudaBuckets:
 
     def encode_payload(self, call: EncodePayload) -> None:
         """See `thinwire.compress.kernels.buckets.encode_payload`."""
-        runs = _on_device(payload_runs(call), call.packets.device)
+        runs = on_device(payload_runs(call), call.packets.device)
         self._runner.run(encode_payload_launch(call, runs), runs.device)
 
     def decode_and_move(self, call: DecodeAndMove) -> None:
         """See `thinwire.compress.kernels.buckets.decode_and_move`."""
-        runs = _on_device(moved_runs(call), call.packets.device)
+        runs = on_device(moved_runs(call), call.packets.device)
         self._runner.run(decode_and_move_launch(call, runs), runs.device)
 
     def average_and_encode(self, call: AverageAndEncode) -> None:
@@ -48,12 +48,12 @@ class CudaBuckets:
 
     def encode_packed_payload(self, call: EncodePackedPayload) -> None:
         """See `thinwire.compress.kernels.buckets.encode_packed_payload`."""
-        runs = _on_device(payload_runs(call), call.packets.device)
+        runs = on_device(payload_runs(call), call.packets.device)
         self._runner.run(encode_packed_payload_launch(call, runs), runs.device)
 
     def move_packed(self, call: MovePacked) -> None:
         """See `thinwire.compress.kernels.buckets.move_packed`."""
-        runs = _on_device(packed_runs(call), call.weights.device)
+        runs = on_device(packed_runs(call), call.weights.device)
         self._runner.run(move_packed_launch(call, runs), runs.device)
 
 
@@ -62,7 +62,7 @@ def make_backend() -> CudaBuckets:
     return CudaBuckets(Runner(find_toolkit()))
 
 
-def _on_device(runs: Runs, device: torch.device) -> Tensor:
+def on_device(runs: Runs, device: torch.device) -> Tensor:
     """The bytes of a table, on their way. Raises RuntimeError within a CUDA graph's capture, whose replays would copy
     what by then lies in the pinned memory."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
