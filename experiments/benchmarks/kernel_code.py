@@ -25,7 +25,13 @@ __all__ = ["ARCHITECTURES", "BLOCK_SIZES", "COUNTED", "Row", "compile_kernels", 
 ARCHITECTURES = (80, 90, 100)
 BLOCK_SIZES = (2048, 65536)
 _BY_BLOCK = (*CODE_BITS, *(f"bucket_{codec}" for codec in CODE_BITS), "packed_payload")
-_THREADS = {"packed_moves": 256, "momentum": 256, "rounding": 256, "headers": 128}  # of sources that know no blocks
+_THREADS = {
+    "adam": 256,
+    "packed_moves": 256,
+    "momentum": 256,
+    "rounding": 256,
+    "headers": 128,
+}  # of sources that know no blocks
 _SOURCES: dict[str, int | None] = dict.fromkeys(_BY_BLOCK) | _THREADS
 _OUTPUT = RESULTS / "kernel_code.json"
 

@@ -143,7 +143,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        """In an EXACT step, take averaged gradients into the state."""
+        """In an EXACT step, take averaged gradients into the state, but for what `move` takes by itself."""
 
     def settle(self, groups: Sequence[Members], clock: Clock) -> None:
         """At the end of an EXACT step's absorbing: what takes whole parameters."""

@@ -1,16 +1,16 @@
 """Adam's arithmetic on lists of tensors, before and after the variance is frozen: the one place where
-the formulas stand. Multi-tensor operations throughout, so that a GPU gets few launches; where several follow one
-another on a CPU they go over as many elements at a time as its caches hold (`in_cache`)."""
+the formulas stand. Multi-tensor operations throughout, so that a GPU gets few launches; where the variance moves, one pass
+over memory (`compress/kernels/adam.py`), with the same bits on every processor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.optim.in_cache import in_cache
+from thinwire.compress.kernels.adam import AdamFactors, adam_step
 
 __all__ = [
     "SMALLEST_OF_MEAN",
@@ -21,13 +21,12 @@ __all__ = [
     "frozen_update",
     "hold_masked",
     "raise_smallest",
-    "root",
     "shaped_mask",
     "to_denominators",
     "track_moments",
     "track_variances",
     "variance_norm",
-    "warmup_update",
+    "warmup_step",
 ]
 
 SMALLEST_OF_MEAN = 0.01
@@ -69,32 +68,47 @@ class AdamSettings:
         return 1 - self.beta2**step if self.bias_correction else 1.0
 
 
-def warmup_update(
-    weights: list[Tensor], momenta: list[Tensor], variances: list[Tensor], settings: AdamSettings, step: int
+def warmup_step(
+    gradients: list[Tensor],
+    weights: list[Tensor],
+    momenta: list[Tensor],
+    variances: list[Tensor],
+    settings: AdamSettings,
+    step: int,
 ) -> None:
-    """w -= lr · m̂ / (√v̂ + ε) in place, after `track_moments`: with the default settings the two together give the
-    bits of torch.optim.AdamW(foreach=True)."""
-    rate = settings.lr / settings.first_correction(step)
-    for some_weights, some_momenta, some_variances in in_cache(weights, momenta, variances):
-        decay(some_weights, settings)
-        denominators = [variance.clone() for variance in some_variances]
-        root(denominators, settings, step)
-        torch._foreach_addcdiv_(some_weights, some_momenta, denominators, -rate)
+    """AdamW, in place: m ← β₁ m + (1 - β₁) g, v ← β₂ v + (1 - β₂) g², w -= lr · m̂ / (√v̂ + ε)."""
+    factors = replace(
+        _factors(settings, step),
+        decay=1 - settings.lr * settings.weight_decay,
+        rate=settings.lr / settings.first_correction(step),
+    )
+    adam_step(factors, gradients=gradients, momenta=momenta, variances=variances, weights=weights)
 
 
 def track_moments(
-    gradients: list[Tensor], momenta: list[Tensor], variances: list[Tensor], settings: AdamSettings
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    variances: list[Tensor],
+    denominators: list[Tensor],
+    settings: AdamSettings,
+    step: int,
 ) -> None:
-    """m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g², in place."""
-    for some_gradients, some_momenta, some_variances in in_cache(gradients, momenta, variances):
-        torch._foreach_lerp_(some_momenta, some_gradients, 1 - settings.beta1)
-        track_variances(some_gradients, some_variances, settings)
+    """m and v of `warmup_step`, in place, and √v̂ + ε into `denominators`, which may be the gradients."""
+    factors = _factors(settings, step)
+    adam_step(factors, gradients=gradients, momenta=momenta, variances=variances, denominators=denominators)
 
 
-def track_variances(gradients: list[Tensor], variances: list[Tensor], settings: AdamSettings) -> None:
-    """v ← β₂ v + (1 - β₂) g², in place."""
-    torch._foreach_mul_(variances, settings.beta2)
-    torch._foreach_addcmul_(variances, gradients, gradients, 1 - settings.beta2)
+def track_variances(
+    gradients: list[Tensor],
+    variances: list[Tensor],
+    settings: AdamSettings,
+    denominators: list[Tensor] | None = None,
+    step: int = 1,
+) -> None:
+    """v ← β₂ v + (1 - β₂) g², in place, and what the frozen stage divides by at `step` into `denominators`, if there
+    are any: see `to_denominators`."""
+    factors = replace(_factors(settings, step), holds_zero=True)
+    adam_step(factors, gradients=gradients, momenta=None, variances=variances, denominators=denominators)
 
 
 def frozen_update(
@@ -116,10 +130,8 @@ def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) 
 
     A coordinate whose gradient was always 0 would otherwise move by ± scale / ε at every step.
     """
-    zero_variance = [variance == 0 for variance in variances]
-    root(variances, settings, step)
-    for denominator, mask in zip(variances, zero_variance, strict=True):
-        denominator.masked_fill_(mask, float("inf"))
+    factors = replace(_factors(settings, step), holds_zero=True)
+    adam_step(factors, gradients=None, momenta=None, variances=variances, denominators=variances)
 
 
 def raise_smallest(denominators: list[Tensor]) -> None:
@@ -169,13 +181,15 @@ def decay(weights: list[Tensor], settings: AdamSettings) -> None:
         torch._foreach_mul_(weights, 1 - settings.lr * settings.weight_decay)
 
 
-def root(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
-    """Turn v, in place, into √v̂ + ε, or √(v̂ + ε)."""
-    if settings.eps_inside_sqrt:
-        torch._foreach_div_(variances, settings.second_correction(step))
-        torch._foreach_add_(variances, settings.eps)
-        torch._foreach_sqrt_(variances)
-    else:
-        torch._foreach_sqrt_(variances)
-        torch._foreach_div_(variances, settings.second_correction(step) ** 0.5)
-        torch._foreach_add_(variances, settings.eps)
+def _factors(settings: AdamSettings, step: int) -> AdamFactors:
+    """Of the moments, and of √v̂ + ε, or √(v̂ + ε)."""
+    inside = settings.eps_inside_sqrt
+    correction = settings.second_correction(step)
+    return AdamFactors(
+        gain=1 - settings.beta1,
+        beta2=settings.beta2,
+        square_gain=1 - settings.beta2,
+        correction=correction if inside else correction**0.5,
+        eps=settings.eps,
+        eps_inside_root=inside,
+    )

@@ -55,6 +55,7 @@ __all__ = [
     "reduce_max",
     "reduce_sum",
     "select",
+    "square_root",
     "store",
     "store_bits",
     "store_int4",
@@ -171,6 +172,8 @@ maximum = _binary(_maximum)
 nonnegative = operation(_nonnegative, types.uint16, vector)
 # Bit k is set where lane k is NaN.
 not_a_number = operation(_not_a_number, types.uint16, vector)
+# Rounded to the nearest, as IEEE 754 says.
+square_root = operation(lambda builder, value: call(builder, "llvm.sqrt", value), vector, vector)
 reduce_sum = operation(lambda builder, value: fold(builder, value, builder.fadd), types.float32, vector)
 reduce_max = operation(
     lambda builder, value: fold(builder, value, functools.partial(_maximum, builder)), types.float32, vector

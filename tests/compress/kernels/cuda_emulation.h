@@ -32,6 +32,11 @@ struct alignas(16) float4 {
 };
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned long long>(x) * y >> 32; }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {

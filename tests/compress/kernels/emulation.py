@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels.adam_calls import AdamStep
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
-from thinwire.compress.kernels.cuda import bucket_launches
+from thinwire.compress.kernels.cuda import adam_launches, bucket_launches
 from thinwire.compress.kernels.cuda.arguments import Argument
 from thinwire.compress.kernels.cuda.launch import (
     Launch,
@@ -55,6 +56,17 @@ FUNCTIONS |= {
 }
 FUNCTIONS["packed_payload"] = [f"encode_packed_payload_{dtype}" for dtype in ("float32", "bfloat16")]
 FUNCTIONS["packed_moves"] = [f"move_packed_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
+FUNCTIONS["adam"] = [
+    f"adam_{name}"
+    for name in (
+        "moments",
+        "moments_denominators",
+        "moments_weights",
+        "variances",
+        "variances_denominators",
+        "denominators",
+    )
+]
 FUNCTIONS["headers"] = ["write_headers", "check_headers"]
 FUNCTIONS["rounding"] = [f"store_rounded_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
@@ -112,6 +124,10 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
 def move_packed(call: MovePacked) -> None:
     runs = _table(bucket_launches.packed_runs(call))
     run(bucket_launches.move_packed_launch(call, runs))
+
+
+def adam_step(call: AdamStep) -> None:
+    run(adam_launches.adam_step_launch(call, _table(adam_launches.adam_runs(call))))
 
 
 def _table(runs: bucket_launches.Runs) -> Tensor:

@@ -17,8 +17,7 @@ from thinwire.optim.formulas import (
     hold_masked,
     raise_smallest,
     to_denominators,
-    track_moments,
-    warmup_update,
+    warmup_step,
 )
 from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.optim.members import Contribution, Members
@@ -58,9 +57,7 @@ class Adam(Linear):
             out.mul_(torch.isfinite(own.state["denominator"]))
 
     def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        """See Algorithm."""
-        for members in groups:
-            track_moments(members.averages, members["exp_avg"], members["exp_avg_sq"], members.settings)
+        """See Algorithm; `move` takes the averages into the moments, as it moves the weights, in one pass."""
 
     def absorb_compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         """See Algorithm; the momentum is there already."""
@@ -80,7 +77,7 @@ class Adam(Linear):
         for members in groups:
             weights, momenta, settings = members.weights, members["exp_avg"], members.settings
             if not clock.frozen:
-                warmup_update(weights, momenta, members["exp_avg_sq"], settings, clock.steps)
+                warmup_step(members.averages, weights, momenta, members["exp_avg_sq"], settings, clock.steps)
             elif self._compressed == "update":
                 apply_updates(weights, momenta, settings, clock.steps)
             else:

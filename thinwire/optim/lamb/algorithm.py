@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.optim.adam.algorithm import Adam, Compressed
 from thinwire.optim.algorithm import Agreement, Clock
-from thinwire.optim.formulas import AdamSettings, root, track_moments, track_variances
+from thinwire.optim.formulas import AdamSettings, track_moments, track_variances
 from thinwire.optim.lamb.formulas import LambSettings, Layer, begin_fresh, greatest_growths, square_norms, trust_ratio
 from thinwire.optim.members import Members
 
@@ -51,9 +51,7 @@ class Lamb(Adam):
         for members in groups:
             updates, settings = members.averages, members.settings
             momenta, variances = members["exp_avg"], members["exp_avg_sq"]
-            track_moments(updates, momenta, variances, settings)
-            torch._foreach_copy_(updates, variances)
-            root(updates, settings, clock.steps)
+            track_moments(updates, momenta, variances, updates, settings, clock.steps)
             torch._foreach_reciprocal_(updates)
             torch._foreach_mul_(updates, momenta)
             torch._foreach_div_(updates, settings.first_correction(clock.steps))

@@ -18,7 +18,6 @@ from thinwire.optim.formulas import (
     frozen_update,
     hold_masked,
     raise_smallest,
-    to_denominators,
     track_variances,
 )
 from thinwire.optim.members import Contribution, Members
@@ -100,10 +99,8 @@ class ZeroOne(Algorithm):
         """See Algorithm."""
         self._variance_updates += 1
         for members in groups:
-            variances, denominators = members["exp_avg_sq"], members["denominator"]
-            track_variances(members.averages, variances, members.settings)
-            torch._foreach_copy_(denominators, variances)
-            to_denominators(denominators, members.settings, self._variance_updates)
+            variances, denominators, settings = members["exp_avg_sq"], members["denominator"], members.settings
+            track_variances(members.averages, variances, settings, denominators, self._variance_updates)
 
     def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         """See Algorithm."""

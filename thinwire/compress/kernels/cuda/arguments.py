@@ -51,6 +51,15 @@ STRUCTURES = {
             *((name, np.float32) for name in ("rate", "decay")),
         ]
     ),
+    "AdamRun": np.dtype(
+        [(name, np.int64) for name in ("first", "end", "numel", "gradient", "momentum", "variance", "output")]
+    ),
+    "AdamFactors": np.dtype(
+        [
+            *((name, np.float32) for name in ("weight", "beta2", "square_gain", "correction", "eps", "decay", "rate")),
+            *((name, np.int32) for name in ("from_momentum", "eps_inside_root", "holds_zero")),
+        ]
+    ),
     "Header": np.dtype([("first", np.int64), ("second", np.int64)]),
     "HeaderRows": np.dtype([("rows", np.int64), ("row_bytes", np.int64), ("scales", np.int64), ("flag", np.int64)]),
 }

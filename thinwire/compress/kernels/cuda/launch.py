@@ -31,7 +31,9 @@ from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.noise import keys
 
 __all__ = [
+    "ELEMENTS_PER_THREAD",
     "MOMENTUM_THREADS",
+    "NO_BLOCKS",
     "Launch",
     "apply_signs_launch",
     "architecture_option",
@@ -57,8 +59,10 @@ _MAX_BUCKET = 1 << 35
 MOMENTUM_THREADS = 256
 """Of a thread block of the kernels that take elements in eights."""
 _HEADER_THREADS = 128
-_NO_BLOCKS = 64  # the block size of sources that know no blocks
-_ELEMENTS_PER_THREAD = 8
+NO_BLOCKS = 64
+"""The block size of sources that know no blocks."""
+ELEMENTS_PER_THREAD = 8
+"""In the kernels that know no blocks, and those of packed momenta."""
 _ELEMENTS_OF_BLOCK = 16
 
 
@@ -118,8 +122,8 @@ def store_rounded_launch(call: StoreRounded) -> Launch:
     addresses = (address(call.weights), address(call.values))
     arguments = (*addresses, integer(numel), structure("Keys", *keys(call.seed)))
     function = f"store_rounded_{TYPE_NAMES[call.weights.dtype]}"
-    grid = -(-numel // (MOMENTUM_THREADS * _ELEMENTS_PER_THREAD))
-    return Launch("rounding", function, _NO_BLOCKS, (grid, 1), MOMENTUM_THREADS, arguments)
+    grid = -(-numel // (MOMENTUM_THREADS * ELEMENTS_PER_THREAD))
+    return Launch("rounding", function, NO_BLOCKS, (grid, 1), MOMENTUM_THREADS, arguments)
 
 
 def write_headers_launch(call: WriteHeaders) -> Launch:
@@ -128,7 +132,7 @@ def write_headers_launch(call: WriteHeaders) -> Launch:
     header = structure("Header", call.first, call.second)
     place = structure("HeaderRows", rows, call.packets.stride(0), call.scales, call.flag)
     arguments = (aligned_rows("packets", call.packets), address(call.condition), header, place)
-    return Launch("headers", "write_headers", _NO_BLOCKS, (rows, 1), _HEADER_THREADS, arguments)
+    return Launch("headers", "write_headers", NO_BLOCKS, (rows, 1), _HEADER_THREADS, arguments)
 
 
 def check_headers_launch(call: CheckHeaders) -> Launch:
@@ -136,7 +140,7 @@ def check_headers_launch(call: CheckHeaders) -> Launch:
     expected = structure("Header", call.first, call.second)
     place = structure("HeaderRows", call.headers.size(0), call.headers.stride(0), 0, call.known)
     arguments = (aligned_rows("headers", call.headers), address(call.report), expected, place)
-    return Launch("headers", "check_headers", _NO_BLOCKS, (1, 1), _HEADER_THREADS, arguments)
+    return Launch("headers", "check_headers", NO_BLOCKS, (1, 1), _HEADER_THREADS, arguments)
 
 
 def source_folder() -> Path:
@@ -164,7 +168,7 @@ def source_text(source: str) -> str:
 def compile_options(block_size: int, threads: int) -> tuple[str, ...]:
     """Options for NVRTC, architecture apart. Backends agree to the bit: no contraction to fused multiply-adds,
     subnormals as they are, division and root rounded as IEEE 754 says."""
-    sizes = {"BLOCK_SIZE": block_size, "THREADS": threads, "ELEMENTS_PER_THREAD": _ELEMENTS_PER_THREAD}
+    sizes = {"BLOCK_SIZE": block_size, "THREADS": threads, "ELEMENTS_PER_THREAD": ELEMENTS_PER_THREAD}
     exact = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
     return ("-std=c++17", *exact, *(f"-D{name}={value}" for name, value in sizes.items()))
 
@@ -213,11 +217,11 @@ def octets(
 ) -> tuple[tuple[int, int], Argument]:
     """The grid over the groups of eight, counted from element 0 of a bucket, in which `numel` elements from `first` on
     lie, of `MOMENTUM_THREADS` threads each; and the range that its kernels take. `vectors`: all that hold them."""
-    groups = -(-(first + numel) // _ELEMENTS_PER_THREAD) - first // _ELEMENTS_PER_THREAD if numel else 0
+    groups = -(-(first + numel) // ELEMENTS_PER_THREAD) - first // ELEMENTS_PER_THREAD if numel else 0
     if first + numel > _MAX_BUCKET:
         raise ValueError(f"a bucket of {first + numel} elements: a GPU's kernels number {_MAX_BUCKET} at most")
     dividing = division(max(shard // block_size, 1))
-    given = structure("Range", first, first // _ELEMENTS_PER_THREAD, *dividing, in_fours(first, vectors))
+    given = structure("Range", first, first // ELEMENTS_PER_THREAD, *dividing, in_fours(first, vectors))
     return (-(-groups // MOMENTUM_THREADS), 1), given
 
 
