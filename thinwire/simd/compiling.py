@@ -82,7 +82,7 @@ def inner(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Re
     return cast("Callable[_Parameters, _Result]", numba.njit(nogil=True, forceinline=True)(function))
 
 
-def kernel(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
+def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Compile a kernel at its first call; keep the machine code on disk, where there is a folder to write to."""
     announce_compiling(function)
     function.__qualname__ = f"{function.__name__}_{_cache_key(function.__module__)}"
@@ -90,4 +90,4 @@ def kernel(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]
         compiled = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no such folder
         compiled = numba.njit(nogil=True)(function)
-    return cast("Callable[_Parameters, None]", compiled)
+    return cast("Callable[_Parameters, _Result]", compiled)

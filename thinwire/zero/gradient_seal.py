@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSeal", "SentGradient", "gradient_of"]
+from thinwire.zero.digests import digest_of
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["GradientSeal", "SentGradient", "gradient_of"]
 
 
 class GradientSeal:
@@ -43,7 +43,7 @@ class GradientSeal:
             return False
         if self._digest is None or gradient is None or isinstance(gradient, SentGradient):
             return self.is_of(parameter)
-        return torch.equal(self._digest, _digest_of(gradient))
+        return bool(self._digest == digest_of(gradient))
 
     def is_of(self, parameter: Tensor) -> bool:
         """Whether it is the same tensor, whatever was written into it."""
@@ -126,27 +126,5 @@ def _form(gradient: Tensor | None) -> tuple[torch.Size, torch.dtype, torch.layou
     return None if gradient is None else (gradient.shape, gradient.dtype, gradient.layout)
 
 
-def _digest(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None or isinstance(gradient, SentGradient) else _digest_of(gradient)
-
-
-def _digest_of(gradient: Tensor) -> Tensor:
-    """A number on the gradient's device that differs, but for chance, where a bit does: the sum of its words.
-
-    Words of 64 bits where the memory allows, which the processor adds as fast as it reads them.
-    """
-    size = gradient.element_size()
-    per_word = 8 // size
-    flat = gradient.detach() if gradient.requires_grad else gradient
-    if flat.dim() and flat.is_contiguous() and not (flat.shape[-1] % per_word or flat.storage_offset() % per_word):
-        return flat.view(torch.int64).sum()
-    if not flat.is_contiguous() or flat.numel() < 2 * per_word:
-        return flat.view(_WORDS[size]).sum(dtype=torch.int64)
-    flat = flat.view(-1)
-    first = -flat.storage_offset() % per_word
-    last = first + (flat.numel() - first) // per_word * per_word
-    total = flat[first:last].view(torch.int64).sum()
-    for edge in (flat[:first], flat[last:]):
-        if edge.numel():
-            total += edge.view(_WORDS[size]).sum(dtype=torch.int64)
-    return total
+def _digest(gradient: Tensor | None) -> Tensor | int | None:
+    return None if gradient is None or isinstance(gradient, SentGradient) else digest_of(gradient)
