@@ -21,9 +21,12 @@ from thinwire.compress.kernels.bucket_calls import (
     Part,
     PayloadForm,
     UpdateForm,
+    check_divisors,
+    check_finite,
 )
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.tables import CapturedTables
 from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "encode_packed_payload",
     "encode_payload",
     "move_packed",
+    "renew_factors",
     "serves",
 ]
 
@@ -187,6 +191,21 @@ def move_packed(
     """
     _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device, "sign1")
     torch.autograd.graph.increment_version(weights)
+
+
+def renew_factors(
+    device: torch.device,
+    tables: CapturedTables,
+    beta1: Sequence[float],
+    divisors: Sequence[float],
+    rates: Sequence[float],
+    decays: Sequence[float],
+) -> None:
+    """Have the launches of `encode_payload` and `decode_and_move` that were captured with `tables` find these factors,
+    one for each run, when they are replayed. Raises ValueError for those that the two refuse."""
+    check_divisors(beta1, divisors)
+    check_finite(rates=rates, decays=decays)
+    _backend(device.type).renew_factors(tables, beta1, divisors, rates, decays)  # type: ignore[union-attr]
 
 
 def _run(call: Any, device: torch.device, codec: str) -> None:
