@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.kernels import emulation
+from tests.fake_device.graphs import recording
 from thinwire.compress.kernels import buckets
 from thinwire.compress.kernels.cuda.bucket_backend import CudaBuckets
 from thinwire.compress.kernels.cuda.launch import Launch
@@ -46,6 +47,13 @@ class _EmulatedRunner:
         assert device.type == _NAME
         if 0 in launch.grid:
             return
+        launches = recording()
+        if launches is None:
+            self._run(launch)
+        else:
+            launches.append(lambda: self._run(launch))
+
+    def _run(self, launch: Launch) -> None:
         torch.ops.fake_device.launched(f"cuda::{launch.function}")
         with self._one_at_a_time:
             emulation.run(launch)

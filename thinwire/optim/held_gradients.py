@@ -19,7 +19,7 @@ class HeldGradients:
     """What `payload` would be made of, for the bucket of `layout`."""
 
     def __init__(self, layout: BucketLayout) -> None:
-        self._segments = segments_of(layout)
+        self.segments = segments_of(layout)
         self._parameters = [slot.parameter for slot in layout.slots]
         self._gradients: dict[int, Tensor] = {}
 
@@ -50,7 +50,7 @@ class HeldGradients:
             buckets.encode_payload(
                 exchange.codec.name,
                 rule.form,
-                self._segments,
+                self.segments,
                 gradients,
                 beta1,
                 divisors,
@@ -80,7 +80,7 @@ class HeldGradients:
             buckets.decode_and_move(
                 exchange.codec.name,
                 rule.form,
-                self._segments,
+                self.segments,
                 packets=packets,
                 output=output,
                 denominators=denominators,
