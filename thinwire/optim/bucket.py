@@ -14,7 +14,7 @@ from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags, all_finite
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
 from thinwire.optim.formulas import AdamSettings
-from thinwire.optim.held_gradients import HeldGradients
+from thinwire.optim.held_gradients import HeldGradients, digest_of
 from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.optim.members import Contribution
 from thinwire.optim.step_under_way import Exchanges, Parameters, StepUnderWay, may_clip
@@ -69,6 +69,7 @@ class AlgorithmBucket:
         self._shards_state = shards_state
         self._incomplete = False
         self._held = HeldGradients(layout)
+        self.digest = digest_of(self.segments, [parameters.parameters[slot.parameter] for slot in layout.slots])
         self._exact: Exchange | None = None
         self._compressed: Exchange | None = None
         self.begin()

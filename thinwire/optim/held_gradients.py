@@ -3,7 +3,7 @@ contributes of them and encodes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,8 +11,9 @@ from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.kernels import buckets
 from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.zero import BucketLayout, Slot
+from thinwire.zero.gradient_seal import gradient_of
 
-__all__ = ["HeldGradients", "part_of", "segments_of"]
+__all__ = ["HeldGradients", "digest_of", "part_of", "segments_of"]
 
 
 class HeldGradients:
@@ -93,6 +94,20 @@ class HeldGradients:
             )
 
         return decode
+
+
+def digest_of(segments: buckets.Segments, parameters: Iterable[Tensor]) -> Callable[[], Tensor] | None:
+    """What looks at the gradients of a bucket's parameters, by run, together; see BucketTransport."""
+    held = list(parameters)
+    device = held[0].device
+    if not buckets.serves_digests(device):
+        return None
+
+    def digest() -> Tensor:
+        found = map(gradient_of, held)
+        return buckets.digest_gradients(segments, [one if one is None else one.contiguous() for one in found], device)
+
+    return digest
 
 
 def segments_of(layout: BucketLayout) -> buckets.Segments:

@@ -25,6 +25,7 @@ from thinwire.compress.kernels.bucket_calls import (
     check_finite,
 )
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.seal_calls import DigestGradients, digest_count
 from thinwire.compress.kernels.segments import Segments
 from thinwire.compress.kernels.tables import CapturedTables
 from thinwire.compress.packet_layout import CODE_BITS
@@ -37,11 +38,13 @@ __all__ = [
     "UpdateForm",
     "average_and_encode",
     "decode_and_move",
+    "digest_gradients",
     "encode_packed_payload",
     "encode_payload",
     "move_packed",
     "renew_factors",
     "serves",
+    "serves_digests",
 ]
 
 
@@ -206,6 +209,24 @@ def renew_factors(
     check_divisors(beta1, divisors)
     check_finite(rates=rates, decays=decays)
     _backend(device.type).renew_factors(tables, beta1, divisors, rates, decays)  # type: ignore[union-attr]
+
+
+def serves_digests(device: torch.device) -> bool:
+    """Whether `digest_gradients` serves this device: where a launch costs more than the gradient that it looks at."""
+    return hasattr(_backend(device.type), "digest_gradients")
+
+
+def digest_gradients(segments: Segments, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Numbers on the device, int32, that differ, but for chance, where a bit of any gradient does: in one launch.
+
+    gradients: fp32, bf16 or fp16, contiguous, of any shape; None for a run that has none. Raises TypeError or
+    ValueError for those that do not fit the runs.
+    """
+    digests = torch.empty(digest_count(segments), dtype=torch.int32, device=device)
+    call = DigestGradients(segments, gradients, digests)
+    call.check()
+    _backend(device.type).digest_gradients(call)  # type: ignore[union-attr]
+    return digests
 
 
 def _run(call: Any, device: torch.device, codec: str) -> None:

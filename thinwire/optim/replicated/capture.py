@@ -188,16 +188,17 @@ class StepCapture:
         before = self._comm.traffic.copy()
         for parameter in self._table.parameters:
             parameter.grad = None  # so that the graph's memory becomes it
-        self._synchronizer.capturing = True
+        watcher = self._synchronizer.watcher
+        self._synchronizer.capturing, watcher.seals_values = True, False  # in replays nobody sees gradients before
         try:
             with turn.capturing(turn.exchanging):
                 turn.output = work()
-                self._synchronizer.watcher.finish()
+                watcher.finish()
         except BaseException:
             self._synchronizer.end_step()
             raise
         finally:
-            self._synchronizer.capturing = False
+            self._synchronizer.capturing, watcher.seals_values = False, True
         turn.traffic = self._comm.traffic.since(before)
         turn.gradients = [one.grad for one in self._table.parameters]
         for captured in turn.buckets:

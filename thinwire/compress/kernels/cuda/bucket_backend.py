@@ -14,6 +14,7 @@ from thinwire.compress.kernels.cuda.bucket_launches import (
     decode_and_move_launch,
     encode_packed_payload_launch,
     encode_payload_launch,
+    gradient_runs,
     move_packed_launch,
     moved_factors,
     moved_runs,
@@ -22,8 +23,10 @@ from thinwire.compress.kernels.cuda.bucket_launches import (
     payload_runs,
 )
 from thinwire.compress.kernels.cuda.runner import Runner
+from thinwire.compress.kernels.cuda.seal_launch import digest_gradients_launch
 from thinwire.compress.kernels.cuda.toolkit import find_toolkit
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.seal_calls import DigestGradients
 from thinwire.compress.kernels.tables import CapturedTables
 
 __all__ = ["CudaBuckets", "make_backend"]
@@ -58,6 +61,11 @@ class CudaBuckets:
         """See `thinwire.compress.kernels.buckets.move_packed`."""
         runs = call.segments.tables.on_device((call.kernel, call.first), packed_runs(call), call.weights.device)
         self._runner.run(move_packed_launch(call, runs), runs.device)
+
+    def digest_gradients(self, call: DigestGradients) -> None:
+        """See `thinwire.compress.kernels.buckets.digest_gradients`."""
+        runs = call.segments.tables.on_device((call.kernel, 0), gradient_runs(call), call.digests.device)
+        self._runner.run(digest_gradients_launch(call, runs), runs.device)
 
     def renew_factors(
         self,

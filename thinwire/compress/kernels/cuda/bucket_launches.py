@@ -33,6 +33,7 @@ from thinwire.compress.kernels.cuda.launch import (
 from thinwire.compress.kernels.header_calls import WriteHeaders, header_words
 from thinwire.compress.kernels.noise import keys
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.seal_calls import DigestGradients
 from thinwire.compress.kernels.segments import Segments
 from thinwire.compress.kernels.tables import Table
 
@@ -42,6 +43,7 @@ __all__ = [
     "decode_and_move_launch",
     "encode_packed_payload_launch",
     "encode_payload_launch",
+    "gradient_runs",
     "move_packed_launch",
     "moved_factors",
     "moved_runs",
@@ -64,6 +66,14 @@ def payload_runs(call: EncodePayload | EncodePackedPayload) -> Runs:
     runs["kind"] = _kinds(call.gradients)
     for name, values in payload_factors(call.beta1, call.divisors).items():
         runs[name] = values
+    return runs
+
+
+def gradient_runs(call: DigestGradients) -> Runs:
+    """The runs of gradients that are only looked at."""
+    runs = _runs("PayloadRun", call.segments)
+    runs["gradient"] = _addresses(call.gradients)
+    runs["kind"] = _kinds(call.gradients)
     return runs
 
 
