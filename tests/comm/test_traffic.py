@@ -25,6 +25,18 @@ def test_one_rank_sends_nothing(collective):
     assert sent_bytes(collective, 1000, 1) == 0
 
 
+def test_what_came_after_a_copy_can_be_counted_again():
+    traffic = Traffic()
+    traffic.add("all_gather", 3)
+    before = traffic.copy()
+    traffic.add("all_gather", 4)
+    traffic.add("all_to_all", 0)
+    once = traffic.since(before)
+    traffic.include(once)
+    assert (traffic.bytes_sent, traffic.calls) == (11, 5)
+    assert (before.bytes_sent, once.bytes_sent, once.calls) == (3, 4, 2)
+
+
 def test_counts_add_up_and_reset():
     traffic = Traffic()
     traffic.add("all_gather", 3)

@@ -20,6 +20,8 @@ import torch
 from torch.utils import cpp_extension
 
 from tests.fake_device.buckets import HostBuckets, serve_buckets
+from tests.fake_device.graphs import FakeGraphs
+from thinwire.optim import captured_step
 
 __all__ = ["NAME", "Counts", "build", "compiler", "counting", "load"]
 
@@ -77,6 +79,7 @@ def load() -> None:
     )
     torch._register_device_module(NAME, module)
     serve_buckets(HostBuckets())
+    captured_step._GRAPHS[NAME] = FakeGraphs
 
 
 @contextmanager

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from tests.compress.kernels import emulation
-from thinwire.compress.kernels import buckets
+from tests.fake_device.graphs import recording
+from thinwire.compress.kernels import bucket_reference, buckets
 from thinwire.compress.kernels.cuda.bucket_backend import CudaBuckets
 from thinwire.compress.kernels.cuda.launch import Launch
+from thinwire.compress.kernels.seal_calls import DigestGradients
 
 __all__ = ["HostBuckets", "on_an_emulated_gpu", "serve_buckets"]
 
@@ -25,6 +27,10 @@ _NAME = "fake"
 
 class HostBuckets:
     """One launch a call, as on a GPU."""
+
+    def digest_gradients(self, call: DigestGradients) -> None:
+        torch.ops.fake_device.launched("buckets::digest_gradients")
+        bucket_reference.digest_gradients(_on_host(call))
 
     def __getattr__(self, kernel: str) -> Any:
         backend = importlib.import_module("thinwire.compress.kernels.cpu.bucket_backend")
@@ -46,6 +52,13 @@ class _EmulatedRunner:
         assert device.type == _NAME
         if 0 in launch.grid:
             return
+        launches = recording()
+        if launches is None:
+            self._run(launch)
+        else:
+            launches.append(lambda: self._run(launch))
+
+    def _run(self, launch: Launch) -> None:
         torch.ops.fake_device.launched(f"cuda::{launch.function}")
         with self._one_at_a_time:
             emulation.run(launch)

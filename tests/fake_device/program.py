@@ -7,9 +7,9 @@ import traceback
 
 import torch
 
-from tests.fake_device import load, step_cases, training_cases
+from tests.fake_device import captured_cases, load, step_cases, training_cases
 
-CASES = training_cases.CASES | step_cases.CASES
+CASES = training_cases.CASES | step_cases.CASES | captured_cases.CASES
 
 
 def main() -> None:

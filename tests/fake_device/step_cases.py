@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,10 +25,10 @@ WAITS = {"OneBitLamb": 2}
 """A step waits once, for the headers; LAMB's also for its norms, which Python's floats become coefficients of."""
 
 LAUNCHES = 12
-"""Of a frozen step of one bucket of one parameter, Adam's at stage 0, forward and backward apart. Six are not the
-bucket's: four copies that stand for two collectives, and two by which the host hears of all buckets. The bucket's:
-three kernels over the whole bucket, the header of leg 2, a copy of leg 1's, and the gradient's seal. Each of the two
-tables of runs is one more where it has changed: gradients that lie elsewhere, another rate."""
+"""Of a frozen step of one bucket, of however many parameters, Adam's at stage 0, forward and backward apart. Six are
+not the bucket's: four copies that stand for two collectives, and two by which the host hears of all buckets. The
+bucket's: three kernels over the whole bucket, the header of leg 2, a copy of leg 1's, and the gradients' seal. Each of
+the tables of runs is one more where it has changed: gradients that lie elsewhere, another rate."""
 
 
 class Counted:
@@ -81,12 +82,14 @@ def launches_few_kernels_a_bucket() -> None:
 
     def body(comm: Communicator) -> list[Counter[str]]:
         launches = []
-        model = nn.Linear(40, 100, bias=False).to(NAME)
+        model = nn.Sequential(nn.Linear(20, 40), nn.LayerNorm(40), nn.Linear(40, 20), nn.Linear(20, 3)).to(NAME)
         optimizer = SUBJECTS[0].build(model, comm, bucket_bytes=1 << 20, bias_correction=False)
         generator = torch.Generator().manual_seed(comm.rank)
-        model.weight.grad = torch.zeros_like(model.weight)
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one)
         for step in range(STEPS):
-            model.weight.grad.copy_(torch.randn(model.weight.shape, generator=generator))
+            for one in model.parameters():
+                one.grad.copy_(torch.randn(one.shape, generator=generator))
             if step == STEPS - 1:
                 optimizer.param_groups[0]["lr"] *= 0.5
             launches.append(counted(comm, optimizer.step).launches)
@@ -99,6 +102,28 @@ def launches_few_kernels_a_bucket() -> None:
     assert with_another_rate - steady == Counter({"copy to device": RANKS})
 
 
+def edits_of_gradients_are_noticed() -> None:
+    """One that writes the values that are there already is none."""
+
+    def body(comm: Communicator) -> None:
+        model = make_model().to(NAME)
+        optimizer = SUBJECTS[0].build(model, comm)
+        for step in range(2 * FREEZE):
+            inputs, wanted = (one.to(NAME) for one in batch(comm.rank, step))
+            optimizer.zero_grad()
+            (model(inputs) - wanted).square().mean().backward()
+            model[2].weight.grad.mul_(1.0)
+            if step % FREEZE == FREEZE - 2:
+                model[2].bias.grad[3] *= 1.0625
+                with pytest.raises(RuntimeError, match="was changed or dropped between backward"):
+                    optimizer.step()
+                continue
+            optimizer.step()
+        assert optimizer.frozen
+
+    threads.run(body, 1)
+
+
 CASES: dict[str, Callable[[], None]] = (
     {f"{subject}-waits": partial(waits_once_a_step, subject) for subject in SUBJECTS}
     | {f"{subject}-waits-clipped": partial(waits_once_a_step, subject, max_norm=1.0) for subject in SUBJECTS}
@@ -109,6 +134,7 @@ CASES: dict[str, Callable[[], None]] = (
     }
     | {
         "nodes-waits": partial(waits_once_a_step, SUBJECTS[0], nodes=[0, 0]),
+        "edits": edits_of_gradients_are_noticed,
         "launches": launches_few_kernels_a_bucket,
     }
 )

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.optim.subject import dyadic, with_gradients
+from tests.optim.training import make_model, weights
 from thinwire import OneBitAdam, OneBitLion
 from thinwire.comm import Communicator, TorchCommunicator, threads
 from thinwire.compress import Exchange, make_codec
+from thinwire.optim import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -98,6 +101,40 @@ def test_an_exchange_can_be_captured(comm, codec) -> None:
         assert exchange.outcome().finite
         expected = Exchange(comm, numel, make_codec(codec), device="cuda", error_feedback=False)
         assert torch.equal(found, expected.average(vector, step=5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_captured_steps_have_the_bits_of_eager_ones(comm, dtype) -> None:
+    steps, skipped = 30, 15
+
+    def train(captures: bool) -> tuple[Tensor, int, int]:
+        model = make_model(dtype=dtype).cuda()
+        optimizer = OneBitAdam(model.parameters(), freeze_step=3, comm=comm, block_size=64, bucket_bytes=1000)
+
+        def work(*gradients: Tensor) -> Tensor:
+            loss = with_gradients(model, list(gradients))
+            loss.backward()
+            return loss.detach()
+
+        step = CapturedStep(optimizer, work)
+        for number in range(steps):
+            gradients = [one.cuda() for one in dyadic(model, 0, number)]
+            if number == skipped:
+                gradients[0].fill_(torch.inf)
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + number % 5)
+            if captures:
+                step(*gradients)
+            else:
+                optimizer.zero_grad()
+                work(*gradients)
+                optimizer.step()
+        return weights(model).cpu(), optimizer.skipped_steps, step.replays
+
+    found, skips, replays = train(True)
+    expected, *_ = train(False)
+    assert torch.equal(found, expected)
+    assert skips == 1
+    assert replays == steps - 3 - 3 - 2  # the warmup, frozen steps that warm up, and a capture of either turn
 
 
 def test_ranks_as_threads_do_not_wait_for_each_others_hooks() -> None:

@@ -131,6 +131,12 @@ class Communicator(ABC):
         data = self._gather_on_host("all_gather_bytes", padded).numpy().tobytes()
         return [data[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
 
+    def note_replay(self, traffic: Traffic) -> None:
+        """Count the collectives of a graph that was replayed, which are those of ``traffic``: every rank's calls are
+        numbered alike, whether it replays them or makes them."""
+        self._sequence += traffic.calls
+        self.traffic.include(traffic)
+
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Group the ranks that give the same ``color`` in a new communicator, ordered by ``key``, then rank.
 

@@ -45,6 +45,24 @@ class Traffic:
         self.bytes_by_collective[collective] += nbytes
         self.calls_by_collective[collective] += 1
 
+    def copy(self) -> Traffic:
+        """What was counted so far."""
+        copied = Traffic()
+        copied.include(self)
+        return copied
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """What was counted after `earlier` was copied."""
+        found = Traffic()
+        found.bytes_by_collective = self.bytes_by_collective - earlier.bytes_by_collective
+        found.calls_by_collective = self.calls_by_collective - earlier.calls_by_collective
+        return found
+
+    def include(self, other: Traffic) -> None:
+        """Count what `other` has counted, too."""
+        self.bytes_by_collective.update(other.bytes_by_collective)
+        self.calls_by_collective.update(other.calls_by_collective)
+
     def reset(self) -> None:
         """Start counting from zero again."""
         self.bytes_by_collective.clear()

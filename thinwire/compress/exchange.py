@@ -9,64 +9,40 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thinwire.comm import Communicator, Work
+from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
+from thinwire.compress.legs import Arrived, Headers, Leg, Outcome, of_part
 from thinwire.compress.packet import (
     HEADER_BYTES,
     Flags,
     Header,
     PacketError,
     SettingsError,
-    check_headers,
+    number_headers,
     write_headers,
 )
 from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 from thinwire.zero.host_reading import read_together
 
-__all__ = ["Adjust", "Division", "EncodePart", "Exchange", "Headers", "Leg", "Outcome", "bring_headers", "kept_headers"]
+__all__ = [
+    "Adjust",
+    "Arrived",
+    "Division",
+    "EncodePart",
+    "Exchange",
+    "Headers",
+    "Leg",
+    "Outcome",
+    "bring_headers",
+    "kept_headers",
+]
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
 
 EncodePart = Callable[[slice, Tensor, bytes], None]
 """Encodes a part of every shard into packets, with this header, and leaves what was lost where `payload` is."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the headers of one exchange said, the same on every rank.
-
-    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
-    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
-    """
-
-    finite: bool
-    incomplete: bool
-    unplaced: bool
-    meet: bool = False
-
-
-@dataclass(frozen=True)
-class Headers:
-    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
-
-    raw: Tensor
-    part: int
-    senders: Sequence[int] | None = None
-
-    def check(self, expected: Header) -> Flags:
-        """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
-        return check_headers(self.raw, _of_part(expected, self.part), self.senders)
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One part's packets under way, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
-
-    sent: Tensor
-    received: Tensor
-    work: Work
 
 
 @dataclass(frozen=True)
@@ -132,7 +108,9 @@ class Exchange:
         if error_feedback:
             self.worker_residual = torch.zeros(self.shard * division.sent, device=self._device)
             self.owner_residual = torch.zeros(owned, device=self._device)
+        self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step
         self._average: Tensor | None = None
+        self._next_average: Tensor | None = None
         self._leg_1: list[Leg] = []
         self._leg_2: list[Leg] = []
         self._leg_1_senders: Sequence[int] | None = None
@@ -160,12 +138,13 @@ class Exchange:
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            header = _of_part(self._expected, number, flags)
+            header = of_part(self._expected, number, flags)
             if encode is None:
                 self._encode_part(place, send)
                 write_headers(send, header)
             else:
                 encode(place, send, header.pack())
+            self._number(send)
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))
 
@@ -175,7 +154,7 @@ class Exchange:
         `adjust` may change the average before it is encoded.
         """
         assert self._leg_1, "advance() follows start()"
-        average = torch.empty(self.shard, device=self._device)
+        average = torch.empty(self.shard, device=self._device) if self._next_average is None else self._next_average
         for number, place in enumerate(self.parts):
             received = self._receive(number, self._leg_1.pop(0))
             send, valid = self._packets(1, place), self._valid_in(place)
@@ -248,7 +227,30 @@ class Exchange:
             return
         assert self._average is not None, "commit() follows wait()"
         self.worker_residual, self._payload = self.payload, self.worker_residual
+        if self._next_average is not None:
+            self._next_average = self.owner_residual
         self.owner_residual, self._average = self._average, None
+
+    def alternate(self) -> None:
+        """Let the owner's residuals take turns in two places for good, as the worker's do, so that what one step was
+        captured with is where the next but one finds it."""
+        if self._next_average is None and self.owner_residual is not None:
+            self._next_average = torch.empty_like(self.owner_residual)
+
+    def places(self) -> tuple[int, ...]:
+        """Addresses that a step captured now depends on, of what takes turns."""
+        kept = (self.worker_residual, self.payload, self.owner_residual, self._next_average)
+        return tuple(0 if one is None else one.data_ptr() for one in kept)
+
+    def hold_arrived(self) -> Arrived:
+        """What `wait` has brought, to be had again by `arrive_again`."""
+        assert self._average is not None, "hold_arrived() follows wait()"
+        return Arrived(tuple(self._headers), tuple(self._leg_2), self._average)
+
+    def arrive_again(self, arrived: Arrived, step: int, settings: int) -> None:
+        """Be where `wait` ends, in a step whose legs a graph's replay has brought."""
+        self._expect(step, settings)
+        self._headers, self._leg_2, self._average = list(arrived.headers), list(arrived.legs), arrived.average
 
     def revert(self) -> None:
         """Go back to the residuals before a step that was not committed: here nothing changes before `commit`."""
@@ -321,9 +323,14 @@ class Exchange:
         receive = self._packets(self._comm.size, place)
         scales = 0 if send.device.type == "cpu" else self.codec.finite_scales(send)
         finite = True if scales else self.codec.all_finite(send)
-        write_headers(send, _of_part(self._expected, number), finite, scales)
+        write_headers(send, of_part(self._expected, number), finite, scales)
+        self._number(send)
         self._pass_on_flags(send)
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
+
+    def _number(self, packets: Tensor) -> None:
+        if self.numbers is not None:
+            number_headers(packets, self.numbers)
 
     def _pass_on_flags(self, packets: Tensor) -> None:
         """Let leg 2 tell of leg 1: here nothing, as every rank saw the same headers."""
@@ -337,11 +344,6 @@ class Exchange:
     def _packets(self, rows: int, place: slice) -> Tensor:
         numbers = self.codec.packet_bytes(place.stop - place.start)
         return torch.empty(rows, numbers, dtype=torch.uint8, device=self._device)
-
-
-def _of_part(header: Header, part: int, flags: Flags = Flags.NONE) -> Header:
-    """A header without part and flags, with these."""
-    return replace(header, part=part, flags=flags) if part or flags else header
 
 
 def kept_headers(packets: Tensor) -> Tensor:

@@ -26,7 +26,9 @@ __all__ = [
     "all_finite",
     "check_headers",
     "flags_on_device",
+    "number_headers",
     "pass_on_flags",
+    "step_and_settings",
     "write_headers",
 ]
 
@@ -36,6 +38,7 @@ assert _HEADER.size == HEADER_BYTES
 _MAGIC = 0x5754  # "TW", little-endian
 _VERSION = 3
 _FLAG_BYTES = slice(4, 6)
+_NUMBER_BYTES = slice(12, 16)  # step and settings, which change from step to step
 _FLAGS_INT16, _SETTINGS_INT16 = 2, 7  # places in the header seen as int16
 _NUMBERS = ("bucket", "part", "step", "settings")
 _LIMIT = 1 << 16  # they are sent modulo this
@@ -136,6 +139,17 @@ def write_headers(packets: Tensor, header: Header, finite: bool | Tensor = True,
         return
     condition = ~finite if isinstance(finite, Tensor) else None
     header_kernels.write_headers(packets, header.pack(), flag=Flags.NON_FINITE, condition=condition, scales=scales)
+
+
+def step_and_settings(step: int, settings: int) -> bytes:
+    """What `number_headers` puts into headers of this step."""
+    return struct.pack("<HH", step % _LIMIT, settings % _LIMIT)
+
+
+def number_headers(packets: Tensor, numbers: Tensor) -> None:
+    """Have the headers of all rows name the step and settings of `numbers`, uint8 [4] on the packets' device: what is
+    there by then, in a launch that is captured once for many steps."""
+    packets[:, _NUMBER_BYTES].copy_(numbers)
 
 
 def pass_on_flags(packets: Tensor, flags: Tensor) -> None:

@@ -6,11 +6,23 @@ from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
 
-__all__ = ["DiLoCo", "ElasticSampler", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"]
+__all__ = [
+    "CapturedStep",
+    "DiLoCo",
+    "ElasticSampler",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "OneBitAdam",
+    "OneBitLamb",
+    "OneBitLion",
+    "ZeroOneAdam",
+]
 
 # The registry is read where there is no torch yet.
 if TYPE_CHECKING:
     from thinwire.optim.adam.optimizer import OneBitAdam
+    from thinwire.optim.captured_step import CapturedStep
     from thinwire.optim.diloco.optimizer import DiLoCo
     from thinwire.optim.diloco.sampler import ElasticSampler
     from thinwire.optim.exact.lamb import Lamb
@@ -24,6 +36,7 @@ else:
         __name__,
         {
             "adam.optimizer": ("OneBitAdam",),
+            "captured_step": ("CapturedStep",),
             "diloco.optimizer": ("DiLoCo",),
             "diloco.sampler": ("ElasticSampler",),
             "exact.lamb": ("Lamb",),

@@ -14,7 +14,7 @@ from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags, all_finite
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
 from thinwire.optim.formulas import AdamSettings
-from thinwire.optim.held_gradients import HeldGradients
+from thinwire.optim.held_gradients import HeldGradients, digest_of
 from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.optim.members import Contribution
 from thinwire.optim.step_under_way import Exchanges, Parameters, StepUnderWay, may_clip
@@ -69,6 +69,7 @@ class AlgorithmBucket:
         self._shards_state = shards_state
         self._incomplete = False
         self._held = HeldGradients(layout)
+        self.digest = digest_of(self.segments, [parameters.parameters[slot.parameter] for slot in layout.slots])
         self._exact: Exchange | None = None
         self._compressed: Exchange | None = None
         self.begin()
@@ -292,12 +293,28 @@ class AlgorithmBucket:
         assert self._algorithm.received_as is not None
         exchange = self.exchange
         exchange.commit()
-        rates = [self._algorithm.rates(number, settings, self._clock) for number, settings in self._settings()]
+        rates = self.rates(self._clock)
         output, holds = self.state[self._algorithm.received_as], self.zero_variance is not None
         decode = self._held.mover(exchange, rule, output, self.state[rule.denominators], holds, weights, rates)
         exchange.read_parts(decode)
         if self.zero_variance is not None:
             exchange.hold_zero(self.zero_variance)
+
+    def rates(self, clock: Clock) -> list[tuple[float, float]]:
+        """By what each slot's weights move when a COMPRESSED step is counted on `clock`, and what decay leaves of
+        them."""
+        return [self._algorithm.rates(number, settings, clock) for number, settings in self._settings()]
+
+    def payload_factors(self) -> tuple[list[float], list[float]]:
+        """β₁, and what the gradient is divided by, of each slot, where one kernel makes the payload."""
+        settings = self._settings()
+        divisors = [self._step.loss_scale / self._algorithm.scale(number) for number, _ in settings]
+        return [one.beta1 for _, one in settings], divisors
+
+    @property
+    def segments(self) -> buckets.Segments:
+        """Where its parameters lie, for kernels over the whole bucket."""
+        return self._held.segments
 
     def clip_own(self, clip: float | Tensor) -> None:
         """Shrink what this rank's gradient adds to a local step to `clip` times as much."""
@@ -324,10 +341,7 @@ class AlgorithmBucket:
         return [(slot.parameter, of_group[group]) for slot, group in zip(self.layout.slots, groups, strict=True)]
 
     def _encoder(self, rule: PayloadRule) -> EncodePart:
-        scaled, settings = self._step.loss_scale, self._settings()
-        beta1 = [one.beta1 for _, one in settings]
-        divisors = [scaled / self._algorithm.scale(number) for number, _ in settings]
-        return self._held.encoder(self.compressed, rule, self.state, beta1, divisors)
+        return self._held.encoder(self.compressed, rule, self.state, *self.payload_factors())
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         out = self.exchange.payload[place_of(slot)]

@@ -89,7 +89,7 @@ class FreezeGroup:
         Averages of an EXACT step are there already: see `receive_averages`.
         """
         send, decision = self.send, self.algorithm.decision()
-        self._take_over_written()
+        self.take_over_written()
         self.clock.steps += 1
         if send is Send.EXACT:
             self._exact_step(absent, loss_scale, clip)
@@ -99,6 +99,23 @@ class FreezeGroup:
             self._compressed_step(send)
         self.weights.end_step(send is not Send.LOCAL, send is Send.EXACT, self.clock.steps)
         self._decide_on_freeze(decision)
+        self.prepare()
+
+    @property
+    def moves_at_once(self) -> bool:
+        """Whether a COMPRESSED step moves the weights in one pass over each bucket."""
+        weights_lie_so = all(self.weights.to_move(bucket) is not None for bucket in self.buckets)
+        return self.algorithm.move_rule is not None and weights_lie_so
+
+    def count_replay(self) -> None:
+        """Count a COMPRESSED step whose weights a graph has moved, and take its residuals over."""
+        self.clock.steps += 1
+        for bucket in self.buckets:
+            bucket.exchange.commit()
+            pairs = self.weights.to_move(bucket) or ()
+            torch.autograd.graph.increment_version([one for pair in pairs for one in pair if one is not None])
+            self.weights.moved(bucket)
+        self.weights.end_step(True, False, self.clock.steps)
         self.prepare()
 
     def prepare(self) -> None:
@@ -195,7 +212,7 @@ class FreezeGroup:
         Collective unless the ranks are in sync."""
         if self.algorithm.in_sync:
             return
-        self._take_over_written()
+        self.take_over_written()
         for bucket in self.buckets:
             exchange = bucket.compressed
             for slot in bucket.layout.slots:
@@ -246,7 +263,7 @@ class FreezeGroup:
         self.weights.show_common()
         self.algorithm.end_sync()
 
-    def _take_over_written(self) -> None:
+    def take_over_written(self) -> None:
         """Take over weights that somebody wrote into the parameters.
 
         Raises RuntimeError where those were this rank's own: what was written need not be the same on other ranks.

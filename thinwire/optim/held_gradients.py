@@ -3,7 +3,7 @@ contributes of them and encodes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,15 +11,16 @@ from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.kernels import buckets
 from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.zero import BucketLayout, Slot
+from thinwire.zero.gradient_seal import gradient_of
 
-__all__ = ["HeldGradients", "part_of", "segments_of"]
+__all__ = ["HeldGradients", "digest_of", "part_of", "segments_of"]
 
 
 class HeldGradients:
     """What `payload` would be made of, for the bucket of `layout`."""
 
     def __init__(self, layout: BucketLayout) -> None:
-        self._segments = segments_of(layout)
+        self.segments = segments_of(layout)
         self._parameters = [slot.parameter for slot in layout.slots]
         self._gradients: dict[int, Tensor] = {}
 
@@ -50,7 +51,7 @@ class HeldGradients:
             buckets.encode_payload(
                 exchange.codec.name,
                 rule.form,
-                self._segments,
+                self.segments,
                 gradients,
                 beta1,
                 divisors,
@@ -80,7 +81,7 @@ class HeldGradients:
             buckets.decode_and_move(
                 exchange.codec.name,
                 rule.form,
-                self._segments,
+                self.segments,
                 packets=packets,
                 output=output,
                 denominators=denominators,
@@ -93,6 +94,20 @@ class HeldGradients:
             )
 
         return decode
+
+
+def digest_of(segments: buckets.Segments, parameters: Iterable[Tensor]) -> Callable[[], Tensor] | None:
+    """What looks at the gradients of a bucket's parameters, by run, together; see BucketTransport."""
+    held = list(parameters)
+    device = held[0].device
+    if not buckets.serves_digests(device):
+        return None
+
+    def digest() -> Tensor:
+        found = map(gradient_of, held)
+        return buckets.digest_gradients(segments, [one if one is None else one.contiguous() for one in found], device)
+
+    return digest
 
 
 def segments_of(layout: BucketLayout) -> buckets.Segments:

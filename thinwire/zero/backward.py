@@ -12,8 +12,8 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.zero.autograd_hooks import GradientHook, at_backward_end, forget_before_accumulation
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.bucket_transport import BucketTransport, Resealing
-from thinwire.zero.gradient_seal import GradientSeal, SentGradient, gradient_of
+from thinwire.zero.bucket_transport import BucketTransport, Resealing, seal_together
+from thinwire.zero.gradient_seal import GradientSeal, SentGradient, gradient_of, seal_anew, seal_written
 from thinwire.zero.left_out_parameters import NothingToSend, agree_to_leave_out, has_gradient
 from thinwire.zero.pipeline import Pipeline
 
@@ -40,6 +40,7 @@ class BackwardWatcher:
 
     def __init__(self, describe: Callable[[int], str], on_whole: Callable[[], None] | None = None) -> None:
         self.parameters: list[Tensor] = []
+        self.seals_values = True  # not only who has written to gradients, but whether it changed them
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sent_gradients: dict[int, SentGradient] = {}
         self.usually_absent: frozenset[int] = frozenset()
@@ -206,8 +207,7 @@ class BackwardWatcher:
 
     def seal_again(self, number: int) -> None:
         """Take a parameter's gradient as it is for what was averaged: somebody has written to it who may."""
-        if number in self._arrived:
-            self._arrived[number] = GradientSeal(self.parameters[number])
+        seal_anew(self._arrived, self.parameters, [number])
 
     def send_again(self) -> None:
         """Take and send this step's gradients once more. Collective, after `finish`."""
@@ -293,9 +293,7 @@ class BackwardWatcher:
             with torch.no_grad():
                 self._on_whole()
         # DDP writes gradients back after they have arrived here.
-        for number, seal in self._arrived.items():
-            if not seal.is_untouched(self.parameters[number]):
-                self._arrived[number] = GradientSeal(self.parameters[number])
+        seal_written(self._arrived, self.parameters)
 
     def _keep(self, number: int) -> None:
         self._check_kind(number)
@@ -316,12 +314,13 @@ class BackwardWatcher:
         if number in self._arrived:
             self._begin_next_backward(number)
         self._arrived_in_step.add(number)
-        if number in self._places:
+        place = self._places.get(number)
+        if place is not None:
             self._take(number)
-        self._arrived[number] = GradientSeal(self.parameters[number])
-        if number in self._places:
-            index, _ = self._places[number]
-            self._waiting[index] -= 1
+        alone = self.seals_values and (place is None or self._transports[place[0]].digest is None)
+        self._arrived[number] = GradientSeal(self.parameters[number], digests=alone)
+        if place is not None:
+            self._waiting[place[0]] -= 1
             while (following := self._pipeline.started) < len(self._transports) and not self._waiting[following]:
                 self._send(following)
 
@@ -386,6 +385,8 @@ class BackwardWatcher:
             if slot.parameter not in self._arrived:
                 transport.leave_out(slot, expected=slot.parameter in self._left_out)
         transport.start()
+        if self.seals_values:
+            seal_together(transport, self._arrived)
         self._pipeline.follow(Resealing(transport, self._arrived, self.parameters))
 
     def _send_rest(self) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from thinwire.zero.bucket_layout import BucketLayout, Slot
-from thinwire.zero.gradient_seal import GradientSeal
+from thinwire.zero.gradient_seal import GradientSeal, SharedDigest
 from thinwire.zero.pipeline import Legs
 
-__all__ = ["BucketTransport", "Resealing"]
+__all__ = ["BucketTransport", "Resealing", "seal_together"]
 
 
 class BucketTransport(Legs, Protocol):
@@ -39,6 +39,11 @@ class BucketTransport(Legs, Protocol):
         """Parameters into whose `.grad` averages are written between `advance` and the end of `wait`."""
 
     @property
+    def digest(self) -> Callable[[], Tensor] | None:
+        """What looks at all of its parameters' gradients together, for a `SharedDigest`; None where they are better
+        looked at one by one."""
+
+    @property
     def may_stay(self) -> bool:
         """Whether `stay` can take the place of a transfer of zeros; the same on every rank."""
 
@@ -50,6 +55,18 @@ class BucketTransport(Legs, Protocol):
 
     def end_step(self) -> None:
         """Forget what this step brought."""
+
+
+def seal_together(transport: BucketTransport, seals: Mapping[int, GradientSeal]) -> None:
+    """Look at the values of a bucket's gradients, where that is done together."""
+    if transport.digest is None:
+        return
+    known = [seals[slot.parameter] for slot in transport.layout.slots if slot.parameter in seals]
+    here = [seal for seal in known if seal.has_values]
+    if here:
+        shared = SharedDigest(transport.digest)
+        for seal in here:
+            seal.shared = shared
 
 
 class Resealing:

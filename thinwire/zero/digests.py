@@ -15,10 +15,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(tensor: Tensor) -> Tensor | int:
-    """The sum of its words, comparable with those of tensors alike in form and device; on an accelerator it stays there.
+    """The sum of its words, to compare with those of tensors alike in form and device; from an accelerator on it.
 
-    On a CPU by compiled code, where there is a compiler: in a step of many small tensors torch's operators would cost
-    ten times what they do.
+    On a CPU by compiled code, where there is a compiler: calling torch's operators costs more than small gradients do.
     """
     word_sum = _compiled() if tensor.device.type == "cpu" and tensor.is_contiguous() else None
     return _sum_of_words(tensor) if word_sum is None else word_sum(tensor.data_ptr(), tensor.nbytes)

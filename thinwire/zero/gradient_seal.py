@@ -3,6 +3,7 @@ memory was given back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -10,21 +11,44 @@ from torch import Tensor
 
 from thinwire.zero.digests import digest_of
 
-__all__ = ["GradientSeal", "SentGradient", "gradient_of"]
+__all__ = ["GradientSeal", "SentGradient", "SharedDigest", "gradient_of", "seal_anew", "seal_written"]
+
+
+class SharedDigest:
+    """The values of several gradients, looked at together; which of them has changed it does not tell."""
+
+    def __init__(self, digest: Callable[[], Tensor]) -> None:
+        """`digest`: numbers that differ, but for chance, where a bit of a gradient does."""
+        self._digest = digest
+        self._before = digest()
+
+    def holds(self) -> bool:
+        """Whether no gradient has changed."""
+        return torch.equal(self._before, self._digest())
 
 
 class GradientSeal:
-    """A parameter's gradient as it was taken. Writing the values that are there already breaks no seal."""
+    """A parameter's gradient as it was taken. Writing the values that are there already breaks no seal.
 
-    __slots__ = ("_digest", "_form", "_gradient", "_open", "_version")
+    `shared`: what the values are known by; None where by a digest of their own, if at all.
+    """
 
-    def __init__(self, parameter: Tensor) -> None:
+    __slots__ = ("_digest", "_form", "_gradient", "_open", "_version", "shared")
+
+    def __init__(self, parameter: Tensor, digests: bool = True) -> None:
+        """`digests`: whether to look at the values."""
+        self.shared: SharedDigest | None = None
         gradient = parameter.grad
         self._gradient = gradient
         self._version = _version(gradient)
         self._form = _form(gradient)
-        self._digest = _digest(gradient)
+        self._digest = _digest(gradient) if digests else None
         self._open = False
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is a gradient whose values are here."""
+        return self._version >= 0
 
     def open(self) -> None:
         """Let the values change, from now on, but through nobody's writing to `.grad`."""
@@ -41,6 +65,8 @@ class GradientSeal:
             return self.is_untouched(parameter)
         if _form(gradient) != self._form:
             return False
+        if self.shared is not None:
+            return self.shared.holds()
         if self._digest is None or gradient is None or isinstance(gradient, SentGradient):
             return self.is_of(parameter)
         return bool(self._digest == digest_of(gradient))
@@ -89,6 +115,23 @@ class SentGradient(Tensor):
             "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step(). Under transformers' "
             "Trainer use thinwire.hugging_face.TrainerMixin"
         )
+
+
+def seal_anew(seals: dict[int, GradientSeal], parameters: Sequence[Tensor], numbers: Iterable[int]) -> None:
+    """Take the gradients of parameters `numbers`, of those that have seals, as they are by now; and so those that share
+    a digest with them, unless somebody has written to them."""
+    written = [number for number in numbers if number in seals]
+    shared = {seals[number].shared for number in written} - {None}
+    for number, seal in seals.items() if shared else ():
+        if seal.shared in shared and seal.is_untouched(parameters[number]):
+            seals[number] = GradientSeal(parameters[number])
+    for number in written:
+        seals[number] = GradientSeal(parameters[number])
+
+
+def seal_written(seals: dict[int, GradientSeal], parameters: Sequence[Tensor]) -> None:
+    """Take those gradients as they are by now that somebody has written to."""
+    seal_anew(seals, parameters, [one for one, seal in seals.items() if not seal.is_untouched(parameters[one])])
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

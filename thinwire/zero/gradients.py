@@ -3,7 +3,7 @@ everything (0), all of its own and the average of its shard (1), the average of 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ class BucketGradients:
         parameter.grad = None if self.stage == 2 else view.data
 
     may_stay = True
+    digest: Callable[[], Tensor] | None = None
 
     @property
     def averaged_by_advance(self) -> Collection[int]:

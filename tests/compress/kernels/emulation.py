@@ -32,8 +32,10 @@ from thinwire.compress.kernels.cuda.launch import (
     store_rounded_launch,
     write_headers_launch,
 )
+from thinwire.compress.kernels.cuda.seal_launch import digest_gradients_launch
 from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.seal_calls import DigestGradients
 from thinwire.compress.packet_layout import CODE_BITS
 
 COMPILER = shutil.which("g++")
@@ -68,6 +70,7 @@ FUNCTIONS["adam"] = [
     )
 ]
 FUNCTIONS["headers"] = ["write_headers", "check_headers"]
+FUNCTIONS["seal"] = ["digest_gradients"]
 FUNCTIONS["rounding"] = [f"store_rounded_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
 
@@ -114,6 +117,10 @@ def decode_and_move(call: DecodeAndMove) -> None:
 
 def average_and_encode(call: AverageAndEncode) -> None:
     run(bucket_launches.average_and_encode_launch(call))
+
+
+def digest_gradients(call: DigestGradients) -> None:
+    run(digest_gradients_launch(call, _table(bucket_launches.gradient_runs(call))))
 
 
 def encode_packed_payload(call: EncodePackedPayload) -> None:

@@ -14,8 +14,16 @@ from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMo
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
 from thinwire.compress.kernels.header_calls import WriteHeaders, header_words
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.seal_calls import DIGESTED, DigestGradients
 
-__all__ = ["average_and_encode", "decode_and_move", "encode_packed_payload", "encode_payload", "move_packed"]
+__all__ = [
+    "average_and_encode",
+    "decode_and_move",
+    "digest_gradients",
+    "encode_packed_payload",
+    "encode_payload",
+    "move_packed",
+]
 
 
 def encode_payload(call: EncodePayload) -> None:
@@ -149,3 +157,15 @@ def move_packed(call: MovePacked) -> None:
                     call.seed,
                 )
             )
+
+
+def digest_gradients(call: DigestGradients) -> None:
+    """Write the sums of the bits of so many elements of the bucket at a time."""
+    bits = torch.zeros(call.digests.numel() * DIGESTED, dtype=torch.int64, device=call.digests.device)
+    for (first, numel), gradient in zip(call.segments.places, call.gradients, strict=True):
+        if gradient is not None:
+            size = gradient.element_size()
+            words = gradient.detach().reshape(-1).view(torch.int32 if size == 4 else torch.int16)
+            bits[first : first + numel] = words.to(torch.int64) & ((1 << 8 * size) - 1)
+    sums = bits.view(-1, DIGESTED).sum(dim=1) & 0xFFFFFFFF
+    call.digests.copy_(torch.where(sums >> 31 == 1, sums - (1 << 32), sums))

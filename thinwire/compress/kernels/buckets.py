@@ -21,9 +21,13 @@ from thinwire.compress.kernels.bucket_calls import (
     Part,
     PayloadForm,
     UpdateForm,
+    check_divisors,
+    check_finite,
 )
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.seal_calls import DigestGradients, digest_count
 from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.tables import CapturedTables
 from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = [
@@ -34,10 +38,13 @@ __all__ = [
     "UpdateForm",
     "average_and_encode",
     "decode_and_move",
+    "digest_gradients",
     "encode_packed_payload",
     "encode_payload",
     "move_packed",
+    "renew_factors",
     "serves",
+    "serves_digests",
 ]
 
 
@@ -187,6 +194,39 @@ def move_packed(
     """
     _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device, "sign1")
     torch.autograd.graph.increment_version(weights)
+
+
+def renew_factors(
+    device: torch.device,
+    tables: CapturedTables,
+    beta1: Sequence[float],
+    divisors: Sequence[float],
+    rates: Sequence[float],
+    decays: Sequence[float],
+) -> None:
+    """Have the launches of `encode_payload` and `decode_and_move` that were captured with `tables` find these factors,
+    one for each run, when they are replayed. Raises ValueError for those that the two refuse."""
+    check_divisors(beta1, divisors)
+    check_finite(rates=rates, decays=decays)
+    _backend(device.type).renew_factors(tables, beta1, divisors, rates, decays)  # type: ignore[union-attr]
+
+
+def serves_digests(device: torch.device) -> bool:
+    """Whether `digest_gradients` serves this device: where a launch costs more than the gradient that it looks at."""
+    return hasattr(_backend(device.type), "digest_gradients")
+
+
+def digest_gradients(segments: Segments, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Numbers on the device, int32, that differ, but for chance, where a bit of any gradient does: in one launch.
+
+    gradients: fp32, bf16 or fp16, contiguous, of any shape; None for a run that has none. Raises TypeError or
+    ValueError for those that do not fit the runs.
+    """
+    digests = torch.empty(digest_count(segments), dtype=torch.int32, device=device)
+    call = DigestGradients(segments, gradients, digests)
+    call.check()
+    _backend(device.type).digest_gradients(call)  # type: ignore[union-attr]
+    return digests
 
 
 def _run(call: Any, device: torch.device, codec: str) -> None:

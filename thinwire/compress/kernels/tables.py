@@ -3,6 +3,7 @@ steps, since neither changes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["KeptTables", "Table", "Tables", "on_device"]
+__all__ = ["Arena", "CapturedTables", "KeptTables", "Table", "Tables", "on_device"]
 
 Table = NDArray[np.void]
 """Structures, one after another."""
@@ -42,13 +43,69 @@ class KeptTables:
         return copied
 
 
+class Arena:
+    """Memory on a device of which launches that a graph has captured read what changes from step to step: the host
+    writes its copy, and brings all of it there at once before a replay."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._on_host = np.zeros(nbytes, dtype=np.uint8)
+        self._on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._brought = self._on_host.tobytes()
+        self._used = 0
+
+    @staticmethod
+    def room(nbytes: int) -> int:
+        """Bytes that `take` uses for so many: kernels read tables sixteen bytes at a time."""
+        return -(-nbytes // 16) * 16
+
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], Tensor]:
+        """Memory that nobody has taken yet: the host's copy, and the device's."""
+        place = slice(self._used, self._used + nbytes)
+        self._used += self.room(nbytes)
+        assert self._used <= len(self._on_host), "the arena is as large as all that is taken of it"
+        return self._on_host[place], self._on_device[place]
+
+    def bring(self) -> None:
+        """Have the device's memory hold what the host's does, for what is launched from now on: one copy, if any."""
+        written = self._on_host.tobytes()
+        if written != self._brought:
+            self._on_device.copy_(_pinned(self._on_host), non_blocking=True)
+            self._brought = written
+
+
+class CapturedTables:
+    """Tables in an arena, for launches that are captured now and replayed with other factors."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._placed: dict[tuple[str, int], tuple[Table, Tensor]] = {}
+
+    def on_device(self, purpose: tuple[str, int], table: Table, device: torch.device) -> Tensor:
+        """See Tables; the bytes are there once the arena has brought them."""
+        host, found = self._arena.take(table.nbytes)
+        held = host.view(table.dtype)
+        held[:] = table
+        self._placed[purpose] = (held, found)
+        return found
+
+    def change(self, kernel: str, columns: Mapping[str, Any]) -> None:
+        """Give the runs of a kernel's tables, whatever their part of the bucket, other members."""
+        for (of, _), (held, _) in self._placed.items():
+            for name, values in columns.items() if of == kernel else ():
+                held[name] = values
+
+
 def on_device(table: NDArray[Any], device: torch.device) -> Tensor:
     """The bytes of a table, on their way from pinned memory, which torch keeps until the copy is over. Raises
     RuntimeError within a CUDA graph's capture, whose replays would copy what by then lies there."""
     _refuse_capture(device)
+    return _pinned(table).to(device, non_blocking=True)
+
+
+def _pinned(table: NDArray[Any]) -> Tensor:
     pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
     pinned.numpy()[:] = table.view("u1")
-    return pinned.to(device, non_blocking=True)
+    return pinned
 
 
 def _refuse_capture(device: torch.device) -> None:

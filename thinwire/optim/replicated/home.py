@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from thinwire.optim.algorithm_home import AlgorithmHome, check_may_leave_out
 from thinwire.optim.crossing import as_plain
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.graphs import Graphs
 from thinwire.optim.home_options import HomeOptions
 from thinwire.optim.recipe import Recipe
+from thinwire.optim.replicated.capture import StepCapture, check_can_be_captured
 from thinwire.optim.replicated.freeze_groups import FreezeGroups
 from thinwire.optim.replicated.memory import frozen_bytes
 from thinwire.optim.replicated.parameter_state import ReplicatedParameterState
@@ -75,6 +79,7 @@ class ReplicatedHome(AlgorithmHome):
             make_codec(options.exact_codec, options.block_size),
         )
         self._layout = FreezeGroups(self._exchange_comm, self._table, self._wire, options, recipe.algorithm, make_rule)
+        self.mover: Callable[[Callable[[], None]], None] = operator.call
         self._comparisons = ComparisonTimes(options.resync_interval)
         self._synchronizer = Synchronizer(comm, self._table, self._layout, options.clips_to)
         self.add_parameters()
@@ -167,20 +172,19 @@ class ReplicatedHome(AlgorithmHome):
 
     def step(self) -> StepResult:
         """See Home."""
-        synchronizer = self._synchronizer
-        synchronizer.watcher.check_gradients_untouched()
-        scaler_has_seen = synchronizer.outcome is not None or not self.scaled or synchronizer.scales_apart
-        overflowing = synchronizer.finish().overflowing
-        if not scaler_has_seen and 0 < len(overflowing) < self.comm.size:
-            synchronizer.end_step()
-            raise RuntimeError(
-                f"a gradient overflowed on ranks {list(overflowing)} in a step that some parameters took no part in, "
-                "so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
-                "parameter a gradient in each backward, or train in bf16 without a GradScaler"
-            )
-        result = self._apply(synchronizer.finish_as_it_is())
-        synchronizer.end_step()
+        self._synchronizer.watcher.check_gradients_untouched()
+        self._synchronizer.check_scalers()
+        result = self._apply(self._synchronizer.finish_as_it_is())
+        self._synchronizer.end_step()
         return result
+
+    def capture(self, graphs: Graphs) -> StepCapture:
+        """What captures and replays frozen steps; while it does, its `move` is `mover`. Raises TypeError for steps that
+        no graph can hold, ValueError for such a communicator."""
+        by_node, clips = self._links is not None, bool(self._options.clips_to)
+        check_can_be_captured(self._optimizer_name, self._recipe.algorithm(), by_node, clips)
+        graphs.check(self._exchange_comm)
+        return StepCapture(self._exchange_comm, self._table, self._layout, self._synchronizer, graphs)
 
     def _apply(self, backward: SynchronizedBackward) -> StepResult:
         synchronizer = self._synchronizer
@@ -193,11 +197,14 @@ class ReplicatedHome(AlgorithmHome):
         for group in self.groups:
             group.receive_averages()
         synchronizer.find_clip(backward.absent)
-        for group in self.groups:
-            group.update(backward.absent, self.loss_scale, float(self._layout.under_way.clip))
+        self.mover(partial(self._move, backward.absent))
         self._layout.under_way.number += 1
         self._compare_replicas()
         return StepResult(True, synchronizer.norm)
+
+    def _move(self, absent: frozenset[int]) -> None:
+        for group in self.groups:
+            group.update(absent, self.loss_scale, float(self._layout.under_way.clip))
 
     def _compare_replicas(self) -> None:
         """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""

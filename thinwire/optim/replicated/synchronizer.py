@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class Synchronizer:
         self.norm = math.nan
         self.outcome: SynchronizedBackward | None = None  # of the step under way, once it is known
         self.scaled: bool | None = None  # see Home
+        self.capturing = False  # into a graph: nothing can be heard at the end of a backward
         self.watcher = BackwardWatcher(table.describe, self._on_whole)
         self.watcher.follow(lambda: not self.scales_apart)
         self._comm = comm
@@ -108,18 +109,36 @@ class Synchronizer:
                 self._place_in_order_of_arrival()
                 self.watcher.finish()
                 outcomes += self._hear()
-            absent: frozenset[int] = frozenset()
-            if any(outcome.incomplete for outcome in outcomes):
-                arrived = set(self.watcher.arrived)
-                absent = agree_on_absent(self._comm, len(self._table), arrived, self._table.describe)
-            finite = all(outcome.finite for outcome in outcomes)
-            overflowing = () if finite else find_overflowing(self._comm, self._table.parameters)
+            found = self._judge(outcomes, set(self.watcher.arrived))
         except BaseException:
             self.end_step()
             raise
-        self.outcome = SynchronizedBackward(finite, absent | self.watcher.left_out, overflowing)
-        self.watcher.usually_absent = absent - self.watcher.left_out
+        self.outcome = replace(found, absent=found.absent | self.watcher.left_out)
+        self.watcher.usually_absent = found.absent - self.watcher.left_out
         return self.outcome
+
+    def finish_replay(self) -> None:
+        """Say what became of a backward, and of legs, that a graph's replay has brought; `finish` then knows.
+        Collective, and raises, as `finish`."""
+        try:
+            brought = {index for index, one in enumerate(self._table.parameters) if one.grad is not None}
+            self.outcome = self._judge(self._hear(), brought)
+        except BaseException:
+            self.end_step()
+            raise
+
+    def check_scalers(self) -> None:
+        """Raise RuntimeError, on every rank, where an overflow of this step has been kept from some GradScalers.
+        Collective."""
+        scaler_has_seen = self.outcome is not None or not self.scaled or self.scales_apart
+        overflowing = self.finish().overflowing
+        if not scaler_has_seen and 0 < len(overflowing) < self._comm.size:
+            self.end_step()
+            raise RuntimeError(
+                f"a gradient overflowed on ranks {list(overflowing)} in a step that some parameters took no part in, "
+                "so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
+                "parameter a gradient in each backward, or train in bf16 without a GradScaler"
+            )
 
     def finish_as_it_is(self) -> SynchronizedBackward:
         """The same, sent again where payloads left as if this step's scale, or settings, were other ones. Collective.
@@ -186,7 +205,7 @@ class Synchronizer:
     # Parts
 
     def _on_whole(self) -> None:
-        if not self.finish().finite:
+        if not self.capturing and not self.finish().finite:
             # Where another rank's gradients are not finite: a GradScaler must see it on every rank.
             for index in self.watcher.arrived:
                 gradient = self._table.parameters[index].grad
@@ -204,6 +223,14 @@ class Synchronizer:
             self.norm = norm / self._loss_scale
         self._heard = len(self._layout.buckets)
         return [outcome for outcome in heard if outcome is not None]
+
+    def _judge(self, outcomes: Sequence[Outcome], arrived: set[int]) -> SynchronizedBackward:
+        absent: frozenset[int] = frozenset()
+        if any(outcome.incomplete for outcome in outcomes):
+            absent = agree_on_absent(self._comm, len(self._table), arrived, self._table.describe)
+        finite = all(outcome.finite for outcome in outcomes)
+        overflowing = () if finite else find_overflowing(self._comm, self._table.parameters)
+        return SynchronizedBackward(finite, absent, overflowing)
 
     def _is_outdated(self) -> bool:
         """Whether what left is not what would be sent now, on every rank alike."""

@@ -17,7 +17,7 @@ from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Clock, Linear
 from thinwire.optim.formulas import AdamSettings
-from thinwire.optim.held_gradients import part_of, segments_of
+from thinwire.optim.held_gradients import digest_of, part_of, segments_of
 from thinwire.optim.members import MembersByGroup
 from thinwire.optim.sharded.own_packets import OwnPackets
 from thinwire.optim.sharded.packing import FrozenState
@@ -68,6 +68,7 @@ class PackedBucket:
         self._tables = table(self.ranges[:, 0], self.ranges[:, 1])
         self._table_of = {slot.parameter: one for slot, one in zip(self.layout.slots, self._tables, strict=True)}
         self._segments = segments_of(self.layout)
+        self.digest = digest_of(self._segments, bucket.parameters)
         self._at_once = buckets.serves(bucket.flat.device, "sign1")
         self._gradients: dict[int, Tensor] = {}  # held until all are there, where one kernel serves them all
         self._has_zero_variance = bool((self.codes == 0)[: self.layout.numel].any())

@@ -3,6 +3,8 @@ it, where that has changed, one asynchronous copy of a table that says where the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
@@ -12,14 +14,20 @@ from thinwire.compress.kernels.cuda.bucket_launches import (
     decode_and_move_launch,
     encode_packed_payload_launch,
     encode_payload_launch,
+    gradient_runs,
     move_packed_launch,
+    moved_factors,
     moved_runs,
     packed_runs,
+    payload_factors,
     payload_runs,
 )
 from thinwire.compress.kernels.cuda.runner import Runner
+from thinwire.compress.kernels.cuda.seal_launch import digest_gradients_launch
 from thinwire.compress.kernels.cuda.toolkit import find_toolkit
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.seal_calls import DigestGradients
+from thinwire.compress.kernels.tables import CapturedTables
 
 __all__ = ["CudaBuckets", "make_backend"]
 
@@ -53,6 +61,23 @@ class CudaBuckets:
         """See `thinwire.compress.kernels.buckets.move_packed`."""
         runs = call.segments.tables.on_device((call.kernel, call.first), packed_runs(call), call.weights.device)
         self._runner.run(move_packed_launch(call, runs), runs.device)
+
+    def digest_gradients(self, call: DigestGradients) -> None:
+        """See `thinwire.compress.kernels.buckets.digest_gradients`."""
+        runs = call.segments.tables.on_device((call.kernel, 0), gradient_runs(call), call.digests.device)
+        self._runner.run(digest_gradients_launch(call, runs), runs.device)
+
+    def renew_factors(
+        self,
+        tables: CapturedTables,
+        beta1: Sequence[float],
+        divisors: Sequence[float],
+        rates: Sequence[float],
+        decays: Sequence[float],
+    ) -> None:
+        """See `thinwire.compress.kernels.buckets.renew_factors`."""
+        tables.change(EncodePayload.kernel, payload_factors(beta1, divisors))
+        tables.change(DecodeAndMove.kernel, moved_factors(rates, decays))
 
 
 def make_backend() -> CudaBuckets:

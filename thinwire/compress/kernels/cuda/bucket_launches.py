@@ -4,10 +4,10 @@ that are given where; nothing here needs a GPU."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part
@@ -33,7 +33,9 @@ from thinwire.compress.kernels.cuda.launch import (
 from thinwire.compress.kernels.header_calls import WriteHeaders, header_words
 from thinwire.compress.kernels.noise import keys
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.seal_calls import DigestGradients
 from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.tables import Table
 
 __all__ = [
     "Runs",
@@ -41,13 +43,16 @@ __all__ = [
     "decode_and_move_launch",
     "encode_packed_payload_launch",
     "encode_payload_launch",
+    "gradient_runs",
     "move_packed_launch",
+    "moved_factors",
     "moved_runs",
     "packed_runs",
+    "payload_factors",
     "payload_runs",
 ]
 
-Runs = NDArray[np.void]
+Runs = Table
 """Structures of csrc/runs.cuh, one a run."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -59,12 +64,29 @@ def payload_runs(call: EncodePayload | EncodePackedPayload) -> Runs:
     runs = _runs("PayloadRun", call.segments)
     runs["gradient"] = _addresses(call.gradients)
     runs["kind"] = _kinds(call.gradients)
-    runs["beta1"] = call.beta1
-    gain = runs["gain"] = np.array([1.0 - one for one in call.beta1], dtype=np.float32)
-    runs["weight"] = np.where(gain < 0.5, gain, gain - np.float32(1.0))  # as torch.lerp does it
-    runs["divisor"] = call.divisors
-    runs["inverse"] = [exact_inverse(one) for one in call.divisors]
+    for name, values in payload_factors(call.beta1, call.divisors).items():
+        runs[name] = values
     return runs
+
+
+def gradient_runs(call: DigestGradients) -> Runs:
+    """The runs of gradients that are only looked at."""
+    runs = _runs("PayloadRun", call.segments)
+    runs["gradient"] = _addresses(call.gradients)
+    runs["kind"] = _kinds(call.gradients)
+    return runs
+
+
+def payload_factors(beta1: Sequence[float], divisors: Sequence[float]) -> dict[str, Any]:
+    """What runs of a payload say of their factors."""
+    gain = np.array([1.0 - one for one in beta1], dtype=np.float32)
+    return {
+        "beta1": beta1,
+        "gain": gain,
+        "weight": np.where(gain < 0.5, gain, gain - np.float32(1.0)),  # as torch.lerp does it
+        "divisor": divisors,
+        "inverse": [exact_inverse(one) for one in divisors],
+    }
 
 
 def moved_runs(call: DecodeAndMove) -> Runs:
@@ -73,8 +95,14 @@ def moved_runs(call: DecodeAndMove) -> Runs:
     runs["weights"] = _addresses(call.weights)
     runs["replica"] = _addresses(call.replicas)
     runs["kind"] = _kinds(call.replicas)
-    runs["rate"], runs["decay"] = call.rates, call.decays
+    for name, values in moved_factors(call.rates, call.decays).items():
+        runs[name] = values
     return runs
+
+
+def moved_factors(rates: Sequence[float], decays: Sequence[float]) -> dict[str, Any]:
+    """What runs whose weights move say of their factors."""
+    return {"rate": rates, "decay": decays}
 
 
 def packed_runs(call: MovePacked) -> Runs:
