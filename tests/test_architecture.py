@@ -54,6 +54,7 @@ LAZY_LOADERS = {
     "plan/command_line.py": "--help needs no torch",
     "plan/models/finding.py": "transformers, and torch with it, are for families that have no formula",
     "plan/plan_command.py": "a calibration takes pydantic, and most plans have none",
+    "compress/kernels/adam.py": "a backend is imported where a tensor lies on its device",
     "compress/kernels/buckets.py": "a backend is imported where a bucket lies on its device",
     "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
     "zero/digests.py": "the compiler is imported where a gradient lies on a CPU",

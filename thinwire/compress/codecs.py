@@ -218,10 +218,16 @@ class _CastCodec(Codec):
         values = self._values(packets, output.numel())
         if not len(values):
             raise ValueError("a mean needs at least one row of packets")
-        output.copy_(values[0])
-        for row in values[1:]:
+        if len(values) > 1 and values.dtype == output.dtype:
+            torch.add(values[0], values[1], out=output)
+        else:
+            output.copy_(values[0])
+            for row in values[1:2]:
+                output.add_(row)
+        for row in values[2:]:
             output.add_(row)
-        output.div_(packets.shape[0])
+        if len(values) > 1:
+            output.div_(len(values))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([parts[0], *(part[:, HEADER_BYTES:] for part in parts[1:])], dim=1)

@@ -1,6 +1,6 @@
 """Adam's arithmetic on lists of tensors, before and after the variance is frozen: the one place where
-the formulas stand. Multi-tensor operations throughout, so that a GPU gets few launches; where the variance moves, one pass
-over memory (`compress/kernels/adam.py`), with the same bits on every processor."""
+the formulas stand. Multi-tensor operations throughout, so that a GPU gets few launches; where the variance moves, one
+pass over memory (`compress/kernels/adam.py`), with the same bits on every processor."""
 
 from __future__ import annotations
 

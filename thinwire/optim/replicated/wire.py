@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.compress.codecs import Codec
+from thinwire.compress.exact_exchange import make_exact_exchange
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.zero import BucketLayout, shard_numel
@@ -41,7 +42,10 @@ class Wire:
 
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""
-        return self._make(layout, index, device, self._warmup_codec, False)
+        codec = self._warmup_codec
+        if codec.name == "none" and self._links is None:
+            return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
+        return self._make(layout, index, device, codec, False)
 
     def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""

@@ -1,0 +1,64 @@
+"""DiLoCo's steps beside steps that send nothing: what is made of their seconds, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.ethernet import local_steps
+from experiments.ethernet.race.local_step_report import print_table, record, under_way
+from experiments.ethernet.race.local_step_times import fragment_bytes
+from thinwire.optim.diloco.timetable import Timetable
+
+
+def test_a_fragment_is_under_way_from_the_step_it_leaves_after_to_the_one_it_is_back_after() -> None:
+    # Of 10 steps fragments leave after the fifth and the tenth; a turn begins with the third.
+    assert under_way(Timetable(every=10, overlap=2, fragments=2)) == [False, False, True, True, True] * 2
+    assert under_way(Timetable(every=4, overlap=1, fragments=1)) == [False, False, True, True]
+    uneven = under_way(Timetable(every=7, overlap=1, fragments=2))  # after the fourth and the seventh
+    assert uneven == [False, False, True, True, False, True, True]
+
+
+def test_a_fragment_sends_two_legs() -> None:
+    assert fragment_bytes([0, 0, 30, 10, 0, 20, 25, 0]) == 45
+    assert fragment_bytes([5, 5]) == 10
+
+
+def test_steps_are_multiples_of_steps_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    timetable = Timetable(every=4, overlap=1, fragments=1)
+    alone = [[2.0, 2.0, 2.0, 2.0]] * 3
+    local = [[2.0, 2.0, 3.0, 5.0], [2.0, 2.0, 3.0, 5.0], [2.0, 2.0, 2.0, 20.0]]
+    found = record({"fill": 1.0, "megabits": 8.0, "alone": alone, "local": local}, timetable)
+    assert found["alone"] == 2.0
+    assert found["step"] == 1.0
+    assert found["under_way"] == 2.0
+    assert found["period"] == 1.5
+    assert found["by_step"] == [1.0, 1.0, 1.5, 2.5]
+    unlimited = {**found, "fill": None, "megabits": None}
+    print_table({"overlap": 1, "fragment_bytes": 2_000_000, "rates": [unlimited, found]})
+    assert "1 steps                          8.00    2000.0   1.000      2.000   1.500" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--hosts", "1"], "from 2 to 250"),
+        (["--overlaps", "1", "15"], "less than --every / --fragments, 15, got 15"),
+        (["--codec", "int5"], "invalid choice"),
+        (["--fills", "0"], "above 0"),
+    ],
+)
+def test_bad_command_lines_are_refused(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local_steps.main([*arguments, "--output", str(tmp_path)]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_without_links_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local_steps, "missing", lambda: "no network namespaces here")
+    assert local_steps.main(["--output", str(tmp_path)]) == 2
+    assert "no links to shape: no network namespaces here" in capsys.readouterr().err
