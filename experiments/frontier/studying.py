@@ -105,4 +105,7 @@ def answer(
 def study_summary(runs: Sequence[Run], baseline: Mapping[int, float]) -> dict[str, Any]:
     """What a study's file says about its runs."""
     found = variant_standings(runs, baseline)
-    return {"standings": {count: {name: asdict(one) for name, one in of.items()} for count, of in found.items()}}
+    return {
+        "baseline": {str(count): loss for count, loss in baseline.items()},
+        "standings": {count: {name: asdict(one) for name, one in of.items()} for count, of in found.items()},
+    }
