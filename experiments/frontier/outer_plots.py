@@ -51,7 +51,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
 
 def percent_above(content: Mapping[str, Any], standing: Mapping[str, Any]) -> float:
     """The first seed's loss above AdamW's mean, so that variants of one seed stand beside those of three."""
-    return 100 * (standing["first_loss"] / content["baseline"][_WORKERS] - 1)
+    return 100 * (standing["first_loss"] / content["baseline"][_WORKERS]["loss"] - 1)
 
 
 def _title(variants: list[tuple[dict[str, float], float]]) -> str:
