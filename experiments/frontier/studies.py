@@ -118,8 +118,8 @@ STUDIES = {
     "outer": (
         Question("text", 2, _TEXT_RATES, _variants("diloco", *_grid(30))),
         Question("text", 2, _TEXT_RATES, _variants("diloco", *_BY_ARRIVAL)),
-        Question("text", 2, _TEXT_RATES, _variants("diloco", _outer(10, *_DEFAULT), _outer(10, *_AVERAGING)), seeds=1),
-        Question("text", 4, (5e-3,), _variants("diloco", _outer(30, *_AVERAGING)), seeds=1),
+        Question("text", 2, _TEXT_RATES, _variants("diloco", _outer(10, *_AVERAGING), _outer(10, *_DEFAULT))),
+        Question("text", 4, (5e-3,), _variants("diloco", _outer(30, *_AVERAGING))),
         Question("mini", 2, (2e-3,), _variants("diloco", _outer(30, *_AVERAGING)), seeds=1),
     ),
     "longer": (
