@@ -19,8 +19,7 @@ class Question:
         subject: the task's name.
         workers: who train together.
         rates: to try, for every variant.
-        variants: by name. The first is what the others are held against; it and the best of all run with every seed,
-            the others with the first alone.
+        variants: by name. The first and the best of all run with every seed, the others with the first alone.
         steps: of every run; None for the task's own.
         reported: other variants that run with every seed.
         seeds: at most so many; None for as many as the command says.
@@ -70,17 +69,18 @@ _RATES_BY_MOMENTUM = {
 _TEXT_RATES = (2.5e-3, 5e-3)
 """Half and twice as much cost AdamW and DiLoCo 4% and more: variants do not try them."""
 
-_FROZEN_LATER = 240
 _ZERO_ONE: tuple[dict[str, Any], ...] = (
+    {"local_step_clipper": 1, "codec": "stat2"},
     # As the frontier has it: freeze at step 96, the interval of the variance doubles every 4 updates, that of syncs
     # every 48 steps up to 4.
     {},
     {"local_step_clipper": 1},
     {"var_update_scaler": 8},
     {"var_update_scaler": 16},
-    {"var_freeze_step": _FROZEN_LATER},
     {"codec": "stat2"},
-    {"var_freeze_step": _FROZEN_LATER, "var_update_scaler": 8},
+    {"local_step_clipper": 2, "codec": "stat2"},
+    {"local_step_clipper": 1, "var_update_scaler": 8},
+    {"var_freeze_step": 240},
 )
 
 
@@ -119,13 +119,13 @@ STUDIES = {
         Question("text", 2, _TEXT_RATES, _variants("diloco", *_grid(30))),
         Question("text", 2, _TEXT_RATES, _variants("diloco", *_BY_ARRIVAL)),
         Question("text", 2, _TEXT_RATES, _variants("diloco", _outer(10, *_AVERAGING), _outer(10, *_DEFAULT))),
-        Question("text", 4, (5e-3,), _variants("diloco", _outer(30, *_AVERAGING))),
+        Question("text", 4, (5e-3,), _variants("diloco", _outer(30, *_AVERAGING)), seeds=1),
         Question("mini", 2, (2e-3,), _variants("diloco", _outer(30, *_AVERAGING)), seeds=1),
     ),
     "longer": (
-        _longer("text", 5e-3, 960),
-        _longer("text", 5e-3, 720),
         _longer("text", 5e-3, 600),
+        _longer("text", 5e-3, 720),
+        _longer("text", 5e-3, 960, seeds=1),
         _longer("mini", 2e-3, 600, seeds=1),
         # What AdamW itself needs to end 1% higher.
         Question("text", 2, (5e-3,), _variants("adamw", {}, steps=440), 440, seeds=1),

@@ -13,7 +13,7 @@ from experiments.frontier import learning
 from experiments.frontier.__main__ import parse
 from experiments.frontier.contenders import Contender
 from experiments.frontier.store import Run, RunStore
-from experiments.frontier.studies import STUDIES, Question, variant_name
+from experiments.frontier.studies import STUDIES, Question, options_of, variant_name
 from experiments.frontier.studying import Baseline, answer, baselines, study_summary, variant_standings
 from experiments.frontier.subjects import SUBJECTS, Subject
 from tests.experiments.training.outcomes import outcome
@@ -78,6 +78,9 @@ def test_studies_name_their_variants_apart_and_ask_known_tasks() -> None:
             assert set(question.reported) <= question.variants.keys()
             for name, one in question.variants.items():
                 assert name == variant_name(one.optimizer, question.steps, one.options)
+                numbers = {option: value for option, value in one.options.items() if option != "codec"}
+                length = {} if question.steps is None else {"steps": question.steps}
+                assert options_of(name) == numbers | length
                 assert named.setdefault((question.subject, question.workers, name), one) == one
 
 
