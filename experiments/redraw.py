@@ -27,6 +27,7 @@ _DRAWN_BY = {
     "ethernet": "experiments.ethernet.race.step_plots",
     "ethernet_losses": "experiments.ethernet.race.loss_report",
     "frontier": "experiments.frontier.plots",
+    "frontier_outer": "experiments.frontier.outer_plots",
     "layer_drop": "experiments.layer_drop.plots",
     "lion": "experiments.lion.plots",
     "long_documents": "experiments.long_documents.plots",
@@ -37,7 +38,13 @@ _DRAWN_BY = {
 }
 """The module whose `draw(content, path)` draws a file of that name, or of a longer one that begins with it."""
 
-_NOT_DRAWN = ("ethernet_overlap",)
+_NOT_DRAWN = (
+    "ethernet_overlap",
+    "frontier_longer_mini",
+    "frontier_longer_text",
+    "frontier_outer_mini",
+    "frontier_zero-one_text",
+)
 """Results that are a table only."""
 
 

@@ -83,7 +83,7 @@ def _study(name: str, options: argparse.Namespace) -> None:
         return
     subject = SUBJECTS[name]
     task = subject.load_task(options.corpus, _VALIDATION_WINDOWS)
-    baseline = baselines(options.output / f"{_NAME}_{name}.json", questions)
+    baseline = baselines(options.output / f"{_NAME}_{name}.json", questions, subject.steps)
     path = options.output / f"{_NAME}_{options.study}_{name}.json"
     settings = _settings(subject, _VALIDATION_WINDOWS, options)
     store = RunStore(path, settings, lambda runs: study_summary(runs, baseline))

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.frontier.contenders import Contender
 
-__all__ = ["STUDIES", "Question", "variant_name"]
+__all__ = ["STUDIES", "Question", "options_of", "variant_name"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,7 @@ class Question:
         subject: the task's name.
         workers: who train together.
         rates: to try, for every variant.
-        variants: by name. The first is what the others are held against; it and the best of all run with every seed,
-            the others with the first alone.
+        variants: by name. The first and the best of all run with every seed, the others with the first alone.
         steps: of every run; None for the task's own.
         reported: other variants that run with every seed.
         seeds: at most so many; None for as many as the command says.
@@ -39,6 +38,12 @@ def variant_name(optimizer: str, steps: int | None, options: Mapping[str, Any]) 
     """What a variant is called in the results: all that tells it from others."""
     words = [optimizer, *(f"{name}={value}" for name, value in options.items())]
     return " ".join(words if steps is None else [*words, f"steps={steps}"])
+
+
+def options_of(name: str) -> dict[str, float]:
+    """The numbers among the options that a variant's name tells."""
+    words = dict(word.split("=") for word in name.split()[1:])
+    return {option: float(value) for option, value in words.items() if value.replace(".", "", 1).isdigit()}
 
 
 def _variants(optimizer: str, *choices: Mapping[str, Any], steps: int | None = None) -> dict[str, Contender]:
@@ -64,19 +69,18 @@ _RATES_BY_MOMENTUM = {
 _TEXT_RATES = (2.5e-3, 5e-3)
 """Half and twice as much cost AdamW and DiLoCo 4% and more: variants do not try them."""
 
-_FROZEN_LATER = 240
 _ZERO_ONE: tuple[dict[str, Any], ...] = (
+    {"local_step_clipper": 1, "codec": "stat2"},
     # As the frontier has it: freeze at step 96, the interval of the variance doubles every 4 updates, that of syncs
     # every 48 steps up to 4.
     {},
     {"local_step_clipper": 1},
-    {"local_step_clipper": 2},
     {"var_update_scaler": 8},
     {"var_update_scaler": 16},
-    {"var_freeze_step": _FROZEN_LATER},
     {"codec": "stat2"},
-    {"codec": "none"},
-    {"var_freeze_step": _FROZEN_LATER, "var_update_scaler": 8},
+    {"local_step_clipper": 2, "codec": "stat2"},
+    {"local_step_clipper": 1, "var_update_scaler": 8},
+    {"var_freeze_step": 240},
 )
 
 
@@ -86,24 +90,46 @@ def _grid(every: int) -> list[dict[str, Any]]:
     return [_outer(every, *_DEFAULT), *others]
 
 
-def _with_overlap(every: int) -> list[dict[str, Any]]:
-    """The default, and other ways for a worker to take an outer step in."""
-    others = [(*_DEFAULT, 0, 0.0), (*_DEFAULT, 0, 0.5), (*_DEFAULT, 1, 0.0), (*_DEFAULT, 1, 0.25), (*_DEFAULT, 1, 0.75)]
-    at_once = [(1.0, 0.0, 0, 0.0), (1.0, 0.5, 0, 0.0), (0.8, 0.8, 0, 0.0)]
-    return [_outer(every, *_DEFAULT), *(_outer(every, *one) for one in (*others, *at_once))]
+_AT_ONCE = (0, 0.0)
+"""No overlap, and nothing of a worker's own weights remains."""
+
+_AVERAGING = (1.0, 0.0, *_AT_ONCE)
+"""The outer step of local SGD: all workers go on from the mean of their weights."""
+
+_BEST = (0.8, 0.8)
+"""Outer rate and momentum of the lowest loss at 30 steps with the first seed."""
+
+_BY_ARRIVAL = (
+    _outer(30, *_DEFAULT),
+    _outer(30, *_DEFAULT, *_AT_ONCE),
+    _outer(30, *_DEFAULT, 0, 0.5),
+    _outer(30, *_DEFAULT, 1, 0.0),
+    _outer(30, *_BEST, *_AT_ONCE),
+    _outer(30, *_AVERAGING),
+)
+"""Ways for a worker to take an outer step in."""
+
+
+def _longer(subject: str, rate: float, steps: int, seeds: int | None = None) -> Question:
+    return Question(subject, 2, (rate,), _variants("diloco", _outer(30, *_AVERAGING), steps=steps), steps, seeds=seeds)
 
 
 STUDIES = {
     "outer": (
         Question("text", 2, _TEXT_RATES, _variants("diloco", *_grid(30))),
-        Question("text", 2, _TEXT_RATES, _variants("diloco", *_with_overlap(30))),
-        Question(
-            "text",
-            2,
-            _TEXT_RATES,
-            _variants("diloco", *(_outer(10, *one) for one in (_DEFAULT, (0.8, 0.8), (1.0, 0.5), (*_DEFAULT, 0, 0.0)))),
-        ),
+        Question("text", 2, _TEXT_RATES, _variants("diloco", *_BY_ARRIVAL)),
+        Question("text", 2, _TEXT_RATES, _variants("diloco", _outer(10, *_AVERAGING), _outer(10, *_DEFAULT))),
+        Question("text", 4, (5e-3,), _variants("diloco", _outer(30, *_AVERAGING)), seeds=1),
+        Question("mini", 2, (2e-3,), _variants("diloco", _outer(30, *_AVERAGING)), seeds=1),
     ),
-    "zero-one": (Question("text", 2, _TEXT_RATES, _variants("zero-one-adam", *_ZERO_ONE)),),
+    "longer": (
+        _longer("text", 5e-3, 600),
+        _longer("text", 5e-3, 720),
+        _longer("text", 5e-3, 960, seeds=1),
+        _longer("mini", 2e-3, 600, seeds=1),
+        # What AdamW itself needs to end 1% higher.
+        Question("text", 2, (5e-3,), _variants("adamw", {}, steps=440), 440, seeds=1),
+    ),
+    "zero-one": (Question("text", 2, (5e-3,), _variants("zero-one-adam", *_ZERO_ONE)),),
 }
 """By name."""

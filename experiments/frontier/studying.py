@@ -11,6 +11,7 @@ from typing import Any
 from experiments.common.errors import InputError
 from experiments.common.results import read_json
 from experiments.frontier.contenders import BASELINE
+from experiments.frontier.findings import RATES, seconds_at
 from experiments.frontier.learning import learn
 from experiments.frontier.store import Run, RunStore
 from experiments.frontier.studies import Question
@@ -19,7 +20,7 @@ from experiments.training.findings import deviation
 from experiments.training.sweep import best_rate
 from experiments.training.trainer import Task
 
-__all__ = ["VariantStanding", "answer", "baselines", "variant_standings"]
+__all__ = ["Baseline", "VariantStanding", "answer", "baselines", "study_summary", "variant_standings"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class VariantStanding:
         percent_above: of the mean, from AdamW's mean in the frontier's own file.
         bytes_sent: by one worker in a whole run.
         step_cpu_seconds: processor time of a step, one worker's, median of all its runs.
+        seconds: of a whole run by link: computing, and its bytes at the link's rate.
     """
 
     rate: float
@@ -47,10 +49,19 @@ class VariantStanding:
     percent_above: float
     bytes_sent: float
     step_cpu_seconds: float
+    seconds: dict[str, float]
 
 
-def variant_standings(runs: Sequence[Run], baseline: Mapping[int, float]) -> dict[str, dict[str, VariantStanding]]:
-    """By number of workers and variant, in the order in which they ran; `baseline` has AdamW's loss by workers."""
+@dataclass(frozen=True)
+class Baseline:
+    """AdamW in the frontier's own file: its mean loss, and the seconds of a run by link if gradients go in bf16."""
+
+    loss: float
+    seconds_in_bf16: dict[str, float]
+
+
+def variant_standings(runs: Sequence[Run], baseline: Mapping[int, Baseline]) -> dict[str, dict[str, VariantStanding]]:
+    """By number of workers and variant, in the order in which they ran; `baseline` is by number of workers."""
     found: dict[str, dict[str, VariantStanding]] = {}
     for workers, name in dict.fromkeys((run.workers, run.contender) for run in runs):
         mine = [run for run in runs if (run.workers, run.contender) == (workers, name)]
@@ -58,6 +69,8 @@ def variant_standings(runs: Sequence[Run], baseline: Mapping[int, float]) -> dic
         best = best_rate(swept)
         outcomes = [run.outcome for run in mine if run.rate == best]
         loss = mean(outcome.final_loss for outcome in outcomes)
+        sent, step = mean(outcome.bytes_sent for outcome in outcomes), median(run.step_cpu_seconds for run in mine)
+        computing = step * outcomes[0].curve.steps[-1]
         found.setdefault(str(workers), {})[name] = VariantStanding(
             rate=best,
             rates_tried=sorted(swept),
@@ -65,15 +78,22 @@ def variant_standings(runs: Sequence[Run], baseline: Mapping[int, float]) -> dic
             first_loss=swept[best],
             loss=loss,
             deviation=deviation([outcome.final_loss for outcome in outcomes]),
-            percent_above=100 * (loss / baseline[workers] - 1),
-            bytes_sent=mean(outcome.bytes_sent for outcome in outcomes),
-            step_cpu_seconds=median(run.step_cpu_seconds for run in mine),
+            percent_above=100 * (loss / baseline[workers].loss - 1),
+            bytes_sent=sent,
+            step_cpu_seconds=step,
+            seconds={link: seconds_at(rate, computing, sent) for link, rate in RATES.items()},
         )
     return found
 
 
-def baselines(path: Path, questions: Sequence[Question]) -> dict[int, float]:
-    """AdamW's loss by number of workers, from the frontier's own file; raises `InputError` where it is not there."""
+def baselines(path: Path, questions: Sequence[Question], steps: int) -> dict[int, Baseline]:
+    """AdamW by number of workers, from the frontier's own file; raises `InputError` where it is not there.
+
+    Args:
+        path: of that file.
+        questions: whose numbers of workers are asked for.
+        steps: of its runs.
+    """
     found = read_json(path).get("standings", {}) if path.exists() else {}
     counts = sorted({question.workers for question in questions})
     for count in counts:
@@ -82,7 +102,12 @@ def baselines(path: Path, questions: Sequence[Question]) -> dict[int, float]:
                 f"{path} has no {BASELINE} with {count} workers, which the study is held against: run the same "
                 f"command without --study, with --workers {count} --contenders {BASELINE}, first"
             )
-    return {count: found[str(count)][BASELINE]["loss"] for count in counts}
+    return {count: _baseline(found[str(count)][BASELINE], steps) for count in counts}
+
+
+def _baseline(standing: Mapping[str, Any], steps: int) -> Baseline:
+    computing, halved = steps * standing["step_cpu_seconds"], standing["bytes_sent"] / 2
+    return Baseline(standing["loss"], {link: seconds_at(rate, computing, halved) for link, rate in RATES.items()})
 
 
 def answer(
@@ -102,7 +127,10 @@ def answer(
         run(name, min(seeds, question.seeds or seeds))
 
 
-def study_summary(runs: Sequence[Run], baseline: Mapping[int, float]) -> dict[str, Any]:
+def study_summary(runs: Sequence[Run], baseline: Mapping[int, Baseline]) -> dict[str, Any]:
     """What a study's file says about its runs."""
     found = variant_standings(runs, baseline)
-    return {"standings": {count: {name: asdict(one) for name, one in of.items()} for count, of in found.items()}}
+    return {
+        "baseline": {str(count): asdict(one) for count, one in baseline.items()},
+        "standings": {count: {name: asdict(one) for name, one in of.items()} for count, of in found.items()},
+    }

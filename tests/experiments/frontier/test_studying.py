@@ -13,13 +13,15 @@ from experiments.frontier import learning
 from experiments.frontier.__main__ import parse
 from experiments.frontier.contenders import Contender
 from experiments.frontier.store import Run, RunStore
-from experiments.frontier.studies import STUDIES, Question, variant_name
-from experiments.frontier.studying import answer, baselines, study_summary, variant_standings
+from experiments.frontier.studies import STUDIES, Question, options_of, variant_name
+from experiments.frontier.studying import Baseline, answer, baselines, study_summary, variant_standings
 from experiments.frontier.subjects import SUBJECTS, Subject
 from tests.experiments.training.outcomes import outcome
 
 _LOSSES = {"kept": 2.2, "worse": 2.3, "best": 2.0}
 """By variant, at the rate 0.002; elsewhere all are higher."""
+
+_BASELINE = {2: Baseline(2.0, {})}
 
 
 def _question(**options: Any) -> Question:
@@ -40,7 +42,7 @@ def _answer(question: Question, path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(learning, "train", train)
     task: Any = None
-    store = RunStore(path, {}, lambda runs: study_summary(runs, {2: 2.0}))
+    store = RunStore(path, {}, lambda runs: study_summary(runs, _BASELINE))
     answer(question, SUBJECTS["text"], task, 3, store, lambda line: None)
     return runs
 
@@ -49,11 +51,12 @@ def test_the_first_the_best_and_the_reported_run_with_all_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = _answer(_question(steps=7), tmp_path / "a.json", monkeypatch)
-    found = variant_standings(runs, {2: 2.0})["2"]
+    found = variant_standings(runs, _BASELINE)["2"]
     assert {name: one.seeds for name, one in found.items()} == {"kept": 3, "worse": 1, "best": 3}
     assert all((one.rate, one.rates_tried) == (0.002, [0.001, 0.002]) for one in found.values())
     kept = found["kept"]
     assert (kept.first_loss, kept.loss, kept.percent_above) == pytest.approx((2.2, 2.21, 10.5))
+    assert kept.seconds["20 Mb/s"] == pytest.approx(0.01 * 100 + 8 * 7 / 20e6)
     assert kept.deviation == pytest.approx(0.01)
     assert {run.outcome.bytes_sent for run in runs} == {7}
     assert not _answer(_question(steps=7), tmp_path / "a.json", monkeypatch)
@@ -75,15 +78,21 @@ def test_studies_name_their_variants_apart_and_ask_known_tasks() -> None:
             assert set(question.reported) <= question.variants.keys()
             for name, one in question.variants.items():
                 assert name == variant_name(one.optimizer, question.steps, one.options)
+                numbers = {option: value for option, value in one.options.items() if option != "codec"}
+                length = {} if question.steps is None else {"steps": question.steps}
+                assert options_of(name) == numbers | length
                 assert named.setdefault((question.subject, question.workers, name), one) == one
 
 
 def test_what_a_study_lacks_is_said(tmp_path: Path) -> None:
     path = tmp_path / "frontier_text.json"
     with pytest.raises(InputError, match=r"no adamw with 2 workers.*--workers 2 --contenders adamw"):
-        baselines(path, [_question()])
-    write_json(path, {"standings": {"2": {"adamw": {"loss": 2.5}}}})
-    assert baselines(path, [_question()]) == {2: 2.5}
+        baselines(path, [_question()], steps=10)
+    adamw = {"loss": 2.5, "bytes_sent": 5e6, "step_cpu_seconds": 0.1}
+    write_json(path, {"standings": {"2": {"adamw": adamw}}})
+    found = baselines(path, [_question()], steps=10)[2]
+    assert found.loss == 2.5
+    assert found.seconds_in_bf16["20 Mb/s"] == pytest.approx(10 * 0.1 + 8 * 2.5e6 / 20e6)
     for command in (["--workers", "2"], ["--quick", "--output", str(tmp_path)], ["--contenders", "adamw"]):
         with pytest.raises(InputError, match=f"{command[0]} is of the comparison, and --study outer has its own"):
             parse(["--study", "outer", *command])
