@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm import CommunicationError, threads
+from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.elastic import MembershipError
-from thinwire.comm.membership import Generation, Membership, Record
+from thinwire.comm.membership import Generation, Record
+from thinwire.comm.node_membership import NodeMembership, WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
 from thinwire.optim.diloco.fragments import Fragment
 from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.kept_momentum import KeptMomentum
+from thinwire.optim.diloco.node_outer_step import NodeOuterStep
 from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterStep, UnderWay, make_outer_step
 from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import Worker
@@ -42,6 +44,7 @@ class _SomebodyWaits(Exception):  # noqa: N818 - no error: all know after the sa
 class ElasticHome(LocalHome):
     """One worker's part in a job that goes on without workers that died, and with those that come.
 
+    Where the worker is a node, all of its ranks do the same, and `membership` has the first one act for them.
     Construction waits until this worker is in the job, and then has its outer weights.
     """
 
@@ -49,7 +52,8 @@ class ElasticHome(LocalHome):
 
     def __init__(
         self,
-        membership: Membership,
+        comm: Communicator,
+        membership: NodeMembership,
         worker: Worker,
         names: Sequence[str],
         fragments: Sequence[Fragment],
@@ -59,12 +63,17 @@ class ElasticHome(LocalHome):
         mix: float,
     ) -> None:
         device = worker.parameters[0].device
-        alone = threads.single(membership.settings.timeout)
         steps: list[OuterStep] = [Alone(one.numel, device) for one in fragments]
-        super().__init__(alone, alone, None, worker, names, fragments, steps, timetable, outer, mix)
+        super().__init__(comm, comm, None, worker, names, fragments, steps, timetable, outer, mix)
         self.membership = membership
+        self.index = 0
+        """This worker's number among `workers`, which may change at an outer step."""
+        self._workers = 1
+        self._relay = membership.relay
+        self._group = WorkerGroup(self._relay, None)
         self._codec = codec
-        self._momentum = KeptMomentum([one.numel for one in fragments], device)
+        # Who speaks for the node keeps it for all of its ranks.
+        self._momentum = KeptMomentum([one.numel if self._relay.leads else 0 for one in fragments], device)
         self._taken = 0
         self._dropped: list[int] = []
         self._at_the_end = 0
@@ -79,12 +88,24 @@ class ElasticHome(LocalHome):
     @property
     def bytes_sent_between_nodes(self) -> int:
         """See Home; of all generations."""
-        return self._bytes_earlier + self._exchange_comm.traffic.bytes_sent
+        return self._bytes_earlier + self._group.bytes_sent
 
     @property
-    def index(self) -> int:
-        """This worker's number among `workers`, which may change at an outer step."""
-        return self.comm.rank
+    def _bytes_inside(self) -> int:
+        return self._relay.bytes_sent
+
+    @property
+    def workers(self) -> int:
+        """See LocalHome; since the last outer step."""
+        return self._workers
+
+    @property
+    def _ranks(self) -> int:
+        return self._workers * self.comm.size
+
+    @property
+    def _speaks(self) -> bool:
+        return self.index == 0 and self._relay.leads
 
     def model_state_bytes(self) -> dict[str, float]:
         """See Home; every worker keeps the whole outer momentum."""
@@ -101,7 +122,10 @@ class ElasticHome(LocalHome):
                 "synchronize() has ended this worker's part in the job: to evaluate, or to save the model, while it "
                 "runs, use eval() and train(), which need nobody else"
             )
-        result = self.worker.step(self.loss_scale, self.overflows)
+        try:
+            result = self.worker.step(self.loss_scale, self.overflows)
+        except CommunicationError as error:
+            raise self._relay.lost(error) from error
         self._steps += 1
         self._together(self._take_part)
         return result
@@ -126,6 +150,8 @@ class ElasticHome(LocalHome):
             self.membership.leave()
             self._is_over = True
         self._part()
+        self._relay.close()
+        self.worker.close()
 
     def _take_part(self) -> None:
         self._take_in_due()
@@ -140,7 +166,7 @@ class ElasticHome(LocalHome):
             self._leave_next()
             self._take_in(self.under_way[0])
         if not self.membership.finish():
-            raise CommunicationError(self.membership.disturbed)
+            raise CommunicationError("the workers have to meet once more before they end")
 
     @property
     def _left(self) -> int:
@@ -183,7 +209,7 @@ class ElasticHome(LocalHome):
         """Outer step number `_taken` is taken, or dropped where there is no `update`."""
         if update is None:
             self._dropped = [*self._dropped, self._taken][-len(self.fragments) :]
-        else:
+        elif self._relay.leads:
             self._momentum.follow(fragment, update, self.outer_settings, self.outer_steps[fragment])
         self._taken += 1
 
@@ -203,7 +229,7 @@ class ElasticHome(LocalHome):
         """Do it with the others, in as many generations as that takes."""
         while True:
             try:
-                if reason := self._failure or self.membership.disturbed:
+                if reason := self.membership.why_meet(self._failure):
                     raise CommunicationError(reason)
                 action()
                 return
@@ -214,6 +240,7 @@ class ElasticHome(LocalHome):
             except _SomebodyWaits:
                 self._meet(alarm=False)
 
+    @torch.no_grad()
     def _meet(self, *, alarm: bool) -> None:
         """Be in the next generation that can work together."""
         for _ in range(_ATTEMPTS):
@@ -226,7 +253,7 @@ class ElasticHome(LocalHome):
             except CommunicationError as error:
                 alarm, failure = True, error
             else:
-                if self.index == 0 and generation.number > 1:
+                if self._speaks and generation.number > 1:
                     self._say(generation)
                 return
         raise MembershipError(
@@ -252,25 +279,34 @@ class ElasticHome(LocalHome):
         source = max(holders, key=lambda rank: (_taken(records[rank]), -rank), default=0)
         top = _taken(records[source])
         lacking = [rank for rank, one in enumerate(records) if rank != source and (one is None or _taken(one) < top)]
-        comm = self.membership.connect(range(len(records)), "exchange")
+        group = self.membership.connect(range(len(records)), "exchange")
         try:
             if lacking and generation.index in (source, *lacking):
                 self._hand_over(generation.index, records, [source, *lacking])
         except CommunicationError:
-            comm.close()
+            group.close()
             raise
         self._part()
         self.under_way.clear()
         self._failure = ""
-        self._exchange_comm = self.comm = comm
-        device = self.worker.parameters[0].device
+        self._group, self._workers, self.index = group, len(records), generation.index
         for number, fragment in enumerate(self.fragments):
             before = self.outer_steps[number]
-            after = make_outer_step(comm, None, fragment, self._codec, number, device, reversible=True)
+            after = self._outer_step(number, fragment)
             self._momentum.hand_on(number, before, after, with_residuals=stays)
             self.outer_steps[number] = after
         self._in_the_job = True
         self.membership.begin()
+
+    def _outer_step(self, number: int, fragment: Fragment) -> OuterStep:
+        """Of the generation."""
+        device, comm = self.worker.parameters[0].device, self._group.comm
+        between = None
+        if comm is not None:
+            between = make_outer_step(comm, None, fragment, self._codec, number, device, reversible=True)
+            if self._relay.alone:
+                return between
+        return NodeOuterStep(self._relay, fragment.numel, device, between)
 
     def _hand_over(self, me: int, records: Sequence[Record | None], members: Sequence[int]) -> None:
         """Give those who lack outer steps, or have nothing, what the first of `members` has. Collective of these."""
@@ -286,7 +322,7 @@ class ElasticHome(LocalHome):
             group.broadcast(outer[fragment])
         momentum = [self._momentum.of(fragment).clone() for fragment in range(count)] if anew else []
         for one in momentum:
-            group.broadcast(one)
+            group.broadcast(one, inside=False)
         group.barrier()  # all have all of it before its sender may go
         if me != members[0] and records[me] is None:
             for fragment, values in outer.items():
@@ -299,7 +335,7 @@ class ElasticHome(LocalHome):
             assert source is not None, "only what a worker has taken can be lacked"
             while self._taken < top:
                 self._catch_up(outer[self._taken % count], finite=self._taken not in source["dropped"])
-        self._bytes_earlier += group.traffic.bytes_sent
+        self._bytes_earlier += group.bytes_sent
         group.close()
 
     def _catch_up(self, outer: Tensor, *, finite: bool) -> None:
@@ -313,12 +349,12 @@ class ElasticHome(LocalHome):
 
     def _part(self) -> None:
         """Leave the communicator of the last generation."""
-        comm = self._exchange_comm
-        self._bytes_earlier += comm.traffic.bytes_sent
-        if self.under_way and isinstance(comm, GenerationCommunicator):
-            comm.abandon()
+        group = self._group
+        self._bytes_earlier += group.bytes_sent
+        if self.under_way and isinstance(group.comm, GenerationCommunicator):
+            group.comm.abandon()
         else:
-            comm.close()
+            group.close()
 
     # Checkpoints
 

@@ -110,7 +110,17 @@ class LocalHome(Home):
     @property
     def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
         """See Home."""
-        return ring_bytes(self.comm, (one for one in self.parameters if one.requires_grad))
+        return ring_bytes(self._ranks, (one for one in self.parameters if one.requires_grad))
+
+    @property
+    def _ranks(self) -> int:
+        """Of all workers together."""
+        return self.comm.size
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank warns of what all ranks see alike."""
+        return self.comm.rank == 0
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -285,7 +295,7 @@ class LocalHome(Home):
             outer = self.weights.outer(one.fragment).clone()
             self.weights.set(one.fragment, outer, outer)
             self.dropped_outer_steps += 1
-            if self.comm.rank == 0:
+            if self._speaks:
                 warnings.warn(
                     f"the outer step of step {one.left_at} was dropped on every rank: some worker's weights were not "
                     f"finite. Fragment {one.fragment} goes on from the outer weights, without the steps since the last",
