@@ -203,8 +203,8 @@ def test_what_one_worker_cannot_do_alone() -> None:
     step(model, optimizer, 0)
     numel = sum(one.numel() for one in model.parameters())
     assert optimizer.model_state_bytes()["outer momentum"] == 8 * numel
-    with pytest.raises(RuntimeError, match=r"no state_dict\(\) of one worker"):
-        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="not one worker's to forget"):
+        optimizer.reset_state()
     with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker"):
         make(Tower(), elastic=Elastic(workers=1, address="here:1"), every=5)
     optimizer.synchronize()

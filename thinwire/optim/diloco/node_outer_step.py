@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.comm import CommunicationError
+from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.relay import Relay
-from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep
+from thinwire.compress.codecs import Codec
+from thinwire.optim.diloco.fragments import Fragment
+from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, make_outer_step
 
-__all__ = ["NodeOuterStep"]
+__all__ = ["NodeOuterStep", "make_node_outer_step"]
 
 
 class NodeOuterStep(OuterStep):
@@ -100,3 +102,14 @@ class NodeOuterStep(OuterStep):
         here.append(arrived)
         form = None if arrived.update is None else str(arrived.update.dtype).removeprefix("torch.")
         return form, arrived.meet
+
+
+def make_node_outer_step(
+    relay: Relay, comm: Communicator | None, fragment: Fragment, codec: Codec, index: int, device: torch.device
+) -> OuterStep:
+    """Of fragment number `index`, over the workers whose first ranks are those of `comm`, which no others have; what
+    has left can be undone."""
+    of_leader = None
+    if comm is not None:
+        of_leader = make_outer_step(comm, None, fragment, codec, index, device, reversible=True)
+    return of_leader if relay.alone and of_leader else NodeOuterStep(relay, fragment.numel, device, of_leader)
