@@ -5,6 +5,9 @@
     python examples/elastic.py & python examples/elastic.py & python examples/elastic.py &
 
 Kill one of the three, and start a fourth whenever you like: the job goes on, and all end with the same weights.
+With --together the ranks of a torchrun are one worker, as of a whole host:
+
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py --together
 """
 
 import argparse
@@ -22,6 +25,7 @@ STEPS = 300
 parser = argparse.ArgumentParser()
 parser.add_argument("--workers", type=int, default=3, help="with how many the job begins")
 parser.add_argument("--pause", type=float, default=0.05, help="seconds a step, as if the model were larger")
+parser.add_argument("--together", action="store_true", help="make the ranks that were started together one worker")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
@@ -29,7 +33,8 @@ inputs = torch.randn(20_000, 16)
 data = TensorDataset(inputs, inputs.mean(1, keepdim=True).mul(4).sin())
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
 elastic = thinwire.Elastic(workers=arguments.workers)
-optimizer = thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, lr=0.01, every=20, elastic=elastic)
+node = thinwire.comm.init() if arguments.together else None
+optimizer = thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, lr=0.01, every=20, elastic=elastic, comm=node)
 print(f"process {os.getpid()} is in the job, at step {optimizer.steps}", flush=True)
 
 # A rate that follows from optimizer.steps is right for whoever joins late, too.

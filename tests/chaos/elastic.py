@@ -1,5 +1,6 @@
 """Elastic DiLoCo whose workers are killed by SIGKILL, held up, join, or die while joining: those that are left end with
-the same weights, and a loss within 1% of a run that nobody disturbed.
+the same weights, and a loss within 1% of a run that nobody disturbed. In every other job a worker is a node of two
+ranks, either of which may be the victim: the other one then ends with an error that names it. Codecs take turns.
 
 ``python -m tests.chaos.elastic 50 7`` runs 50 jobs from seed 7. Half of the kills come at a random time, half at a
 random one of the victim's calls by which it takes part. Processes are forked before anything has run a backward, which
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -18,11 +20,15 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore
 
 import thinwire
 from tests.chaos.outcome import Outcome
@@ -30,10 +36,12 @@ from tests.engine.checkpoint.kill import exit_code, fork
 from tests.launching import REPOSITORY, environment
 from tests.optim.diloco.reference import flat
 from tests.optim.diloco.tower import Tower
-from thinwire.comm import MembershipError
+from thinwire.comm import CommunicationError, Communicator, TorchCommunicator
 from thinwire.comm.meeting_place import serve
 from thinwire.comm.membership import Membership
+from thinwire.comm.node_membership import NodeMembership
 from thinwire.compress import make_codec
+from thinwire.compress.codecs import CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
 STEPS = 120
@@ -51,19 +59,21 @@ POINTS: dict[str, tuple[Any, str]] = {
     "leave": (ElasticHome, "_leave_next"),
     "pass on": (ElasticHome, "_pass_on"),
     "take in": (ElasticHome, "_take_in"),
-    "meet": (Membership, "meet"),
+    "meet": (NodeMembership, "meet"),
     "decide": (Membership, "_decided"),
-    "connect": (Membership, "connect"),
+    "connect": (NodeMembership, "connect"),
     "hand over": (ElasticHome, "_hand_over"),
-    "finish": (Membership, "finish"),
+    "finish": (NodeMembership, "finish"),
 }
+CODECS: tuple[CodecName, ...] = ("int8", "int4", "stat2")
+SIZES = (2, 1)
 _TRAINING = ("leave", "pass on", "take in", "finish")
 _MEETING = ("meet", "decide", "connect", "hand over")
 
 
 @dataclass(frozen=True)
 class Death:
-    """Of one worker: `delay` seconds after it is in the job, or at a call, the `count`th of a point from 1 up."""
+    """Of one process: `delay` seconds after it is in the job, or at a call, the `count`th of a point from 1 up."""
 
     delay: float | None = None
     point: str = ""
@@ -79,17 +89,32 @@ class Death:
 
 @dataclass(frozen=True)
 class Trial:
-    """One job. `deaths`: by worker; workers beyond `WORKERS` join `late` seconds after the others are in. `held_up`:
-    when which worker stands still for so long that it is dropped. `pace`: seconds a step."""
+    """One job of workers of `size` processes; worker w has those from w · size on. `deaths`: by process; workers beyond
+    `WORKERS` join `late` seconds after the others are in. `held_up`: when which process stands still for so long that
+    the worker is dropped, if it is its first. `pace`: seconds a step."""
 
     what: str
     deaths: dict[int, Death] = field(default_factory=dict)
     late: tuple[float, ...] = ()
     held_up: dict[int, float] = field(default_factory=dict)
     pace: float = PAUSE
+    codec: CodecName = "int8"
+    size: int = 1
 
     @classmethod
-    def random(cls, source: random.Random) -> Trial:
+    def random(cls, source: random.Random, codec: CodecName, size: int) -> Trial:
+        one = cls._of_single_processes(source)
+        first_rank = {worker: worker * size + source.randrange(size) for worker in range(WORKERS + 1)}
+        return replace(
+            one,
+            deaths={first_rank[worker]: death for worker, death in one.deaths.items()},
+            held_up={first_rank[worker]: delay for worker, delay in one.held_up.items()},
+            codec=codec,
+            size=size,
+        )
+
+    @classmethod
+    def _of_single_processes(cls, source: random.Random) -> Trial:
         what = source.choice(("one", "one", "two at once", "in the meeting", "joins", "a joiner dies", "held up"))
         first, second = source.sample(range(WORKERS), 2)
         delay = Death(source.random() * LONGEST_DELAY)
@@ -119,7 +144,8 @@ def loss_of(model: nn.Module, seed: int, size: int = 256) -> torch.Tensor:
 
 
 def live(number: int, address: str, trial: Trial, ledger: int) -> None:
-    """What a worker's process does."""
+    """What a process does."""
+    worker, rank = divmod(number, trial.size)
     death = trial.deaths.get(number)
     if death is not None and death.delay is None:
         kill_self_at(death)
@@ -128,8 +154,10 @@ def live(number: int, address: str, trial: Trial, ledger: int) -> None:
         WORKERS, min_workers=1, address=address, timeout=LIMIT_SECONDS / 2, join_timeout=30.0, silence=SILENCE
     )
     try:
+        comm = node_of(worker, rank, trial.size, address) if trial.size > 1 else None
+        options: dict[str, Any] = {"every": 8, "fragments": 2, "codec": trial.codec, "block_size": 64}
         optimizer = thinwire.DiLoCo(
-            model.named_parameters(), torch.optim.AdamW, lr=0.01, every=8, fragments=2, block_size=64, elastic=elastic
+            model.named_parameters(), torch.optim.AdamW, lr=0.01, elastic=elastic, comm=comm, **options
         )
         os.write(ledger, f"ready {number}\n".encode())
         source = 10_000 * optimizer._home.membership.claim(1)  # type: ignore[attr-defined]
@@ -141,13 +169,22 @@ def live(number: int, address: str, trial: Trial, ledger: int) -> None:
             rates.step()
             time.sleep(trial.pace)
         optimizer.synchronize()
-    except MembershipError as error:
+    except CommunicationError as error:
         os.write(ledger, f"error {number} {error}\n".encode())
         os._exit(TOO_LATE if "is over" in str(error) else 1)
     digest = hashlib.sha256(flat(model.parameters()).numpy().tobytes()).hexdigest()[:16]
     with torch.no_grad():
         loss = loss_of(model, 2**40, 8192).item()
     os.write(ledger, f"end {number} {digest} {loss} {optimizer.workers}\n".encode())
+
+
+def node_of(worker: int, rank: int, size: int, address: str) -> Communicator:
+    """What a torchrun of its own gives a node's ranks, at a store that none of them serves."""
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), None, False, timedelta(seconds=30), wait_for_workers=False)
+    limit = timedelta(seconds=LIMIT_SECONDS)
+    dist.init_process_group("gloo", store=PrefixStore(f"{worker}", store), rank=rank, world_size=size, timeout=limit)
+    return TorchCommunicator(timeout=LIMIT_SECONDS / 2)
 
 
 def kill_self_at(death: Death) -> None:
@@ -168,20 +205,28 @@ def kill_self_at(death: Death) -> None:
 
 
 def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
-    """What the ledger says, word by word, and each worker's exit code; -SIGALRM for one that hung."""
+    """What the ledger says, word by word, and each process's exit code; -SIGALRM for one that hung."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     reader, writer = os.pipe()
     place = fork(lambda: hold_open(address))
-    processes = {number: fork(lambda number=number: live(number, address, trial, writer)) for number in range(WORKERS)}
+    processes: dict[int, int] = {}
+
+    def begin(worker: int) -> None:
+        for number in range(worker * trial.size, (worker + 1) * trial.size):
+            processes[number] = fork(lambda number=number: live(number, address, trial, writer))  # type: ignore[misc]
+
+    for worker in range(WORKERS):
+        begin(worker)
     lines: list[str] = []
     codes: dict[int, int] = {}
     try:
         os.set_blocking(reader, False)
         clock = Clock(reader, lines)
-        clock.wait(lambda: sum(line.startswith("ready") for line in lines) == WORKERS or ended(processes, codes))
-        begin = time.monotonic()
+        everybody = WORKERS * trial.size
+        clock.wait(lambda: sum(line.startswith("ready") for line in lines) == everybody or ended(processes, codes))
+        began = time.monotonic()
         due: list[tuple[float, Callable[[], None]]] = [
             (death.delay, lambda number=number: send(signal.SIGKILL, processes[number], number in codes))  # type: ignore[misc]
             for number, death in trial.deaths.items()
@@ -195,14 +240,9 @@ def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
                         lambda number=number, kind=kind: send(kind, processes[number], number in codes),  # type: ignore[misc]
                     )
                 )
-        for number, delay in enumerate(trial.late, WORKERS):
-
-            def join(number: int = number) -> None:
-                processes[number] = fork(lambda: live(number, address, trial, writer))
-
-            due.append((delay, join))
+        due += [(delay, lambda worker=worker: begin(worker)) for worker, delay in enumerate(trial.late, WORKERS)]  # type: ignore[misc]
         for delay, action in sorted(due, key=lambda one: one[0]):
-            clock.wait(lambda delay=delay: time.monotonic() >= begin + delay)  # type: ignore[misc]
+            clock.wait(lambda delay=delay: time.monotonic() >= began + delay)  # type: ignore[misc]
             action()
         clock.wait(lambda: ended(processes, codes) and len(codes) == len(processes))
     finally:
@@ -264,21 +304,38 @@ def judge(trial: Trial, usual: float) -> list[str]:
     """What is wrong with a trial's end; `usual`: the loss where nobody is disturbed."""
     lines, codes = run_trial(trial)
     ends = {int(line[1]): line[2:] for line in lines if line[0] == "end"}
-    bad = [" ".join(line) for line in lines if line[0] == "error" and "over:" not in line]
+    errors = {int(line[1]): " ".join(line[2:]) for line in lines if line[0] == "error"}
+    killed = {number // trial.size: number % trial.size for number, code in codes.items() if code == -signal.SIGKILL}
+    late = {number // trial.size for number in trial.held_up}
+    bad = []
     for number, code in codes.items():
-        dies = number in trial.deaths
-        may_be_late = number >= WORKERS or number in trial.held_up
-        allowed = {0} | ({-signal.SIGKILL} if dies else set()) | ({TOO_LATE} if may_be_late else set())
+        worker, error = number // trial.size, errors.get(number, "")
+        allowed = {0}
+        if number in trial.deaths:
+            allowed.add(-signal.SIGKILL)
+        elif worker in killed and re.search(rf"\brank {killed[worker]}\b", error):
+            allowed.add(1)
+        if worker >= WORKERS or worker in late:
+            allowed.add(TOO_LATE)
         if code not in allowed:
-            bad.append(f"worker {number} ended with {code}{', it hung' if code == -signal.SIGALRM else ''}")
+            hung = ", it hung" if code == -signal.SIGALRM else ""
+            bad.append(f"process {number} ended with {code}{hung}: {error}")
     if len({end[0] for end in ends.values()}) != 1:
         bad.append(f"weights differ: {ends}")
     bad += [
-        f"worker {number} ended with a loss of {end[1]}, undisturbed {usual}"
+        f"process {number} ended with a loss of {end[1]}, undisturbed {usual}"
         for number, end in ends.items()
         if abs(float(end[1]) / usual - 1) > TOLERANCE
     ]
     return [f"{trial}: {fault}" for fault in bad]
+
+
+def undisturbed_loss(trial: Trial) -> float:
+    lines, _ = run_trial(trial)
+    losses = {float(line[3]) for line in lines if line[0] == "end"}
+    assert len(losses) == 1, lines
+    print(f"undisturbed, {trial.codec}, nodes of {trial.size}: {losses}", file=sys.stderr, flush=True)
+    return losses.pop()
 
 
 def run(count: int, seed: int) -> Outcome:
@@ -298,20 +355,21 @@ def run(count: int, seed: int) -> Outcome:
 def main(count: int, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    codec = make_codec("int8", 64)  # its kernels, once for all processes that are forked
-    packets = torch.zeros(1, codec.packet_bytes(64), dtype=torch.uint8)
-    codec.encode(torch.ones(64), None, packets, 64)
-    codec.decode(packets, torch.empty(64), 64)
-    lines, _ = run_trial(Trial("undisturbed"))
-    losses = {float(line[3]) for line in lines if line[0] == "end"}
-    assert len(losses) == 1, lines
-    usual = losses.pop()
-    print(f"undisturbed: {usual}", file=sys.stderr, flush=True)
+    for name in CODECS:  # their kernels, once for all processes that are forked
+        codec = make_codec(name, 64)
+        packets = torch.zeros(1, codec.packet_bytes(64), dtype=torch.uint8)
+        codec.encode(torch.ones(64), None, packets, 64)
+        codec.decode(packets, torch.empty(64), 64)
     source = random.Random(seed)
-    for _ in range(count):
+    usual: dict[tuple[CodecName, int], float] = {}
+    forms = list(product(CODECS, SIZES))
+    for number in range(count):
         begin = time.monotonic()
-        trial = Trial.random(source)
-        bad = judge(trial, usual)
+        codec_name, size = form = forms[number % len(forms)]
+        if form not in usual:
+            usual[form] = undisturbed_loss(Trial("undisturbed", codec=codec_name, size=size))
+        trial = Trial.random(source, codec_name, size)
+        bad = judge(trial, usual[form])
         print(f"{time.monotonic() - begin:.1f} s {trial}", file=sys.stderr, flush=True)
         print("; ".join(bad).replace("\n", " ") or "good", flush=True)
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from thinwire.comm import CommunicationError, Elastic, MembershipError
+from thinwire.comm import CommunicationError, Elastic, MembershipError, threads
 from thinwire.comm.elastic import check_launcher, meeting_place
 from thinwire.comm.heart import Heart
 from thinwire.comm.limited_store import LimitedStore
-from thinwire.comm.meeting_place import enter, serve
+from thinwire.comm.meeting_place import reach, serve
 from thinwire.comm.membership import Generation, Membership
+from thinwire.comm.node_membership import NodeMembership
 
 SETTINGS = Elastic(workers=2, timeout=30.0, join_timeout=30.0, silence=5.0)
 
@@ -157,13 +158,13 @@ def test_workers_meet_at_a_served_place_and_at_none_that_nobody_serves() -> None
     address = "127.0.0.1:29517"
     place = serve(address)
     settings = Elastic(workers=1, address=address)
-    worker = enter(settings)
+    worker = NodeMembership(settings, threads.single(30.0), *reach(settings))
     assert worker.meet(None, alarm=False).index == 0
     assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
     assert worker.finish()
     del place
     with pytest.raises(MembershipError, match=r"nobody serves a meeting place at 127.0.0.1:1: start `python -m"):
-        enter(Elastic(workers=1, address="127.0.0.1:1", join_timeout=0.1, timeout=30.0))
+        reach(Elastic(workers=1, address="127.0.0.1:1", join_timeout=0.1, timeout=30.0))
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,10 @@ class Communicator(ABC):
                     members.append((other_key, rank))
         return self._make_group("split", None if color is None else [rank for _, rank in sorted(members)])
 
-    def duplicate(self) -> Communicator:
-        """Make a communicator of the same ranks with its own message space and byte counts. Collective."""
-        copy = self._make_group("duplicate", list(range(self.size)))
+    def duplicate(self, timeout: float | None = None) -> Communicator:
+        """Make a communicator of the same ranks with its own message space and byte counts, and ``timeout`` in seconds,
+        by default the same. Collective."""
+        copy = self._make_group("duplicate", list(range(self.size)), timeout)
         assert copy is not None
         return copy
 
@@ -181,8 +182,8 @@ class Communicator(ABC):
         """Start an all-reduce of a flat tensor; ``op`` is sum, max or min."""
 
     @abstractmethod
-    def _subgroup(self, members: list[int], number: int) -> Communicator:
-        """Make a communicator of these ranks in this order. Called by the members only.
+    def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
+        """Make a communicator of these ranks in this order, with this timeout. Called by the members only.
 
         ``number`` is the same for all of them and used once in this communicator's life.
         """
@@ -212,7 +213,7 @@ class Communicator(ABC):
         return False
 
     @property
-    def _control_device(self) -> torch.device:
+    def control_device(self) -> torch.device:
         """Where control messages must lie for the backend to carry them."""
         return torch.device("cpu")
 
@@ -232,7 +233,7 @@ class Communicator(ABC):
 
     def _gather_on_host(self, name: str, mine: Tensor) -> Tensor:
         """Gather equal control messages of all ranks, and wait on the host until they are here."""
-        mine = mine.to(self._control_device)
+        mine = mine.to(self.control_device)
         everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device)
         self._move(name, self._start_all_gather, everyone, mine, async_op=False)
         return everyone.cpu()
@@ -315,7 +316,7 @@ class Communicator(ABC):
             if self._alarmed():
                 raise self._fail(call, cause="another rank reported a failure")
 
-    def _make_group(self, name: str, members: list[int] | None) -> Communicator | None:
+    def _make_group(self, name: str, members: list[int] | None, timeout: float | None = None) -> Communicator | None:
         """Make a group on its members; the other ranks only count it."""
         self._raise_earlier_failure()
         self._staging.begin_all()
@@ -323,7 +324,7 @@ class Communicator(ABC):
         if members is None:
             return None
         with self._failures_of(Call(self._sequence, name)):
-            return self._subgroup(members, self._sequence)
+            return self._subgroup(members, self._sequence, self.timeout if timeout is None else timeout)
 
     def _raise_earlier_failure(self) -> None:
         if self._failure is not None:

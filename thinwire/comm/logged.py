@@ -79,8 +79,8 @@ class LoggedCommunicator(Communicator):
     def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
         return self._inner._start_all_reduce(call, tensor, op)
 
-    def _subgroup(self, members: list[int], number: int) -> Communicator:
-        return LoggedCommunicator(self._inner._subgroup(members, number), self.log)
+    def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
+        return LoggedCommunicator(self._inner._subgroup(members, number, timeout), self.log)
 
     def _roll_call(self, call: Call) -> RollCall:
         return self._inner._roll_call(call)
@@ -101,8 +101,9 @@ class LoggedCommunicator(Communicator):
         return self._inner._needs_staging(device, reduction=reduction)
 
     @property
-    def _control_device(self) -> torch.device:
-        return self._inner._control_device
+    def control_device(self) -> torch.device:
+        """See Communicator."""
+        return self._inner.control_device
 
 
 def _as_dict(found: list[OperationStatistics], show_straggler: bool, comm: Communicator) -> dict[str, Any]:

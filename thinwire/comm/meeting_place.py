@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from thinwire.comm.elastic import Elastic, MembershipError, check_launcher, meeting_place
-from thinwire.comm.membership import Membership
 
-__all__ = ["enter", "serve"]
+__all__ = ["reach", "serve"]
 
 _SECONDS = 300.0
 
@@ -37,9 +36,12 @@ def serve(address: str) -> TCPStore:
     )
 
 
-def enter(settings: Elastic) -> Membership:
-    """Go to the meeting place. Raises ValueError where nobody says where that is, or where the launcher would end the
-    workers that are to go on, and MembershipError where nobody serves it within `join_timeout`."""
+def reach(settings: Elastic) -> tuple[Store, str]:
+    """Go to the meeting place: its store, and its address.
+
+    Raises ValueError where nobody says where that is, or where the launcher would end the workers that are to go on,
+    and MembershipError where nobody serves it within `join_timeout`.
+    """
     check_launcher()
     host, port = meeting_place(settings)
     try:
@@ -49,4 +51,4 @@ def enter(settings: Elastic) -> Membership:
             f"nobody serves a meeting place at {host}:{port}: start `python -m thinwire meet {host}:{port}` there "
             f"({error})"
         ) from error
-    return Membership(settings, store, f"{host}:{port}")
+    return store, f"{host}:{port}"

@@ -23,7 +23,7 @@ from thinwire.comm.heart import Heart
 from thinwire.comm.limited_store import LimitedStore
 from thinwire.comm.torch_backend import GenerationCommunicator, connect
 
-__all__ = ["Entry", "Generation", "Membership", "Record"]
+__all__ = ["Entry", "Generation", "Membership", "Record", "job_store"]
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
@@ -67,8 +67,7 @@ class Membership:
         self.name = uuid.uuid4().hex[:12]
         self.generation: Generation | None = None
         self._place = store
-        seconds = max(settings.silence, _ANSWER_SECONDS)
-        self._store = LimitedStore(PrefixStore(f"thinwire/{settings.job}", store), address, seconds)
+        self._store = job_store(settings, store, address)
         self._store.add("workers", 1)  # is anybody there?
         self.heart = Heart(self._another_store(), self.name, settings.silence)
 
@@ -91,10 +90,6 @@ class Membership:
     def begun(self) -> bool:
         """Whether somebody has said so."""
         return self._store.read("begun") is not None
-
-    def claim(self, count: int) -> int:
-        """The first of `count` numbers, from 0 up, that no other worker of the job gets or has got."""
-        return self._store.add("claimed", count) - count
 
     @property
     def disturbed(self) -> str:
@@ -250,6 +245,12 @@ class Membership:
     def _another_store(self) -> Store:
         """Over a connection of its own: one that waits for a key answers nothing else."""
         return PrefixStore(f"thinwire/{self.settings.job}", self._place.clone())  # type: ignore[attr-defined]
+
+
+def job_store(settings: Elastic, store: Store, address: str) -> LimitedStore:
+    """What the workers of a job write and read in a meeting place's `store`, at `address`."""
+    seconds = max(settings.silence, _ANSWER_SECONDS)
+    return LimitedStore(PrefixStore(f"thinwire/{settings.job}", store), address, seconds)
 
 
 def _parsed(decided: str | None) -> list[Entry]:

@@ -154,11 +154,11 @@ class MPICommunicator(Communicator):
     def _track(self, requests: list[MPI.Request], *tensors: Tensor) -> Pending:
         return Transfer(partial(MPI.Request.Testall, requests), tensors, self._in_flight, self._progress)
 
-    def _subgroup(self, members: list[int], number: int) -> Communicator:
+    def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
         own = self._comm.Get_group()
         group = own.Incl(members)
         comm = self._comm.Create_group(group)
-        made = MPICommunicator(comm, self.timeout, cuda_aware=self._cuda_aware, progress=self._progress or False)
+        made = MPICommunicator(comm, timeout, cuda_aware=self._cuda_aware, progress=self._progress or False)
         for handle in (comm, group, own):
             handle.Free()
         return made

@@ -235,9 +235,9 @@ class ThreadCommunicator(Communicator):
     def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
         return self._meet(call, tensor, tensor, lambda parts: _all_reduce(parts, op))
 
-    def _subgroup(self, members: list[int], number: int) -> Communicator:
+    def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
         group = self._group.child(number, tuple(self._group.members[rank] for rank in members))
-        return ThreadCommunicator(group, members.index(self.rank), self.timeout, self.backend)
+        return ThreadCommunicator(group, members.index(self.rank), timeout, self.backend)
 
     def _roll_call(self, call: Call) -> RollCall:
         with self._group.job.changed:

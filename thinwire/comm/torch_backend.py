@@ -107,13 +107,13 @@ class TorchCommunicator(Communicator):
         work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._group, async_op=True)
         return _pending(tensor, work)
 
-    def _subgroup(self, members: list[int], number: int) -> Communicator:
+    def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
         parent = self._wiring
         path = f"{parent.path}/{number}:{'-'.join(map(str, members))}"
-        group = _make_group(parent.store, path, members.index(self.rank), len(members), parent.backend_of, self.timeout)
+        group = _make_group(parent.store, path, members.index(self.rank), len(members), parent.backend_of, timeout)
         global_ranks = tuple(parent.global_ranks[member] for member in members)
         wiring = _Wiring(group, parent.backend_of, global_ranks, parent.store, path)
-        return TorchCommunicator(timeout=self.timeout, _wiring=wiring)
+        return TorchCommunicator(timeout=timeout, _wiring=wiring)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -145,7 +145,8 @@ class TorchCommunicator(Communicator):
         return backend == "gloo" and device.type != "cpu"
 
     @property
-    def _control_device(self) -> torch.device:
+    def control_device(self) -> torch.device:
+        """See Communicator."""
         if "cpu" in self._wiring.backend_of:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())

@@ -74,7 +74,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
         held = [one for group in self.param_groups for one in group["params"]]
         for device in {one.device for one in held if one.is_cuda}:
             prepare(device)  # compression begins hours later, where a missing compiler is told too late
-        uncompressed = ring_bytes(self.comm, [one for one in held if one.requires_grad])
+        uncompressed = ring_bytes(self.comm.size, [one for one in held if one.requires_grad])
         self._savings = SavingsReport(self, self.comm, freezes="".join(freezes), uncompressed=uncompressed)
 
     def __init_subclass__(cls) -> None:

@@ -191,7 +191,7 @@ class Home(ABC):
         """Release communicators, on every rank."""
 
 
-def ring_bytes(comm: Communicator, parameters: Iterable[Tensor]) -> int:
-    """What a ring all-reduce of these parameters' gradients sends, in their dtype."""
+def ring_bytes(ranks: int, parameters: Iterable[Tensor]) -> int:
+    """What each of so many ranks sends in a ring all-reduce of these parameters' gradients, in their dtype."""
     nbytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
-    return round(2 * (comm.size - 1) / comm.size * nbytes)
+    return round(2 * (ranks - 1) / ranks * nbytes)

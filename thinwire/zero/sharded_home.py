@@ -45,7 +45,7 @@ class ShardedHome(Home):
 
     def __init__(self, parameters: ShardedParameters) -> None:
         self.comm = parameters.comm
-        self.uncompressed_step_bytes = ring_bytes(parameters.comm, parameters.order.parameters)
+        self.uncompressed_step_bytes = ring_bytes(parameters.comm.size, parameters.order.parameters)
         self._parameters = parameters
         self._watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
         self._watcher.watch(parameters.order.parameters)

@@ -355,7 +355,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             try:
                 self.attach(model)
             except (ValueError, RuntimeError) as error:
-                twice = ring_bytes(self.comm, [one for one in model.parameters() if one.requires_grad]) / 1e6
+                twice = ring_bytes(self.comm.size, [one for one in model.parameters() if one.requires_grad]) / 1e6
                 warnings.warn(
                     f"DistributedDataParallel sends the gradients that {type(self).__name__} sends, {twice:.1f} MB a "
                     f"step and rank in vain, and cannot be told to stop: {error}. Do not wrap the model, or see "

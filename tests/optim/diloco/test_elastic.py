@@ -14,63 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
 
 import thinwire
 from tests.optim.diloco.bodies import relative_error
+from tests.optim.diloco.elastic_workers import make, meeting, step, together
 from tests.optim.diloco.reference import flat
 from tests.optim.diloco.tower import Tower, loss_of
 from thinwire.comm import CommunicationError, Communicator, Elastic, threads
-from thinwire.comm.membership import Membership
-from thinwire.optim.diloco import elastic_setup
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
-SETTINGS = Elastic(workers=3, address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
-
-
-def together(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Each on a thread of its own; their results, or the first error."""
-    found: list[Any] = [None] * len(bodies)
-
-    def run(number: int) -> None:
-        torch.set_num_threads(1)
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                found[number] = bodies[number]()
-        except BaseException as error:
-            found[number] = error
-
-    workers = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(bodies))]
-    for one in workers:
-        one.start()
-    for one in workers:
-        one.join(120)
-        assert not one.is_alive(), "a worker hangs"
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A meeting place for this test, in place of one that a process serves."""
-    store = HashStore()
-    monkeypatch.setattr(elastic_setup, "enter", lambda settings: Membership(settings, store, "here"))
-
-
-def make(model: Tower, **options: Any) -> tuple[thinwire.DiLoCo, ElasticHome]:
-    options = {"lr": 0.01, "every": 6, "block_size": 64, "elastic": SETTINGS} | options
-    optimizer = thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, **options)
-    home = optimizer._home
-    assert isinstance(home, ElasticHome)
-    return optimizer, home
-
-
-def step(model: Tower, optimizer: thinwire.DiLoCo, data: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, data, optimizer.steps + 1).backward()
-    optimizer.step()
+__all__ = ["meeting"]
 
 
 def run_to_the_end(
@@ -134,7 +87,7 @@ def test_an_outer_step_that_some_have_taken_is_handed_to_who_lacks_it(codec: str
         taken[home.index] = home._taken
         if home.steps == 12 and home.index == 2:
             home.outer_steps[0].arrive = lost  # type: ignore[method-assign]
-        while home.steps == 14 and home.index < 2 and not home.membership.disturbed:
+        while home.steps == 14 and home.index < 2 and not home.membership.why_meet(""):
             time.sleep(0.01)
 
     def lost() -> Any:
@@ -237,7 +190,6 @@ def test_no_sample_is_read_twice() -> None:
         ({"stage": 1}, "stage=1"),
         ({"nodes": [0]}, r"nodes=\[0\]"),
         ({"comm_backend_name": "mpi"}, "ends an MPI job"),
-        ({"comm": threads.single(1.0)}, "not both"),
     ],
 )
 def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -> None:
@@ -251,8 +203,8 @@ def test_what_one_worker_cannot_do_alone() -> None:
     step(model, optimizer, 0)
     numel = sum(one.numel() for one in model.parameters())
     assert optimizer.model_state_bytes()["outer momentum"] == 8 * numel
-    with pytest.raises(RuntimeError, match=r"no state_dict\(\) of one worker"):
-        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="not one worker's to forget"):
+        optimizer.reset_state()
     with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker"):
         make(Tower(), elastic=Elastic(workers=1, address="here:1"), every=5)
     optimizer.synchronize()

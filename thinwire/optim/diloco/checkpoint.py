@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.optim.diloco.fragments import Fragment, Piece
-from thinwire.optim.diloco.outer import Alone, Arrived, OuterStep, UnderWay
+from thinwire.optim.diloco.outer import Alone, Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights
 from thinwire.optim.diloco.worker import Worker
 from thinwire.optim.residuals import mean_over_ranks, ranks_to_resume
@@ -43,7 +43,7 @@ class LocalCheckpoint:
     worker: Worker
     names: Sequence[str]
     fragments: Sequence[Fragment]
-    outer_steps: Sequence[OuterStep]
+    outer_steps: Sequence[OuterState]
     weights: OuterWeights
     shape: Sequence[int]
 
@@ -129,6 +129,10 @@ class LocalCheckpoint:
             outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
             self.weights.set(number, outer, outer)
 
+    def read_momentum(self, source: SliceSource, fragment: Fragment) -> Tensor | None:
+        """The saved outer momentum of a whole fragment; None where it was not saved of all of it."""
+        return self._read_flat(source, _MOMENTUM, fragment)
+
     # Parts
 
     def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
@@ -149,7 +153,7 @@ class LocalCheckpoint:
         return Arrived(torch.cat([updates[one.parameter][one.start : one.start + one.numel] for one in pieces]))
 
     def _load_outer_step(
-        self, source: SliceSource, fragment: Fragment, outer_step: OuterStep, ranks: Sequence[int] | None
+        self, source: SliceSource, fragment: Fragment, outer_step: OuterState, ranks: Sequence[int] | None
     ) -> None:
         outer_step.reset()
         own = outer_step.own

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import CommunicationError, threads
+from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.elastic import MembershipError
-from thinwire.comm.membership import Generation, Membership, Record
+from thinwire.comm.node_membership import NodeMembership, WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
+from thinwire.optim.diloco.elastic_checkpoint import ELASTIC, SavedPlace, load_worker, saved_states
+from thinwire.optim.diloco.elastic_meeting import Plan, Standing, hand_over
 from thinwire.optim.diloco.fragments import Fragment
 from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.kept_momentum import KeptMomentum
-from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterStep, UnderWay, make_outer_step
+from thinwire.optim.diloco.node_outer_step import make_node_outer_step
+from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import StepResult
 from thinwire.zero.rank_checks import settings_digest
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.saved_slices import SliceSource
 
 __all__ = ["ElasticHome"]
 
@@ -42,6 +46,7 @@ class _SomebodyWaits(Exception):  # noqa: N818 - no error: all know after the sa
 class ElasticHome(LocalHome):
     """One worker's part in a job that goes on without workers that died, and with those that come.
 
+    Where the worker is a node, all of its ranks do the same, and `membership` has the first one act for them.
     Construction waits until this worker is in the job, and then has its outer weights.
     """
 
@@ -49,7 +54,8 @@ class ElasticHome(LocalHome):
 
     def __init__(
         self,
-        membership: Membership,
+        comm: Communicator,
+        membership: NodeMembership,
         worker: Worker,
         names: Sequence[str],
         fragments: Sequence[Fragment],
@@ -59,12 +65,20 @@ class ElasticHome(LocalHome):
         mix: float,
     ) -> None:
         device = worker.parameters[0].device
-        alone = threads.single(membership.settings.timeout)
         steps: list[OuterStep] = [Alone(one.numel, device) for one in fragments]
-        super().__init__(alone, alone, None, worker, names, fragments, steps, timetable, outer, mix)
+        super().__init__(comm, comm, None, worker, names, fragments, steps, timetable, outer, mix)
         self.membership = membership
+        self.index = 0
+        """This worker's number among `workers`, which may change at an outer step."""
+        self._workers = 1
+        self._relay = membership.relay
+        self._group = WorkerGroup(self._relay, None)
         self._codec = codec
-        self._momentum = KeptMomentum([one.numel for one in fragments], device)
+        # Who speaks for the node keeps it for all of its ranks.
+        self._momentum = KeptMomentum([one.numel if self._relay.leads else 0 for one in fragments], device)
+        self._states: list[OuterState] = [*steps]
+        self._loaded: SavedPlace | None = None
+        self._resumed_from = ""
         self._taken = 0
         self._dropped: list[int] = []
         self._at_the_end = 0
@@ -79,12 +93,24 @@ class ElasticHome(LocalHome):
     @property
     def bytes_sent_between_nodes(self) -> int:
         """See Home; of all generations."""
-        return self._bytes_earlier + self._exchange_comm.traffic.bytes_sent
+        return self._bytes_earlier + self._group.bytes_sent
 
     @property
-    def index(self) -> int:
-        """This worker's number among `workers`, which may change at an outer step."""
-        return self.comm.rank
+    def _bytes_inside(self) -> int:
+        return self._relay.bytes_sent
+
+    @property
+    def workers(self) -> int:
+        """See LocalHome; since the last outer step."""
+        return self._workers
+
+    @property
+    def _ranks(self) -> int:
+        return self._workers * self.comm.size
+
+    @property
+    def _speaks(self) -> bool:
+        return self.index == 0 and self._relay.leads
 
     def model_state_bytes(self) -> dict[str, float]:
         """See Home; every worker keeps the whole outer momentum."""
@@ -101,7 +127,10 @@ class ElasticHome(LocalHome):
                 "synchronize() has ended this worker's part in the job: to evaluate, or to save the model, while it "
                 "runs, use eval() and train(), which need nobody else"
             )
-        result = self.worker.step(self.loss_scale, self.overflows)
+        try:
+            result = self.worker.step(self.loss_scale, self.overflows)
+        except CommunicationError as error:
+            raise self._relay.lost(error) from error
         self._steps += 1
         self._together(self._take_part)
         return result
@@ -126,6 +155,8 @@ class ElasticHome(LocalHome):
             self.membership.leave()
             self._is_over = True
         self._part()
+        self._relay.close()
+        self.worker.close()
 
     def _take_part(self) -> None:
         self._take_in_due()
@@ -140,7 +171,7 @@ class ElasticHome(LocalHome):
             self._leave_next()
             self._take_in(self.under_way[0])
         if not self.membership.finish():
-            raise CommunicationError(self.membership.disturbed)
+            raise CommunicationError("the workers have to meet once more before they end")
 
     @property
     def _left(self) -> int:
@@ -183,8 +214,8 @@ class ElasticHome(LocalHome):
         """Outer step number `_taken` is taken, or dropped where there is no `update`."""
         if update is None:
             self._dropped = [*self._dropped, self._taken][-len(self.fragments) :]
-        else:
-            self._momentum.follow(fragment, update, self.outer_settings, self.outer_steps[fragment])
+        elif self._relay.leads:
+            self._momentum.follow(fragment, update, self.outer_settings, self._states[fragment])
         self._taken += 1
 
     def _on_gradient(self, number: int) -> None:
@@ -203,7 +234,7 @@ class ElasticHome(LocalHome):
         """Do it with the others, in as many generations as that takes."""
         while True:
             try:
-                if reason := self._failure or self.membership.disturbed:
+                if reason := self.membership.why_meet(self._failure):
                     raise CommunicationError(reason)
                 action()
                 return
@@ -214,92 +245,91 @@ class ElasticHome(LocalHome):
             except _SomebodyWaits:
                 self._meet(alarm=False)
 
+    @torch.no_grad()
     def _meet(self, *, alarm: bool) -> None:
         """Be in the next generation that can work together."""
         for _ in range(_ATTEMPTS):
-            record = {"taken": self._taken, "steps": self._steps, "dropped": self._dropped}
-            generation = self.membership.meet(record if self._in_the_job else None, alarm=alarm)
+            record = self._standing().record() if self._in_the_job else None
+            generation = self.membership.meet(record, alarm=alarm)
+            plan = Plan.of([entry.record for entry in generation.entries])
             try:
-                self._move_to(generation)
+                self._move_to(generation.index, plan)
             except (PacketError, MembershipError):
                 raise
             except CommunicationError as error:
                 alarm, failure = True, error
             else:
-                if self.index == 0 and generation.number > 1:
-                    self._say(generation)
+                if self._speaks and generation.number > 1:
+                    new = f"{plan.standings.count(None)} of them new"
+                    print(
+                        f"thinwire: {self.workers} workers from step {self._steps} on, {new}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 return
         raise MembershipError(
             f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
             "GLOO_SOCKET_IFNAME says by which interface"
         )
 
-    def _say(self, generation: Generation) -> None:
-        new = sum(entry.record is None for entry in generation.entries)
-        print(
-            f"thinwire: {self.workers} workers from step {self._steps} on, {new} of them new",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _standing(self) -> Standing:
+        mine = Standing(self._taken, 0, self._steps, self._dropped, self.index, self._resumed_from)
+        mine = replace(mine, arrived=sum(one.arrived is not None for one in self.under_way))
+        if (saved := self._loaded) is None:
+            return mine
+        return replace(mine, place=saved.place, resumes=saved.workers, claimed=saved.claimed)
 
-    def _move_to(self, generation: Generation) -> None:
-        """Bring all of a generation to the same outer step, and exchange with them from now on."""
-        records = [entry.record for entry in generation.entries]
-        self._in_the_job = stays = records[generation.index] is not None
-        holders = [rank for rank, record in enumerate(records) if record is not None]
-        if not holders and self.membership.begun:
+    def _move_to(self, me: int, plan: Plan) -> None:
+        """Bring all of a generation, this worker as number `me`, to the same outer step, and exchange with them."""
+        if not any(plan.standings) and self.membership.begun:
             raise MembershipError("nobody is left who has the job's weights: start a new job, from a checkpoint")
-        source = max(holders, key=lambda rank: (_taken(records[rank]), -rank), default=0)
-        top = _taken(records[source])
-        lacking = [rank for rank, one in enumerate(records) if rank != source and (one is None or _taken(one) < top)]
-        comm = self.membership.connect(range(len(records)), "exchange")
+        self._in_the_job = stays = plan.standings[me] is not None
+        if stays and not plan.as_saved:
+            self._take_in_arrived()
+        if me == plan.order[0] and self._relay.leads and plan.claimed:
+            self.membership.claim(max(0, plan.claimed - self.membership.claim(0)))
+        group = self.membership.connect(plan.order, "exchange")
         try:
-            if lacking and generation.index in (source, *lacking):
-                self._hand_over(generation.index, records, [source, *lacking])
+            if plan.lacking and me in (plan.source, *plan.lacking):
+                self._hand_over(me, plan)
         except CommunicationError:
-            comm.close()
+            group.close()
             raise
         self._part()
-        self.under_way.clear()
-        self._failure = ""
-        self._exchange_comm = self.comm = comm
+        if not (stays and plan.as_saved):
+            self.under_way.clear()
+        self._failure, self._loaded, self._resumed_from = "", None, plan.of_source.checkpoint
+        self._group, self._workers, self.index = group, len(plan.order), plan.order.index(me)
         device = self.worker.parameters[0].device
         for number, fragment in enumerate(self.fragments):
-            before = self.outer_steps[number]
-            after = make_outer_step(comm, None, fragment, self._codec, number, device, reversible=True)
-            self._momentum.hand_on(number, before, after, with_residuals=stays)
-            self.outer_steps[number] = after
+            after = make_node_outer_step(self._relay, group.comm, fragment, self._codec, number, device)
+            self._momentum.hand_on(number, self._states[number], after, with_residuals=stays)
+            self._states[number] = self.outer_steps[number] = after
         self._in_the_job = True
         self.membership.begin()
 
-    def _hand_over(self, me: int, records: Sequence[Record | None], members: Sequence[int]) -> None:
-        """Give those who lack outer steps, or have nothing, what the first of `members` has. Collective of these."""
-        source = records[members[0]]
-        top = _taken(source)
-        anew = any(records[rank] is None for rank in members[1:])
-        count = len(self.fragments)
-        first = top - count if anew else min(_taken(records[rank]) for rank in members[1:])
-        group = self.membership.connect(members, "state")
-        outer: dict[int, Tensor] = {}
-        for fragment in sorted({number % count for number in range(first, top)}):
-            outer[fragment] = self.weights.outer(fragment).clone()
-            group.broadcast(outer[fragment])
-        momentum = [self._momentum.of(fragment).clone() for fragment in range(count)] if anew else []
-        for one in momentum:
-            group.broadcast(one)
-        group.barrier()  # all have all of it before its sender may go
-        if me != members[0] and records[me] is None:
+    def _take_in_arrived(self) -> None:
+        """Take in early what has arrived, as others count it as taken."""
+        while self.under_way and self.under_way[0].arrived is not None:
+            one = self.under_way[0]
+            super()._take_in(one, 0.0 if self._at_the_end else self._mix)
+            assert one.arrived is not None
+            self._count(one.fragment, one.arrived.update)
+
+    def _hand_over(self, me: int, plan: Plan) -> None:
+        """Give those who lack outer steps, or have nothing, what the source has. Collective of these."""
+        group = self.membership.connect([plan.source, *plan.lacking], "state")
+        outer, momentum = hand_over(group, plan, self.weights, self._momentum, len(self.fragments))
+        if me != plan.source and plan.standings[me] is None:
             for fragment, values in outer.items():
                 self.weights.set(fragment, values, values)
                 self._momentum.of(fragment).copy_(momentum[fragment])
-            self._taken = top
-            self._steps = min((one["steps"] for one in records if one is not None), default=0)
-            self._dropped = [] if source is None else list(source["dropped"])
-        elif me != members[0]:
-            assert source is not None, "only what a worker has taken can be lacked"
-            while self._taken < top:
-                self._catch_up(outer[self._taken % count], finite=self._taken not in source["dropped"])
-        self._bytes_earlier += group.traffic.bytes_sent
+            self._taken, self._steps, self._dropped = plan.top, plan.steps, list(plan.of_source.dropped)
+        elif me != plan.source:
+            while self._taken < plan.top:
+                finite = self._taken not in plan.of_source.dropped
+                self._catch_up(outer[self._taken % len(self.fragments)], finite=finite)
+        self._bytes_earlier += group.bytes_sent
         group.close()
 
     def _catch_up(self, outer: Tensor, *, finite: bool) -> None:
@@ -313,45 +343,57 @@ class ElasticHome(LocalHome):
 
     def _part(self) -> None:
         """Leave the communicator of the last generation."""
-        comm = self._exchange_comm
-        self._bytes_earlier += comm.traffic.bytes_sent
-        if self.under_way and isinstance(comm, GenerationCommunicator):
-            comm.abandon()
+        group = self._group
+        self._bytes_earlier += group.bytes_sent
+        in_flight = any(one.arrived is None for one in self.under_way)
+        if in_flight and isinstance(group.comm, GenerationCommunicator):
+            group.comm.abandon()
         else:
-            comm.close()
+            group.close()
 
     # Checkpoints
 
-    def saved_slices(self) -> list[SavedSlice]:
-        """Not of an elastic job."""
-        raise RuntimeError(_NO_CHECKPOINT)
-
-    def rank_tensors(self) -> dict[str, Tensor]:
-        """Not of an elastic job."""
-        raise RuntimeError(_NO_CHECKPOINT)
-
     def counters(self) -> dict[str, Any]:
-        """Not of an elastic job."""
-        raise RuntimeError(_NO_CHECKPOINT)
+        """See Home."""
+        owned = [[one.own.start, one.own.stop] for one in self._states]
+        place = self._relay.ask(
+            lambda: asdict(SavedPlace(self.index, self.workers, owned, self.membership.claim(0), self._taken))
+        )
+        return {**super().counters(), ELASTIC: place}
 
     def load(self, source: SliceSource) -> None:
-        """Not of an elastic job."""
-        raise RuntimeError(_NO_CHECKPOINT)
+        """See Home; at the beginning of a job, which then goes on as the workers that load go on."""
+        if self._steps or self._taken or self._is_over:
+            raise RuntimeError(
+                f"this worker is in a job that is at step {self._steps}: load a state at step 0, on workers of a new "
+                "job. A worker that joins gets the job's weights by itself"
+            )
+        loaded = load_worker(source, self._checkpoint, self._momentum, leads=self._relay.leads)
+        self._states, self._steps, self.under_way = loaded.states, loaded.steps, loaded.under_way
+        self._taken = self._timetable.count(self._steps) - len(self.under_way)
+        self._loaded, self._resumed_from = loaded.place, loaded.run
+        self._in_the_job = True
+        self._meet(alarm=True)
 
     def load_weights(self, source: SliceSource) -> None:
         """Not of an elastic job."""
-        raise RuntimeError(_NO_CHECKPOINT)
+        raise RuntimeError(
+            "the weights of an elastic job are not one worker's to change: load them into the model before the "
+            "optimizer is built, and those of the job's first worker count"
+        )
 
     def reset_state(self) -> None:
         """Not of an elastic job."""
         raise RuntimeError("an elastic job's state is not one worker's to forget: build a new optimizer in a new job")
 
+    def _saved_states(self) -> Sequence[OuterState]:
+        return saved_states(self.fragments, self._states, self._momentum, leads=self._relay.leads)
 
-_NO_CHECKPOINT = (
-    "an elastic job has no state_dict() of one worker: save the model's between optimizer.eval() and "
-    "optimizer.train(), which show the weights that all workers have in common, and begin a new job from them"
-)
+    def _bring_all(self) -> None:
+        if not self._is_over:
+            self._together(self._bring_due)
 
-
-def _taken(record: Record | None) -> int:
-    return 0 if record is None else int(record["taken"])
+    def _bring_due(self) -> None:
+        while self._left < self._due:
+            self._leave_next()
+        super()._bring_all()

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm import Communicator, threads
-from thinwire.comm.elastic import Elastic
-from thinwire.comm.meeting_place import enter
-from thinwire.comm.membership import Membership
+from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.elastic import Elastic, MembershipError
+from thinwire.comm.meeting_place import reach
+from thinwire.comm.node_membership import NodeMembership
+from thinwire.compress.packet import PacketError, SettingsError
 
 __all__ = ["enter_elastic_job", "own_communicator"]
 
@@ -20,31 +22,48 @@ __all__ = ["enter_elastic_job", "own_communicator"]
 def own_communicator(
     elastic: object, comm: Communicator | None, backend: str | None, nodes: object, stage: object
 ) -> Communicator:
-    """A communicator of this worker alone, on which an elastic optimizer is built.
+    """The communicator of this worker's ranks, on which an elastic optimizer is built: `comm`, or of itself alone.
 
     Raises ValueError or TypeError for what elastic workers cannot have.
     """
     if not isinstance(elastic, Elastic):
         raise TypeError(f"elastic must be a thinwire.Elastic, got {elastic!r}")
-    if comm is not None:
-        raise ValueError("elastic workers meet by themselves, over Gloo: give elastic or comm, not both")
     if backend not in (None, "gloo"):
         raise ValueError(
             f"elastic workers exchange over Gloo, got comm_backend_name={backend!r}: a worker that dies ends an MPI "
             "job, and NCCL's watchdog ends the processes of its peers"
         )
+    if comm is not None and comm.backend == "mpi":
+        raise ValueError(
+            "the ranks of an elastic worker cannot be those of an MPI job, which ends as a whole where one dies: start "
+            "each node's ranks with a torchrun of their own, and pass comm=thinwire.comm.init()"
+        )
     if not isinstance(nodes, str):
-        raise ValueError(f"every elastic worker is one process, got nodes={nodes!r}: leave nodes as it is")
-    if stage != 0:
-        raise ValueError(f"every elastic worker is one process, which has nobody to shard with, got stage={stage!r}")
-    return threads.single(elastic.timeout)
+        raise ValueError(
+            f"an elastic worker is one process, or a node whose ranks are those of comm=, got nodes={nodes!r}: leave "
+            "nodes as it is, and to make a torchrun's ranks one worker pass comm=thinwire.comm.init()"
+        )
+    if stage != 0 and (comm is None or comm.size == 1):
+        raise ValueError(
+            f"this elastic worker is one process, which has nobody to shard with, got stage={stage!r}: use stage=0, or "
+            "make a torchrun's ranks one worker with comm=thinwire.comm.init()"
+        )
+    return threads.single(elastic.timeout) if comm is None else comm
 
 
 def enter_elastic_job(
-    elastic: Elastic, settings: Mapping[str, Any], names: Sequence[str], parameters: Sequence[Tensor]
-) -> Membership:
-    """Go to the meeting place; raises ValueError unless this worker's model and settings are the job's."""
-    membership = enter(elastic)
+    elastic: Elastic,
+    comm: Communicator,
+    settings: Mapping[str, Any],
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+) -> NodeMembership:
+    """Go to the meeting place, as the ranks of `comm` together; raises ValueError unless this worker's model and
+    settings are the job's. Collective."""
+    store, address = on_every_rank(
+        comm, lambda: reach(elastic), "reach the meeting place", (ValueError, MembershipError)
+    )
+    membership = NodeMembership(elastic, comm, store, address, (SettingsError, PacketError))
     model = [
         (name, list(one.shape), str(one.dtype), one.requires_grad) for name, one in zip(names, parameters, strict=True)
     ]

@@ -14,7 +14,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.nodes import NodeLinks
 from thinwire.optim.diloco.checkpoint import LocalCheckpoint
 from thinwire.optim.diloco.fragments import Fragment
-from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, UnderWay
+from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights
 from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import Worker
@@ -61,10 +61,7 @@ class LocalHome(Home):
         self._exchange_comm = exchange_comm
         self._links = links
         self._names = list(names)
-        shape = [timetable.every, timetable.overlap, *(piece.numel for one in fragments for piece in one.pieces)]
-        self._checkpoint = LocalCheckpoint(
-            comm, self.nodes, worker, self._names, fragments, outer_steps, self.weights, shape
-        )
+        self._shape = [timetable.every, timetable.overlap, *(piece.numel for one in fragments for piece in one.pieces)]
         self._timetable = timetable
         self._mix = mix
         self._steps = 0
@@ -110,7 +107,17 @@ class LocalHome(Home):
     @property
     def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
         """See Home."""
-        return ring_bytes(self.comm, (one for one in self.parameters if one.requires_grad))
+        return ring_bytes(self._ranks, (one for one in self.parameters if one.requires_grad))
+
+    @property
+    def _ranks(self) -> int:
+        """Of all workers together."""
+        return self.comm.size
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank warns of what all ranks see alike."""
+        return self.comm.rank == 0
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -191,28 +198,29 @@ class LocalHome(Home):
         """See Home. Waits for what is under way, which other ranks have to take part in at their next step at last."""
         self._take_over_written()
         self._bring_all()
-        return self._checkpoint.slices(self.under_way)
+        return self._checkpoint(self._saved_states()).slices(self.under_way)
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """See Home."""
         self._bring_all()
-        return self._checkpoint.rank_tensors()
+        return self._checkpoint(self._saved_states()).rank_tensors()
 
     def counters(self) -> dict[str, Any]:
         """See Home."""
         self._bring_all()
-        return {**self._checkpoint.counters(self._steps, self.met_at, self.under_way), **vars(self.outer_settings)}
+        counted = self._checkpoint(self.outer_steps).counters(self._steps, self.met_at, self.under_way)
+        return {**counted, **vars(self.outer_settings)}
 
     def load(self, source: SliceSource) -> None:
         """See Home."""
         self._take_in_all()
-        self._steps, self.met_at, self.under_way = self._checkpoint.load(source)
+        self._steps, self.met_at, self.under_way = self._checkpoint(self.outer_steps).load(source)
         self.weights.note_met()
 
     def load_weights(self, source: SliceSource) -> None:
         """See Home."""
         self._take_in_all()
-        self._checkpoint.load_weights(source)
+        self._checkpoint(self.outer_steps).load_weights(source)
         self._note_met()
 
     def reset_state(self) -> None:
@@ -245,6 +253,16 @@ class LocalHome(Home):
             self._links.close()
 
     # Parts
+
+    def _checkpoint(self, states: Sequence[OuterState]) -> LocalCheckpoint:
+        """What is saved, and where it is taken up: `states` of the fragments' outer steps, and all else here."""
+        return LocalCheckpoint(
+            self.comm, self.nodes, self.worker, self._names, self.fragments, states, self.weights, self._shape
+        )
+
+    def _saved_states(self) -> Sequence[OuterState]:
+        """What of its outer steps this rank saves."""
+        return self.outer_steps
 
     def _note_met(self) -> None:
         self.met_at = self._steps
@@ -285,7 +303,7 @@ class LocalHome(Home):
             outer = self.weights.outer(one.fragment).clone()
             self.weights.set(one.fragment, outer, outer)
             self.dropped_outer_steps += 1
-            if self.comm.rank == 0:
+            if self._speaks:
                 warnings.warn(
                     f"the outer step of step {one.left_at} was dropped on every rank: some worker's weights were not "
                     f"finite. Fragment {one.fragment} goes on from the outer weights, without the steps since the last",

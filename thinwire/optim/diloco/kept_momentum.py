@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.optim.diloco.outer import OuterSettings, OuterStep
+from thinwire.optim.diloco.outer import OuterSettings, OuterState
 
 __all__ = ["KeptMomentum"]
 
@@ -31,7 +31,7 @@ class KeptMomentum:
         """Of all fragments."""
         return sum(one.nbytes for one in self._values)
 
-    def follow(self, fragment: int, update: Tensor, settings: OuterSettings, owner: OuterStep) -> None:
+    def follow(self, fragment: int, update: Tensor, settings: OuterSettings, owner: OuterState) -> None:
         """Take over what an outer step `update`, [elements], tells; and this owner's own."""
         kept = self._values[fragment]
         if settings.lr > 0:  # else an outer step tells nothing
@@ -39,7 +39,7 @@ class KeptMomentum:
         own = kept[owner.own]
         own.copy_(owner.momentum[: own.numel()])
 
-    def hand_on(self, fragment: int, before: OuterStep, after: OuterStep, *, with_residuals: bool) -> None:
+    def hand_on(self, fragment: int, before: OuterState, after: OuterState, *, with_residuals: bool) -> None:
         """Give new owners their part of the momentum, and `with_residuals` a worker what it owes itself.
 
         The residual of what this worker sends stays; of what it owns, where it owned it before.

@@ -73,12 +73,13 @@ class DiLoCo(SynchronizedOptimizer):
             several ranks a worker where there are several hosts, "flat" every rank; else the node of each rank.
         stage: inside such a node, 0 keeps all state on every rank, 1 and 2 shard it (ZeRO).
         max_norm: a worker's gradients are clipped to this 2-norm; 0 and None do not clip.
-        comm, comm_backend_name: as for every optimizer of ours.
+        comm, comm_backend_name: as for every optimizer of ours; with `elastic` the ranks of this worker.
         named_parameters: names, where `params` has none: for fragments, checkpoints and errors.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         inside: of ShardedOptimizer, which averages gradients inside a worker and keeps master weights: `bucket_bytes`
             and `averaging`. A worker that is one rank with fp32 parameters does neither.
-        elastic: workers that come and go while the job runs, each of one process, over Gloo.
+        elastic: workers that come and go while the job runs, over Gloo: each one process or, with `comm`, its ranks, as
+            of a whole node.
         options: for the inner class: lr, betas, ...
 
     `workers`: how many there are, of an elastic job since the last outer step. `inner`: the inner optimizer.
@@ -141,14 +142,14 @@ class DiLoCo(SynchronizedOptimizer):
         check_same_on_every_rank(self.comm, tensors_in(given), [], settings)
         broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
-        worker = self._make_worker(given, inner_class, links, named_parameters, param_dtype, options, inside or {})
+        node = _node_of_this_rank(self.comm, links, elastic)
+        worker = self._make_worker(given, inner_class, node, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
         names = names_of(worker.optimizer.param_groups, worker.parameters, named_parameters)
         cut = on_every_rank(
             self.comm, lambda: cut_trained(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
         )
-        together = self.comm.size if links is None else links.num_nodes
-        workers = together if elastic is None else elastic.workers
+        workers = elastic.workers if elastic is not None else self.comm.size if links is None else links.num_nodes
         rate = default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
         self.outer = OuterSettings(rate, float(outer_momentum))
         self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings))
@@ -202,14 +203,14 @@ class DiLoCo(SynchronizedOptimizer):
         self,
         given: ParamsT,
         inner_class: Callable[..., torch.optim.Optimizer],
-        links: NodeLinks | None,
+        node: Communicator | None,
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         param_dtype: torch.dtype | None,
         options: dict[str, Any],
         inside_options: Mapping[str, Any],
     ) -> Worker:
         single = param_dtype in (None, torch.float32) and all(one.dtype == torch.float32 for one in tensors_in(given))
-        if links is None and single and not getattr(inner_class, "whole_parameters", False):
+        if node is None and single and not getattr(inner_class, "whole_parameters", False):
             if self.stage:
                 raise ValueError(
                     f"stage={self.stage} shards state among the ranks of a worker, and every worker is one rank here: "
@@ -224,20 +225,20 @@ class DiLoCo(SynchronizedOptimizer):
 
             inner = on_every_rank(self.comm, make, "build its inner optimizer", (ValueError, TypeError))
             return RankWorker(inner, self.comm, self.max_norm)
-        inside = self.comm.split(self.comm.rank) if links is None else links.inside
-        assert inside is not None
+        node = self.comm.split(self.comm.rank) if node is None else node
+        assert node is not None
         sharded = ShardedOptimizer(
             given,
             inner_class,
             stage=self.stage,
-            comm=inside,
+            comm=node,
             named_parameters=named_parameters,
             param_dtype=param_dtype,
             max_norm=self.max_norm,
             **inside_options,
             **options,
         )
-        return NodeWorker(sharded, inside if links is None else None)
+        return NodeWorker(sharded, node)
 
     def _make_home(
         self,
@@ -252,8 +253,9 @@ class DiLoCo(SynchronizedOptimizer):
         codec = make_codec(settings["codec"], settings["block_size"])
         timetable = Timetable(settings["every"], settings["overlap"], len(cut))
         if elastic is not None:
-            membership = enter_elastic_job(elastic, {**settings, **vars(self.outer)}, names, worker.parameters)
-            return ElasticHome(membership, worker, names, cut, codec, timetable, self.outer, mix)
+            job = {**settings, **vars(self.outer)}
+            membership = enter_elastic_job(elastic, self.comm, job, names, worker.parameters)
+            return ElasticHome(self.comm, membership, worker, names, cut, codec, timetable, self.outer, mix)
         device, exchange = worker.parameters[0].device, self.comm.duplicate()
         steps = [make_outer_step(exchange, links, one, codec, number, device) for number, one in enumerate(cut)]
         return LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, mix)
@@ -298,3 +300,10 @@ def _find_nodes(comm: Communicator, nodes: Nodes) -> NodeLinks | None:
     groups = agree_on_nodes(comm, None if isinstance(nodes, str) else nodes)
     chosen = groups.hierarchical if isinstance(nodes, str) else len(groups.members) < comm.size
     return NodeLinks(comm, groups) if chosen else None
+
+
+def _node_of_this_rank(comm: Communicator, links: NodeLinks | None, elastic: Elastic | None) -> Communicator | None:
+    """The ranks that share a worker with this one; None where it is a worker alone. Collective."""
+    if links is not None:
+        return links.inside
+    return comm.duplicate() if elastic is not None and comm.size > 1 else None

@@ -18,7 +18,7 @@ from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment
 
-__all__ = ["Alone", "Arrived", "OuterSettings", "OuterStep", "Together", "UnderWay", "make_outer_step"]
+__all__ = ["Alone", "Arrived", "OuterSettings", "OuterState", "OuterStep", "Together", "UnderWay", "make_outer_step"]
 
 
 @dataclass
@@ -49,42 +49,14 @@ class UnderWay:
     arrived: Arrived | None = None
 
 
-class OuterStep(ABC):
-    """From workers' outer gradients of one fragment to what all subtract from the outer weights.
+class OuterState:
+    """What outer steps of a fragment leave behind for the next one.
 
-    With Δ_m = w° - w_m of worker m (DiLoCo, arXiv 2311.08105, Algorithm 1; C a codec, e and s its residuals):
-
-        leg 1, worker m:  c_m = C(Δ_m + e_m),  e_m += Δ_m - c_m
-        owner:            a = mean c_m,  v = μ v + a,  u = η (a + μ v),  q = C(u + s),  s += u - q
-        leg 2, everyone:  w° -= q
-
-    Use: `leave`, `pass_on`, `arrive`, in this order.
-
-    `momentum`: v, fp32, of the elements `own` of the fragment, those that this rank owns.
+    `momentum`: v of OuterStep, fp32, of the elements `own` of the fragment, those that this rank owns.
     """
 
     own: slice
     momentum: Tensor
-
-    @abstractmethod
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
-        """Leg 1: send w° - w, both fp32 [numel]. Collective."""
-
-    @abstractmethod
-    def may_pass_on(self) -> bool:
-        """Whether leg 1 has brought all."""
-
-    @abstractmethod
-    def pass_on(self, settings: OuterSettings) -> None:
-        """Take the owner's part of the outer step, waiting for leg 1, and begin leg 2. Collective."""
-
-    @abstractmethod
-    def arrive(self) -> Arrived:
-        """Wait for leg 2. Raises PacketError or SettingsError, on every rank, where ranks are out of step."""
-
-    def settle(self, finite: bool) -> None:
-        """Take over momentum and residuals of an outer step that other ranks have taken, where `finite`, though its end
-        did not reach this rank; after `pass_on`."""
 
     def reset(self) -> None:
         """Forget momentum and residuals."""
@@ -106,6 +78,39 @@ class OuterStep(ABC):
     def owner_residual(self) -> Tensor | None:
         """The same of leg 2, of the elements `own`."""
         return None
+
+
+class OuterStep(OuterState, ABC):
+    """From workers' outer gradients of one fragment to what all subtract from the outer weights.
+
+    With Δ_m = w° - w_m of worker m (DiLoCo, arXiv 2311.08105, Algorithm 1; C a codec, e and s its residuals):
+
+        leg 1, worker m:  c_m = C(Δ_m + e_m),  e_m += Δ_m - c_m
+        owner:            a = mean c_m,  v = μ v + a,  u = η (a + μ v),  q = C(u + s),  s += u - q
+        leg 2, everyone:  w° -= q
+
+    Use: `leave`, `pass_on`, `arrive`, in this order.
+    """
+
+    @abstractmethod
+    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
+        """Leg 1: send w° - w, both fp32 [numel]. Collective."""
+
+    @abstractmethod
+    def may_pass_on(self) -> bool:
+        """Whether leg 1 has brought all."""
+
+    @abstractmethod
+    def pass_on(self, settings: OuterSettings) -> None:
+        """Take the owner's part of the outer step, waiting for leg 1, and begin leg 2. Collective."""
+
+    @abstractmethod
+    def arrive(self) -> Arrived:
+        """Wait for leg 2. Raises PacketError or SettingsError, on every rank, where ranks are out of step."""
+
+    def settle(self, finite: bool) -> None:
+        """Take over momentum and residuals of an outer step that other ranks have taken, where `finite`, though its end
+        did not reach this rank; after `pass_on`."""
 
 
 class Together(OuterStep):

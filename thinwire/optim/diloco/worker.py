@@ -197,11 +197,11 @@ class NodeWorker(Worker):
 
     optimizer: ShardedOptimizer
 
-    def __init__(self, optimizer: ShardedOptimizer, own_comm: Communicator | None) -> None:
-        """`own_comm`: to be closed with it."""
+    def __init__(self, optimizer: ShardedOptimizer, inside: Communicator) -> None:
+        """`inside`: the node's ranks, to be closed with it."""
         self.optimizer = optimizer
         self.parameters = [parameter for _, parameter in optimizer.saved_parameters()]
-        self._own_comm = own_comm
+        self._inside = inside
         found = next(one for one in map(find_state, self.parameters) if one is not None)
         self._state = found[0]
 
@@ -310,8 +310,7 @@ class NodeWorker(Worker):
     def close(self) -> None:
         """See Worker."""
         self.optimizer.close()
-        if self._own_comm is not None:
-            self._own_comm.close()
+        self._inside.close()
 
 
 class _OwnState(ParameterState):

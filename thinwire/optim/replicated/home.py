@@ -148,7 +148,7 @@ class ReplicatedHome(AlgorithmHome):
     @property
     def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
         """See Home."""
-        return ring_bytes(self.comm, (self.parameters[index] for index in self._placed()))
+        return ring_bytes(self.comm.size, (self.parameters[index] for index in self._placed()))
 
     @property
     def loss_scale(self) -> float:
