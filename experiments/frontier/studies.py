@@ -126,7 +126,7 @@ STUDIES = {
         _longer("text", 5e-3, 600),
         _longer("text", 5e-3, 720),
         _longer("text", 5e-3, 960, seeds=1),
-        _longer("mini", 2e-3, 600, seeds=1),
+        _longer("mini", 2e-3, 520, seeds=1),
         # What AdamW itself needs to end 1% higher.
         Question("text", 2, (5e-3,), _variants("adamw", {}, steps=440), 440, seeds=1),
     ),
