@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from experiments.frontier.contenders import Contender
@@ -21,7 +21,6 @@ class Question:
         rates: to try, for every variant.
         variants: by name. The first and the best of all run with every seed, the others with the first alone.
         steps: of every run; None for the task's own.
-        reported: other variants that run with every seed.
         seeds: at most so many; None for as many as the command says.
     """
 
@@ -30,7 +29,6 @@ class Question:
     rates: tuple[float, ...]
     variants: Mapping[str, Contender]
     steps: int | None = None
-    reported: tuple[str, ...] = field(default=())
     seeds: int | None = None
 
 
