@@ -384,6 +384,9 @@ def what_is_refused(comm: Communicator, folder: Path) -> None:
         check_optimizer(optimizer, SimpleNamespace(world_size=comm.size, max_grad_norm=0.0, fp16=True))
     with pytest.raises(ValueError, match="start the job with torchrun or accelerate launch"):
         check_optimizer(optimizer, SimpleNamespace(world_size=comm.size + 1, max_grad_norm=0.0, fp16=False))
+    optimizer.comes_and_goes = True
+    with pytest.raises(ValueError, match="the Trainer counts steps and saves by itself"):
+        check_optimizer(optimizer, SimpleNamespace(world_size=comm.size, max_grad_norm=0.0, fp16=False))
     stock = folder / "stock"
     if comm.rank == 0:
         stock.mkdir(parents=True)

@@ -31,8 +31,12 @@ def test_optimizers(optimizer: OneBitAdam) -> None:
     from thinwire.lightning.checks import check_optimizers
 
     check_optimizers([optimizer], world_size=1, scaler=None)
+    late = OneBitAdam(torch.nn.Linear(3, 2).named_parameters())
+    late.comes_and_goes = True
     with pytest.raises(ValueError, match="OneBitAdam has 1 ranks and the Trainer 4"):
         check_optimizers([optimizer], world_size=4, scaler=None)
+    with pytest.raises(ValueError, match="train DiLoCo with elastic= in a loop of your own"):
+        check_optimizers([late], world_size=1, scaler=None)
     with pytest.raises(ValueError, match='use stage=1, or precision="bf16-mixed"'):
         check_optimizers([optimizer], world_size=1, scaler=object())
     with pytest.raises(TypeError, match=r"configure_optimizers\(\) returned SGD"):

@@ -27,8 +27,8 @@ class Elastic:
     """Workers that come and go while a job runs.
 
     They meet at a store that `python -m thinwire meet ADDRESS` serves, a process of its own that has to outlive them.
-    How each is started is its own affair: `python`, or `torchrun --standalone`; ranks and sizes that a launcher gives
-    are not looked at.
+    How each is started is its own affair: `python`, or `torchrun --standalone`. Ranks and sizes that a launcher gives
+    are not looked at: each process is a worker, unless the optimizer gets a communicator, whose ranks are one then.
 
     Args:
         workers: with how many the job begins.

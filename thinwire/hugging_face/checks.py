@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
+from thinwire.zero.clipping_trainers import refuse_late_workers
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = [
@@ -100,6 +101,8 @@ def check_optimizer(optimizer: Any, arguments: Any) -> None:
     """Raise TypeError or ValueError for an optimizer that does not go with these TrainingArguments."""
     ours = synchronized(optimizer)
     name = type(ours).__name__
+    if ours.comes_and_goes:
+        refuse_late_workers("the Trainer")
     if ours.comm.size != arguments.world_size:
         raise ValueError(
             f"{name} has {ours.comm.size} ranks and the Trainer {arguments.world_size}, so that ranks would not share "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from thinwire.zero.clipping_trainers import refuse_late_workers
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["check_clipping", "check_optimizers", "check_places"]
@@ -26,6 +27,8 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], world_size: in
                 "gradients, so that ranks would train apart: return thinwire.OneBitAdam(self.parameters(), ...) or "
                 'another of thinwire\'s, or train with strategy="ddp"'
             )
+        if optimizer.comes_and_goes:
+            refuse_late_workers("the Trainer")
         if optimizer.comm.size != world_size:
             raise ValueError(
                 f"{name} has {optimizer.comm.size} ranks and the Trainer {world_size}: build the optimizer, and its "

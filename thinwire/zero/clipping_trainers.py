@@ -1,5 +1,5 @@
 """Finds the Trainer, transformers' or Lightning's, that would clip what each rank has by itself, before a step that
-averages."""
+averages; and the one that would count the steps of a worker that joins late."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_nobody_clips", "trainer_classes"]
+__all__ = ["check_nobody_clips", "check_nobody_counts", "refuse_late_workers", "trainer_classes"]
 
 
 def trainer_classes() -> list[type]:
@@ -31,6 +31,27 @@ def check_nobody_clips(optimizer: torch.optim.Optimizer, trainers: Iterable[Any]
         for kind, check in checks:
             if issubclass(type(trainer), kind):
                 check(trainer, optimizer)
+
+
+def check_nobody_counts(optimizer: torch.optim.Optimizer, trainers: Iterable[Any]) -> None:
+    """Raise ValueError where one of these steps `optimizer`, and that is of a worker that comes and goes."""
+    kinds = tuple(trainer_classes()) if getattr(optimizer, "comes_and_goes", False) else ()
+    for trainer in trainers:
+        if issubclass(type(trainer), kinds):
+            stepped = [
+                getattr(trainer, "optimizer", None),
+                *getattr(getattr(trainer, "strategy", None), "optimizers", ()),
+            ]
+            if any(_steps(one, optimizer) for one in stepped):
+                refuse_late_workers(type(trainer).__name__)
+
+
+def refuse_late_workers(trainer: str) -> None:
+    """Raise ValueError: `trainer` cannot train a worker that comes and goes."""
+    raise ValueError(
+        f"{trainer} counts steps and saves by itself, and a worker of an elastic job may join at a step that others "
+        "have reached: train DiLoCo with elastic= in a loop of your own, `while optimizer.steps < STEPS`, or without"
+    )
 
 
 def _check_transformers(trainer: Any, optimizer: torch.optim.Optimizer) -> None:

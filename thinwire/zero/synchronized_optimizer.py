@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import Communicator
 from thinwire.zero.accumulation import find_accumulation, wrapper_classes
-from thinwire.zero.clipping_trainers import check_nobody_clips, trainer_classes
+from thinwire.zero.clipping_trainers import check_nobody_clips, check_nobody_counts, trainer_classes
 from thinwire.zero.ddp import find_ddp, leave_gradients_alone
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, ring_bytes
 from thinwire.zero.live_objects import instances_of
@@ -34,7 +34,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
     own dtype would have sent for the same steps. `loss_scale_config`, `loss_scaler`: an engine's loss scale; None
     without an engine. `dynamic_loss_scale`: whether that follows from overflows. `in_training`: false after `eval`.
-    `steps_alone`: whether a worker may skip a step that others take, and asks nobody.
+    `steps_alone`: whether a worker may skip a step that others take, and asks nobody. `comes_and_goes`: whether this
+    worker may be one of those that join late, so that nobody can count its steps but `steps`.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -47,6 +48,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     dynamic_loss_scale: bool = False
     in_training: bool = True
     steps_alone: bool = False
+    comes_and_goes: bool = False
     _home: Home
 
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
@@ -345,6 +347,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         would_send = [DistributedDataParallel] if self.comm.size > 1 and grouped and not self._attached else []
         found = instances_of([*trainer_classes(), *wrapper_classes(), *would_send])
         check_nobody_clips(self, found)
+        check_nobody_counts(self, found)
         if (sends_now := find_accumulation(self, found)) is not None:
             self._home.follow(sends_now)
         self._attach_to(find_ddp(found, self._home.parameters))

@@ -344,6 +344,7 @@ LOCAL = [
     ({"fragments": 0}, '"optimizer.params.fragments" must be at least 1, or "auto", got 0'),
     ({"nodes": [0, 0.5]}, '"optimizer.params.nodes" must be the number of each rank'),
     ({"max_norm": 1.0}, '"optimizer.params.max_norm" can only be 0 .*: use "gradient_clipping"'),
+    ({"elastic": {"workers": 2}}, '"optimizer.params.elastic" is not supported: the engine counts steps'),
     ({"stage": 1}, '"optimizer.params.stage" is not supported: it is "zero_optimization.stage"'),
     ({"lr": -1.0}, '"optimizer.params.inner.params" cannot work: Invalid learning rate'),
 ]

@@ -6,9 +6,11 @@ Processes that are killed are in tests/chaos/elastic.py.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -214,3 +216,19 @@ def test_what_one_worker_cannot_do_alone() -> None:
         make(Tower(), elastic=Elastic(workers=1, address="here:1"))
     with pytest.raises(ValueError, match=r"needs a thinwire\.DiLoCo with elastic"):
         thinwire.ElasticSampler(thinwire.DiLoCo([torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=1.0), 10)
+
+
+def test_trainers_do_not_count_the_steps_of_who_may_join_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trainer:
+        optimizer: Any = None
+
+    module = ModuleType("transformers.trainer")
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers.trainer", module)
+    model = Tower()
+    optimizer, _ = make(model, elastic=Elastic(workers=1, address="here:1"))
+    trainer = Trainer()
+    trainer.optimizer = optimizer
+    with pytest.raises(ValueError, match="Trainer counts steps and saves by itself"):
+        step(model, optimizer, 0)
+    optimizer.close()

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.optim.diloco.elastic_workers import make, meeting, step, together
 from tests.optim.diloco.reference import flat
 from tests.optim.diloco.tower import Tower, outer_weights
+from tests.optim.diloco.tower import make as make_plain
 from thinwire.comm import Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_meeting import Plan, Standing
 
@@ -133,3 +134,10 @@ def test_a_state_is_loaded_where_a_job_begins_alone() -> None:
     resumed.load_state_dict(after)
     assert resumed.steps == 1
     resumed.close()
+
+    # A DiLoCo whose workers stay can take it, too.
+    other = Tower()
+    plain = make_plain(threads.single(60.0), other, torch.optim.AdamW, every=6)
+    plain.load_state_dict(after)
+    assert plain.steps == 1
+    assert torch.equal(flat(other.parameters()), flat(model.parameters()))

@@ -40,6 +40,10 @@ _OPTIONS: Mapping[str, Expected] = {
 }
 _DECLINES = {
     "stage": Declined('it is "zero_optimization.stage", inside a worker of several ranks'),
+    "elastic": Declined(
+        "the engine counts steps, gives out data and names checkpoints as if its ranks stayed. Train workers that come "
+        "and go in a loop of your own, with thinwire.DiLoCo(..., elastic=thinwire.Elastic(...))"
+    ),
     "max_norm": Declined('use "gradient_clipping"', (0, 0.0, None)),
     "max_grad_norm": Declined('use "gradient_clipping"', (0, 0.0, None)),
     "param_dtype": Declined('use "bf16" or "fp16"'),

@@ -390,7 +390,8 @@ class ElasticHome(LocalHome):
         return saved_states(self.fragments, self._states, self._momentum, leads=self._relay.leads)
 
     def _bring_all(self) -> None:
-        if not self._is_over:
+        # Not where all is here, so that nobody meets between two calls that save.
+        if not self._is_over and (self._left < self._due or any(one.arrived is None for one in self.under_way)):
             self._together(self._bring_due)
 
     def _bring_due(self) -> None:

@@ -120,7 +120,7 @@ class DiLoCo(SynchronizedOptimizer):
         if elastic is not None:
             comm, nodes = own_communicator(elastic, comm, comm_backend_name, nodes, stage), "flat"
         self.comm = comm or communication.init(backend=comm_backend_name)
-        self.stage = stage
+        self.stage, self.comes_and_goes = stage, elastic is not None
         self.max_norm = 0.0 if max_norm is None else max_norm
         if overlap is None and isinstance(every, int):
             overlap = max(0, min(1, every - 1))
