@@ -70,9 +70,9 @@ def _ours(optimizer: str, **options: Any) -> Callable[[nn.Module, Plan, Communic
     return _learner(optimizer, warmup_wire="bf16", **options)
 
 
-def _diloco(every: int, codec: str, colour: str) -> Contender:
-    label = f"DiLoCo, {every} steps, {'fp32' if codec == 'none' else codec}"
-    build = _learner("diloco", every=every, codec=codec)
+def _diloco(every: int, codec: str, colour: str, suffix: str = "", **options: Any) -> Contender:
+    label = f"DiLoCo, {every} steps, {'fp32' if codec == 'none' else codec}{suffix}"
+    build = _learner("diloco", every=every, codec=codec, **options)
     return Contender(label, colour, build, None, "local", ours=True, steps_alike=False, bursts=True)
 
 
@@ -139,6 +139,9 @@ CONTENDERS = {
     "diloco-10-int4": _diloco(10, "int4", "#4aa8d8"),
     "diloco-30-none": _diloco(30, "none", "#00798c"),
     "diloco-30-int4": _diloco(30, "int4", "#17b8a6"),
+    "diloco-30-mean": _diloco(
+        30, "int4", "#d62976", ", mean of weights", outer_lr=1.0, outer_momentum=0.0, overlap=0, mix=0.0
+    ),
     "diloco-30-stat2": _diloco(30, "stat2", "#8ac926"),
     "diloco-100-int4": _diloco(100, "int4", "#3d5a80"),
     "diloco-30-plain": Contender(
