@@ -21,28 +21,30 @@ def adam_step(call: AdamStep) -> None:
     """See `thinwire.compress.kernels.adam.adam_step`."""
     if not call.variances:
         return
-    factors = call.factors
+    factors, variances = call.factors, list(call.variances)
+    momenta = None if call.momenta is None else list(call.momenta)
     if call.gradients is not None:
-        if call.momenta is not None:
-            _track_momenta(call.gradients, call.momenta, factors.gain)
-        squares = torch._foreach_mul(call.gradients, factors.square_gain)
-        torch._foreach_mul_(squares, call.gradients)
-        torch._foreach_mul_(call.variances, factors.beta2)
-        torch._foreach_add_(call.variances, squares)
+        gradients = list(call.gradients)
+        if momenta is not None:
+            _track_momenta(gradients, momenta, factors.gain)
+        squares = list(torch._foreach_mul(gradients, factors.square_gain))
+        torch._foreach_mul_(squares, gradients)
+        torch._foreach_mul_(variances, factors.beta2)
+        torch._foreach_add_(variances, squares)
     if call.denominators is not None:
-        _copy_all(call.denominators, _denominators(call.variances, factors))
+        _copy_all(call.denominators, _denominators(variances, factors))
     if call.weights is not None:
-        assert call.momenta is not None
-        updates = torch._foreach_mul(call.momenta, -factors.rate)
-        torch._foreach_div_(updates, _denominators(call.variances, factors))
-        torch._foreach_mul_(call.weights, factors.decay)
-        torch._foreach_add_(call.weights, updates)
+        assert momenta is not None
+        weights, updates = list(call.weights), list(torch._foreach_mul(momenta, -factors.rate))
+        torch._foreach_div_(updates, _denominators(variances, factors))
+        torch._foreach_mul_(weights, factors.decay)
+        torch._foreach_add_(weights, updates)
 
 
-def _track_momenta(gradients: Sequence[Tensor], momenta: Sequence[Tensor], gain: float) -> None:
+def _track_momenta(gradients: list[Tensor], momenta: list[Tensor], gain: float) -> None:
     """m + gain · (g - m), or beyond a half g - (1 - gain) · (g - m), which is g where gain is 1."""
     rounded = torch.tensor(gain, dtype=momenta[0].dtype)
-    changes = torch._foreach_sub(gradients, momenta)
+    changes = list(torch._foreach_sub(gradients, momenta))
     if rounded < 0.5:
         torch._foreach_mul_(changes, gain)
         torch._foreach_add_(momenta, changes)
@@ -51,10 +53,10 @@ def _track_momenta(gradients: Sequence[Tensor], momenta: Sequence[Tensor], gain:
         _copy_all(momenta, torch._foreach_sub(gradients, changes))
 
 
-def _denominators(variances: Sequence[Tensor], factors: AdamFactors) -> list[Tensor]:
+def _denominators(variances: list[Tensor], factors: AdamFactors) -> list[Tensor]:
     """√v / correction + eps, or √(v / correction + eps)."""
     if factors.eps_inside_root:
-        shifted = torch._foreach_div(variances, factors.correction)
+        shifted = list(torch._foreach_div(variances, factors.correction))
         torch._foreach_add_(shifted, factors.eps)
         found = _roots(shifted)
     else:
