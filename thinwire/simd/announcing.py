@@ -17,7 +17,7 @@ __all__ = ["announce_compiling"]
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
-def announce_compiling(kernel: Callable[..., None]) -> None:
+def announce_compiling(kernel: Callable[..., object]) -> None:
     """Say so when `kernel`, or another that was announced, is the first to be compiled and not read from disk.
 
     The first rank says it, through `logging`, whose handlers and levels apply.
@@ -36,7 +36,7 @@ class _FirstCompilation(event.Listener):
     """Hears of all that numba compiles in this process, of which much is the user's own."""
 
     def __init__(self) -> None:
-        self.kernels: WeakSet[Callable[..., None]] = WeakSet()
+        self.kernels: WeakSet[Callable[..., object]] = WeakSet()
         self._silent = any(os.environ.get(name, "0") != "0" for name in _RANK_VARIABLES)
 
     def on_start(self, event: Any) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
+from numba.np.numpy_support import carray
 
 from thinwire.simd.building import add_intrinsic
 from thinwire.simd.compiling import kernel
@@ -20,11 +20,11 @@ def word_sum(address: int, length: int) -> int:
 
     As fast as one thread reads memory. Whoever gives an address keeps its memory.
     """
-    words = numba.carray(_words_at(address), length // 8)
+    words = carray(_words_at(address), length // 8)
     total = 0
     for number in range(length // 8):
         total += words[number]
-    rest = numba.carray(_bytes_at(address + length // 8 * 8), length % 8)
+    rest = carray(_bytes_at(address + length // 8 * 8), length % 8)
     for number in range(length % 8):
         total += rest[number]
     return total
@@ -37,7 +37,7 @@ def _pointers_to(element: Any, bits: int) -> Any:
         return builder.inttoptr(values[0], ir.IntType(bits).as_pointer())
 
     def pointer(typing_context: Any, address: Any) -> Any:
-        return types.CPointer(element)(types.int64), generate
+        return types.CPointer(element)(types.int64), generate  # type: ignore[no-untyped-call]
 
     return add_intrinsic(pointer)
 
