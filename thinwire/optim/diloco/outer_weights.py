@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from thinwire.optim.diloco.fragments import Fragment, Piece
 from thinwire.optim.diloco.worker import Worker
 
 __all__ = ["OuterWeights"]
+
+_IN_CACHE = 1 << 16
 
 
 class OuterWeights:
@@ -40,13 +42,21 @@ class OuterWeights:
             kept[one.offset : one.offset + one.numel] if self.shown and self._single(one) else self._of_worker(one)
             for one in pieces
         ]
+        if len(values) == 1:
+            return values[0]
         return torch.cat(values) if values else kept
 
     def subtract(self, fragment: int, update: Tensor, mix: float) -> None:
-        """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°."""
-        outer = (self.outer(fragment) - update).float()
-        replica = outer if mix == 0.0 else torch.lerp(outer, self.replica(fragment), mix)
-        self.set(fragment, outer, replica)
+        """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°; rounded once where `update` is fp64."""
+        shown = self.shown
+        self.show(False)
+        kept = self._kept[fragment]
+        for piece, first, last in self._portions(fragment):
+            place = slice(piece.offset + first, piece.offset + last)
+            outer = kept[place].copy_(kept[place] - update[place])
+            replica = outer if mix == 0.0 else torch.lerp(outer, self._of_worker(piece)[first:last], mix)
+            self._worker.write(piece.parameter, piece.start + first, replica)
+        self.show(shown)
 
     def set(self, fragment: int, outer: Tensor, replica: Tensor) -> None:
         """Write both."""
@@ -114,3 +124,13 @@ class OuterWeights:
 
     def _of_worker(self, piece: Piece) -> Tensor:
         return self._worker.weights(piece.parameter)[piece.start : piece.start + piece.numel]
+
+    def _portions(self, fragment: int) -> Iterator[tuple[Piece, int, int]]:
+        """(Piece, first element, last) of as many elements as caches hold on a CPU, where new memory for a whole piece
+        costs more than what is done with it; of whole pieces where the worker can write no less at once."""
+        for piece in self._fragments[fragment].pieces:
+            parameter = self._worker.parameters[piece.parameter]
+            cut = parameter.device.type == "cpu" and self._single(piece) and parameter.is_contiguous()
+            most = _IN_CACHE if cut else max(1, piece.numel)
+            for first in range(0, piece.numel, most):
+                yield piece, first, min(first + most, piece.numel)
