@@ -4,6 +4,7 @@ starts warm, for real ranks."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,12 @@ import torch
 
 from tests.launching import Jobs
 from tests.warm_python import WarmPython
+
+if importlib.util.find_spec("hypothesis") is not None:  # a GPU's machine may have none
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+    settings.load_profile("untimed")
 
 _OWNER = pytest.StashKey[WarmPython]()
 

@@ -224,7 +224,7 @@ def test_bytes_are_those_of_the_formula(dtype, frozen) -> None:
     else:
         every_rank, owner = size + size, 8  # weights, the gradients' buffer; moments
     assert sharded == pytest.approx(every_rank + (owner + master) / ranks, rel=0.03)
-    assert sharded < 0.6 * measure(thinwire.OneBitLamb)
+    assert sharded < 0.65 * measure(thinwire.OneBitLamb)  # 10 of 16 in fp32 before the freeze, less of it elsewhere
 
 
 def test_a_frozen_step_sends_one_bit_each_way_and_24_bytes_a_layer() -> None:
