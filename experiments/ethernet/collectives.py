@@ -14,13 +14,12 @@ from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.errors import InputError, refuse
-from experiments.common.launching import refuse_launchers
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import RESULTS
 from experiments.ethernet.cluster.clusters import EmulatedCluster
-from experiments.ethernet.cluster.commands import ClusterError, missing
+from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.collective_times import COLLECTIVES, WAYS
+from experiments.ethernet.study import Study, check_hosts, ready
 
 __all__ = ["main"]
 
@@ -30,21 +29,7 @@ _BACKENDS = ("mpi", "gloo")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures over each backend, prints a table and writes JSON; the exit code."""
-    try:
-        options = _parse(sys.argv[1:] if arguments is None else arguments)
-        lack = missing()
-        if lack is not None:
-            raise InputError(f"there are no links to shape: {lack}")
-        content = _measure(options)
-    except InputError as error:
-        return refuse("experiments.ethernet.collectives", error)
-    except ClusterError as error:
-        print(f"experiments.ethernet.collectives: {error}", file=sys.stderr)
-        return 1
-    write_json(options.output / f"{_NAME}.json", content)
-    _print(content)
-    print(f"Written: {options.output / _NAME}.json", flush=True)
-    return 0
+    return Study("collectives", _NAME, _parse, missing, _measure, _print).run(arguments)
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -88,12 +73,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, default=900, metavar="N", help="seconds after which a job is ended")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the JSON")
     options = parser.parse_args(arguments)
-    if not 2 <= options.hosts <= 250:
-        raise InputError(f"--hosts must be from 2 to 250, got {options.hosts}")
-    options.load = os.getloadavg()[0]
-    refuse_launchers()
-    check_writable(options.output, "--output")
-    return options
+    check_hosts(options.hosts)
+    return ready(options)
 
 
 if __name__ == "__main__":

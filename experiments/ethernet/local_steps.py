@@ -15,13 +15,13 @@ from typing import Any, get_args
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive, rate
-from experiments.common.errors import InputError, refuse
-from experiments.common.launching import refuse_launchers
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.errors import InputError
+from experiments.common.results import RESULTS
 from experiments.ethernet.cluster.clusters import EmulatedCluster
-from experiments.ethernet.cluster.commands import ClusterError, missing
+from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.local_step_report import print_table, record
+from experiments.ethernet.study import Study, check_hosts, ready
 from experiments.tasks.sizes import SIZES
 from thinwire.compress.codecs import CodecName
 from thinwire.optim.diloco.timetable import Timetable
@@ -33,23 +33,7 @@ _NAME = "local_steps"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures with each overlap, prints a table and writes JSON; the exit code."""
-    try:
-        options = _parse(sys.argv[1:] if arguments is None else arguments)
-        lack = missing()
-        if lack is not None:
-            raise InputError(f"there are no links to shape: {lack}")
-        content = _measure(options)
-    except InputError as error:
-        return refuse("experiments.ethernet.local_steps", error)
-    except ClusterError as error:
-        print(f"experiments.ethernet.local_steps: {error}", file=sys.stderr)
-        return 1
-    write_json(options.output / f"{_NAME}.json", content)
-    print(f"{content['subject']}: multiples of steps that send nothing")
-    for setting in content["settings"]:
-        print_table(setting)
-    print(f"Written: {options.output / _NAME}.json", flush=True)
-    return 0
+    return Study("local_steps", _NAME, _parse, missing, _measure, _print).run(arguments)
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,6 +60,12 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _print(content: dict[str, Any]) -> None:
+    print(f"{content['subject']}: multiples of steps that send nothing")
+    for setting in content["settings"]:
+        print_table(setting)
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.ethernet.local_steps", "Times DiLoCo's steps beside steps that send nothing.")
     parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
@@ -99,17 +89,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, default=1800, metavar="N", help="seconds after which a job is ended")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the JSON")
     options = parser.parse_args(arguments)
-    if not 2 <= options.hosts <= 250:
-        raise InputError(f"--hosts must be from 2 to 250, got {options.hosts}")
+    check_hosts(options.hosts)
     if max(options.overlaps) >= options.every // options.fragments:
         raise InputError(
             f"--overlaps must be less than --every / --fragments, {options.every // options.fragments}, got "
             f"{max(options.overlaps)}: each fragment has to be back before the next one leaves"
         )
-    options.load = os.getloadavg()[0]
-    refuse_launchers()
-    check_writable(options.output, "--output")
-    return options
+    return ready(options)
 
 
 if __name__ == "__main__":

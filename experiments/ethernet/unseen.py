@@ -17,14 +17,14 @@ from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.errors import InputError, refuse
-from experiments.common.launching import refuse_launchers
-from experiments.common.results import RESULTS, check_writable, read_json, write_json
+from experiments.common.errors import InputError
+from experiments.common.results import RESULTS, read_json
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race import planned
 from experiments.ethernet.race.contenders import CONTENDERS
+from experiments.ethernet.study import Study, ready
 from experiments.tasks.sizes import SIZES
 from thinwire.plan import Calibration
 
@@ -37,21 +37,7 @@ _CONTENDERS = ("ddp-fp32", "ddp-bf16", "ddp-powersgd-1", "onebit-adam", "onebit-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Probes once, measures at every other setting, prints a table and writes JSON; the exit code."""
-    try:
-        options = _parse(sys.argv[1:] if arguments is None else arguments)
-        lack = missing()
-        if lack is not None:
-            raise InputError(f"there are no links to shape: {lack}")
-        content = _measure(options)
-    except InputError as error:
-        return refuse("experiments.ethernet.unseen", error)
-    except ClusterError as error:
-        print(f"experiments.ethernet.unseen: {error}", file=sys.stderr)
-        return 1
-    write_json(options.output / f"{_NAME}.json", content)
-    _print(content)
-    print(f"Written: {options.output / _NAME}.json", flush=True)
-    return 0
+    return Study("unseen", _NAME, _parse, missing, _measure, _print).run(arguments)
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -144,10 +130,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise InputError("--contenders must name ddp-fp32, the race's baseline")
     if min(options.hosts) < 2:
         raise InputError("a single rank sends nothing: give at least 2 --hosts")
-    options.load = os.getloadavg()[0]
-    refuse_launchers()
-    check_writable(options.output, "--output")
-    return options
+    return ready(options)
 
 
 if __name__ == "__main__":

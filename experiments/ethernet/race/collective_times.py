@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments.common.command_line import Parser, positive
 from experiments.common.results import write_json
-from experiments.ethernet.race.shaping import shape_together
+from experiments.ethernet.race.shaping import add_link_arguments, shape_together
 from thinwire import comm as communication
 from thinwire.comm import Communicator, Work
 from thinwire.comm.traffic import sent_bytes
@@ -112,9 +112,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, required=True, help="what the caller does meanwhile")
     parser.add_argument("--rates", nargs="+", type=positive, required=True, help="of the links, in Mb/s")
     parser.add_argument("--repetitions", type=positive, required=True)
-    parser.add_argument("--hosts", type=positive, required=True)
-    parser.add_argument("--device", help="the hosts' interface, which the links' shapes do not need")
-    parser.add_argument("--cluster", help="whose links are shaped; none without it")
+    add_link_arguments(parser)
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args(arguments)
 

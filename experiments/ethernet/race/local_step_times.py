@@ -23,7 +23,7 @@ from torch import nn
 from experiments.common.command_line import Parser, positive, rate
 from experiments.common.results import write_json
 from experiments.ethernet.race.data_parallel import AloneLearner
-from experiments.ethernet.race.shaping import shape_together
+from experiments.ethernet.race.shaping import add_link_arguments, shape_together
 from experiments.tasks.batches import random_batch
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES
@@ -147,9 +147,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--codec", choices=get_args(CodecName), required=True)
     parser.add_argument("--fills", nargs="+", type=rate, required=True, help="parts of the overlap's steps")
     parser.add_argument("--rounds", type=positive, required=True)
-    parser.add_argument("--hosts", type=positive, required=True)
-    parser.add_argument("--device", help="the hosts' interface, which the links' shapes do not need")
-    parser.add_argument("--cluster", help="whose links are shaped; none without it")
+    add_link_arguments(parser)
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args(arguments)
 

@@ -21,7 +21,7 @@ from experiments.common.command_line import Parser, freeze_step, positive, rate
 from experiments.common.results import write_json
 from experiments.ethernet.race.contenders import CONTENDERS
 from experiments.ethernet.race.kinds import Clock, Kind, by_kind, records
-from experiments.ethernet.race.shaping import shape_together
+from experiments.ethernet.race.shaping import add_link_arguments, shape_together
 from experiments.tasks.language import MaskedLanguageTask
 from experiments.tasks.sizes import SIZES
 from experiments.tasks.tokens import Tokens
@@ -143,9 +143,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--steps", type=positive, required=True)
     parser.add_argument("--learning-rate", type=rate, required=True)
     parser.add_argument("--rate", type=rate, help="of the links, in Mb/s")
-    parser.add_argument("--cluster", help="whose links to shape; none: leave the network as it is")
-    parser.add_argument("--hosts", type=positive, required=True)
-    parser.add_argument("--device", help="the hosts' interface, which the links' shapes do not need")
+    add_link_arguments(parser)
     parser.add_argument("--output", type=Path, required=True)
 
 

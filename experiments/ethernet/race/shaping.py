@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from experiments.common.command_line import Parser, positive
 from experiments.ethernet.cluster.links import cluster_links, shape_links
 from thinwire.comm import Communicator
 
-__all__ = ["shape_together"]
+__all__ = ["add_link_arguments", "shape_together"]
 
 
 def shape_together(comm: Communicator, cluster: str | None, hosts: int, megabits: float | None) -> None:
@@ -15,3 +16,10 @@ def shape_together(comm: Communicator, cluster: str | None, hosts: int, megabits
     if cluster and comm.rank == 0:
         shape_links(cluster_links(cluster, hosts), megabits)
     comm.barrier()
+
+
+def add_link_arguments(parser: Parser) -> None:
+    """What `jobs.links` says of whose links a job's ranks shape."""
+    parser.add_argument("--cluster", help="whose links to shape; none: leave the network as it is")
+    parser.add_argument("--hosts", type=positive, required=True)
+    parser.add_argument("--device", help="the hosts' interface, which the links' shapes do not need")
