@@ -9,7 +9,8 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Adjust, EncodePart, Exchange, Headers
-from thinwire.compress.packet import HEADER_BYTES, Flags, Header, all_finite, write_headers
+from thinwire.compress.legs import of_part
+from thinwire.compress.packet import HEADER_BYTES, Flags, all_finite, write_headers
 
 __all__ = ["ExactExchange", "SoleExchange", "make_exact_exchange"]
 
@@ -84,9 +85,7 @@ class SoleExchange(Exchange):
 
     def _hear(self, flags: Flags, finite: bool | Tensor) -> None:
         header = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
-        known = self._expected
-        own = Header(known.codec, known.block_size, known.bucket, known.step, flags, settings=known.settings)
-        write_headers(header, own, finite)
+        write_headers(header, of_part(self._expected, 0, flags), finite)
         self._headers.append(Headers(header, 0))
 
 

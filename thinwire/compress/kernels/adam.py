@@ -7,7 +7,6 @@ are not contiguous or not fp32, plain torch does, with the same bits: `adam_refe
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from thinwire.compress.kernels import adam_reference
 from thinwire.compress.kernels.adam_calls import AdamFactors, AdamStep
+from thinwire.compress.kernels.loading import loaded, loaders
 
 __all__ = ["AdamFactors", "adam_step"]
 
@@ -64,20 +64,9 @@ def _backend(device: torch.device) -> Any | None:
     return _backend_of(device.type)
 
 
-def _cpu_backend() -> Any:
-    return importlib.import_module("thinwire.compress.kernels.cpu.adam_backend")
-
-
-def _cuda_backend() -> Any:
-    return importlib.import_module("thinwire.compress.kernels.cuda.adam_backend").make_backend()
-
-
-_DEVICES = {"cpu": _cpu_backend, "cuda": _cuda_backend}
+_DEVICES = loaders("adam_backend")
 
 
 @functools.cache
 def _backend_of(device: str) -> Any | None:
-    try:
-        return _DEVICES[device]()
-    except (ImportError, KeyError):  # of the former the backend for packets has warned
-        return None
+    return loaded(_DEVICES, device)

@@ -7,7 +7,6 @@ backend serves a codec on a device or does not (`serves`): the callers then go t
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from thinwire.compress.kernels.bucket_calls import (
     check_divisors,
     check_finite,
 )
+from thinwire.compress.kernels.loading import loaded, loaders
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.seal_calls import DigestGradients, digest_count
 from thinwire.compress.kernels.segments import Segments
@@ -236,20 +236,9 @@ def _run(call: Any, device: torch.device, codec: str) -> None:
     getattr(_backend(device.type), call.kernel)(call)
 
 
-def _cpu_backend() -> Any:
-    return importlib.import_module("thinwire.compress.kernels.cpu.bucket_backend")
-
-
-def _cuda_backend() -> Any:
-    return importlib.import_module("thinwire.compress.kernels.cuda.bucket_backend").make_backend()
-
-
-_DEVICES = {"cpu": _cpu_backend, "cuda": _cuda_backend}
+_DEVICES = loaders("bucket_backend")
 
 
 @functools.cache
 def _backend(device: str) -> Any | None:
-    try:
-        return _DEVICES[device]()
-    except (ImportError, KeyError):  # of the former the backend for single tensors has warned
-        return None
+    return loaded(_DEVICES, device)
