@@ -1,4 +1,4 @@
-"""The jobs that the kernel benchmark times: copies, the fused kernels, and the same work in eager torch.
+"""The jobs that the kernel benchmark times: copies and fills, the fused kernels, and the same work in eager torch.
 
 Each says the least bytes it must move, all work on the same buffers.
 """
@@ -12,7 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.kernel_peers import cpu_copies, eager_decode_mean, eager_encode, eager_encode_as_deepspeed
+from experiments.benchmarks.kernel_peers import (
+    cpu_copies,
+    cpu_fills,
+    eager_decode_mean,
+    eager_encode,
+    eager_encode_as_deepspeed,
+)
 from thinwire.compress import kernels
 from thinwire.compress.kernels.rounding import store_rounded
 from thinwire.compress.packet_layout import CODE_BITS, scale_block
@@ -24,7 +30,7 @@ BLOCK_SIZE = 2048
 _WORKERS = 4
 _ENCODE, _DECODE, _MEAN = "encode", "decode", f"decode and average {_WORKERS}"
 
-Kind = Literal["copy", "kernel", "eager"]
+Kind = Literal["copy", "fill", "kernel", "eager"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ def contenders(device: str, elements: int) -> list[Peer]:
     """Every contender, on vectors of `elements`."""
     buffers = _Buffers(device, elements)
     codecs = [peer for codec in CODE_BITS for peer in _kernels(buffers, codec)]
-    return [*_copies(buffers), *codecs, *_frozen_stage(buffers), *_eager(buffers)]
+    return [*_copies(buffers), *_fills(buffers), *codecs, *_frozen_stage(buffers), *_eager(buffers)]
 
 
 class _Buffers:
@@ -73,6 +79,14 @@ def _copies(buffers: _Buffers) -> list[Peer]:
     else:
         ways = {"copy, torch": lambda: _discard(buffers.target.copy_(buffers.source))}
     return [Peer(name, "copy", "copy", 8, run) for name, run in ways.items()]
+
+
+def _fills(buffers: _Buffers) -> list[Peer]:
+    if buffers.device == "cpu":
+        ways = cpu_fills(buffers.target)
+    else:
+        ways = {"fill, torch": lambda: _discard(buffers.target.fill_(1.0))}
+    return [Peer(name, "fill", "fill", 4, run) for name, run in ways.items()]
 
 
 def _kernels(buffers: _Buffers, codec: str) -> list[Peer]:

@@ -1,4 +1,4 @@
-"""What the fused kernels are measured against: copies of the same memory, and the same work in eager torch."""
+"""What the fused kernels are measured against: copies and fills of the same memory, and the same work in eager torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["cpu_copies", "eager_decode_mean", "eager_encode", "eager_encode_as_deepspeed"]
+__all__ = ["cpu_copies", "cpu_fills", "eager_decode_mean", "eager_encode", "eager_encode_as_deepspeed"]
 
 # Multiplying eight bytes of 0 or 1, read as one integer, by this leaves them as the bits of the top byte.
 _GATHER_BITS = 0x0102040810204080
@@ -23,17 +23,14 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
     Both are float32, whole blocks of 64 and 64-byte aligned, as torch allocates. The streaming copy needs numba: it
     writes past the caches, and so does not first read what it overwrites.
     """
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads)
-    edges = [source.numel() * thread // threads // 64 * 64 for thread in range(threads)] + [source.numel()]
-    ranges = list(itertools.pairwise(edges))
+    over_ranges = _shared_out(target)
     source_array, target_array = source.numpy(), target.numpy()
 
     def torch_copy() -> None:
         target.copy_(source)
 
     def numpy_copy() -> None:
-        list(pool.map(lambda span: np.copyto(target_array[slice(*span)], source_array[slice(*span)]), ranges))
+        over_ranges(lambda first, last: np.copyto(target_array[first:last], source_array[first:last]))
 
     copies = {"copy, torch": torch_copy, "copy, numpy": numpy_copy}
     if importlib.util.find_spec("numba") is None:
@@ -41,9 +38,42 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
     streaming_copy = _compile_streaming_copy()
 
     def numba_copy() -> None:
-        list(pool.map(lambda span: streaming_copy(source_array, target_array, *span), ranges))
+        over_ranges(lambda first, last: streaming_copy(source_array, target_array, first, last))
 
     return {**copies, "copy, streaming": numba_copy}
+
+
+def cpu_fills(target: Tensor) -> dict[str, Callable[[], None]]:
+    """Ways to write `target`, as in `cpu_copies`, without reading anything: what a job that nearly only writes can reach.
+
+    A processor may write alone more slowly than it reads and writes at once.
+    """
+
+    def torch_fill() -> None:
+        target.fill_(1.0)
+
+    fills = {"fill, torch": torch_fill}
+    if importlib.util.find_spec("numba") is None:
+        return fills
+    over_ranges, streaming_fill, array = _shared_out(target), _compile_streaming_fill(), target.numpy()
+
+    def numba_fill() -> None:
+        over_ranges(lambda first, last: streaming_fill(array, first, last))
+
+    return {**fills, "fill, streaming": numba_fill}
+
+
+def _shared_out(target: Tensor) -> Callable[[Callable[[int, int], None]], None]:
+    """What runs a function over ranges of the target's elements, whole blocks of 64, one on each of torch's threads."""
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads)
+    edges = [target.numel() * thread // threads // 64 * 64 for thread in range(threads)] + [target.numel()]
+    ranges = list(itertools.pairwise(edges))
+
+    def over_ranges(work: Callable[[int, int], None]) -> None:
+        list(pool.map(lambda span: work(*span), ranges))
+
+    return over_ranges
 
 
 def _compile_streaming_copy() -> Callable[..., None]:
@@ -57,6 +87,21 @@ def _compile_streaming_copy() -> Callable[..., None]:
         drain_streams()
 
     compiled: Callable[..., None] = numba.njit(nogil=True)(streaming_copy)
+    return compiled
+
+
+def _compile_streaming_fill() -> Callable[..., None]:
+    import numba
+
+    from thinwire.simd.floats import LANES, broadcast, drain_streams, stream
+
+    def streaming_fill(target: np.ndarray, first: int, last: int) -> None:
+        one = broadcast(np.float32(1.0))
+        for i in range(first, last, LANES):
+            stream(target, i, one)
+        drain_streams()
+
+    compiled: Callable[..., None] = numba.njit(nogil=True)(streaming_fill)
     return compiled
 
 

@@ -13,7 +13,7 @@ from experiments.training import plotting
 
 __all__ = ["draw"]
 
-_COLOURS = {"copy": "#8a939e", "kernel": "#d1495b", "eager": "#5b6572"}
+_COLOURS = {"copy": "#8a939e", "fill": "#b9c0c8", "kernel": "#d1495b", "eager": "#5b6572"}
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
@@ -21,7 +21,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     results, made_on = content["results"], content["machine"]
     figure = Figure(figsize=(10, 0.36 * len(results) + 1.9))
     device = f"made on {made_on['gpu']}" if "gpu" in made_on else in_words(made_on)
-    subtitle = f"Grey: copies; red: thinwire's kernels; dark: eager torch. Medians; {device}"
+    subtitle = f"Grey: copies, light fills; red: thinwire's kernels; dark: eager torch. Medians; {device}"
     top = plotting.write_head(figure, content["finding"], subtitle)
     panel = figure.subplots()
     figure.subplots_adjust(left=0.31, right=0.98, top=top - 0.03, bottom=0.085)

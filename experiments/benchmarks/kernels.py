@@ -36,7 +36,7 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Result:
-    """What a peer reached: medians, bandwidth against the fastest copy, and how many times faster than others."""
+    """What a peer reached: medians, bandwidth against the fastest copy and fill, and how many times faster than others."""
 
     name: str
     kind: Kind
@@ -44,6 +44,7 @@ class Result:
     milliseconds: float
     gigabytes_per_second: float
     ratio_to_copy: float
+    ratio_to_fill: float
     times_faster_than: dict[str, float]
 
 
@@ -108,7 +109,10 @@ def _summarise(peers: Sequence[Peer], milliseconds: Sequence[float], elements: i
     bandwidths = [
         elements * peer.bytes_per_element / time / 1e6 for peer, time in zip(peers, milliseconds, strict=True)
     ]
-    copy = max(bandwidth for peer, bandwidth in zip(peers, bandwidths, strict=True) if peer.kind == "copy")
+    copy, fill = (
+        max(bandwidth for peer, bandwidth in zip(peers, bandwidths, strict=True) if peer.kind == kind)
+        for kind in ("copy", "fill")
+    )
     results = []
     for peer, time_taken, bandwidth in zip(peers, milliseconds, bandwidths, strict=True):
         slower = {
@@ -116,19 +120,18 @@ def _summarise(peers: Sequence[Peer], milliseconds: Sequence[float], elements: i
             for other, other_time in zip(peers, milliseconds, strict=True)
             if peer.kind == "kernel" and other.kind == "eager" and other.job == peer.job
         }
-        results.append(
-            Result(peer.name, peer.kind, peer.bytes_per_element, time_taken, bandwidth, bandwidth / copy, slower)
-        )
+        ratios = bandwidth / copy, bandwidth / fill
+        results.append(Result(peer.name, peer.kind, peer.bytes_per_element, time_taken, bandwidth, *ratios, slower))
     return results
 
 
 def _print_table(results: Sequence[Result]) -> None:
-    print(f"{'':42} {'bytes/element':>13} {'ms':>9} {'GB/s':>8} {'of copy':>8}   faster than eager")
+    print(f"{'':42} {'bytes/element':>13} {'ms':>9} {'GB/s':>8} {'of copy':>8} {'of fill':>8}   faster than eager")
     for result in results:
         faster = ", ".join(f"{factor:.1f}x" for factor in result.times_faster_than.values())
         print(
             f"{result.name:42} {result.bytes_per_element:13.3f} {result.milliseconds:9.2f} "
-            f"{result.gigabytes_per_second:8.1f} {result.ratio_to_copy:8.2f}   {faster}"
+            f"{result.gigabytes_per_second:8.1f} {result.ratio_to_copy:8.2f} {result.ratio_to_fill:8.2f}   {faster}"
         )
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.benchmarks.kernel_peers import cpu_copies, eager_decode_mean, eager_encode, eager_encode_as_deepspeed
+from experiments.benchmarks.kernel_peers import (
+    cpu_copies,
+    cpu_fills,
+    eager_decode_mean,
+    eager_encode,
+    eager_encode_as_deepspeed,
+)
 from thinwire.compress import kernels
 
 ELEMENTS, BLOCK_SIZE = 6 * 2048, 2048
@@ -61,3 +67,13 @@ def test_every_copy_copies() -> None:
         target.zero_()
         copy()
         assert torch.equal(target, source)
+
+
+def test_every_fill_fills() -> None:
+    target = torch.zeros(ELEMENTS)
+    fills = cpu_fills(target)
+    assert list(fills) == ["fill, torch", "fill, streaming"]
+    for fill in fills.values():
+        target.zero_()
+        fill()
+        assert torch.equal(target, torch.ones(ELEMENTS))
