@@ -21,6 +21,7 @@ __all__ = [
     "frozen_update",
     "hold_masked",
     "raise_smallest",
+    "roots",
     "shaped_mask",
     "to_denominators",
     "track_moments",
@@ -132,6 +133,14 @@ def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) 
     """
     factors = replace(_factors(settings, step), holds_zero=True)
     adam_step(factors, gradients=None, momenta=None, variances=variances, denominators=variances)
+
+
+def roots(variances: list[Tensor], settings: AdamSettings, step: int) -> list[Tensor]:
+    """√v̂ of each, new: rounded as all of a step is, where torch.sqrt is up to one unit in the last place off."""
+    factors = replace(_factors(settings, step), eps=0.0)
+    found = [torch.empty_like(variance) for variance in variances]
+    adam_step(factors, gradients=None, momenta=None, variances=variances, denominators=found)
+    return found
 
 
 def raise_smallest(denominators: list[Tensor]) -> None:

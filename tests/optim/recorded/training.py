@@ -190,7 +190,7 @@ class _Model(nn.Module):
         """Add the gradients of factor · c · (√(1 + (w - t)²) - 1) to all parameters but those `left_alone`; the loss of
         each element, without the factor."""
         distance = torch.cat([value.detach().float().reshape(-1) for value in self.values]) - batch.targets
-        root = (1 + distance * distance).sqrt()
+        root = _root(1 + distance * distance)
         gradients = (batch.coefficients * distance / root).split(_SIZES)
         if late:
             gradients[_LATE][1::3] = 0
@@ -205,6 +205,11 @@ class _Model(nn.Module):
 
     def as_bytes(self) -> bytes:
         return b"".join(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for value in self.values)
+
+
+def _root(values: Tensor) -> Tensor:
+    """Square roots, correctly rounded: torch's are up to one unit in the last place off, on each processor elsewhere."""
+    return torch.from_numpy(numpy.sqrt(values.numpy()))
 
 
 class _Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.formulas import AdamSettings, roots
 
 __all__ = [
     "LAMB_OPTIONS",
@@ -105,8 +105,7 @@ def begin_fresh(fresh: list[Tensor], denominators: list[Tensor], settings: AdamS
 
 def greatest_growths(fresh: list[Tensor], denominators: list[Tensor], settings: AdamSettings, step: int) -> Tensor:
     """The largest (√v̂ + ε) / (√v̂' + ε) of each layer, v' fresh and v frozen: fp32 [layers]; 0 where all stay."""
-    growths = list(torch._foreach_div(fresh, settings.second_correction(step)))
-    torch._foreach_sqrt_(growths)
+    growths = roots(fresh, settings, step)
     torch._foreach_add_(growths, torch._foreach_reciprocal(denominators), alpha=settings.eps)
     torch._foreach_reciprocal_(growths)
     return torch.stack(torch._foreach_max(growths))
