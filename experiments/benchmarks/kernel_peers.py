@@ -1,4 +1,4 @@
-"""What the fused kernels are measured against: copies and fills of the same memory, and the same work in eager torch."""
+"""What the fused kernels are measured against: copies and fills of memory, and the same work in eager torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cpu_copies(source: Tensor, target: Tensor) -> dict[str, Callable[[], None]]:
 
 
 def cpu_fills(target: Tensor) -> dict[str, Callable[[], None]]:
-    """Ways to write `target`, as in `cpu_copies`, without reading anything: what a job that nearly only writes can reach.
+    """Ways to write `target`, as in `cpu_copies`, without reading anything; the yardstick of what nearly only writes.
 
     A processor may write alone more slowly than it reads and writes at once.
     """

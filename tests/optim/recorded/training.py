@@ -208,7 +208,7 @@ class _Model(nn.Module):
 
 
 def _root(values: Tensor) -> Tensor:
-    """Square roots, correctly rounded: torch's are up to one unit in the last place off, on each processor elsewhere."""
+    """Square roots, rounded once: torch's are up to one unit in the last place off, on each processor elsewhere."""
     return torch.from_numpy(numpy.sqrt(values.numpy()))
 
 
