@@ -36,7 +36,7 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Result:
-    """What a peer reached: medians, bandwidth beside the fastest copy and fill, and how many times faster than others."""
+    """What a peer reached: medians, bandwidth over the fastest copy's and fill's, and how much faster than others."""
 
     name: str
     kind: Kind
