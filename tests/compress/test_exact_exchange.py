@@ -1,4 +1,4 @@
-"""Exact averages in fewer passes: what an exchange through the codec `none` gives, to the bit, and says."""
+"""Exact averages in fewer passes: what an exchange through a codec that casts gives, to the bit, and says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
+from thinwire.compress.codecs import CodecName
 from thinwire.compress.exact_exchange import make_exact_exchange
 
 BLOCK = 64
@@ -17,13 +18,14 @@ def vector_of(rank: int, numel: int, step: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("ranks", "numel"), [(1, 0), (1, 1001), (2, 5), (2, 600_001), (3, 640), (3, 0), (5, 1001), (5, 2)]
 )
-def test_the_bits_of_an_exchange(ranks: int, numel: int) -> None:
+def test_the_bits_of_an_exchange(ranks: int, numel: int, codec: CodecName) -> None:
     def rank(comm: Communicator) -> None:
-        exact = make_exact_exchange(comm, numel, make_codec("none", BLOCK), bucket=3)
-        plain = Exchange(comm, numel, make_codec("none", BLOCK), bucket=3, error_feedback=False)
+        exact = make_exact_exchange(comm, numel, make_codec(codec, BLOCK), bucket=3)
+        plain = Exchange(comm, numel, make_codec(codec, BLOCK), bucket=3, error_feedback=False)
         assert numel < 600_000 or len(exact.parts) > 1
         assert (exact.padded_numel, exact.parts) == (plain.padded_numel, plain.parts)
         for step in range(3):

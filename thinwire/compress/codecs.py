@@ -22,7 +22,7 @@ from thinwire.compress.packet_layout import (
 )
 from thinwire.zero import valid_in_shard
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "Codec", "CodecName", "make_codec"]
+__all__ = ["DEFAULT_BLOCK_SIZE", "CastCodec", "Codec", "CodecName", "make_codec"]
 
 
 class Codec(ABC):
@@ -168,7 +168,7 @@ def _within(vector: Tensor, numel: int) -> int:
     return valid_in_shard(numel, kernels.span(vector), 0)
 
 
-class _CastCodec(Codec):
+class CastCodec(Codec):
     """The values themselves in a narrower (`bf16`, `fp16`) or the same (`none`) dtype: torch's own copies do it."""
 
     def __init__(
@@ -179,8 +179,11 @@ class _CastCodec(Codec):
         self.block_size = block_size
         self._dtype = dtype
 
-    def _values(self, packets: Tensor, shard: int | None = None) -> Tensor:
-        """Raises ValueError for packets that do not carry `shard` elements each, which would be stretched over them."""
+    def values(self, packets: Tensor, shard: int | None = None) -> Tensor:
+        """What `packets` carry, in their own memory and the dtype in which it travels: [rows, shard].
+
+        Raises ValueError for packets that do not carry `shard` elements each, which would be stretched over them.
+        """
         if packets.dim() != 2 or (shard is not None and packets.shape[1] != self.packet_bytes(shard)):
             raise ValueError(
                 f"packets of shape {tuple(packets.shape)} carry no {shard} elements of {self.name} each, which take "
@@ -189,13 +192,15 @@ class _CastCodec(Codec):
         return packets[:, HEADER_BYTES:].view(self._dtype)
 
     def packet_bytes(self, shard: int) -> int:
+        """See Codec."""
         return codec_packet_bytes(self.name, shard, self.block_size)
 
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
+        """See Codec."""
         if residual is not None:
             payload.add_(residual)
         rows = payload.view(packets.shape[0], -1)
-        values = self._values(packets)
+        values = self.values(packets)
         values.copy_(rows)
         if self._dtype == payload.dtype:
             payload.zero_()
@@ -203,19 +208,23 @@ class _CastCodec(Codec):
             rows.sub_(values)
 
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
+        """See Codec."""
         rows = packets.shape[0]
         if not rows or output.numel() % rows:
             raise ValueError(f"output has {output.numel()} elements, not a multiple of the {rows} rows of packets")
-        output.view(rows, -1).copy_(self._values(packets, output.numel() // rows))
+        output.view(rows, -1).copy_(self.values(packets, output.numel() // rows))
 
     def scale(self, packets: Tensor, factor: float) -> None:
-        self._values(packets).mul_(factor)
+        """See Codec."""
+        self.values(packets).mul_(factor)
 
     def all_finite(self, packets: Tensor) -> bool | Tensor:
-        return all_finite(self._values(packets))
+        """See Codec."""
+        return all_finite(self.values(packets))
 
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        values = self._values(packets, output.numel())
+        """See Codec."""
+        values = self.values(packets, output.numel())
         if not len(values):
             raise ValueError("a mean needs at least one row of packets")
         if len(values) > 1 and values.dtype == output.dtype:
@@ -230,6 +239,7 @@ class _CastCodec(Codec):
             output.div_(len(values))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """See Codec."""
         return torch.cat([parts[0], *(part[:, HEADER_BYTES:] for part in parts[1:])], dim=1)
 
 
@@ -249,11 +259,11 @@ def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
         case "int8":
             return _BlockCodec("int8", 2, block_size)
         case "bf16":
-            return _CastCodec("bf16", 3, block_size, torch.bfloat16)
+            return CastCodec("bf16", 3, block_size, torch.bfloat16)
         case "none":
-            return _CastCodec("none", 4, block_size, torch.float32)
+            return CastCodec("none", 4, block_size, torch.float32)
         case "fp16":
-            return _CastCodec("fp16", 5, block_size, torch.float16)
+            return CastCodec("fp16", 5, block_size, torch.float16)
         case "int4":
             return _BlockCodec("int4", 6, block_size)
         case "stat2":

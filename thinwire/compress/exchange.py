@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ __all__ = [
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
 
-EncodePart = Callable[[slice, Tensor, bytes], None]
+EncodePart = Callable[[slice, Tensor, Header], None]
 """Encodes a part of every shard into packets, with this header, and leaves what was lost where `payload` is."""
 
 
@@ -117,6 +118,9 @@ class Exchange:
         self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
+    takes_gradients: ClassVar[bool] = False
+    """Whether `start` can be given what casts gradients into packets, since nothing else is sent, and nothing lost."""
+
     @property
     def takes_encoder(self) -> bool:
         """Whether `start` can be given what encodes, since vectors leave as they are and the codec has kernels."""
@@ -143,7 +147,7 @@ class Exchange:
                 self._encode_part(place, send)
                 write_headers(send, header)
             else:
-                encode(place, send, header.pack())
+                encode(place, send, header)
             self._number(send)
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))

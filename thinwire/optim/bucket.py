@@ -171,17 +171,17 @@ class AlgorithmBucket:
         assert parameter.grad is not None
         if self._step.sketch is not None:
             self._step.sketch.add(parameter.grad.reshape(-1), slot.parameter)
-        if self._rule is None:
-            self._write_payload(slot, parameter.grad.reshape(-1))
-        else:
+        if self._holds_gradients:
             self._held.take(slot, parameter.grad)
+        else:
+            self._write_payload(slot, parameter.grad.reshape(-1))
         if self._step.frees_gradients:
             parameter.grad = None
 
     @torch.no_grad()
     def leave_out(self, slot: Slot, expected: bool) -> None:
         """Count a parameter that has no gradient on this rank as zero; `expected`: nor on any other."""
-        if self._rule is None:
+        if not self._holds_gradients:
             self._write_payload(slot, None)
         self._incomplete |= not expected
 
@@ -195,9 +195,7 @@ class AlgorithmBucket:
             flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
             if self._step.unplaced():
                 flags |= Flags.UNPLACED
-            rule = self._rule
-            encode = None if rule is None else self._encoder(rule)
-            self.exchange.start(self._step.number, flags, self._step.settings, encode)
+            self.exchange.start(self._step.number, flags, self._step.settings, self._encoder())
             self._held.release()
 
     def advance(self) -> None:
@@ -340,8 +338,18 @@ class AlgorithmBucket:
         of_group = {group: self._parameters.settings(group) for group in set(groups)}
         return [(slot.parameter, of_group[group]) for slot, group in zip(self.layout.slots, groups, strict=True)]
 
-    def _encoder(self, rule: PayloadRule) -> EncodePart:
-        return self._held.encoder(self.compressed, rule, self.state, *self.payload_factors())
+    @property
+    def _holds_gradients(self) -> bool:
+        """Whether gradients are held until this step's leg 1, which takes them as they are."""
+        return self.exchange.takes_gradients if self.send is Send.EXACT else self._rule is not None
+
+    def _encoder(self) -> EncodePart | None:
+        """What makes this step's packets of the gradients that are held; None where the payload has been written."""
+        if self.send is Send.EXACT:
+            exchange = self.exchange
+            return self._held.caster(exchange, self._step.divide_first) if exchange.takes_gradients else None
+        rule = self._rule
+        return None if rule is None else self._held.encoder(self.compressed, rule, self.state, *self.payload_factors())
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         out = self.exchange.payload[place_of(slot)]

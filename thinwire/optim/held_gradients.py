@@ -1,14 +1,18 @@
-"""A bucket's gradients, held from the moment each arrives until all are there, and one kernel makes what a rank
-contributes of them and encodes it."""
+"""A bucket's gradients, held from the moment each arrives until all are there, and what a rank sends is made of them
+without a copy in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from thinwire.compress.codecs import CastCodec
 from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.kernels import buckets
+from thinwire.compress.packet import Header, write_headers
 from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.gradient_seal import gradient_of
@@ -22,6 +26,8 @@ class HeldGradients:
     def __init__(self, layout: BucketLayout) -> None:
         self.segments = segments_of(layout)
         self._parameters = [slot.parameter for slot in layout.slots]
+        self._starts = [slot.offset for slot in layout.slots]
+        self._ends = [slot.offset + slot.numel for slot in layout.slots]
         self._gradients: dict[int, Tensor] = {}
 
     def take(self, slot: Slot, gradient: Tensor | None) -> None:
@@ -47,7 +53,7 @@ class HeldGradients:
         gradients = [self._gradients.get(number) for number in self._parameters]
         denominators = None if rule.denominators is None else state[rule.denominators]
 
-        def encode(place: slice, packets: Tensor, header: bytes) -> None:
+        def encode(place: slice, packets: Tensor, header: Header) -> None:
             buckets.encode_payload(
                 exchange.codec.name,
                 rule.form,
@@ -60,10 +66,50 @@ class HeldGradients:
                 residual=exchange.worker_residual,
                 lost=exchange.next_residual,
                 packets=packets,
-                part=part_of(exchange, place, header),
+                part=part_of(exchange, place, header.pack()),
             )
 
         return encode
+
+    def caster(self, exchange: Exchange, divisor: float) -> EncodePart:
+        """What casts a part of the bucket's gradients over `divisor` into packets, and zeros where there are none."""
+        codec = exchange.codec
+        assert isinstance(codec, CastCodec), "nothing else carries gradients as they are"
+        gradients = [self._gradients.get(number) for number in self._parameters]
+        flat = [None if gradient is None else gradient.view(-1) for gradient in gradients]
+
+        def cast(place: slice, packets: Tensor, header: Header) -> None:
+            places, pieces = [], []
+            for row, values in enumerate(codec.values(packets)):
+                begin = row * exchange.shard + place.start
+                for first, last, slot, of_slot in self._pieces(begin, begin + len(values)):
+                    gradient = None if slot is None else flat[slot]
+                    target = values[first - begin : last - begin]
+                    if gradient is None:
+                        target.zero_()
+                    else:
+                        piece = gradient[of_slot : of_slot + last - first]
+                        places.append(target)
+                        pieces.append(piece if divisor == 1.0 else piece.float().div_(divisor))
+            if places:
+                torch._foreach_copy_(places, pieces)
+            write_headers(packets, header)
+
+        return cast
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int | None, int]]:
+        """Elements begin to end of the bucket, run by run: first, last, the number of the slot, or None where there is
+        none, and where in that slot the first one lies."""
+        for slot in range(bisect_right(self._ends, begin), len(self._ends)):
+            start, stop = self._starts[slot], min(self._ends[slot], end)
+            if begin < min(start, end):
+                yield begin, min(start, end), None, 0
+            if start < stop:
+                yield max(begin, start), stop, slot, max(begin - start, 0)
+            begin = max(begin, stop)
+            if begin == end:
+                return
+        yield begin, end, None, 0
 
     def mover(
         self,

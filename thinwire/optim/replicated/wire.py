@@ -43,7 +43,7 @@ class Wire:
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""
         codec = self._warmup_codec
-        if codec.name == "none" and self._links is None:
+        if self._links is None:
             return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
         return self._make(layout, index, device, codec, False)
 

@@ -8,6 +8,7 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import CodecName, make_codec
+from thinwire.compress.exact_exchange import make_exact_exchange
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.zero import BucketLayout
@@ -28,7 +29,7 @@ class LowMemoryWire:
 
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""
-        return Exchange(self._comm, layout.numel, self._exact, bucket=index, error_feedback=False, device=device)
+        return make_exact_exchange(self._comm, layout.numel, self._exact, bucket=index, device=device)
 
     def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""

@@ -14,7 +14,7 @@ from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import EncodePart, Outcome
 from thinwire.compress.kernels import buckets
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
-from thinwire.compress.packet import Flags
+from thinwire.compress.packet import Flags, Header
 from thinwire.optim.algorithm import Clock, Linear
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.held_gradients import digest_of, part_of, segments_of
@@ -241,7 +241,7 @@ class PackedBucket:
         divisors = [self._step.loss_scale / self._algorithm.scale(number) for number in numbers]
         state = self._packed_state()
 
-        def encode(place: slice, packets: Tensor, header: bytes) -> None:
+        def encode(place: slice, packets: Tensor, header: Header) -> None:
             assert self.exchange.worker_residual is not None
             buckets.encode_packed_payload(
                 state,
@@ -253,7 +253,7 @@ class PackedBucket:
                 residual=self.exchange.worker_residual,
                 lost=self.exchange.next_residual,
                 packets=packets,
-                part=part_of(self.exchange, place, header),
+                part=part_of(self.exchange, place, header.pack()),
             )
 
         return encode
