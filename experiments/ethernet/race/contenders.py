@@ -84,6 +84,14 @@ CONTENDERS = {
     FAIR_BASELINE: Contender(
         "DDP, bf16 hook", "#2b6ca3", partial(DataParallelLearner, hook="bf16"), Method("ddp-bf16"), "every step"
     ),
+    "ddp-meeting": Contender(
+        "DDP that only meets",
+        "#c9a227",
+        partial(DataParallelLearner, hook="meet"),
+        None,
+        "every step",
+        trains=False,
+    ),
     "ddp-powersgd-1": Contender(
         "DDP, PowerSGD rank 1",
         "#7a9e3f",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.ethernet.race.bf16_hook import bf16_hook
+from experiments.ethernet.race.hooks import bf16_hook, meeting_hook
 from experiments.training.learners import in_evaluation, parameter_groups
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
@@ -69,22 +69,24 @@ class DataParallelLearner:
     frozen_at: int | None = None
 
     def __init__(
-        self, model: nn.Module, plan: Plan, comm: Communicator, hook: Literal["none", "bf16"] | int = "none"
+        self, model: nn.Module, plan: Plan, comm: Communicator, hook: Literal["none", "bf16", "meet"] | int = "none"
     ) -> None:
-        """Sends gradients as they are, in bf16, or from the plan's freeze on through PowerSGD of the given rank."""
+        """Sends gradients as they are, in bf16, from the plan's freeze on through PowerSGD of a rank, or only meets."""
         self.module = model
         self.bytes_sent = 0
         self._plan = plan
         self._ranks = comm.size
         self._elements = sum(parameter.numel() for parameter in model.parameters())
-        self._element_bytes = 2 if hook == "bf16" else 4
+        self._element_bytes = {"bf16": 2, "meet": 0}.get(str(hook), 4)
         # PowerSGD's rounds follow one another from Gloo's threads: those of two buckets may pass each other in another
         # order on each rank, which Gloo answers by aborting. So its gradients leave in one bucket.
-        bucket = None if hook in ("none", "bf16") else 1 + 4 * self._elements // 2**20
+        bucket = None if isinstance(hook, str) else 1 + 4 * self._elements // 2**20
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
         self._power: powerSGD_hook.PowerSGDState | None = None
         if hook == "bf16":
             self._wrapped.register_comm_hook(None, bf16_hook)
+        elif hook == "meet":
+            self._wrapped.register_comm_hook(None, meeting_hook)
         elif hook != "none":
             self._power = powerSGD_hook.PowerSGDState(
                 None,
