@@ -17,6 +17,7 @@ from tests.optim.zero_one.training import SCHEDULE
 from thinwire.comm import Communicator, threads
 from thinwire.comm.nodes import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
+from thinwire.compress.held_coordinates import held_coordinates
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.parts import cut_shard, least_part
@@ -41,7 +42,8 @@ def exchanged(exchange: Exchange, vectors: list[Tensor]) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(7)
     for step, vector in enumerate(vectors):
         seen += [exchange.average(vector, step), exchange.worker_residual, exchange.owner_residual]
-        exchange.hold_zero(torch.rand(exchange.padded_numel, generator=generator) < 0.1)
+        few = 0.1 if step % 2 else 0.01
+        exchange.hold_zero(held_coordinates(torch.rand(exchange.padded_numel, generator=generator) < few))
     return [None if one is None else one.clone() for one in seen]
 
 

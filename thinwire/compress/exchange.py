@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
+from thinwire.compress.held_coordinates import zero_held
 from thinwire.compress.legs import Arrived, Headers, Leg, Outcome, of_part
 from thinwire.compress.packet import (
     HEADER_BYTES,
@@ -259,11 +260,11 @@ class Exchange:
     def revert(self) -> None:
         """Go back to the residuals before a step that was not committed: here nothing changes before `commit`."""
 
-    def hold_zero(self, mask: Tensor) -> None:
-        """Zero the residuals where `mask`, bool [padded_numel], holds; between steps."""
+    def hold_zero(self, held: Tensor) -> None:
+        """Zero the residuals at these `held_coordinates` of [padded_numel]; between steps."""
         for residual, place in zip(self._residuals(), (self.worker_place, self.owner_place), strict=True):
             if residual is not None:
-                residual.masked_fill_(mask[place], 0.0)
+                zero_held(residual, held, place)
 
     def scale_step(self, coefficient: float | Tensor) -> None:
         """Change the new worker residual to what it were had this step's change been `coefficient` times as large.

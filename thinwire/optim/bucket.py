@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.exchange import EncodePart, Exchange, Outcome
+from thinwire.compress.held_coordinates import held_coordinates, zero_held
 from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags, all_finite
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
@@ -27,7 +28,7 @@ class AlgorithmBucket:
     """A flat run of parameters with an algorithm's state, and the transport of their gradients.
 
     `state`: by name; those that every rank holds are [padded_numel], as the exchange pads. `send`: what the step under
-    way sends. `zero_variance`: a mask of coordinates that stay where they are, bool [padded_numel]; None where there
+    way sends. `zero_variance`: the `held_coordinates` of [padded_numel], which stay where they are; None where there
     are none. `stayed`: whether this step sent nothing, since every parameter was left out.
 
     Args:
@@ -116,7 +117,7 @@ class AlgorithmBucket:
     def find_zero_variance(self) -> None:
         """Find the coordinates that stay, and forget what compression lost there."""
         mask = self._algorithm.zero_variance(self.state)
-        self.zero_variance = mask if mask is not None and bool(mask.any()) else None
+        self.zero_variance = held_coordinates(mask) if mask is not None and bool(mask.any()) else None
         if self.zero_variance is not None and self._compressed is not None:
             self._compressed.hold_zero(self.zero_variance)
 
@@ -275,7 +276,7 @@ class AlgorithmBucket:
             self.exchange.read(output)
         if self.zero_variance is not None:
             # Else what stays would blur its block's scale.
-            output.masked_fill_(self.zero_variance, 0.0)
+            zero_held(output, self.zero_variance, slice(0, output.numel()))
             self.exchange.hold_zero(self.zero_variance)
 
     @property

@@ -8,6 +8,7 @@ import torch
 import thinwire
 from tests.optim.training import buckets_of
 from thinwire.compress import make_codec
+from thinwire.compress.held_coordinates import zero_held
 from thinwire.optim.adam.algorithm import Adam
 from thinwire.optim.lamb.algorithm import Lamb
 from thinwire.optim.sharded.preconditioner import quantize, table
@@ -55,5 +56,5 @@ class RoundedOneBitLamb(thinwire.OneBitLamb):
             self._codec.decode(packets, momentum, numel)
             bucket.compressed.owner_residual.copy_(lost.view(shards, -1)[self.comm.rank])
             if bucket.zero_variance is not None:
-                momentum.masked_fill_(bucket.zero_variance, 0.0)
+                zero_held(momentum, bucket.zero_variance, slice(0, momentum.numel()))
                 bucket.compressed.hold_zero(bucket.zero_variance)

@@ -12,6 +12,7 @@ from thinwire.comm import Communicator
 from thinwire.compress import kernels
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import EncodePart, Outcome
+from thinwire.compress.held_coordinates import held_coordinates
 from thinwire.compress.kernels import buckets
 from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.packet import Flags, Header
@@ -71,7 +72,11 @@ class PackedBucket:
         self.digest = digest_of(self._segments, bucket.parameters)
         self._at_once = buckets.serves(bucket.flat.device, "sign1")
         self._gradients: dict[int, Tensor] = {}  # held until all are there, where one kernel serves them all
-        self._has_zero_variance = bool((self.codes == 0)[: self.layout.numel].any())
+        masked = self.codes == 0
+        self._has_zero_variance = bool(masked[: self.layout.numel].any())
+        # Padding is held too, as it is zero. A mask is made again when it is needed: it would take a byte an element.
+        held = held_coordinates(masked)
+        self._few_held = None if held is masked else held
         self.exchange = LowMemoryExchange(
             comm,
             self.layout.numel,
@@ -178,7 +183,7 @@ class PackedBucket:
             return
         self.momentum = self.exchange.take_packets()
         if self._has_zero_variance:
-            self.exchange.hold_zero(self.codes == 0)
+            self.exchange.hold_zero(self.codes == 0 if self._few_held is None else self._few_held)
         self.exchange.commit()
 
     @torch.no_grad()
