@@ -105,7 +105,7 @@ def _measure_overlap(options: argparse.Namespace) -> None:
     """
     alone = argparse.Namespace(**{**vars(options), "hosts": max(2, min(options.hosts, os.cpu_count() or 2))})
     alone.ranks_a_host = 1
-    racing = [name for name in options.contenders if CONTENDERS[name].steps_alike]
+    racing = [name for name in options.contenders if CONTENDERS[name].steps_alike and CONTENDERS[name].sends]
     with EmulatedCluster(alone.hosts).running() as cluster:
         arguments = ["--model", options.overlap_model, "--contenders", *racing, "--balanced"]
         arguments += _stepping(options, cluster, cluster)

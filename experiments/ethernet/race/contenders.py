@@ -39,6 +39,7 @@ class Contender:
         trains: races to a loss; what shows one stage only does not.
         steps_alike: races steps, which are all alike in its last stage.
         by_node: exchanges hierarchically where ranks share a host, if it is ours.
+        sends: sends what a backward could hide.
         bursts: sends at a step now and then: all its steps go over the slow links, so that each of those is timed.
         needs_shared_hosts: differs from another contender only where several ranks share a host.
     """
@@ -52,6 +53,7 @@ class Contender:
     by_node: bool = True
     trains: bool = True
     steps_alike: bool = True
+    sends: bool = True
     bursts: bool = False
     needs_shared_hosts: bool = False
 
@@ -91,6 +93,7 @@ CONTENDERS = {
         None,
         "every step",
         trains=False,
+        sends=False,
     ),
     "ddp-powersgd-1": Contender(
         "DDP, PowerSGD rank 1",
