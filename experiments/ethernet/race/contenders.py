@@ -87,7 +87,7 @@ CONTENDERS = {
         "DDP, bf16 hook", "#2b6ca3", partial(DataParallelLearner, hook="bf16"), Method("ddp-bf16"), "every step"
     ),
     "ddp-meeting": Contender(
-        "DDP that only meets",
+        "Only meeting, nothing averaged",
         "#c9a227",
         partial(DataParallelLearner, hook="meet"),
         None,
