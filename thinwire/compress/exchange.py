@@ -75,6 +75,9 @@ class Exchange:
     `worker_place`, `owner_place`: the elements of the vector, padding included, that this rank's residuals are of.
     """
 
+    takes_gradients: ClassVar[bool] = False
+    """Whether `start` can be given what casts gradients into packets, since nothing else is sent, and nothing lost."""
+
     def __init__(
         self,
         comm: Communicator,
@@ -118,9 +121,6 @@ class Exchange:
         self._leg_1_senders: Sequence[int] | None = None
         self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
-
-    takes_gradients: ClassVar[bool] = False
-    """Whether `start` can be given what casts gradients into packets, since nothing else is sent, and nothing lost."""
 
     @property
     def takes_encoder(self) -> bool:
