@@ -3,7 +3,6 @@ names with the nearest known one, wrong types with what is expected."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import re
@@ -17,6 +16,7 @@ from thinwire.engine.config.limits import LARGEST_NUMBER
 __all__ = ["Expected", "check_params", "expected_by"]
 
 _LISTS = frozenset({"list", "List", "Iterable", "Sequence"})
+_NAMED = {"True": True, "False": False, "None": None}
 
 
 class Expected:
@@ -111,10 +111,16 @@ def _inside(alternative: str) -> list[str]:
     return [part.strip() for part in alternative.partition("[")[2].rstrip("]").split(",")]
 
 
-def _choices(alternative: str) -> tuple[Any, ...]:
-    choices = ast.literal_eval("(" + ",".join(_inside(alternative)) + ",)")
-    assert isinstance(choices, tuple)
-    return choices
+def _choices(alternative: str) -> list[Any]:
+    return [_value(part) for part in _inside(alternative) if part]
+
+
+def _value(written: str) -> Any:
+    """What a choice is written for: text, a name of `_NAMED`, or a whole number. Not by `ast`, which may fail where two
+    threads of Python 3.11 parse at once, as ranks do."""
+    if written[0] in "'\"":
+        return written[1:-1]
+    return _NAMED[written] if written in _NAMED else int(written)
 
 
 def _phrase(alternative: str) -> str:
