@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
@@ -21,6 +22,9 @@ __all__ = ["helper", "inner", "kernel", "source_files"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+
+_PARSING = threading.Lock()
+"""Python 3.11 may fail where two threads parse at once."""
 
 
 def source_files(module: str) -> dict[str, Path]:
@@ -44,7 +48,8 @@ def source_files(module: str) -> dict[str, Path]:
 def _imported(file: Path, package: str | None) -> frozenset[str]:
     """Names of all that a file imports: of modules, and of what it takes from them, which may be modules, too."""
     names = set()
-    waiting: list[ast.AST] = [ast.parse(file.read_bytes())]
+    with _PARSING:
+        waiting: list[ast.AST] = [ast.parse(file.read_bytes())]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
