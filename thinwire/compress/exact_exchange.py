@@ -22,12 +22,12 @@ class ExactExchange(Exchange):
     leaves the payload as it is, or takes gradients in its place; the owner averages fp32 right into what it sends."""
 
     takes_gradients: ClassVar[bool] = True
+    codec: CastCodec
 
     def __init__(
         self, comm: Communicator, numel: int, codec: CastCodec, *, bucket: int, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device)
-        self._cast = codec
 
     def advance(self, adjust: Adjust | None = None) -> None:
         """See Exchange."""
@@ -35,7 +35,7 @@ class ExactExchange(Exchange):
         for number, place in enumerate(self.parts):
             received = self._receive(number, self._leg_1.pop(0))
             send = self._packets(1, place)
-            (sent,) = self._cast.values(send)
+            (sent,) = self.codec.values(send)
             average = sent if sent.dtype == torch.float32 else torch.empty(len(sent), device=self._device)
             self.codec.decode_mean(received, average, self._valid_in(place))
             if adjust is not None:
@@ -45,7 +45,7 @@ class ExactExchange(Exchange):
             self._leg_2.append(self._send_average(number, send, place))
 
     def _encode_part(self, place: slice, packets: Tensor) -> None:
-        self._cast.values(packets).copy_(self.payload.view(-1, self.shard)[:, place])
+        self.codec.values(packets).copy_(self.payload.view(-1, self.shard)[:, place])
 
 
 class SoleExchange(Exchange):

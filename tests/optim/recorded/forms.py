@@ -26,11 +26,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"lr": 0.01, "freeze_step": FREEZE_STEP, **_BUCKETS},
     "OneBitLamb": {"lr": 0.02, "freeze_step": FREEZE_STEP, **_BUCKETS},
     "ZeroOneAdam": {"lr": 0.01, **_SCHEDULE, **_BUCKETS},
-    "AdamW": {
-        "lr": 0.01,
-        "fused": True,
-        **_BUCKETS,
-    },  # the other one takes its roots from a library that differs by CPU
+    # torch's other AdamW takes its roots from a library whose bits differ by processor.
+    "AdamW": {"lr": 0.01, "fused": True, **_BUCKETS},
     "SGD": {"lr": 0.05, "momentum": 0.9, **_BUCKETS},
 }
 _STAGES = {"OneBitAdam": (0, 1, 2), "OneBitLamb": (0, 1), "ZeroOneAdam": (0, 1), "AdamW": (0, 1, 2), "SGD": (0, 1, 2)}
