@@ -39,20 +39,20 @@ def check_large_messages(comm: Communicator, seed: int) -> None:
     chunks = [65535, 65536, 100_003, 3, 65537]
     inputs = [draw(comm, seed + number, comm.size * chunk, torch.uint8) for number, chunk in enumerate(chunks)]
     outputs = [torch.empty_like(of_rank[0]) for of_rank in inputs]
-    gathered = torch.empty(comm.size * 70_000, dtype=torch.uint8)
-    flying = [comm.all_to_all(outputs[0], inputs[0][comm.rank], async_op=True)]
-    flying.append(comm.all_gather(gathered, torch.full((70_000,), comm.rank, dtype=torch.uint8), async_op=True))
-    flying += [
-        comm.all_to_all(output, of_rank[comm.rank], async_op=True)
-        for output, of_rank in zip(outputs[1:], inputs[1:], strict=True)
-    ]
+    given = [draw(comm, seed + 10 + number, chunk, torch.uint8) for number, chunk in enumerate(chunks)]
+    gathered = [torch.empty(comm.size, chunk, dtype=torch.uint8) for chunk in chunks]
+    flying = []
+    for number in range(len(chunks)):
+        flying.append(comm.all_to_all(outputs[number], inputs[number][comm.rank], async_op=True))
+        flying.append(comm.all_gather(gathered[number], given[number][comm.rank], async_op=True))
     for number in torch.randperm(len(flying), generator=torch.Generator().manual_seed(seed)).tolist():
         flying[number].wait()
         assert flying[number].is_completed()
     for chunk, output, of_rank in zip(chunks, outputs, inputs, strict=True):
         own = slice(comm.rank * chunk, (comm.rank + 1) * chunk)
         assert torch.equal(output, torch.cat([tensor[own] for tensor in of_rank]))
-    assert torch.equal(gathered.view(comm.size, -1)[:, 0], torch.arange(comm.size, dtype=torch.uint8))
+    for output, of_rank in zip(gathered, given, strict=True):
+        assert torch.equal(output, torch.stack(of_rank))
 
 
 def check_all_gather(comm: Communicator, seed: int) -> None:

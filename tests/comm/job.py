@@ -221,6 +221,52 @@ class _Refusing:
         raise self._error
 
 
+def turns() -> None:
+    """Over Gloo large messages go to one partner after another, small ones are Gloo's business; errors come out."""
+    world = comm.init(backend="gloo", timeout=60.0)
+    assert isinstance(world, comm.TorchCommunicator)
+    small, large = torch.ones(10), torch.full((20_000,), float(world.rank))
+    world.all_gather(torch.empty(30), small)
+    world.all_to_all(torch.empty(30), torch.ones(30))
+    assert world._wiring.pairwise is None
+
+    next_one, last = (world.rank + 1) % 3, (world.rank + 2) % 3
+    for name, given, partners in (
+        ("all_to_all", large.repeat(3), [next_one, last]),
+        ("all_gather", large, [next_one, next_one]),
+    ):
+        other = world.duplicate()
+        assert isinstance(other, comm.TorchCommunicator)
+        other._pairwise._group = recorder = _RecordingGroup(other._group)  # type: ignore[assignment]
+        received = torch.empty(60_000)
+        getattr(other, name)(received, given)
+        assert torch.equal(received.view(3, -1)[:, 0], torch.arange(3.0))
+        assert recorder.sent_to == partners
+        recorder.error = RuntimeError("a cable that is out")
+        with pytest.raises(comm.CommunicationError, match=rf"{name} of \d+ float32.*a cable that is out"):
+            getattr(other, name)(received, given)
+    world.barrier()
+    sys.stdout.write(f"rank {world.rank} took turns\n")
+
+
+class _RecordingGroup:
+    """A group that notes to whom messages go, or raises instead."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.sent_to: list[int] = []
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        if self.error is not None:
+            raise self.error
+        self.sent_to.append(to)
+        return self._group.send(tensors, to, tag)
+
+
 def progress_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "thinwire-mpi-progress"]
 
@@ -264,7 +310,7 @@ def switched_off() -> None:
     sys.stdout.write(f"{len(progress_threads())} threads\n")
 
 
-TASKS = (body, mpi_body, lose, join, overlap, rounds, stall, end_threads, one_thread, switched_off)
+TASKS = (body, mpi_body, lose, join, overlap, rounds, turns, stall, end_threads, one_thread, switched_off)
 
 if __name__ == "__main__":
     {task.__name__: task for task in TASKS}[sys.argv[1]](*sys.argv[2:])

@@ -65,6 +65,13 @@ def test_body_under_torchrun(jobs):
 
 
 @pytest.mark.launch
+def test_large_messages_go_to_one_partner_at_a_time(jobs):
+    done = jobs.torchrun(3, *JOB, "turns")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} took turns" for rank in range(3)]
+
+
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("how", "victim", "chunk"), [("killed", 1, 3), ("killed", 0, 100_003), ("stopped", 0, 100_003)]
 )

@@ -1,12 +1,14 @@
-"""All-to-alls of large messages over Gloo, with one partner at a time, on a thread of their own.
+"""All-to-alls and all-gathers of large messages over Gloo, with one partner at a time, on a thread of their own.
 
-Gloo sends to everybody at once. On Ethernet the senders' streams then meet at each receiver's link, share it unevenly,
-and the last of them takes 1.2 to 1.7 times as long as the bytes alone.
+Gloo sends to everybody at once, and moves what is under way side by side. On Ethernet streams then meet at receivers'
+links, share them unevenly, and the last of them takes 1.2 to 1.7 times as long as the bytes alone.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 import torch.distributed as dist
@@ -25,28 +27,23 @@ _EXIT_SECONDS = 5.0
 
 
 class Pairwise:
-    """All-to-alls on the host tensors of one Gloo group, one after another in the order of their starts."""
+    """Collectives on the host tensors of one Gloo group, one after another in the order of their starts."""
 
     def __init__(self, group: dist.ProcessGroup, instance: int) -> None:
         """``instance`` tells those on one group apart: every rank must give the same."""
         self._group = group
         self._tags = _TAGS[instance % 64 :: 64]
         self._started = 0
-        self._waiting: SimpleQueue[_Exchange | None] = SimpleQueue()
+        self._waiting: SimpleQueue[_Turn | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, output: Tensor, input: Tensor) -> _Exchange:
+    def start_all_to_all(self, output: Tensor, input: Tensor) -> _Turn:
         """Start the all-to-all of flat tensors of as many equal chunks as there are ranks."""
-        exchange = _Exchange(self._group, output, input, self._tags[self._started % len(self._tags)])
-        self._started += 1
-        self._waiting.put(exchange)
-        if self._thread is None:
-            # A daemon, as a process that gives up on its peers must be able to end.
-            self._thread = threading.Thread(
-                target=_work_off, args=(self._waiting,), name="thinwire-pairwise", daemon=True
-            )
-            self._thread.start()
-        return exchange
+        return self._start(_all_to_all, output, input)
+
+    def start_all_gather(self, output: Tensor, input: Tensor) -> _Turn:
+        """Start the all-gather of a flat tensor into one of as many chunks of its size as there are ranks."""
+        return self._start(_all_gather, output, input)
 
     def close(self) -> None:
         """End the thread, once what it has been given is over."""
@@ -54,15 +51,25 @@ class Pairwise:
             self._waiting.put(None)
             self._thread.join(_EXIT_SECONDS)
 
+    def _start(self, collective: Callable[..., None], output: Tensor, input: Tensor) -> _Turn:
+        tag = self._tags[self._started % len(self._tags)]
+        turn = _Turn(partial(collective, self._group, output, input, tag))
+        self._started += 1
+        self._waiting.put(turn)
+        if self._thread is None:
+            # A daemon, as a process that gives up on its peers must be able to end.
+            self._thread = threading.Thread(
+                target=_work_off, args=(self._waiting,), name="thinwire-pairwise", daemon=True
+            )
+            self._thread.start()
+        return turn
 
-class _Exchange:
-    """One all-to-all: a ``Pending`` for who waits, rounds for the thread."""
 
-    def __init__(self, group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
-        self._group = group
-        self._output = output
-        self._input = input
-        self._tag = tag
+class _Turn:
+    """One collective: a ``Pending`` for who waits, something to run for the thread."""
+
+    def __init__(self, collective: Callable[[], None]) -> None:
+        self._collective = collective
         self._over = threading.Event()
         self._error: Exception | None = None
 
@@ -79,27 +86,46 @@ class _Exchange:
         return True
 
     def run(self) -> None:
-        """All rounds. In round k every rank sends to the one k places on, and hears from the one k places back."""
+        """All of it, on the thread."""
         try:
-            self._run()
+            self._collective()
         except Exception as error:
             self._error = error
         finally:
             self._over.set()
 
-    def _run(self) -> None:
-        rank, size = self._group.rank(), self._group.size()
-        received, sent = self._output.chunk(size), self._input.chunk(size)
-        received[rank].copy_(sent[rank])
-        for distance in range(1, size):
-            to, source = (rank + distance) % size, (rank - distance) % size
-            arriving = self._group.recv([received[source]], source, self._tag)
-            leaving = self._group.send([sent[to]], to, self._tag)
-            arriving.wait()
-            leaving.wait()
+
+def _all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
+    """In rounds: in round k every rank sends to the one k places on, and hears from the one k places back."""
+    rank, size = group.rank(), group.size()
+    received, sent = output.chunk(size), input.chunk(size)
+    received[rank].copy_(sent[rank])
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        # Gloo sends nothing before it is asked for: a rank asks one after another, so that no two streams meet there.
+        arriving = group.recv([received[source]], source, tag)
+        leaving = group.send([sent[to]], to, tag)
+        arriving.wait()
+        leaving.wait()
 
 
-def _work_off(waiting: SimpleQueue[_Exchange | None]) -> None:
-    while (exchange := waiting.get()) is not None:
-        exchange.run()
-        del exchange  # its tensors and its group are the caller's to free
+def _all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
+    """In a ring: every rank passes on to the next what it hears from the one before. All is asked for at once, as it
+    comes one after another."""
+    rank, size = group.rank(), group.size()
+    chunks = output.chunk(size)
+    chunks[rank].copy_(input)
+    in_order = [chunks[(rank - distance) % size] for distance in range(size)]
+    arriving = [group.recv([chunk], (rank - 1) % size, tag) for chunk in in_order[1:]]
+    leaving = []
+    for chunk, work in zip(in_order, arriving, strict=False):
+        leaving.append(group.send([chunk], (rank + 1) % size, tag))
+        work.wait()
+    for work in leaving:
+        work.wait()
+
+
+def _work_off(waiting: SimpleQueue[_Turn | None]) -> None:
+    while (turn := waiting.get()) is not None:
+        turn.run()
+        del turn  # its tensors and its group are the caller's to free

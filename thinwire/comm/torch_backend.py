@@ -90,14 +90,13 @@ class TorchCommunicator(Communicator):
         self._roll = StoreRollCall(store, self.rank, self.size, _host_of_store(wiring))
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        streams_meet = self.size > 2 and input.nbytes >= LEAST_CHUNK_BYTES * self.size
-        if streams_meet and not input.is_cuda:
-            if self._wiring.pairwise is None:
-                self._wiring.pairwise = Pairwise(self._group, self._wiring.instance)
-            return self._wiring.pairwise.start(output, input)
+        if self._takes_turns(input, input.nbytes // self.size):
+            return self._pairwise.start_all_to_all(output, input)
         return _pending(output, dist.all_to_all_single(output, input, group=self._group, async_op=True))
 
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        if self._takes_turns(input, input.nbytes):
+            return self._pairwise.start_all_gather(output, input)
         return _pending(output, _all_gather(output, input, group=self._group, async_op=True))
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
@@ -114,6 +113,15 @@ class TorchCommunicator(Communicator):
         global_ranks = tuple(parent.global_ranks[member] for member in members)
         wiring = _Wiring(group, parent.backend_of, global_ranks, parent.store, path)
         return TorchCommunicator(timeout=timeout, _wiring=wiring)
+
+    def _takes_turns(self, input: Tensor, chunk_bytes: int) -> bool:
+        return self.size > 2 and chunk_bytes >= LEAST_CHUNK_BYTES and not input.is_cuda
+
+    @property
+    def _pairwise(self) -> Pairwise:
+        if self._wiring.pairwise is None:
+            self._wiring.pairwise = Pairwise(self._group, self._wiring.instance)
+        return self._wiring.pairwise
 
     @property
     def _group(self) -> dist.ProcessGroup:
