@@ -52,6 +52,7 @@ class EmulatedCluster:
         device: their network interface.
         name: the cluster's; namespaces are called by it.
         links: of each host.
+        congestion_control: of the hosts' TCP, by name; known once they are there.
     """
 
     device = HOST_DEVICE
@@ -63,6 +64,7 @@ class EmulatedCluster:
         self.hosts = hosts
         self.name = namespaces.new_cluster_name()
         self.links = cluster_links(self.name, hosts)
+        self.congestion_control = ""
         self._switch = self.links[0].switch
 
     @contextmanager
@@ -138,6 +140,7 @@ class EmulatedCluster:
         for host, link in enumerate(self.links):
             namespaces.add_namespace(link.host)
             link.connect(f"{self.address(host)}/24")
+        self.congestion_control = namespaces.congestion_control(self.links[0].host)
 
     def _remove(self) -> None:
         namespaces.remove_namespaces(self.name)

@@ -48,6 +48,12 @@ def test_names_tell_clusters_of_one_process_apart() -> None:
 
 
 @needs_cluster
+def test_hosts_slow_down_as_linux_does_by_default_whatever_the_machine_does() -> None:
+    with EmulatedCluster(1).running() as cluster:
+        assert cluster.congestion_control in {"cubic", "reno"}
+
+
+@needs_cluster
 @pytest.mark.launch
 def test_mpirun_reaches_every_host_and_nothing_is_left(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
