@@ -87,7 +87,7 @@ CONTENDERS = {
         "DDP, bf16 hook", "#2b6ca3", partial(DataParallelLearner, hook="bf16"), Method("ddp-bf16"), "every step"
     ),
     "ddp-meeting": Contender(
-        "Only meeting, nothing averaged",
+        "Only meeting",
         "#c9a227",
         partial(DataParallelLearner, hook="meet"),
         None,
