@@ -19,7 +19,7 @@ from experiments.ethernet import losses
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster, LoopbackCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
 from experiments.ethernet.command_line import parse
-from experiments.ethernet.jobs import congestion_control, job, links, setting
+from experiments.ethernet.jobs import job, links, setting
 from experiments.ethernet.race import overlap_report, planned, step_plots, step_report
 from experiments.ethernet.race.contenders import CONTENDERS
 
@@ -76,7 +76,7 @@ def _race_steps(options: argparse.Namespace, cluster: Cluster, emulated: Emulate
     winners = step_report.winning_rates(entries)
     content = {
         "machine": machine.describe(),
-        "tcp": congestion_control(emulated),
+        "tcp": cluster.congestion_control,
         "subject": _subject(options.model, raw["shapes"], options),
         "findings": step_report.sentences(entries, winners, options.waiting),
         "waiting": options.waiting,
@@ -113,7 +113,7 @@ def _measure_overlap(options: argparse.Namespace) -> None:
         raw = job(cluster, "experiments.ethernet.race.step_times", arguments, alone.ranks_a_host, options.limit)
     content = {
         "machine": machine.describe(),
-        "tcp": congestion_control(cluster),
+        "tcp": cluster.congestion_control,
         "subject": _subject(options.overlap_model, raw["shapes"], alone),
         "computing_alone": raw["computing"],
         "contenders": overlap_report.records(raw["balanced"]),

@@ -17,7 +17,7 @@ from experiments.common.command_line import Parser, positive
 from experiments.common.results import RESULTS
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
-from experiments.ethernet.jobs import congestion_control, job, links
+from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.collective_times import COLLECTIVES, WAYS
 from experiments.ethernet.study import Study, check_hosts, ready
 
@@ -44,7 +44,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             found += [{"backend": backend, **one} for one in measured["found"]]
     return {
         "machine": machine.describe(),
-        "tcp": congestion_control(cluster),
+        "tcp": cluster.congestion_control,
         "load_before": options.load,
         "subject": f"{options.hosts} hosts of one rank that share {os.cpu_count()} cores",
         "found": found,

@@ -12,7 +12,7 @@ from experiments.common.results import read_json
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster
 from experiments.ethernet.cluster.commands import ClusterError
 
-__all__ = ["congestion_control", "job", "links", "setting"]
+__all__ = ["job", "links", "setting"]
 
 
 def job(
@@ -37,11 +37,6 @@ def links(emulated: EmulatedCluster | None, cluster: Cluster) -> list[object]:
     """The arguments that say whose links a job shapes; none are shaped where nothing is emulated."""
     shared: list[object] = ["--hosts", cluster.hosts, "--device", cluster.device]
     return shared if emulated is None else [*shared, "--cluster", emulated.name]
-
-
-def congestion_control(emulated: EmulatedCluster | None) -> str | None:
-    """Of the emulated hosts' TCP, by name; of others nothing is known."""
-    return None if emulated is None else emulated.congestion_control
 
 
 def setting(options: argparse.Namespace) -> str:

@@ -19,7 +19,7 @@ from experiments.common.errors import InputError
 from experiments.common.results import RESULTS
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
-from experiments.ethernet.jobs import congestion_control, job, links
+from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.local_step_report import print_table, record
 from experiments.ethernet.study import Study, check_hosts, ready
 from experiments.tasks.sizes import SIZES
@@ -54,7 +54,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     diloco = f"DiLoCo every {options.every} steps, {options.fragments} fragments, {options.codec}"
     return {
         "machine": machine.describe(),
-        "tcp": congestion_control(cluster),
+        "tcp": cluster.congestion_control,
         "load_before": options.load,
         "subject": f"{model}, {diloco}, {options.hosts} hosts of one rank that share {os.cpu_count()} cores",
         "settings": settings,

@@ -15,7 +15,7 @@ from experiments.common import machine
 from experiments.common.errors import InputError
 from experiments.common.results import read_json, write_json
 from experiments.ethernet.cluster.clusters import Cluster, EmulatedCluster
-from experiments.ethernet.jobs import congestion_control, job, links, setting
+from experiments.ethernet.jobs import job, links, setting
 from experiments.ethernet.race import kinds, loss_report
 from experiments.ethernet.race.contenders import CONTENDERS, FAIR_BASELINE
 from experiments.tasks.corpus import load
@@ -51,7 +51,7 @@ def race(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluste
         "findings": [loss_report.sentence(runs, goal)],
         "seconds_to_the_loss": loss_report.arrivals(runs, goal),
         "ranks": raw["ranks"],
-        "tcp": congestion_control(emulated),
+        "tcp": cluster.congestion_control,
         "steps": options.steps,
         "retimed": {key: at_another_rate(runs, one) for key, one in before.get("retimed", {}).items()},
         "runs": runs,

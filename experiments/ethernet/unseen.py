@@ -52,7 +52,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
                 for rate, turns in raw["turns"].items()
             }
             setting = {"model": model, "hosts": hosts, "ranks_a_core": hosts / cores, "rates": rates}
-            settings.append({**setting, "computing_one_rank": raw["computing_one_rank"]})
+            settings.append({**setting, "tcp": raw["tcp"], "computing_one_rank": raw["computing_one_rank"]})
             print(f"BERT-{model} on {hosts} hosts measured", file=sys.stderr, flush=True)
     errors = [one for setting in settings for one in setting["rates"].values()]
     return {
@@ -92,7 +92,8 @@ def _steps(model: str, hosts: int, options: argparse.Namespace) -> dict[str, Any
         arguments = ["--model", model, "--contenders", *options.contenders, "--rates", *options.rates]
         arguments += ["--batch-size", options.batch_size, "--seconds", options.seconds, "--probe-seconds", 0]
         arguments += ["--waiting", 0, *links(cluster, cluster)]
-        return job(cluster, "experiments.ethernet.race.step_times", arguments, 1, options.limit)
+        raw = job(cluster, "experiments.ethernet.race.step_times", arguments, 1, options.limit)
+        return {**raw, "tcp": cluster.congestion_control}
 
 
 def _print(content: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ def _all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: in
     in_order = [chunks[(rank - distance) % size] for distance in range(size)]
     arriving = [group.recv([chunk], (rank - 1) % size, tag) for chunk in in_order[1:]]
     leaving = []
-    for chunk, work in zip(in_order, arriving, strict=False):
+    for chunk, work in zip(in_order[:-1], arriving, strict=True):
         leaving.append(group.send([chunk], (rank + 1) % size, tag))
         work.wait()
     for work in leaving:

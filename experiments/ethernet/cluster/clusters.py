@@ -28,10 +28,12 @@ class Cluster(Protocol):
     Attributes:
         hosts: how many.
         device: their network interface, by name.
+        congestion_control: of their TCP, by name; None where nobody has looked.
     """
 
     hosts: int
     device: str
+    congestion_control: str | None
 
     def run(
         self,
@@ -64,7 +66,7 @@ class EmulatedCluster:
         self.hosts = hosts
         self.name = namespaces.new_cluster_name()
         self.links = cluster_links(self.name, hosts)
-        self.congestion_control = ""
+        self.congestion_control: str | None = None
         self._switch = self.links[0].switch
 
     @contextmanager
@@ -152,9 +154,11 @@ class LoopbackCluster:
     Attributes:
         hosts: "hosts" to start ranks for.
         device: the loopback interface.
+        congestion_control: None, as it is this machine's.
     """
 
     device = "lo"
+    congestion_control: str | None = None
 
     def __init__(self, hosts: int) -> None:
         """So many pretended hosts."""
