@@ -35,8 +35,7 @@ def race(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluste
     """Whole trainings on text, at one rate; with `--add`, beside those that were run before."""
     if emulated is not None and rate is None:
         raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
-    machine_and_rate = {"machine": machine.describe(), "megabits": None if emulated is None else rate}
-    settings = {**machine_and_rate, **_trainings(options)}
+    settings = {**_links(cluster, None if emulated is None else rate), **_trainings(options)}
     before = _recorded("--add", settings, options.output) if options.add else {}
     racing = [name for name in options.contenders if CONTENDERS[name].trains]
     with _shared_arguments(racing, options, cluster, emulated) as arguments:
@@ -51,7 +50,6 @@ def race(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluste
         "findings": [loss_report.sentence(runs, goal)],
         "seconds_to_the_loss": loss_report.arrivals(runs, goal),
         "ranks": raw["ranks"],
-        "tcp": cluster.congestion_control,
         "steps": options.steps,
         "retimed": {key: at_another_rate(runs, one) for key, one in before.get("retimed", {}).items()},
         "runs": runs,
@@ -71,7 +69,7 @@ def retime(options: argparse.Namespace, emulated: EmulatedCluster | None) -> Non
     _check_recorded(options.contenders, content["runs"])
     content.setdefault("retimed", {})
     for rate in options.retime:
-        measured = _timed_before(content["retimed"].get(str(rate)), rate)
+        measured = _timed_before(content["retimed"].get(str(rate)), _links(emulated, rate))
         if FAIR_BASELINE not in {*measured["kinds"], *options.contenders}:
             raise InputError(f"--retime compares with {FAIR_BASELINE}: name it among --contenders at a new rate")
         with _shared_arguments(options.contenders, options, emulated, emulated) as arguments:
@@ -89,7 +87,7 @@ def at_another_rate(runs: Runs, measured: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: kinds.retime(runs[name], timed[name]) for name in CONTENDERS if name in timed}
     goal = loss_report.goal_of(runs)
     return {
-        "machine": measured["machine"],
+        **{name: measured[name] for name in ("machine", "tcp")},
         "findings": [loss_report.sentence(found, goal)],
         "seconds_to_the_loss": loss_report.arrivals(found, goal),
         "runs": {name: {key: one[key] for key in ("seconds", "seconds_a_step")} for name, one in found.items()},
@@ -109,17 +107,17 @@ def _check_recorded(contenders: Sequence[str], runs: Runs) -> None:
             raise InputError(f"--retime: {name}: {error}") from error
 
 
-def _timed_before(entry: Mapping[str, Any] | None, rate: float) -> dict[str, Any]:
-    """What was timed at this rate before, on this machine."""
-    found = {"machine": machine.describe(), "kinds": {}}
+def _timed_before(entry: Mapping[str, Any] | None, here: Mapping[str, Any]) -> dict[str, Any]:
+    """What was timed at this rate before, over links as they are `here`."""
     if entry is None:
-        return found
-    if entry["machine"] != found["machine"]:
-        raise InputError(
-            f"--retime: steps at {rate} Mb/s were timed on another machine: {entry['machine']} and not "
-            f"{found['machine']}. Take that entry out of {_NAME}.json to time all of them here"
-        )
-    return {**found, "kinds": dict(entry["kinds"])}
+        return {**here, "kinds": {}}
+    for name in ("machine", "tcp"):
+        if entry.get(name) != here[name]:
+            raise InputError(
+                f"--retime: steps at {here['megabits']} Mb/s were timed with another {name}: {entry.get(name)} and not "
+                f"{here[name]}. Take that entry out of {_NAME}.json to time all of them here"
+            )
+    return {**here, "kinds": dict(entry["kinds"])}
 
 
 def _print_retimed(content: Mapping[str, Any], rate: float) -> None:
@@ -129,6 +127,11 @@ def _print_retimed(content: Mapping[str, Any], rate: float) -> None:
     print(f"\nThe same trainings over links of {rate} Mb/s", end="")
     loss_report.print_table(found, goal)
     print("\n" + entry["findings"][0])
+
+
+def _links(cluster: Cluster, rate: float | None) -> dict[str, Any]:
+    """What seconds depend on: the machine, its links, and who shares them out."""
+    return {"machine": machine.describe(), "tcp": cluster.congestion_control, "megabits": rate}
 
 
 def _trainings(options: argparse.Namespace) -> dict[str, Any]:

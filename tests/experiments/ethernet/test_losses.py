@@ -52,6 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     monkeypatch.setattr(EmulatedCluster, "running", lambda self: nullcontext(self))
     content = {
         "machine": machine.describe(),
+        "tcp": None,
         "subject": "BERT-tiny on Python's standard library, 20 steps, 32 sequences a rank, 4 hosts of one rank, Gloo",
         "megabits": 20,
         "learning_rate": 1e-3,
@@ -110,15 +111,28 @@ def test_what_cannot_be_timed_again_is_refused(
     assert not started
 
 
-def test_steps_of_two_machines_are_not_mixed(
-    started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", ["machine", "tcp"])
+def test_steps_over_other_links_are_not_mixed(
+    what: str, started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = main(tmp_path, "--retime", "100", "--contenders", "ddp-bf16")
-    content["retimed"]["100"]["machine"]["cores"] = 1000
+    again = ["--retime", "100", "--contenders", "ddp-bf16"]
+    content = main(tmp_path, *again)
+    content["retimed"]["100"][what] = "another"
     (tmp_path / "ethernet_losses.json").write_text(json.dumps(content))
-    again = [*SETTINGS, "--retime", "100", "--contenders", "ddp-bf16", "--output", str(tmp_path)]
-    assert command.main(again) == 2
-    assert "on another machine" in capsys.readouterr().err
+    assert command.main([*SETTINGS, *again, "--output", str(tmp_path)]) == 2
+    assert f"with another {what}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["machine", "tcp"])
+def test_nothing_is_added_over_other_links(
+    what: str, started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ethernet_losses.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {what: "another"}))
+    adding = ["--add", "--loss-rate", "20", "--contenders", "diloco-30-int4"]
+    assert command.main([*SETTINGS, *adding, "--output", str(tmp_path)]) == 2
+    assert "holds another race" in capsys.readouterr().err
+    assert not started
 
 
 def test_a_run_that_does_not_add_up_is_refused(
