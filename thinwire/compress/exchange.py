@@ -134,6 +134,12 @@ class Exchange:
             self._payload = torch.zeros(self.padded_numel, device=self._device)
         return self._payload
 
+    def unwritten_payload(self) -> Tensor:
+        """`payload` to be written whole, padding included: new memory holds anything."""
+        if self._payload is None:
+            self._payload = torch.empty(self.padded_numel, device=self._device)
+        return self._payload
+
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
         """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual.
 

@@ -195,8 +195,7 @@ class ElasticHome(LocalHome):
         number = self._left
         fragment = number % len(self.fragments)
         self.outer_steps[fragment].leave(
-            self.weights.outer(fragment),
-            self.weights.replica(fragment),
+            self.weights.pairs(fragment),
             number,
             settings_digest([vars(self.outer_settings)], number),
             meet=self.membership.wanted,

@@ -279,7 +279,7 @@ class LocalHome(Home):
             self._pass_on(earlier)
         digest = settings_digest([vars(self.outer_settings)], self._steps)
         outer_step = self.outer_steps[fragment]
-        outer_step.leave(self.weights.outer(fragment), self.weights.replica(fragment), self._steps, digest)
+        outer_step.leave(self.weights.pairs(fragment), self._steps, digest)
         self.under_way.append(UnderWay(fragment, self._steps))
 
     def _pass_on(self, one: UnderWay) -> None:

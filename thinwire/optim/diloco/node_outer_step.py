@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.relay import Relay
 from thinwire.compress.codecs import Codec
 from thinwire.optim.diloco.fragments import Fragment
-from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, make_outer_step
+from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, WeightPair, make_outer_step
 
 __all__ = ["NodeOuterStep", "make_node_outer_step"]
 
@@ -34,12 +36,12 @@ class NodeOuterStep(OuterStep):
         """See OuterStep."""
         return self._nothing if self._of_leader is None else self._of_leader.momentum
 
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         """See OuterStep."""
         self._error = None
         if self._of_leader is not None:
             try:
-                self._of_leader.leave(outer, replica, step, settings, meet=meet)
+                self._of_leader.leave(weights, step, settings, meet=meet)
             except CommunicationError as error:
                 self._error = error
 

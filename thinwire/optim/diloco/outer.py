@@ -4,6 +4,7 @@ the same bits on every rank."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,17 @@ from thinwire.compress.low_memory_exchange import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment
 
-__all__ = ["Alone", "Arrived", "OuterSettings", "OuterState", "OuterStep", "Together", "UnderWay", "make_outer_step"]
+__all__ = [
+    "Alone",
+    "Arrived",
+    "OuterSettings",
+    "OuterState",
+    "OuterStep",
+    "Together",
+    "UnderWay",
+    "WeightPair",
+    "make_outer_step",
+]
 
 
 @dataclass
@@ -27,6 +38,14 @@ class OuterSettings:
 
     lr: float
     momentum: float
+
+
+@dataclass(frozen=True)
+class WeightPair:
+    """Of a piece of a fragment the `outer` weights and the worker's `own`, fp32 [elements]."""
+
+    outer: Tensor
+    own: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,8 +112,8 @@ class OuterStep(OuterState, ABC):
     """
 
     @abstractmethod
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
-        """Leg 1: send w° - w, both fp32 [numel]. Collective."""
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+        """Leg 1: send w° - w of `weights`, which lie end to end in the fragment. Collective."""
 
     @abstractmethod
     def may_pass_on(self) -> bool:
@@ -123,11 +142,12 @@ class Together(OuterStep):
         self.momentum = torch.zeros(self.own.stop - self.own.start, device=exchange.payload.device)
         self._next_momentum: Tensor | None = None
 
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         """See OuterStep."""
-        payload = self._exchange.payload
+        payload = self._exchange.unwritten_payload()
         payload[self._numel :].zero_()
-        torch.sub(outer, replica, out=payload[: self._numel])
+        for place, pair in _end_to_end(weights):
+            torch.sub(pair.outer, pair.own, out=payload[place])
         self._exchange.start(step, Flags.MEET if meet else Flags.NONE, settings)
 
     def may_pass_on(self) -> bool:
@@ -195,9 +215,11 @@ class Alone(OuterStep):
         self._update: Tensor | None = None
         self._meet = False
 
-    def leave(self, outer: Tensor, replica: Tensor, step: int, settings: int, *, meet: bool = False) -> None:
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         """See OuterStep."""
-        self._gradient = outer.double().sub_(replica)
+        self._gradient = torch.empty_like(self.momentum, dtype=torch.float64)
+        for place, pair in _end_to_end(weights):
+            self._gradient[place].copy_(pair.outer).sub_(pair.own)
         self._meet = meet
 
     def may_pass_on(self) -> bool:
@@ -217,6 +239,14 @@ class Alone(OuterStep):
         """See OuterStep."""
         update, self._update = self._update, None
         return Arrived(update, self._meet)
+
+
+def _end_to_end(weights: Sequence[WeightPair]) -> Iterator[tuple[slice, WeightPair]]:
+    """Each, and where in the fragment it lies."""
+    start = 0
+    for pair in weights:
+        yield slice(start, start + pair.outer.numel()), pair
+        start += pair.outer.numel()
 
 
 def make_outer_step(

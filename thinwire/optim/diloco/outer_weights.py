@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.diloco.fragments import Fragment, Piece
+from thinwire.optim.diloco.outer import WeightPair
 from thinwire.optim.diloco.worker import Worker
 
 __all__ = ["OuterWeights"]
@@ -33,18 +34,21 @@ class OuterWeights:
 
     def outer(self, fragment: int) -> Tensor:
         """The outer weights of a fragment, to be read."""
-        return self._displaced(fragment) if self.shown else self._kept[fragment]
+        kept = self._kept[fragment]
+        return _joined([pair.outer for pair in self.pairs(fragment)], kept) if self.shown else kept
 
     def replica(self, fragment: int) -> Tensor:
         """The worker's own, to be read."""
-        kept, pieces = self._kept[fragment], self._fragments[fragment].pieces
-        values = [
-            kept[one.offset : one.offset + one.numel] if self.shown and self._single(one) else self._of_worker(one)
-            for one in pieces
-        ]
-        if len(values) == 1:
-            return values[0]
-        return torch.cat(values) if values else kept
+        return _joined([pair.own for pair in self.pairs(fragment)], self._kept[fragment])
+
+    def pairs(self, fragment: int) -> list[WeightPair]:
+        """Both, piece by piece, which lie end to end; to be read."""
+        kept, found = self._kept[fragment], list[WeightPair]()
+        for piece in self._fragments[fragment].pieces:
+            here, there = kept[piece.offset : piece.offset + piece.numel], self._of_worker(piece)
+            have_changed_places = self.shown and self._single(piece)
+            found.append(WeightPair(there, here) if have_changed_places else WeightPair(here, there))
+        return found
 
     def subtract(self, fragment: int, update: Tensor, mix: float) -> None:
         """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°; rounded once where `update` is fp64."""
@@ -53,7 +57,11 @@ class OuterWeights:
         kept = self._kept[fragment]
         for piece, first, last in self._portions(fragment):
             place = slice(piece.offset + first, piece.offset + last)
-            outer = kept[place].copy_(kept[place] - update[place])
+            outer = kept[place]
+            if update.dtype == outer.dtype:
+                outer.sub_(update[place])
+            else:
+                outer.copy_(outer - update[place])
             replica = outer if mix == 0.0 else torch.lerp(outer, self._of_worker(piece)[first:last], mix)
             self._worker.write(piece.parameter, piece.start + first, replica)
         self.show(shown)
@@ -111,14 +119,6 @@ class OuterWeights:
         if single:
             kept.copy_(own)
 
-    def _displaced(self, fragment: int) -> Tensor:
-        """The outer weights while parameters show them."""
-        kept, pieces = self._kept[fragment], self._fragments[fragment].pieces
-        values = [
-            self._of_worker(one) if self._single(one) else kept[one.offset : one.offset + one.numel] for one in pieces
-        ]
-        return torch.cat(values) if values else kept
-
     def _single(self, piece: Piece) -> bool:
         return self._worker.parameters[piece.parameter].dtype == torch.float32
 
@@ -134,3 +134,8 @@ class OuterWeights:
             most = _IN_CACHE if cut else max(1, piece.numel)
             for first in range(0, piece.numel, most):
                 yield piece, first, min(first + most, piece.numel)
+
+
+def _joined(pieces: Sequence[Tensor], empty: Tensor) -> Tensor:
+    """End to end; `empty` where there are none."""
+    return torch.cat(list(pieces)) if pieces else empty
