@@ -4,11 +4,9 @@ thread for its backwards, as a GPU has, and counts launches and the moments at w
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from tests.compiled import compiled
 from tests.fake_device.buckets import HostBuckets, serve_buckets
 from tests.fake_device.graphs import FakeGraphs
 from thinwire.optim import captured_step
@@ -49,21 +48,14 @@ def build() -> Path:
 
     It does not say where torch's libraries lie, as they are loaded already.
     """
-    made_of = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire-tests"
-    library = cache / f"fake_device_{made_of}.so"
-    if library.exists():
-        return library
-    cache.mkdir(parents=True, exist_ok=True)
-    torch_libraries = Path(torch.__file__).parent / "lib"
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder) / library.name
-        includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-        links = [f"-L{torch_libraries}", "-lc10", "-ltorch_cpu"]
-        compile_it = [str(compiler()), "-std=c++20", "-O1", "-fPIC", "-shared", *includes, str(_SOURCE)]
-        subprocess.run([*compile_it, "-o", str(made), *links], check=True, capture_output=True, text=True)
-        made.replace(library)  # whole or absent, whoever else builds it
-    return library
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
+    command = [str(compiler()), "-std=c++20", "-O1", "-fPIC", "-shared", *includes, str(_SOURCE)]
+
+    def compile_to(path: Path) -> None:
+        subprocess.run([*command, "-o", str(path), *links], check=True, capture_output=True, text=True)
+
+    return compiled("fake_device", (_SOURCE.read_bytes(), torch.__version__.encode()), compile_to)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import functools
 import secrets
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.compiled import compiled
 from thinwire.compress.kernels.adam_calls import AdamStep
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
@@ -144,15 +144,23 @@ def _table(runs: bucket_launches.Runs) -> Tensor:
 def compile_source(source: Path, functions: Sequence[str], definitions: Sequence[str]) -> ctypes.CDLL:
     """Library of the kernels in `source`, without optimisation: compiling is what takes the time."""
     assert COMPILER
-    with tempfile.TemporaryDirectory() as folder:
-        path, program = Path(folder) / "kernels.so", Path(folder) / "kernels.cpp"
-        program.write_text(f'#include "{source}"\n' + "".join(f"EMULATE({function})\n" for function in functions))
-        command = [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
-        command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # as a GPU does
-        command += ["-include", str(_HEADER), str(program), "-o", str(path)]
-        result = subprocess.run(command, capture_output=True, text=True)
+    program = f'#include "{source}"\n' + "".join(f"EMULATE({function})\n" for function in functions)
+    command = [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
+    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # as a GPU does
+    command += ["-include", str(_HEADER), "-x", "c++", "-"]
+
+    def compile_to(path: Path) -> None:
+        result = subprocess.run([*command, "-o", str(path)], input=program, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        return ctypes.CDLL(str(path))
+
+    read = [source, _HEADER, *sorted(path for path in source_folder().rglob("*") if path.is_file())]
+    made_of = [" ".join(command).encode(), program.encode(), _compiler_version(), *(path.read_bytes() for path in read)]
+    return ctypes.CDLL(str(compiled(source.stem, made_of, compile_to)))
+
+
+@functools.cache
+def _compiler_version() -> bytes:
+    return subprocess.run([str(COMPILER), "--version"], check=True, capture_output=True).stdout
 
 
 def launch(
