@@ -60,19 +60,13 @@ def test_speed_that_costs_loss_is_never_recommended() -> None:
 
 def test_losses_are_those_of_the_experiments() -> None:
     """What is told of an optimizer's loss stands in experiments/results, and every optimizer has been measured."""
-
-    def of_task(file: str, name: str) -> tuple[float, int]:
-        task = json.loads((RESULTS / file).read_text())["tasks"]["text"]
-        finding = task["finding"] if "finding" in task else task["findings"][name]
-        return finding["difference_percent"] / 100, len(task["runs"][name])
-
+    text = json.loads((RESULTS / "convergence.json").read_text())["tasks"]["text"]
     lion = json.loads((RESULTS / "lion.json").read_text())["methods"]["onebit-lion"]
     measured = {
-        "onebit-adam": of_task("convergence.json", "onebit-adam"),
-        "onebit-lamb": of_task("convergence_lamb.json", "onebit-lamb"),
-        "zero-one-adam": of_task("convergence_zero_one_text.json", "zero-one-adam"),
-        "onebit-lion": (lion["difference_percent"]["adamw"] / 100, len(lion["runs"])),
+        name: (finding["difference_percent"] / 100, len(text["runs"][name]))
+        for name, finding in text["findings"].items()
     }
+    measured["onebit-lion"] = (lion["difference_percent"]["adamw"] / 100, len(lion["runs"]))
     assert set(LOSSES) == set(measured) == {one.algorithm for one in methods_for(ethernet()) if one.is_one_bit}
     for name, (difference, seeds) in measured.items():
         assert (LOSSES[name].difference, LOSSES[name].seeds) == (pytest.approx(difference, abs=5e-4), seeds), name

@@ -26,9 +26,9 @@ class MeasuredLoss:
 
 
 LOSSES: dict[str, MeasuredLoss] = {
-    "onebit-adam": MeasuredLoss(-0.018, "AdamW", "BERT-tiny on text", 3),
-    "onebit-lamb": MeasuredLoss(0.033, "LAMB", "BERT-tiny on text", 3),
-    "zero-one-adam": MeasuredLoss(0.005, "AdamW", "BERT-tiny on text", 1),
+    "onebit-adam": MeasuredLoss(-0.001, "AdamW", "BERT-tiny on text", 3),
+    "onebit-lamb": MeasuredLoss(0.031, "LAMB", "BERT-tiny on text", 3),
+    "zero-one-adam": MeasuredLoss(0.039, "AdamW", "BERT-tiny on text", 3),
     "onebit-lion": MeasuredLoss(0.072, "AdamW", "a small GPT on text", 3),
 }
 """By algorithm. Averages that are exact, or in bf16, count as costing nothing (Agarwal et al., MLSys 2022)."""

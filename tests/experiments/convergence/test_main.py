@@ -25,7 +25,7 @@ def digits_of(folder: Path) -> dict[str, Any]:
 
 
 def test_it_writes_every_curve_and_the_picture(tmp_path: Path) -> None:
-    run(tmp_path, "--seeds", "1", "--steps", "150")
+    run(tmp_path, "--seeds", "1", "--steps", "150", "--optimizer", *PARENTS)
     assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
     runs = digits_of(tmp_path)["runs"]
     assert runs.keys() == {*PARENTS, *PARENTS.values()}
@@ -55,6 +55,7 @@ def test_the_command_line_takes_tasks_and_seeds(tmp_path: Path) -> None:
     options = parse(["--task", "digits", "--seeds", "5", "--output", str(tmp_path)])
     assert options.task == ["digits"]
     assert options.seeds == 5
+    assert set(options.optimizer) == {*PARENTS} - {"onebit-lion"}
     with pytest.raises(InputError, match="--seeds"):
         parse(["--seeds", "0", "--output", str(tmp_path)])
     with pytest.raises(InputError, match="absent"):
