@@ -108,16 +108,20 @@ def _variances(task: Task[Any], plan: Plan, ranks: int, steps: int) -> Iterator[
 
 
 def _show_growth(task: Task[Any], plan: Plan, ranks: int, steps: int) -> None:
-    """By what the total, the median tensor and the third quartile grow over a fifth of the steps; and the freeze."""
+    """By what the total, the median tensor, the third quartile and the ninth decile grow over a fifth of the steps; and
+    the freeze."""
     rule, seen, frozen = make_freeze_rule("auto", 0.999), dict[int, list[float]](), False
-    print("step   total  median  third quartile")
+    print("step   total  median  third quartile  ninth decile")
     for step, rate, norms in _variances(task, plan, ranks, steps):
         seen[step] = norms
         earlier = [one for one in seen if one <= step - max(20, step / 5)]
         if earlier and step % (5 * _LOOKS_EVERY) == 0:
             growth = sorted(now / before for now, before in zip(norms, seen[max(earlier)], strict=True) if before)
             total = sum(norms) / sum(seen[max(earlier)])
-            print(f"{step:5}  {total:6.2f}  {_at(growth, 0.5):6.2f}  {_at(growth, 0.75):6.2f}", flush=True)
+            print(
+                f"{step:5}  {total:6.2f}  {_at(growth, 0.5):6.2f}  {_at(growth, 0.75):14.2f}  {_at(growth, 0.9):12.2f}",
+                flush=True,
+            )
         if not frozen and rule.reached(step, [rate], lambda found=norms: found):
             print(f'"auto" freezes at {step}', flush=True)
             frozen = True

@@ -46,6 +46,20 @@ def test_a_plateau_that_one_large_tensor_hides_is_not_mistaken_for_settled() -> 
     assert 350 < first_freeze(make_freeze_rule("auto", 0.999), norms, rate_at=lambda step: min(step, 190)) < 600
 
 
+def test_queries_and_keys_that_awake_are_waited_for() -> None:
+    """BERT-mini from step 130 on: a sixth of the tensors grow by a hundred, and the others hold still."""
+
+    def norms(step):
+        awake = 100.0 ** min(1.0, max(0.0, step - 130) / 100)
+        return [*[1.0] * 60, *[1e-3 * awake] * 12]
+
+    rate = dict(rate_at=lambda step: min(step, 120))
+    assert first_freeze(make_freeze_rule("auto", 0.999), norms, **rate) > 230
+    assert (
+        first_freeze(make_freeze_rule("auto", 0.999), lambda step: [*norms(130)[:66], *norms(step)[66:]], **rate) < 200
+    )
+
+
 def test_gradients_that_fall_before_a_plateau_are_not_settled() -> None:
     """Most tensors shrink fast, while the total, one embedding, hardly does; they come back by a factor of ten."""
 
