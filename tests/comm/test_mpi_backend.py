@@ -71,7 +71,7 @@ def test_the_thread_ends_with_the_communicator_and_with_the_process(jobs):
     need_mpi()
     done = jobs.alone(*JOB, "end_threads")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "1 before\n0 at exit\n"
+    assert done.stdout == "ended\n1 at the end\nended\n"
 
 
 @pytest.mark.parametrize("level", ["single", "serialized"])

@@ -5,6 +5,7 @@ One thread asks after every transfer in flight. It sleeps when there is none, an
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -241,5 +242,8 @@ def _stop(watched: _Watched, thread: threading.Thread) -> None:
     # In a forked child there is no such thread, and its locks may be held forever.
     if thread.is_alive():
         watched.close()
-        if thread is not threading.current_thread():
+        if thread is threading.current_thread():
+            # It was the last to hold what it served, in the middle of a look: the process waits for it, and not this.
+            atexit.register(thread.join, _EXIT_SECONDS)
+        else:
             thread.join(_EXIT_SECONDS)
