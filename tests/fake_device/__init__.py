@@ -50,12 +50,14 @@ def build() -> Path:
     """
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
-    command = [str(compiler()), "-std=c++20", "-O1", "-fPIC", "-shared", *includes, str(_SOURCE)]
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared"]
 
     def compile_to(path: Path) -> None:
-        subprocess.run([*command, "-o", str(path), *links], check=True, capture_output=True, text=True)
+        command = [str(compiler()), *options, *includes, str(_SOURCE), "-o", str(path), *links]
+        subprocess.run(command, check=True, capture_output=True, text=True)
 
-    return compiled("fake_device", (_SOURCE.read_bytes(), torch.__version__.encode()), compile_to)
+    made_of = (_SOURCE.read_bytes(), torch.__version__.encode(), " ".join(options).encode())
+    return compiled("fake_device", made_of, compile_to)
 
 
 @functools.cache

@@ -144,17 +144,23 @@ def _table(runs: bucket_launches.Runs) -> Tensor:
 def compile_source(source: Path, functions: Sequence[str], definitions: Sequence[str]) -> ctypes.CDLL:
     """Library of the kernels in `source`, without optimisation: compiling is what takes the time."""
     assert COMPILER
-    program = f'#include "{source}"\n' + "".join(f"EMULATE({function})\n" for function in functions)
-    command = [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
-    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # as a GPU does
-    command += ["-include", str(_HEADER), "-x", "c++", "-"]
+    options = ["-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", *definitions]
+    options += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # as a GPU does
+    emulated = "".join(f"EMULATE({function})\n" for function in functions)
 
     def compile_to(path: Path) -> None:
-        result = subprocess.run([*command, "-o", str(path)], input=program, capture_output=True, text=True)
+        command = [COMPILER, *options, "-include", str(_HEADER), "-x", "c++", "-", "-o", str(path)]
+        result = subprocess.run(command, input=f'#include "{source}"\n{emulated}', capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
 
+    # Not by where they lie: the same sources in another clone make the same library.
     read = [source, _HEADER, *sorted(path for path in source_folder().rglob("*") if path.is_file())]
-    made_of = [" ".join(command).encode(), program.encode(), _compiler_version(), *(path.read_bytes() for path in read)]
+    made_of = [
+        " ".join(options).encode(),
+        emulated.encode(),
+        _compiler_version(),
+        *(path.read_bytes() for path in read),
+    ]
     return ctypes.CDLL(str(compiled(source.stem, made_of, compile_to)))
 
 
