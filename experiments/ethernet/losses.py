@@ -35,7 +35,7 @@ def race(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluste
     """Whole trainings on text, at one rate; with `--add`, beside those that were run before."""
     if emulated is not None and rate is None:
         raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
-    settings = {**_links(cluster, None if emulated is None else rate), **_trainings(options)}
+    settings = {**_conditions(cluster, None if emulated is None else rate), **_trainings(options)}
     before = _recorded("--add", settings, options.output) if options.add else {}
     racing = [name for name in options.contenders if CONTENDERS[name].trains]
     with _shared_arguments(racing, options, cluster, emulated) as arguments:
@@ -69,7 +69,7 @@ def retime(options: argparse.Namespace, emulated: EmulatedCluster | None) -> Non
     _check_recorded(options.contenders, content["runs"])
     content.setdefault("retimed", {})
     for rate in options.retime:
-        measured = _timed_before(content["retimed"].get(str(rate)), _links(emulated, rate))
+        measured = _timed_before(content["retimed"].get(str(rate)), _conditions(emulated, rate))
         if FAIR_BASELINE not in {*measured["kinds"], *options.contenders}:
             raise InputError(f"--retime compares with {FAIR_BASELINE}: name it among --contenders at a new rate")
         with _shared_arguments(options.contenders, options, emulated, emulated) as arguments:
@@ -129,7 +129,7 @@ def _print_retimed(content: Mapping[str, Any], rate: float) -> None:
     print("\n" + entry["findings"][0])
 
 
-def _links(cluster: Cluster, rate: float | None) -> dict[str, Any]:
+def _conditions(cluster: Cluster, rate: float | None) -> dict[str, Any]:
     """What seconds depend on: the machine, its links, and who shares them out."""
     return {"machine": machine.describe(), "tcp": cluster.congestion_control, "megabits": rate}
 

@@ -135,11 +135,11 @@ class OuterStep(OuterState, ABC):
 class Together(OuterStep):
     """Over the ranks of a communicator, or over nodes."""
 
-    def __init__(self, exchange: Exchange, numel: int) -> None:
+    def __init__(self, exchange: Exchange, numel: int, device: torch.device) -> None:
         self._exchange = exchange
         self._numel = numel
         self.own = exchange.owner_place
-        self.momentum = torch.zeros(self.own.stop - self.own.start, device=exchange.payload.device)
+        self.momentum = torch.zeros(self.own.stop - self.own.start, device=device)
         self._next_momentum: Tensor | None = None
 
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
@@ -279,4 +279,4 @@ def make_outer_step(
             residual_dtype=torch.bfloat16,
             reversible=reversible,
         )
-    return Together(exchange, fragment.numel)
+    return Together(exchange, fragment.numel, device)
