@@ -21,8 +21,8 @@ from experiments.training.reporting import human_bytes
 
 __all__ = ["draw"]
 
-_FARTHEST_PERCENT = 12.0
-"""Losses farther above the baseline's are drawn as arrows at the panel's top."""
+_FARTHEST_PERCENT, _FARTHEST_DEVIATIONS = 12.0, 3.0
+"""A loss above the baseline's by more than both, of its loss and of its seeds' scatter, is an arrow at the top."""
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
@@ -74,7 +74,7 @@ def _draw_row(row: Any, found: Mapping[str, Standing], workers: int, unit: str) 
 def _draw_panel(panel: Axes, found: Mapping[str, Standing], places: Mapping[str, float]) -> None:
     """One dot a contender at `places`, the baseline's band, and a line along those that nobody beats in both."""
     baseline = found[BASELINE]
-    highest = baseline.loss * (1 + _FARTHEST_PERCENT / 100)
+    highest = baseline.loss + max(_FARTHEST_PERCENT / 100 * baseline.loss, _FARTHEST_DEVIATIONS * baseline.deviation)
     panel.axhspan(baseline.loss - baseline.deviation, baseline.loss + baseline.deviation, color="#5b6572", alpha=0.13)
     panel.axhline(baseline.loss, color=plotting.QUIET, linestyle=(0, (4, 3)), linewidth=1)
     inside = {name: one for name, one in found.items() if isfinite(one.loss) and one.loss <= highest}
