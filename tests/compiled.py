@@ -1,4 +1,4 @@
-"""Libraries that tests compile, kept beside this user's other caches: each is compiled once, not by every process."""
+"""What tests compile, kept beside this user's other caches: each is compiled once, not by every process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 __all__ = ["compiled"]
 
 
-def compiled(name: str, made_of: Iterable[bytes], compile_to: Callable[[Path], None]) -> Path:
-    """The library of what it is `made_of`: sources, versions, options. `compile_to(path)` writes it if no run did."""
+def compiled(name: str, made_of: Iterable[bytes], compile_to: Callable[[Path], None], *, suffix: str = ".so") -> Path:
+    """The file of what it is `made_of`: sources, versions, options. `compile_to(path)` writes it if no run did."""
     digest = hashlib.sha256()
     for one in made_of:
         digest.update(len(one).to_bytes(8, "little") + one)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire-tests"
-    library = cache / f"{name}_{digest.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
+    file = cache / f"{name}_{digest.hexdigest()[:16]}{suffix}"
+    if file.exists():
+        return file
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder) / library.name
+        made = Path(folder) / file.name
         compile_to(made)
-        made.replace(library)  # whole or absent, whoever else builds it
-    return library
+        made.replace(file)  # whole or absent, whoever else builds it
+    return file
