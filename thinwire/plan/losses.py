@@ -42,8 +42,8 @@ def loss_of(method: Method) -> MeasuredLoss | None:
 def keeps_the_loss(method: Method) -> bool:
     """Whether it may be recommended: exact averages, or a loss that was measured, on 3 seeds, and is near enough.
 
-    PowerSGD may not: what it loses depends on the model, and in our race it never reached DDP's loss. Nor may DiLoCo,
-    of which others have published what it loses.
+    PowerSGD may not: what it loses depends on the model, and in our races rank 16 alone reached DDP's loss. Nor may
+    DiLoCo, of which others have published what it loses.
     """
     if method.algorithm in (POWERSGD, DILOCO):
         return False
@@ -58,7 +58,7 @@ def loss_in_words(method: Method, parameters: int, workers: int) -> str:
     if method.algorithm == DILOCO:
         return local_updates_in_words(parameters, workers)
     if method.algorithm == POWERSGD:
-        return "speed only: its loss has to be tried; in our race it never reached DDP's"
+        return "speed only: its loss has to be tried; in our races rank 16 alone reached DDP's"
     if not method.is_one_bit:
         return "none: averages are exact, or in bf16"
     measured = loss_of(method)
