@@ -1,0 +1,13 @@
+"""The house only gets better: see tests/ratchets.py."""
+
+from __future__ import annotations
+
+import json
+
+from tests import ratchets
+
+
+def test_no_measure_of_the_house_has_grown() -> None:
+    recorded = json.loads(ratchets.RECORDED.read_text())
+    worse = ratchets.grown(ratchets.measure(), recorded)
+    assert not worse, "grown since it was recorded; find what to merge or delete instead:\n" + "\n".join(worse)
