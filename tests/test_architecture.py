@@ -47,6 +47,7 @@ COMPILED = {"triton.jit"}
 LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
     "comm/meet_command.py": "--help needs no torch",
+    "deepspeed/files/command_line.py": "--help needs no torch",
     "engine/checkpoint/command_line.py": "--help needs no torch",
     "engine/config/rules.py": "layouts import what torch.compile needs, and most files have none",
     "engine/config_command.py": "--help needs no torch",

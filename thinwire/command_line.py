@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from thinwire.comm import CommunicationError
 from thinwire.comm.meet_command import add_meet_arguments
+from thinwire.deepspeed.files.command_line import add_deepspeed_commands
 from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.command_line import add_commands
-from thinwire.engine.checkpoint.errors import UsageError
-from thinwire.engine.checkpoint.printing import printable
+from thinwire.engine.checkpoint.errors import UsageError, printable
 from thinwire.engine.config_command import add_config_commands
 from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
 from thinwire.plan.errors import PlanError
@@ -23,7 +23,8 @@ def make_parser() -> argparse.ArgumentParser:
     """What reads the command's arguments; `run` of what it returns does what they ask for."""
     parser = argparse.ArgumentParser(prog="thinwire", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="checkpoint|config|meet|plan|probe")
-    add_commands(commands.add_parser("checkpoint", help="verify, inspect or export checkpoints"))
+    checkpoint = commands.add_parser("checkpoint", help="verify, inspect, export or import checkpoints")
+    add_deepspeed_commands(add_commands(checkpoint))
     add_config_commands(commands.add_parser("config", help="say what a configuration file will do"))
     add_meet_arguments(commands.add_parser("meet", help="serve the place where the workers of an elastic job meet"))
     add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))

@@ -17,7 +17,7 @@ import torch
 from experiments.common.peak_memory import PeakMemory, measure_alone
 from experiments.long_sequences.systems import BLOCK, SLOW_IMPORTS
 from experiments.tasks.sizes import SIZES, BertSize
-from thinwire.engine.model.activation_checkpointing import checkpoint_activations
+from thinwire.engine.activation_checkpointing import checkpoint_activations
 from thinwire.sparse_attn import BigBird, sparsify
 
 __all__ = ["ATTENTIONS", "Growth", "grow", "measure"]

@@ -11,7 +11,7 @@ from torch import nn
 from tests.engine.tiny import Tiny, make_engine, make_model, settings, train
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError, ConfigError, initialize
-from thinwire.engine.checkpoint.tags import TagError
+from thinwire.engine.checkpoint.store import TagError
 
 
 @pytest.mark.parametrize("validation", ["FAIL", "warn", "Ignore", None])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.pld.models import Stack, batch, hugging_face, make_stack
-from thinwire.engine.model.activation_checkpointing import checkpoint_activations
+from thinwire.engine.activation_checkpointing import checkpoint_activations
 from thinwire.pld import ProgressiveLayerDrop, drop_layers, undrop
 
 PRE_LN = ["gpt2", "llama", "roberta_prelayernorm"]

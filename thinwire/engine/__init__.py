@@ -36,8 +36,7 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, export_weights
     from thinwire.engine.config import ConfigError, EngineConfig, load_config
-    from thinwire.engine.data.loader import ResumableLoader
-    from thinwire.engine.data.repeating import RepeatingLoader
+    from thinwire.engine.data import RepeatingLoader, ResumableLoader
     from thinwire.engine.engine import Engine
     from thinwire.engine.errors import CallError, NonFiniteError
     from thinwire.engine.initialization import initialize
@@ -57,8 +56,7 @@ else:
         {
             "checkpoint": ("CheckpointError", "CheckpointStore", "ModelDescription", "Snapshot", "export_weights"),
             "config": ("ConfigError", "EngineConfig", "load_config"),
-            "data.loader": ("ResumableLoader",),
-            "data.repeating": ("RepeatingLoader",),
+            "data": ("RepeatingLoader", "ResumableLoader"),
             "engine": ("Engine",),
             "errors": ("CallError", "NonFiniteError"),
             "initialization": ("initialize",),

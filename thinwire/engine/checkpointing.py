@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.engine.activation_checkpointing import recomputed_call
 from thinwire.engine.config.json_file import read_json_object
-from thinwire.engine.model.activation_checkpointing import recomputed_call
 
 __all__ = [
     "RandomStates",

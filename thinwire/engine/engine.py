@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.engine.backwards import StepBackwards
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.data.batch_size import resized, warn_of_another_size
+from thinwire.engine.data import resized, warn_of_another_size
 from thinwire.engine.errors import CallError, NonFiniteError
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints, Parts

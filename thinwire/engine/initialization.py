@@ -18,25 +18,20 @@ from torch.optim.optimizer import ParamsT
 from thinwire import comm as communication
 from thinwire.comm import Communicator, LoggedCommunicator, OperationLog
 from thinwire.comm.agreement import on_every_rank
+from thinwire.engine.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.models import ActivationCheckpointingConfig, CommsLoggerConfig
 from thinwire.engine.config.rules import total_steps
-from thinwire.engine.data.building import make_loader
-from thinwire.engine.data.loader import ResumableLoader
+from thinwire.engine.data import ResumableLoader, make_loader
 from thinwire.engine.engine import Engine
-from thinwire.engine.given_schedule import GivenSchedule, check_schedule, make_schedule
-from thinwire.engine.job import Job
+from thinwire.engine.job import Job, agree_on_config, agree_on_model
 from thinwire.engine.job_checkpoints import JobCheckpoints, ModelNames
 from thinwire.engine.job_reports import JobReports
 from thinwire.engine.loss_scale import make_loss_scale
-from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
-from thinwire.engine.model.plugs import LayerDropping, put_in_sparse_attention
-from thinwire.engine.model.precision import Precision, check_model
-from thinwire.engine.model.used_parameters import UsedParameters
+from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
 from thinwire.engine.no_optimizer import NoOptimizer
 from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation, steps_alone
-from thinwire.engine.recipe import GivenOptimizer, Recipe, find_recipe
-from thinwire.engine.same_job import agree_on_config, agree_on_model
+from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.start_lines import say_at_start
 from thinwire.sparse_attn import densify
 from thinwire.zero.built_model import gather_model, hide_shapes, show_shapes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.comm import Communicator
-from thinwire.engine.config import EngineConfig
-from thinwire.engine.data.loader import ResumableLoader
+from thinwire.engine.activation_checkpointing import ActivationCheckpoints
+from thinwire.engine.config import ConfigError, EngineConfig
+from thinwire.engine.config.errors import dotted
+from thinwire.engine.data import ResumableLoader
 from thinwire.engine.loss_scale import LossScale
-from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints
-from thinwire.engine.model.plugs import LayerDropping
-from thinwire.engine.model.precision import Precision
+from thinwire.engine.model import LayerDropping, Precision
 from thinwire.engine.no_optimizer import NoOptimizer
 from thinwire.engine.optimizers import EngineOptimizer
 
-__all__ = ["Job"]
+__all__ = ["Job", "agree_on_config", "agree_on_model"]
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,39 @@ class Job:
     collate_fn: Callable[[list[Any]], Any] | None
     given_optimizer: bool
     given_schedule: bool
+
+
+def agree_on_config(comm: Communicator, config: EngineConfig) -> None:
+    """Raise ConfigError on every rank, naming the first key that differs, unless all have the same configuration."""
+    difference = _first_difference(comm, config.describe())
+    if difference is not None:
+        raise ConfigError(f"ranks are configured differently: {difference}; give every rank the same configuration")
+
+
+def agree_on_model(comm: Communicator, model: nn.Module) -> None:
+    """Raise ValueError on every rank, naming the first difference, unless all have parameters and buffers alike."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = {name: f"{one.dtype} {tuple(one.shape)} requires_grad={one.requires_grad}" for name, one in tensors}
+    difference = _first_difference(comm, mine)
+    if difference is not None:
+        raise ValueError(f"ranks have different models: {difference}; build the same model on every rank")
+
+
+def _first_difference(comm: Communicator, mine: Mapping[str, Any]) -> str | None:
+    messages = comm.all_gather_bytes(json.dumps(mine).encode(), "compare the job's settings")
+    for rank, message in enumerate(messages):
+        if message != messages[0]:
+            path, here, there = next(_differences(json.loads(messages[0]), json.loads(message), ""))
+            return f'"{path}" is {here} on rank 0 and {there} on rank {rank}'
+    return None
+
+
+def _differences(left: Any, right: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    """(path, value in `left`, value in `right`) wherever they differ."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        for key in dict.fromkeys([*left, *right]):
+            yield from _differences(left.get(key), right.get(key), dotted(path, key))
+        if list(left) != list(right):
+            yield path or "order", json.dumps(list(left)), json.dumps(list(right))
+    elif left != right:
+        yield path, json.dumps(left), json.dumps(right)

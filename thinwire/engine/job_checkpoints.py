@@ -15,23 +15,24 @@ from torch import Tensor
 
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, LoadedCheckpoint, Snapshot
-from thinwire.engine.checkpoint.client_state import ClientState, SpecialValue, pack_client_state, unpack_client_state
+from thinwire.engine.checkpoint.exporting import in_16_bits, write_weights
 from thinwire.engine.checkpoint.folder import check_folder
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
-from thinwire.engine.checkpoint.random_state import (
+from thinwire.engine.checkpoint.job_values import (
     RANDOM_TENSORS,
+    ClientState,
+    SpecialValue,
     load_random_state,
+    pack_client_state,
     random_tensors,
     random_values,
     reseed,
+    unpack_client_state,
 )
-from thinwire.engine.checkpoint.tags import one_tag
-from thinwire.engine.checkpoint.weights_file import in_16_bits, write_weights
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
+from thinwire.engine.checkpoint.store import one_tag
 from thinwire.engine.job import Job
-from thinwire.engine.kept_weights import KeptWeights
-from thinwire.engine.model_names import ModelNames
 from thinwire.engine.optimizers import steps_alone
-from thinwire.engine.saved_job import fault_of_saved_job
+from thinwire.engine.saved_job import KeptWeights, ModelNames, fault_of_saved_job
 from thinwire.engine.schedules import load_schedule_state, schedule_state
 from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.fsdp import fill, local_run, whole

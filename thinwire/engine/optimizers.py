@@ -12,7 +12,7 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import ZeroConfig
-from thinwire.engine.model.precision import Precision
+from thinwire.engine.model import Precision
 from thinwire.engine.recipe import LocalUpdates, Recipe
 from thinwire.optim import DiLoCo
 from thinwire.optim.registry import OptimizerEntry

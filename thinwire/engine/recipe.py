@@ -1,4 +1,4 @@
-"""What optimizer a user asked for: one of torch's, a function that builds one, or the configuration's section."""
+"""The optimizer and the schedule that a user asked for: an object, a function that builds one, or a section."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import ParamsT
 
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.local_updates import is_local_updates
 from thinwire.engine.config.models import OptimizerConfig
 from thinwire.engine.config.optimizer import check_optimizer, uncompressed_class
+from thinwire.engine.schedules import build_schedule
 from thinwire.optim import registry
 from thinwire.optim.exact.muon import mark_matrices
 from thinwire.optim.exact.names import EXACT
@@ -22,9 +24,18 @@ from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import uncorrected_adam
 from thinwire.zero.bucket_optimizer import OptimizerClass
 
-__all__ = ["GivenOptimizer", "LocalUpdates", "Recipe", "find_recipe"]
+__all__ = [
+    "GivenOptimizer",
+    "GivenSchedule",
+    "LocalUpdates",
+    "Recipe",
+    "check_schedule",
+    "find_recipe",
+    "make_schedule",
+]
 
 GivenOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+GivenSchedule = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True)
@@ -169,3 +180,54 @@ def _trainable(parameters: ParamsT) -> dict[int, Tensor]:
 
 def _describe(given: Any) -> str:
     return getattr(given, "__name__", type(given).__name__)
+
+
+def check_schedule(given: GivenSchedule | None, optimizer: GivenOptimizer | None) -> None:
+    """Raise ValueError or TypeError, before anything is built, for a schedule that could not steer the engine."""
+    if given is None:
+        return
+    if isinstance(given, LRScheduler):
+        _check_instance(given)
+        if given.optimizer is not optimizer:
+            raise ValueError(
+                f"this {type(given).__name__} was built on another optimizer than the one passed beside it, and could "
+                "not steer the engine's: pass that optimizer too, or a function that takes the engine's optimizer and "
+                "returns the schedule"
+            )
+    elif not callable(given):
+        raise TypeError(
+            "lr_scheduler must be a schedule of torch.optim.lr_scheduler, or a function from an optimizer to one, got "
+            f"{type(given).__name__}"
+        )
+
+
+def make_schedule(
+    given: GivenSchedule | None, optimizer: torch.optim.Optimizer, config: EngineConfig
+) -> LRScheduler | None:
+    """The schedule of `optimizer`. One built on the user's optimizer is kept: the two optimizers share their groups.
+
+    Raises ValueError or TypeError where the schedule does not fit.
+    """
+    if given is None:
+        section = config.scheduler
+        return build_schedule(section.type, section.params, optimizer) if section is not None else None
+    if isinstance(given, LRScheduler):
+        # torch warns at a schedule whose own optimizer never steps; without gradients this moves nothing.
+        given.optimizer.zero_grad()
+        given.optimizer.step()
+        return given
+    schedule = given(optimizer)
+    if not isinstance(schedule, LRScheduler):
+        raise TypeError(f"the lr_scheduler function returned {schedule!r} instead of a schedule of torch")
+    _check_instance(schedule)
+    if schedule.optimizer is not optimizer:
+        raise ValueError("the lr_scheduler function built its schedule on another optimizer than the one it was given")
+    return schedule
+
+
+def _check_instance(schedule: LRScheduler) -> None:
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau cannot be stepped by the engine, which has no metric for it: build it on the optimizer "
+            "that initialize returns, and step it yourself"
+        )

@@ -1,19 +1,24 @@
-"""What the engine's part of a manifest must be: looked at before anything is loaded, so that a checkpoint whose values
-are of other kinds is passed over, on every rank, while all weights are still where they were."""
+"""The engine's part of a manifest, checked before anything is loaded, and a model's names in checkpoints.
+
+A checkpoint whose values are of other types is refused on all ranks before any weight has moved."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor, nn
 
-from thinwire.engine.checkpoint.client_state import SpecialValue
-from thinwire.engine.checkpoint.manifest import Manifest
-from thinwire.engine.checkpoint.random_state import check_random_values
-from thinwire.engine.checkpoint.schema import first_fault
+from thinwire.engine.checkpoint import ModelDescription
+from thinwire.engine.checkpoint.job_values import SpecialValue, check_random_values
+from thinwire.engine.checkpoint.manifest import Manifest, first_fault
+from thinwire.engine.model import Precision
+from thinwire.zero import SavedSlice, SliceSource
+from thinwire.zero.saved_slices import OwnSlices
 
-__all__ = ["fault_of_saved_job"]
+__all__ = ["KeptWeights", "ModelNames", "fault_of_saved_job"]
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -176,3 +181,85 @@ def _kind(value: Any) -> str:
         return "true or false"
     kinds = {Mapping: "an object", list | tuple: "a list", int | float: "a number", str: "a text"}
     return next((word for kind, word in kinds.items() if isinstance(value, kind)), "null")
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What a model is called by, found before it is sharded.
+
+    `tied`: other names of a parameter -> the one in `description`. `buffers`: names of those that are saved.
+    """
+
+    description: ModelDescription
+    tied: Mapping[str, str]
+    buffers: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, precision: Precision) -> ModelNames:
+        """Names, shapes, and the dtypes that `precision` makes of them."""
+        first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        tied = {name: first_name[id(parameter)] for name, parameter in every if first_name[id(parameter)] != name}
+        saved = {name for name, _ in model.named_buffers()} & model.state_dict(keep_vars=True).keys()
+        parameters = {
+            name: (tuple(parameter.shape), precision.dtype_of(parameter))
+            for name, parameter in model.named_parameters()
+        }
+        return cls(ModelDescription(parameters), tied, frozenset(saved))
+
+    def without(self, names: Collection[str]) -> ModelDescription:
+        """The description of the other parameters."""
+        kept = {name: one for name, one in self.description.parameters.items() if name not in names}
+        return ModelDescription(kept)
+
+    def fault_of(self, saved: ModelDescription, left_out: Collection[str], strict: bool) -> str | None:
+        """Why a checkpoint of `saved` cannot fill this model; None where it can.
+
+        `left_out`: parameters that it need not have. Without `strict` only those that both have are compared.
+        """
+        mine = self.without(left_out)
+        if not strict:
+            mine = ModelDescription({name: one for name, one in mine.parameters.items() if name in saved.parameters})
+            saved = ModelDescription({name: one for name, one in saved.parameters.items() if name in mine.parameters})
+        difference = mine.difference_to(saved)
+        return f"it is of another model: {difference}" if difference else None
+
+
+class KeptWeights:
+    """A SliceSource that answers for `weights`, whole parameters by name, and takes all others from `found`.
+
+    `slices`: this rank's, for their master weights.
+    """
+
+    def __init__(self, found: SliceSource, weights: Mapping[str, Tensor], slices: Iterable[SavedSlice]) -> None:
+        self._found = found
+        self._weights = weights
+        own = [one for one in slices if one.name in weights and one.kind == "master"]
+        # Values of their own: loading writes to the memory that these are views of.
+        copies = [SavedSlice(one.kind, one.name, one.start, one.tensor.clone()) for one in own]
+        self._own = OwnSlices(found.world_size, {}, copies, {})
+
+    @property
+    def world_size(self) -> int:
+        """See SliceSource."""
+        return self._found.world_size
+
+    def counters(self) -> dict[str, Any]:
+        """See SliceSource."""
+        return self._found.counters()
+
+    def kinds(self) -> set[str]:
+        """See SliceSource."""
+        return self._found.kinds()
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """See SliceSource."""
+        if name not in self._weights:
+            return self._found.read(kind, name, start, numel)
+        if kind == "weight":
+            return self._weights[name].reshape(-1)[start : start + numel]
+        return self._own.read(kind, name, start, numel)
+
+    def read_rank(self, key: str, rank: int) -> Tensor:
+        """See SliceSource."""
+        return self._found.read_rank(key, rank)

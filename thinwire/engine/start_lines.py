@@ -9,8 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.comm import Communicator
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.given_schedule import GivenSchedule
-from thinwire.engine.recipe import GivenOptimizer
+from thinwire.engine.recipe import GivenOptimizer, GivenSchedule
 
 __all__ = ["say_at_start"]
 

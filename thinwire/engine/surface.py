@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.comm import Communicator, detect
-from thinwire.engine.data.building import make_loader
-from thinwire.engine.data.loader import ResumableLoader
+from thinwire.engine.data import ResumableLoader, make_loader
 from thinwire.engine.job import Job
 from thinwire.engine.no_optimizer import NoOptimizer
 from thinwire.engine.optimizers import EngineOptimizer, steps_alone

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine import CheckpointError, Engine, EngineConfig, initialize
-from thinwire.engine.given_schedule import GivenSchedule
+from thinwire.engine.recipe import GivenSchedule
 from thinwire.hugging_face.checks import check_engine_arguments
 from thinwire.hugging_face.filled_config import TrainerConfig
 from thinwire.hugging_face.optimizer_files import NOTHING_TO_GO_ON_FROM, TAG

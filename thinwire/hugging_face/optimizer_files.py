@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from thinwire.engine.checkpoint import optimizer_state
+from thinwire.engine.checkpoint import store
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["NOTHING_TO_GO_ON_FROM", "TAG", "load_optimizer", "save_optimizer"]
@@ -25,7 +25,7 @@ def save_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
 
     Raises CheckpointError, on every rank, where it could not be written, as on a full disk.
     """
-    optimizer_state.save_optimizer(optimizer, checkpoint, TAG)
+    store.save_optimizer(optimizer, checkpoint, TAG)
 
 
 def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLike[str]) -> None:
@@ -34,4 +34,4 @@ def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLi
     Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
     optimizer's.
     """
-    optimizer_state.load_optimizer(optimizer, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)
+    store.load_optimizer(optimizer, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.engine.checkpoint.folder import CheckpointFolder
-from thinwire.engine.checkpoint.optimizer_state import load_optimizer, save_optimizer
+from thinwire.engine.checkpoint.store import load_optimizer, save_optimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["CheckpointFiles"]

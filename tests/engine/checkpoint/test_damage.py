@@ -18,7 +18,7 @@ from tests.engine.checkpoint.jobs import Values, load, missing, same, save, tags
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot
 from thinwire.engine.checkpoint.manifest import _sealed
-from thinwire.engine.checkpoint.verification import examine
+from thinwire.engine.checkpoint.selection import examine
 from thinwire.zero import SavedSlice
 
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")

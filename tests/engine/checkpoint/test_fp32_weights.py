@@ -14,14 +14,14 @@ from tests.engine.checkpoint.jobs import Values, same, save
 from tests.engine.tiny import make_engine, make_model, settings, train
 from thinwire.comm import threads
 from thinwire.command_line import main
-from thinwire.engine import initialize
-from thinwire.engine.checkpoint import (
-    CheckpointError,
+from thinwire.deepspeed.files.fp32_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from thinwire.engine.checkpoint.sharded_files import file_size
+from thinwire.engine import initialize
+from thinwire.engine.checkpoint import CheckpointError
+from thinwire.engine.checkpoint.exporting import file_size
 
 
 def trained(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from tests.launching import environment
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
-from thinwire.engine.checkpoint.weights_file import write_weights
+from thinwire.engine.checkpoint.exporting import write_weights
 from thinwire.zero import SavedSlice
 
 DISK_BYTES = 1 << 20

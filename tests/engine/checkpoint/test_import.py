@@ -22,11 +22,10 @@ from tests.engine.checkpoint.deepspeed_files import (
 )
 from tests.engine.checkpoint.jobs import missing, same
 from thinwire.comm import Communicator, threads
+from thinwire.deepspeed.files.importing import Imported, import_checkpoint
+from thinwire.deepspeed.files.pickles import read_pickle, take_answers
 from thinwire.engine import initialize
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
-from thinwire.engine.checkpoint.deepspeed.importing import Imported, import_checkpoint
-from thinwire.engine.checkpoint.deepspeed.pickles_apart import take_answers
-from thinwire.engine.checkpoint.deepspeed.reading_process import read_pickle
 
 WORDS, WIDTH = 7, 5
 

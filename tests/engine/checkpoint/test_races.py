@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine.checkpoint.jobs import Values, load, missing, save
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, held, selection
-from thinwire.engine.checkpoint.verification import Examination
+from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, reading, selection
+from thinwire.engine.checkpoint.selection import Examination
 
 
 def test_a_tag_saved_anew_after_the_load_is_not_mixed_into_it(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_checkpoint_removed_before_it_is_opened(tmp_path: Path, monkeypatch: p
 def test_a_file_that_is_opened_again_must_be_the_one_that_was_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "_MOST_OPEN", 1)
+    monkeypatch.setattr(reading, "_MOST_OPEN", 1)
     values = Values(1, 3)
     save(tmp_path / "one", ("x", values))
     save(tmp_path / "other", ("x", Values(2, 3)))

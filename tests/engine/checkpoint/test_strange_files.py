@@ -13,7 +13,7 @@ from tests.engine.checkpoint.jobs import Values, load, save
 from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, manifest
-from thinwire.engine.checkpoint.durable import write_whole
+from thinwire.engine.checkpoint.files import write_whole
 from thinwire.engine.checkpoint.manifest import Manifest
 from thinwire.engine.checkpoint.tensor_file import write_tensors
 

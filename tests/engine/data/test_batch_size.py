@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from thinwire.engine.data.batch_size import first_dimension, warn_of_another_size
+from thinwire.engine.data import first_dimension, warn_of_another_size
 
 
 def test_first_dimension() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.model.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
+from thinwire.engine.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 
 WIDTH = 7
 
@@ -121,7 +121,7 @@ def test_inputs_are_kept_through_save_on_cpu(monkeypatch) -> None:
 
             super().__init__(pack, lambda tensor: tensor.float())
 
-    monkeypatch.setattr("thinwire.engine.model.activation_checkpointing.save_on_cpu", Spy)
+    monkeypatch.setattr("thinwire.engine.activation_checkpointing.save_on_cpu", Spy)
     model, inputs = Model(), torch.randn(5, WIDTH)
     plain = gradients(model, lambda: model(inputs), seed=5)
     checkpoint_activations(model, cpu_checkpointing=True)

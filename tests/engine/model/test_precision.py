@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thinwire.engine.config import load_config
-from thinwire.engine.model.precision import Precision, check_model
+from thinwire.engine.model import Precision, check_model
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from thinwire.comm import threads
 from thinwire.engine import initialize
-from thinwire.engine.model.used_parameters import UnusedParametersError
+from thinwire.engine.model import UnusedParametersError
 
 
 class Forked(nn.Module):

@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from thinwire.engine.checkpoint.deepspeed.layout import looks_like_deepspeed
+from thinwire.deepspeed.files.model_files import looks_like_deepspeed
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST
 

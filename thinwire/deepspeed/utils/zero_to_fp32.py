@@ -3,7 +3,7 @@ import` makes one of DeepSpeed's."""
 
 from __future__ import annotations
 
-from thinwire.engine.checkpoint.fp32_weights import (
+from thinwire.deepspeed.files.fp32_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,

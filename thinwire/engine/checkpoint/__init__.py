@@ -13,37 +13,26 @@ __all__ = [
     "LoadedCheckpoint",
     "ModelDescription",
     "Snapshot",
-    "convert_zero_checkpoint_to_fp32_state_dict",
     "export_weights",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
 ]
 
 # `thinwire checkpoint --help` needs no torch.
 if TYPE_CHECKING:
     from thinwire.engine.checkpoint.errors import CheckpointError
     from thinwire.engine.checkpoint.exporting import export_weights
-    from thinwire.engine.checkpoint.fp32_weights import (
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-        load_state_dict_from_zero_checkpoint,
-    )
+    from thinwire.engine.checkpoint.manifest import ModelDescription
     from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-    from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
     from thinwire.engine.checkpoint.store import CheckpointStore
+    from thinwire.engine.checkpoint.writing import Snapshot
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "errors": ("CheckpointError",),
             "exporting": ("export_weights",),
-            "fp32_weights": (
-                "convert_zero_checkpoint_to_fp32_state_dict",
-                "get_fp32_state_dict_from_zero_checkpoint",
-                "load_state_dict_from_zero_checkpoint",
-            ),
+            "manifest": ("ModelDescription",),
             "reading": ("LoadedCheckpoint",),
-            "snapshot": ("ModelDescription", "Snapshot"),
             "store": ("CheckpointStore",),
+            "writing": ("Snapshot",),
         },
     )

@@ -13,19 +13,16 @@ from typing import Any, TextIO
 import torch
 
 from thinwire.comm import threads
-from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
+from thinwire.engine.checkpoint.errors import CheckpointError, UsageError, printable
 from thinwire.engine.checkpoint.exporting import export_weights
 from thinwire.engine.checkpoint.folder import Candidate, CheckpointFolder
-from thinwire.engine.checkpoint.fp32_weights import write_fp32_weights
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
-from thinwire.engine.checkpoint.printing import printable
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-from thinwire.engine.checkpoint.sharded_files import file_size
+from thinwire.engine.checkpoint.selection import examine
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import dtype_from_name, dtype_name
-from thinwire.engine.checkpoint.verification import examine
 
-__all__ = ["export", "inspect", "verify"]
+__all__ = ["export", "inspect", "open_to_export", "say", "verify"]
 
 _WHOLE, _DAMAGED = 0, 1
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -39,11 +36,11 @@ def verify(arguments: argparse.Namespace) -> int:
     for candidate in candidates:
         problems = examine(candidate.path).problems
         for problem in problems:
-            _say(f"{candidate.path.name}: {problem}")
+            say(f"{candidate.path.name}: {problem}")
         if problems:
             exit_code = _DAMAGED
         else:
-            _say(f"{candidate.path.name}: whole")
+            say(f"{candidate.path.name}: whole")
     return exit_code
 
 
@@ -52,56 +49,40 @@ def inspect(arguments: argparse.Namespace) -> int:
     candidate = _candidates(arguments)[0]
     if candidate.manifest is None:
         problems = examine(candidate.path).problems or ["it has changed meanwhile: look again"]
-        _say(f"{candidate.path.name}: {problems[0]}", file=sys.stderr)
+        say(f"{candidate.path.name}: {problems[0]}", file=sys.stderr)
         return _DAMAGED
     description = _describe(candidate.path, candidate.manifest)
-    _say(json.dumps(description, indent=1) if arguments.json else _in_words(description))
+    say(json.dumps(description, indent=1) if arguments.json else _in_words(description))
     return _WHOLE
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint's weights to one file."""
-    _candidates(arguments)
     if arguments.config is not None and not arguments.config.is_file():
         raise UsageError(f"--config {arguments.config} is not a file")
-    if arguments.format != "safetensors":
-        _check_fp32(arguments)
+    with open_to_export(arguments) as checkpoint:
+        dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
+        path = export_weights(checkpoint, arguments.output, dtype, arguments.config, arguments.tied)
+    say(f"{path}: the weights of {checkpoint.tag}, {path.stat().st_size} bytes")
+    return _WHOLE
+
+
+def open_to_export(arguments: argparse.Namespace) -> LoadedCheckpoint:
+    """The checkpoint that is asked for, or else the newest whole one, saying why others are not.
+
+    Raises UsageError if there is none.
+    """
+    _candidates(arguments)
     with warnings.catch_warnings(record=True) as fallbacks:
         warnings.simplefilter("always")
         checkpoint = CheckpointStore(arguments.folder, threads.single(_ALONE_SECONDS)).load(arguments.tag)
     for fallback in fallbacks:
-        _say(f"thinwire: {fallback.message}", file=sys.stderr)
+        say(f"thinwire: {fallback.message}", file=sys.stderr)
     assert checkpoint is not None
-    with checkpoint:
-        if arguments.format != "safetensors":
-            return _export_fp32(checkpoint, arguments)
-        dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
-        path = export_weights(checkpoint, arguments.output, dtype, arguments.config, arguments.tied)
-    _say(f"{path}: the weights of {checkpoint.tag}, {path.stat().st_size} bytes")
-    return _WHOLE
+    return checkpoint
 
 
-def _check_fp32(arguments: argparse.Namespace) -> None:
-    for name, given in (("--dtype", arguments.dtype), ("--config", arguments.config), ("--tied", arguments.tied)):
-        if given:
-            raise UsageError(f"{name} is for --format safetensors: deepspeed-fp32 is fp32, under every name")
-    try:
-        file_size(arguments.max_shard_size)
-    except ValueError as error:
-        raise UsageError(f"--max-shard-size: {error}") from error
-
-
-def _export_fp32(checkpoint: LoadedCheckpoint, arguments: argparse.Namespace) -> int:
-    largest = file_size(arguments.max_shard_size)
-    paths = write_fp32_weights(
-        checkpoint, arguments.output, largest, arguments.safe_serialization, arguments.exclude_frozen_parameters
-    )
-    for path in paths:
-        _say(f"{path}: of the fp32 weights of {checkpoint.tag}, {path.stat().st_size} bytes")
-    return _WHOLE
-
-
-def _say(text: str, file: TextIO | None = None) -> None:
+def say(text: str, file: TextIO | None = None) -> None:
     """Print what may come from a file or a folder: escapes in it would be commands to the terminal."""
     print(printable(text), file=file or sys.stdout)
 

@@ -1,9 +1,8 @@
-"""The errors of checkpoints: one type to catch when nothing whole is there, or only another model's, and one of the
-command line."""
+"""Errors of checkpoints, and text from files made fit for a terminal, which takes escape characters for commands."""
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "UsageError"]
+__all__ = ["CheckpointError", "UsageError", "printable"]
 
 
 class CheckpointError(RuntimeError):
@@ -12,3 +11,8 @@ class CheckpointError(RuntimeError):
 
 class UsageError(Exception):
     """What the command line asked for is not there, or cannot be done; exit code 2."""
+
+
+def printable(text: str) -> str:
+    """`text` with everything but printable characters and line ends spelled out."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)

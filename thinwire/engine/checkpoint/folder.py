@@ -11,14 +11,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.engine.checkpoint.deepspeed.layout import looks_like_deepspeed
-from thinwire.engine.checkpoint.durable import sync_folder, write_whole
 from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import (
+    ADVICE,
+    IMPORTABLE,
+    find_pickle,
+    has_importable_files,
+    is_pickle,
+    read_file,
+    remove,
+    sync_folder,
+    write_whole,
+)
 from thinwire.engine.checkpoint.locks import Claim, FolderLock, is_abandoned, is_quiet, lock_folder
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, Run, read_manifest
-from thinwire.engine.checkpoint.pickles import ADVICE, find_pickle, is_pickle
-from thinwire.engine.checkpoint.regular_files import read_file
-from thinwire.engine.checkpoint.removal import remove
 
 __all__ = ["LATEST", "Candidate", "CheckpointFolder", "ClearedUp", "check_folder", "check_tag"]
 
@@ -218,8 +224,8 @@ class CheckpointFolder:
         path = self.path / tag
         if path.is_file() and is_pickle(path):
             raise CheckpointError(f"{path} is no checkpoint but {ADVICE}")
-        if looks_like_deepspeed(path) and not _looks_like_one(path):
-            raise CheckpointError(_of_deepspeed(path))
+        if has_importable_files(path) and not _looks_like_one(path):
+            raise CheckpointError(_importable(path))
         if path.is_dir() and not _looks_like_one(path) and (pickle := find_pickle(path)):
             raise CheckpointError(f"{path} is no thinwire checkpoint: {pickle} is {ADVICE}")
 
@@ -227,8 +233,8 @@ class CheckpointFolder:
         if self.path.is_file():
             what = ADVICE if is_pickle(self.path) else "a file: give the folder that holds the checkpoints"
             raise CheckpointError(f"{self.path} is no folder of checkpoints but {what}")
-        if looks_like_deepspeed(self.path):
-            raise CheckpointError(_of_deepspeed(self.path))
+        if has_importable_files(self.path):
+            raise CheckpointError(_importable(self.path))
         if pickle := find_pickle(self.path):
             raise CheckpointError(f"{self.path} holds no thinwire checkpoint: {pickle} is {ADVICE}")
 
@@ -284,12 +290,12 @@ class CheckpointFolder:
         return self.path / f".{tag}.{nonce}.{state}"
 
 
-def _of_deepspeed(path: Path) -> str:
-    """What to do with what DeepSpeed wrote: one checkpoint, or a folder of them."""
-    one = any(path.glob("*_states.pt"))
+def _importable(path: Path) -> str:
+    """Advice on another library's checkpoint, or a folder of them."""
+    one = any(path.glob(IMPORTABLE))
     command = f"{path.absolute().parent} --tag {path.name}" if one else f"{path}"
     return (
-        f"{path} is DeepSpeed's, made of pickles: turn it into a checkpoint of thinwire's with "
+        f"{path} is another library's, made of pickles: turn it into a checkpoint of thinwire's with "
         f"`thinwire checkpoint import {command}`, and load that"
     )
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.engine.checkpoint.regular_files import NotAFileError, create_file, open_file, read_file
+from thinwire.engine.checkpoint.files import NotAFileError, create_file, open_file, read_file
 
 __all__ = ["LOCK", "OWNER", "Claim", "FolderLock", "is_abandoned", "lock_folder"]
 

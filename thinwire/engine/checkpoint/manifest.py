@@ -5,20 +5,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
+from torch import Tensor
 
 from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.regular_files import NotAFileError, read_file
-from thinwire.engine.checkpoint.schema import first_fault
-from thinwire.engine.checkpoint.snapshot import ModelDescription, values_of_kind
-from thinwire.engine.checkpoint.tensor_file import dtype_from_name
+from thinwire.engine.checkpoint.files import NotAFileError, read_file
+from thinwire.engine.checkpoint.tensor_file import dtype_from_name, dtype_name
 
-__all__ = ["MANIFEST", "Manifest", "RankFile", "Run", "SliceEntry", "manifest_bytes", "rank_file", "read_manifest"]
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "ModelDescription",
+    "RankFile",
+    "Run",
+    "SliceEntry",
+    "first_fault",
+    "manifest_bytes",
+    "rank_file",
+    "read_manifest",
+    "values_of_kind",
+]
 
 MANIFEST = "manifest.json"
 
@@ -27,6 +41,8 @@ _VERSION = 3
 _VERSION_WITHOUT_RUN = 2
 # A job of thousands of ranks needs some 100 MB: its ranks' random generators and the names of their residuals.
 _MOST_BYTES = 1 << 30
+_LONGEST_PLACE = 200
+_SCALAR = "scalar."
 
 
 def _known_dtype(name: str) -> str:
@@ -38,6 +54,58 @@ def _known_dtype(name: str) -> str:
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Text = Annotated[str, Strict()]
 Dtype = Annotated[str, Strict(), AfterValidator(_known_dtype)]
+
+
+def _in_words(parameter: tuple[tuple[int, ...], torch.dtype]) -> str:
+    shape, dtype = parameter
+    return f"{dtype_name(dtype)} of shape {shape}"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Shape and dtype of every parameter, in the model's order."""
+
+    parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @classmethod
+    def of(cls, named_parameters: Iterable[tuple[str, Tensor]]) -> ModelDescription:
+        """The description of `model.named_parameters()`."""
+        return cls({name: (tuple(parameter.shape), parameter.dtype) for name, parameter in named_parameters})
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ModelDescription:
+        """The inverse of `to_json`."""
+        return cls(
+            {name: (tuple(map(int, one["shape"])), dtype_from_name(one["dtype"])) for name, one in value.items()}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            name: {"shape": list(shape), "dtype": dtype_name(dtype)} for name, (shape, dtype) in self.parameters.items()
+        }
+
+    def numel(self, name: str) -> int:
+        """Elements of one parameter."""
+        return math.prod(self.parameters[name][0])
+
+    def difference_to(self, saved: ModelDescription) -> str | None:
+        """The first parameter that a checkpoint of `saved` cannot fill, or None where all agree."""
+        for name, mine in self.parameters.items():
+            theirs = saved.parameters.get(name)
+            if theirs is None:
+                return f"parameter {name!r}, {_in_words(mine)}, is not in it"
+            if mine != theirs:
+                return f"parameter {name!r} is {_in_words(theirs)} in it and {_in_words(mine)} in this model"
+        for name, theirs in saved.parameters.items():
+            if name not in self.parameters:
+                return f"parameter {name!r}, {_in_words(theirs)}, is in it and not in this model"
+        return None
+
+
+def values_of_kind(model: ModelDescription, kind: str, name: str) -> int:
+    """How many values the slices of a kind hold together for one parameter."""
+    return 1 if kind.startswith(_SCALAR) else model.numel(name)
 
 
 def rank_file(rank: int) -> str:
@@ -214,6 +282,15 @@ def manifest_bytes(path: Path, folder: int | None = None) -> bytes:
         raise CheckpointError(f"{MANIFEST} is not a file") from None
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
+
+
+def first_fault(error: ValidationError, whole: str = "") -> str:
+    """The first thing that is wrong, and where in `whole` it is."""
+    detail = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    # Keys come from the file too, and may hold anything.
+    parts = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
+    place = ".".join(part for part in (whole, *parts) if part)
+    return f"{place[:_LONGEST_PLACE]}: {detail['msg']}"
 
 
 def _fault(entries: list[SliceEntry], whole: int) -> str | None:

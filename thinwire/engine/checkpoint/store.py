@@ -21,13 +21,19 @@ from thinwire.comm.agreement import raise_together
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.folder import CheckpointFolder, ClearedUp, check_folder, check_tag
 from thinwire.engine.checkpoint.locks import Claim
-from thinwire.engine.checkpoint.manifest import Manifest, Run
+from thinwire.engine.checkpoint.manifest import Manifest, ModelDescription, Run
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
 from thinwire.engine.checkpoint.selection import select
-from thinwire.engine.checkpoint.snapshot import ModelDescription, Snapshot
-from thinwire.engine.checkpoint.writing import SaveUnderWay, await_receipts, write_manifest, write_rank_file
+from thinwire.engine.checkpoint.writing import (
+    SaveUnderWay,
+    Snapshot,
+    await_receipts,
+    write_manifest,
+    write_rank_file,
+)
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["CheckpointStore"]
+__all__ = ["CheckpointStore", "TagError", "load_optimizer", "one_tag", "save_optimizer"]
 
 
 class CheckpointStore:
@@ -289,3 +295,57 @@ def _finish_computing(snapshot: Snapshot) -> None:
 def _unexpected(error: BaseException | None) -> Exception | None:
     """An error that no disk causes."""
     return error if isinstance(error, Exception) and not isinstance(error, OSError) else None
+
+
+def save_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[str], tag: str) -> None:
+    """Save weights, state and every rank's residuals to `folder`/`tag`, one file a rank. Collective.
+
+    Raises CheckpointError, on every rank, where it could not be written, as on a full disk.
+    """
+    snapshot = Snapshot(
+        slices=optimizer.saved_slices(),
+        model=ModelDescription.of(optimizer.saved_parameters()),
+        rank_tensors=optimizer.rank_tensors(),
+        shared={"optimizer": optimizer.counters(), "tied": {}},
+    )
+    if not CheckpointStore(folder, optimizer.comm).save(tag, snapshot):
+        raise CheckpointError(f"the optimizer's state was not saved to {folder}: rank 0 has warned of what failed")
+
+
+def load_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[str], tag: str, advice: str) -> None:
+    """Load what `save_optimizer` wrote, on any number of ranks. Collective.
+
+    `advice`: what to do where it is not there.
+
+    Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
+    optimizer's.
+    """
+    description = ModelDescription.of(optimizer.saved_parameters())
+    try:
+        found = CheckpointStore(folder, optimizer.comm).load(tag, description)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {advice}") from error
+    assert found is not None, "a tag was given"
+    with found:
+        optimizer.load(found)
+
+
+class TagError(ValueError, AssertionError):
+    """Ranks give a checkpoint several names. An AssertionError too, which DeepSpeed raises."""
+
+
+def one_tag(comm: Communicator, tag: str, validation: str) -> str:
+    """Rank 0's tag, on every rank. Collective.
+
+    Where a rank has another one: with `validation` "Fail" TagError on every rank, with "Warn" a warning on rank 0.
+    """
+    tags = [one.decode() for one in comm.all_gather_bytes(tag.encode(errors="backslashreplace"), "save a checkpoint")]
+    other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
+    if other is None or validation == "Ignore":
+        return tags[0] if other is not None else tag
+    what = f"rank {other} saves under the tag {tags[other]!r}, rank 0 under {tags[0]!r}"
+    if validation == "Fail":
+        raise TagError(f'{what}: give every rank the same, or set "checkpoint.tag_validation" to "Warn"')
+    if comm.rank == 0:
+        warnings.warn(f"{what}: all of the checkpoint goes under rank 0's", RuntimeWarning, stacklevel=5)
+    return tags[0]

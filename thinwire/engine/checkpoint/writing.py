@@ -1,5 +1,6 @@
-"""Writes a checkpoint without a collective, so that it can be done in the background: every rank its own file and a
-receipt for it, and rank 0, once all receipts are there, the manifest."""
+"""A job's state as it is handed over to be saved, and its way into files and manifest.
+
+Every rank writes its own file and a note of it without a collective, so that it can be done in the background."""
 
 from __future__ import annotations
 
@@ -8,18 +9,116 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from thinwire.engine.checkpoint.durable import sync_folder, write_whole
+from torch import Tensor
+
+from thinwire.engine.checkpoint.files import sync_folder, write_whole
 from thinwire.engine.checkpoint.folder import ClearedUp
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, RankFile, SliceEntry, rank_file
-from thinwire.engine.checkpoint.snapshot import Snapshot
-from thinwire.engine.checkpoint.tensor_file import TensorToWrite, dtype_name, write_tensors
+from thinwire.engine.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ModelDescription,
+    RankFile,
+    SliceEntry,
+    rank_file,
+    values_of_kind,
+)
+from thinwire.engine.checkpoint.tensor_file import CODES, TensorToWrite, dtype_name, write_tensors
+from thinwire.zero import SavedSlice
 
-__all__ = ["Abandoned", "SaveUnderWay", "await_receipts", "write_manifest", "write_rank_file"]
+__all__ = [
+    "Abandoned",
+    "SaveUnderWay",
+    "Snapshot",
+    "await_receipts",
+    "write_manifest",
+    "write_rank_file",
+]
 
 _POLL_SECONDS = 0.002
 _SLOWEST_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that one rank contributes to a checkpoint.
+
+    Args:
+        slices: this rank's share; the ranks' slices of a kind hold each of its parameters once, and every parameter has
+            a "weight" or a "master". Parameters that no optimizer holds are slices of one rank as well.
+        rank_tensors: what belongs to this rank alone, any shape.
+        shared: JSON values that are the same everywhere; rank 0's are written. "optimizer" holds what SliceSource's
+            `counters` gives back, "tied" maps other names of a parameter to the one in `model`.
+        rank_values: JSON values of this rank.
+        buffers: the model's; rank 0's are written.
+        model: the same on every rank.
+    """
+
+    slices: list[SavedSlice]
+    model: ModelDescription
+    rank_tensors: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    rank_values: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError for what could not be read back."""
+        for one in self.slices:
+            self._check_slice(one)
+        places = {(one.kind, one.name, one.start) for one in self.slices}
+        if len(places) < len(self.slices):
+            raise ValueError(f"{len(self.slices)} slices begin at {len(places)} places: give each run of values once")
+        for key, tensor in (*self.rank_tensors.items(), *self.buffers.items()):
+            _check_dtype(key, tensor)
+        for name, values in (("shared", self.shared), ("rank_values", self.rank_values)):
+            try:
+                json.dumps(values)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{name} must hold what JSON can write: {error}") from error
+
+    def copied_to_cpu(self) -> Snapshot:
+        """The same with tensors of its own, which training does not change."""
+        return replace(
+            self,
+            slices=[replace(one, tensor=_copied(one.tensor)) for one in self.slices],
+            rank_tensors={key: _copied(tensor) for key, tensor in self.rank_tensors.items()},
+            buffers={name: _copied(tensor) for name, tensor in self.buffers.items()},
+            shared=json.loads(json.dumps(self.shared)),
+            rank_values=json.loads(json.dumps(self.rank_values)),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*(one.tensor for one in self.slices), *self.rank_tensors.values(), *self.buffers.values()]
+
+    def _check_slice(self, one: SavedSlice) -> None:
+        what = f"slice {one.kind!r} of {one.name!r} at {one.start}"
+        _check_dtype(what, one.tensor)
+        if not one.kind or "/" in one.kind:
+            raise ValueError(f"{what}: a kind is a word without '/'")
+        if one.name not in self.model.parameters:
+            raise ValueError(f"{what}: the model has no parameter of that name")
+        if one.tensor.dim() != 1 or not one.tensor.is_contiguous():
+            shape = tuple(one.tensor.shape)
+            raise ValueError(f"{what} must be one-dimensional and contiguous, got shape {shape}: give a flat view")
+        end, whole = one.start + one.tensor.numel(), values_of_kind(self.model, one.kind, one.name)
+        if not 0 <= one.start <= end <= whole:
+            raise ValueError(f"{what} ends at {end}, but there are {whole} values")
+
+
+def _check_dtype(what: str, tensor: Tensor) -> None:
+    if tensor.dtype not in CODES:
+        known = ", ".join(map(dtype_name, CODES))
+        raise TypeError(
+            f"{what} is {dtype_name(tensor.dtype)}, which a checkpoint cannot hold; expected one of {known}"
+        )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 class Abandoned(Exception):  # noqa: N818 - it is not a fault

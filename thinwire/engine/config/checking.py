@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine.checkpoint.printing import printable
+from thinwire.engine.checkpoint.errors import printable
 from thinwire.engine.config.errors import ConfigError
 from thinwire.engine.config.explanation import explain_config
 from thinwire.engine.config.json_file import read_json_object

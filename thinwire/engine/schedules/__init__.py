@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from thinwire.engine.schedules.building import build_schedule, schedule_names, why_refused
+from thinwire.engine.schedules.building import (
+    build_schedule,
+    load_schedule_state,
+    schedule_names,
+    schedule_state,
+    why_refused,
+)
 from thinwire.engine.schedules.cycle import LRRangeTest, OneCycle
-from thinwire.engine.schedules.state import load_schedule_state, schedule_state
 from thinwire.engine.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.engine.schedules.closed_form import ClosedFormSchedule, for_each_group, one_each, require
+from thinwire.engine.schedules.warmup import ClosedFormSchedule, for_each_group, one_each, require
 
 __all__ = ["LRRangeTest", "OneCycle"]
 

@@ -3,14 +3,18 @@ alone, so that a job can go on with other ranks and batch sizes without losing o
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
-__all__ = ["Dealer", "RankBatch", "SampleOrder"]
+__all__ = ["Dealer", "RankBatch", "SampleOrder", "seeded"]
 
 _MOST_INT32 = 2**31 - 1
 
@@ -88,3 +92,24 @@ class Dealer:
 def _mix(*numbers: int) -> int:
     """A 63-bit seed; nearby numbers give unrelated ones."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+# The generators belong to the process: ranks that are threads would put back each other's states.
+_generators_in_use = threading.RLock()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed Python's, numpy's and torch's CPU generators with `seed`, and give them their states back at the end."""
+    # A worker is one thread, forked perhaps while another thread of its parent held the lock.
+    alone = _generators_in_use if get_worker_info() is None else nullcontext()
+    with alone, torch.random.fork_rng(devices=[]):
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -3,6 +3,7 @@ script writes. One process does it, with no job running."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import threads
-from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.commands import open_to_export, say
+from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
+from thinwire.engine.checkpoint.exporting import file_size, write_state_dict
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-from thinwire.engine.checkpoint.sharded_files import file_size, write_state_dict
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite
 from thinwire.zero.gathered_shards import gathered
@@ -24,6 +26,7 @@ from thinwire.zero.shard_marks import is_sharded
 __all__ = [
     "LazyWeight",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "export_fp32",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "write_fp32_weights",
@@ -136,6 +139,24 @@ def write_fp32_weights(
         if name not in same
     }
     return write_state_dict(output, _SAFETENSORS if safetensors else _BIN, tensors, same, largest)
+
+
+def export_fp32(arguments: argparse.Namespace) -> int:
+    """Do what `thinwire checkpoint export --format deepspeed-fp32` says; returns the exit code."""
+    for name, given in (("--dtype", arguments.dtype), ("--config", arguments.config), ("--tied", arguments.tied)):
+        if given:
+            raise UsageError(f"{name} is for --format safetensors: deepspeed-fp32 is fp32, under every name")
+    try:
+        largest = file_size(arguments.max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from error
+    with open_to_export(arguments) as checkpoint:
+        paths = write_fp32_weights(
+            checkpoint, arguments.output, largest, arguments.safe_serialization, arguments.exclude_frozen_parameters
+        )
+    for path in paths:
+        say(f"{path}: of the fp32 weights of {checkpoint.tag}, {path.stat().st_size} bytes")
+    return 0
 
 
 def _load(folder: Folder, tag: str | None) -> LoadedCheckpoint:

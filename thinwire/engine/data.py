@@ -1,21 +1,27 @@
-"""A distributed data loader that knows where it is: torch's DataLoader over an order of samples that does not depend on
-the number of ranks, with a position that any later job can go on from."""
+"""A job's data: a distributed loader that knows where it is, loaders without end, and batch sizes.
+
+The loader is torch's DataLoader over an order of samples that does not depend on the number of ranks, with a position
+that any later job can go on from.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
-from thinwire.engine.data.sample_order import Dealer, RankBatch, SampleOrder
-from thinwire.engine.data.seeded import seeded
+from thinwire.engine.config import EngineConfig
+from thinwire.engine.config.batch import complete_batch_sizes
+from thinwire.engine.sample_order import Dealer, RankBatch, SampleOrder, seeded
 
-__all__ = ["ResumableLoader"]
+__all__ = ["RepeatingLoader", "ResumableLoader", "first_dimension", "make_loader", "resized", "warn_of_another_size"]
 
 
 class ResumableLoader:
@@ -246,3 +252,111 @@ def _check_same(comm: Communicator, what: str, mine: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"ranks have different {what}: rank 0 {everyone[0].decode()}, rank {rank} {other.decode()}"
             )
+
+
+def make_loader(
+    dataset: Any,
+    config: EngineConfig,
+    comm: Communicator,
+    device: torch.device,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = True,
+) -> ResumableLoader:
+    """A loader over `dataset` as the configuration says; collective. `batch_size`: of a rank, where not the
+    configuration's. Raises what ResumableLoader raises."""
+    return ResumableLoader(
+        dataset,
+        config.train_micro_batch_size_per_gpu if batch_size is None else batch_size,
+        comm,
+        shuffle=shuffle,
+        seed=config.seed,
+        drop_last=config.dataloader_drop_last,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory and device.type == "cuda",
+    )
+
+
+_END = object()
+
+
+class RepeatingLoader:
+    """Batches of `loader` without end: where it is through, it begins again, with its next epoch.
+
+    A ResumableLoader knows its epoch by itself; a torch DataLoader's DistributedSampler is told. `loader` is what was
+    given, `len` its length.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._epoch = 0
+        self._batches = iter(loader)
+
+    def __len__(self) -> int:
+        """Batches of one epoch. Raises TypeError where the loader has no length."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch. Raises ValueError for a loader that gives none in a whole epoch."""
+        if (batch := next(self._batches, _END)) is not _END:
+            return batch
+        self._epoch += 1
+        begin_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if begin_epoch is not None:
+            begin_epoch(self._epoch)
+        self._batches = iter(self.loader)
+        if (batch := next(self._batches, _END)) is not _END:
+            return batch
+        raise ValueError(
+            f"{type(self.loader).__name__} gave no batch in a whole epoch, so it would be repeated for ever: give a "
+            "loader with data, and no iterator, which begins only once"
+        )
+
+
+def first_dimension(inputs: Any) -> int | None:
+    """The length of the first tensor that has any dimension, in dicts, lists and tuples."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[0] if inputs.dim() else None
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
+    return next((size for size in map(first_dimension, values) if size is not None), None)
+
+
+def warn_of_another_size(inputs: Any, expected: int, rank: int) -> None:
+    """Warn where the samples in `inputs` are not the `expected` ones, so that counts cannot be right."""
+    size = first_dimension(inputs)
+    if size is not None and size != expected:
+        warnings.warn(
+            f"rank {rank} got a first batch of {size} samples, and train_micro_batch_size_per_gpu is {expected}: "
+            f"samples are counted, and every rank's loss weighs, as if it were {expected}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def resized(
+    config: EngineConfig, world_size: int, train_batch_size: int | None = None, micro_batch_size: int | None = None
+) -> EngineConfig:
+    """The configuration with another batch, by its micro-batches, or with other micro-batches, as many as before.
+
+    Raises ValueError for what is no size, or no multiple of a micro-batch on every rank.
+    """
+    for name, size in (("train_batch_size", train_batch_size), ("micro_batch_size", micro_batch_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name} is a whole number of samples, at least 1, not {size!r}")
+    if micro_batch_size is None:
+        sizes = complete_batch_sizes(train_batch_size, config.train_micro_batch_size_per_gpu, None, world_size)
+    else:
+        sizes = complete_batch_sizes(None, micro_batch_size, config.gradient_accumulation_steps, world_size)
+    changed = {
+        "train_batch_size": sizes.train,
+        "train_micro_batch_size_per_gpu": sizes.micro,
+        "gradient_accumulation_steps": sizes.accumulation,
+    }
+    return config.model_copy(update=changed)

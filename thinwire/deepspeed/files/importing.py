@@ -1,7 +1,9 @@
-"""Turns a checkpoint of DeepSpeed's into one of this engine's, which any number of ranks load at any stage."""
+"""`thinwire checkpoint import`: a checkpoint of DeepSpeed's becomes one that any number of ranks load at any stage."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,22 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.comm import threads
-from thinwire.engine.checkpoint.client_state import ClientState, pack_client_state
-from thinwire.engine.checkpoint.deepspeed.fields import Entry, number_of
-from thinwire.engine.checkpoint.deepspeed.layout import DeepSpeedFiles, find_files, find_tag
-from thinwire.engine.checkpoint.deepspeed.model_files import ModelFiles
-from thinwire.engine.checkpoint.deepspeed.optimizer_state import OptimizerState
-from thinwire.engine.checkpoint.deepspeed.pickles_apart import Reader, read_apart
-from thinwire.engine.checkpoint.deepspeed.settings import loss_scale_of, optimizer_counters, schedule_of
-from thinwire.engine.checkpoint.deepspeed.sharded_state import read_sharded, stage_of
-from thinwire.engine.checkpoint.deepspeed.stand_ins import Record
-from thinwire.engine.checkpoint.deepspeed.universal_state import read_universal, universal_files
-from thinwire.engine.checkpoint.deepspeed.unsharded_state import read_unsharded
-from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
-from thinwire.engine.checkpoint.snapshot import Snapshot
+from thinwire.deepspeed.files.fields import (
+    Entry,
+    OptimizerState,
+    loss_scale_of,
+    number_of,
+    optimizer_counters,
+    schedule_of,
+)
+from thinwire.deepspeed.files.model_files import DeepSpeedFiles, ModelFiles, find_files, find_tag
+from thinwire.deepspeed.files.pickles import Reader, Record, read_apart
+from thinwire.deepspeed.files.sharded_state import read_sharded, read_universal, stage_of, universal_files
+from thinwire.deepspeed.files.unsharded_state import read_unsharded
+from thinwire.engine.checkpoint.errors import CheckpointError, UsageError, printable
+from thinwire.engine.checkpoint.job_values import ClientState, pack_client_state
 from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.checkpoint.writing import Snapshot
 
-__all__ = ["Imported", "import_checkpoint"]
+__all__ = ["Imported", "import_checkpoint", "import_deepspeed"]
 
 _ALONE_SECONDS = 3600.0
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -194,3 +198,24 @@ def _without_records(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_without_records(one) for one in value)
     return value
+
+
+def import_deepspeed(arguments: argparse.Namespace) -> int:
+    """Turn a checkpoint of DeepSpeed's into one of this engine's, and say what could not be taken over."""
+    folder: Path = arguments.folder
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: give the one that DeepSpeed's save_checkpoint was given")
+    output = arguments.output or folder.absolute().with_name(f"{folder.absolute().name}-thinwire")
+    imported = import_checkpoint(
+        folder,
+        output,
+        arguments.tag,
+        optimizer=arguments.optimizer,
+        scheduler=arguments.scheduler,
+        weights_only=arguments.weights_only,
+    )
+    for note in imported.notes:
+        print(printable(f"thinwire: {note}"), file=sys.stderr)
+    state = f"the state of {imported.optimizer}" if imported.optimizer else "no optimizer's state"
+    print(printable(f"{imported.path}: {imported.parameters} parameters, {state}"))
+    return 0

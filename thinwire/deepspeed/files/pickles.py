@@ -1,0 +1,320 @@
+"""DeepSpeed's pickles, opened by a process of its own: whatever a file holds, what comes back is plain values and
+tensors.
+
+`python -m` runs this module with a line of JSON, the folder to write to and the files to read. It answers with a line
+for each file: the tree of its values, with the safetensors file of its tensors, or what is wrong with it. Records
+stand in for the classes that the files name: they keep what they were given and do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import open_file
+from thinwire.engine.checkpoint.tensor_file import TensorReader, TensorToWrite, write_tensors
+
+__all__ = [
+    "Array",
+    "Reader",
+    "Record",
+    "Unreadable",
+    "decode",
+    "encode",
+    "read_apart",
+    "read_pickle",
+    "stand_ins",
+    "take_answers",
+]
+
+# Classes whose fields or arguments may be read, and which are otherwise inert.
+_RECORDS = (
+    "argparse.Namespace",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "pathlib.PosixPath",
+    "types.SimpleNamespace",
+)
+
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")  # before numpy 2, and since
+
+_NUMBERS = {
+    "b1": torch.bool,
+    "i1": torch.int8,
+    "i2": torch.int16,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "u1": torch.uint8,
+    "u2": torch.uint16,
+    "u4": torch.uint32,
+    "u8": torch.uint64,
+    "f2": torch.float16,
+    "f4": torch.float32,
+    "f8": torch.float64,
+}
+
+
+class Record:
+    """An object of any allowed class: the `args` that it was made with, the `fields` that it was given."""
+
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: Any) -> Record:
+        """Whatever the arguments are."""
+        made = super().__new__(cls)
+        made.args, made.fields = args, {}
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the attributes that a pickle gives an object; its slots come as a second dict."""
+        for part in state if isinstance(state, tuple) else (state,):
+            self.fields.update(part or {})
+
+
+class NumpyType:
+    """numpy's dtype: "f8", say, little-endian or of one byte."""
+
+    def __init__(self, code: str, *flags: Any) -> None:
+        self.code = code
+        self.swapped = False
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """The second value is the byte order."""
+        self.swapped = state[1] == ">"
+
+    def read(self, content: bytes, shape: tuple[int, ...]) -> Tensor:
+        """The values that these bytes are. Raises ValueError for what are no plain numbers."""
+        dtype = _NUMBERS.get(self.code)
+        if dtype is None or self.swapped:
+            raise ValueError(f"numpy values of type {self.code!r} are not read, only plain numbers, little-endian")
+        if len(content) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"a numpy array of shape {shape} has {len(content)} bytes")
+        if not content:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+class Array:
+    """numpy's ndarray: `value` is the tensor that it holds, once it has been given its state."""
+
+    value: Tensor
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Version, shape, type, whether columns come first, bytes."""
+        _, shape, kind, columns_first, content = state
+        if not columns_first:
+            self.value = kind.read(content, tuple(shape))
+            return
+        flipped: Tensor = kind.read(content, tuple(reversed(shape)))
+        self.value = flipped.permute(*reversed(range(len(shape)))).contiguous()
+
+
+def _new_array(*_: Any) -> Array:
+    return Array()
+
+
+def _number(kind: NumpyType, content: bytes) -> float:
+    number: float = kind.read(content, ()).item()
+    return number
+
+
+def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """What torch.serialization.safe_globals takes: each stand-in with the name that it is found under in files."""
+    pairs: list[tuple[Callable[..., Any], str]] = [(Record, name) for name in _RECORDS]
+    pairs += [(NumpyType, "numpy.dtype"), (Array, "numpy.ndarray")]
+    for module in _NUMPY:
+        pairs += [(_number, f"{module}.scalar"), (_new_array, f"{module}._reconstruct")]
+    return list(pairs)
+
+
+_DEEPEST = 100
+
+
+class Unreadable:
+    """A value of a type that has no plain form: `kind` says which."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+def encode(value: Any, key_of: Callable[[Tensor], str], depth: int = 0) -> Any:
+    """`value` as JSON can hold it; `key_of` keeps a tensor and says under which key. Raises ValueError for a value that
+    is nested too deep for the reader."""
+    if depth > _DEEPEST:
+        raise ValueError(f"its values are nested more than {_DEEPEST} deep")
+
+    def inner(one: Any) -> Any:
+        return encode(one, key_of, depth + 1)
+
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return {"tensor": key_of(value)}
+    if isinstance(value, Array):
+        return {"tensor": key_of(value.value)}
+    if isinstance(value, Mapping):
+        return {"dict": [[inner(key), inner(one)] for key, one in value.items()]}
+    if isinstance(value, list | tuple | set):
+        return {"tuple" if isinstance(value, tuple) else "list": [inner(one) for one in value]}
+    if isinstance(value, Record):
+        return {"record": [inner(list(value.args)), inner(value.fields)]}
+    return {"unreadable": str(value) if isinstance(value, torch.dtype) else type(value).__name__}
+
+
+def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `encode`; what was the same tensor there is the same here."""
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, inner),) = tree.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "dict":
+        return {decode(key, tensors): decode(one, tensors) for key, one in inner}
+    if kind == "record":
+        record = Record(*decode(inner[0], tensors))
+        record.fields = decode(inner[1], tensors)
+        return record
+    if kind == "unreadable":
+        return Unreadable(inner)
+    values = [decode(one, tensors) for one in inner]
+    return tuple(values) if kind == "tuple" else values
+
+
+def read_pickle(path: Path, output: Path) -> dict[str, Any]:
+    """Write a pickle's tensors to `output`; {"tree"} of its values, or {"fault"}, what is wrong with it."""
+    kept: dict[str, Tensor] = {}
+    known: dict[tuple[Any, ...], str] = {}
+
+    def key_of(tensor: Tensor) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise ValueError(f"it holds a tensor of layout {tensor.layout}, which no checkpoint here can hold")
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = known.setdefault(place, str(len(kept))) if tensor.numel() else str(len(kept))
+        kept.setdefault(key, tensor.detach())
+        return key
+
+    try:
+        tree = encode(_load(path), key_of)
+    except pickle.UnpicklingError as error:
+        return {"fault": _refused(str(error))}
+    except Exception as error:  # whatever a file can bring a loader to
+        return {"fault": _first_line(error)}
+    try:
+        write_tensors(output, {key: TensorToWrite.of(tensor) for key, tensor in kept.items()})
+    except (OSError, KeyError) as error:
+        return {"fault": f"its tensors could not be written to {output.parent}: {_first_line(error)}"}
+    return {"tree": tree}
+
+
+def _load(path: Path) -> Any:
+    with torch.serialization.safe_globals(stand_ins()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old forms of storage
+        # From a map of the file: a tensor needs memory when it is written, and one at a time.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _refused(message: str) -> str:
+    """torch's message without its advice to load with weights_only=False, which would run whatever the file holds."""
+    for line in message.splitlines():
+        marked = line.partition("GLOBAL ")[2]
+        if marked:
+            name = marked.split(" ")[0]
+            return (
+                f"it holds a {name}, which is not among the classes that are read from such files. Save again without "
+                "it, or ask for it to be added"
+            )
+    return f"it is no file of torch.save, or it is damaged: {message.splitlines()[0] if message else ''}"
+
+
+def _answers(request: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    for number, path in enumerate(request["files"]):
+        output = Path(request["folder"]) / f"{number}.safetensors"
+        yield {**read_pickle(Path(path), output), "tensors": str(output)}
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    for answer in _answers(json.loads(sys.stdin.readline())):
+        print(json.dumps(answer), flush=True)
+
+
+Reader = Callable[[Sequence[Path], Path], list[Any]]
+"""Reads files, with a folder for what it needs meanwhile; the values of each."""
+
+_MODULE = "thinwire.deepspeed.files.pickles"
+_PACKAGES = Path(__file__).parents[3]
+
+
+def read_apart(files: Sequence[Path], folder: Path) -> list[Any]:
+    """The values of each file, read in a process of its own; tensors are maps of files in `folder`.
+
+    Raises CheckpointError, naming the file, for what cannot be read.
+    """
+    request = json.dumps({"folder": str(folder), "files": [str(path.absolute()) for path in files]})
+    paths = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", _MODULE],
+        input=request + "\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(answers) < len(files):
+        how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else "failed"
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CheckpointError(f"{files[len(answers)]} cannot be read: the process that reads it {how}: {last}")
+    return take_answers(files, answers)
+
+
+def take_answers(files: Sequence[Path], answers: Sequence[dict[str, Any]]) -> list[Any]:
+    """The values that each answer of the reading process tells of. Raises CheckpointError for one that is a fault."""
+    for path, answer in zip(files, answers, strict=True):
+        if "fault" in answer:
+            raise CheckpointError(f"{path} cannot be read: {answer['fault']}")
+    return [decode(answer["tree"], _mapped(Path(answer["tensors"]))) for answer in answers]
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, as maps of it: they take memory where they are read."""
+    descriptor = open_file(path)
+    try:
+        stored = TensorReader(descriptor).tensors
+    finally:
+        os.close(descriptor)
+    content = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
+    tensors = {}
+    for key, one in stored.items():
+        run = content[one.offset : one.offset + one.numel * one.dtype.itemsize]
+        tensors[key] = run.view(one.dtype).view(one.shape) if one.numel else torch.empty(one.shape, dtype=one.dtype)
+    return tensors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What a job feeds its model: loaders, their order, and batch sizes."""
