@@ -21,7 +21,7 @@ from experiments.tasks.sizes import SIZES
 from experiments.training.optimizers import COMPRESSED, OPTIMIZERS, engine_section
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize
-from thinwire.optim.sharded.memory import frozen_state_formula
+from thinwire.optim.sharded.packed_checkpoint import frozen_state_formula
 from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
 from thinwire.zero.state_formula import model_state_formula
 

@@ -12,10 +12,9 @@ from torch import nn
 import thinwire
 from thinwire.comm import Communicator, LoggedCommunicator, OperationLog, threads
 from thinwire.optim import CapturedStep
-from thinwire.optim.adam.algorithm import Adam
-from thinwire.optim.graphs import CudaGraphs
-from thinwire.optim.lamb.algorithm import Lamb
-from thinwire.optim.replicated.capture import check_can_be_captured
+from thinwire.optim.adam import Adam
+from thinwire.optim.lamb import Lamb
+from thinwire.optim.replicated.capture import CudaGraphs, check_can_be_captured
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from thinwire.compress import make_codec
 from thinwire.compress.codecs import CodecName
 from thinwire.compress.exact_exchange import ExactExchange
 from thinwire.compress.packet import Header
-from thinwire.optim.held_gradients import HeldGradients
+from thinwire.optim.form import HeldGradients
 from thinwire.zero import BucketLayout, Slot
 
 BLOCK = 64

@@ -21,29 +21,29 @@ __all__ = [
 
 # The registry is read where there is no torch yet.
 if TYPE_CHECKING:
-    from thinwire.optim.adam.optimizer import OneBitAdam
+    from thinwire.optim.adam import OneBitAdam
     from thinwire.optim.captured_step import CapturedStep
     from thinwire.optim.diloco.optimizer import DiLoCo
     from thinwire.optim.diloco.sampler import ElasticSampler
     from thinwire.optim.exact.lamb import Lamb
     from thinwire.optim.exact.lion import Lion
     from thinwire.optim.exact.muon import Muon
-    from thinwire.optim.lamb.optimizer import OneBitLamb
+    from thinwire.optim.lamb import OneBitLamb
     from thinwire.optim.lion import OneBitLion
-    from thinwire.optim.zero_one.optimizer import ZeroOneAdam
+    from thinwire.optim.zero_one import ZeroOneAdam
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "adam.optimizer": ("OneBitAdam",),
+            "adam": ("OneBitAdam",),
             "captured_step": ("CapturedStep",),
             "diloco.optimizer": ("DiLoCo",),
             "diloco.sampler": ("ElasticSampler",),
             "exact.lamb": ("Lamb",),
             "exact.lion": ("Lion",),
             "exact.muon": ("Muon",),
-            "lamb.optimizer": ("OneBitLamb",),
+            "lamb": ("OneBitLamb",),
             "lion": ("OneBitLion",),
-            "zero_one.optimizer": ("ZeroOneAdam",),
+            "zero_one": ("ZeroOneAdam",),
         },
     )

@@ -13,12 +13,10 @@ from thinwire.compress.exchange import EncodePart, Exchange, Outcome
 from thinwire.compress.held_coordinates import held_coordinates, zero_held
 from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags, all_finite
-from thinwire.optim.algorithm import Algorithm, Clock, Keep, Send
+from thinwire.optim.algorithm import Algorithm, Clock, Contribution, Keep, Send
+from thinwire.optim.form import HeldGradients, MoveRule, PayloadRule, digest_of
 from thinwire.optim.formulas import AdamSettings
-from thinwire.optim.held_gradients import HeldGradients, digest_of
-from thinwire.optim.linear_rules import MoveRule, PayloadRule
-from thinwire.optim.members import Contribution
-from thinwire.optim.step_under_way import Exchanges, Parameters, StepUnderWay, may_clip
+from thinwire.optim.step import Exchanges, Parameters, StepUnderWay, may_clip
 from thinwire.zero import BucketLayout, Slot
 
 __all__ = ["AlgorithmBucket", "place_of"]

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.optim.graphs import CudaGraphs, Graphs
 from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.optim.replicated.capture import CudaGraphs, Graphs
 from thinwire.optim.replicated.home import ReplicatedHome
 
 __all__ = ["CapturedStep"]

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Send
+from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Members, Send
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.formulas import AdamSettings, variance_norm
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.group_weights import GroupWeights, slots_with_elements
-from thinwire.optim.members import Members
 from thinwire.optim.options import check_same_freeze
-from thinwire.optim.step_under_way import Parameters
+from thinwire.optim.step import Parameters
 from thinwire.zero.host_reading import read_together
 
 __all__ = ["FreezeGroup"]

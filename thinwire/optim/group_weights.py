@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from thinwire.optim.algorithm import Algorithm, Clock
+from thinwire.optim.algorithm import Algorithm, Clock, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket
-from thinwire.optim.members import Members, MembersByGroup
-from thinwire.optim.step_under_way import Parameters
+from thinwire.optim.step import Parameters
 from thinwire.zero import Slot
 from thinwire.zero.flat_bucket import Run
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Keep
+from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Contribution, Keep, Members
+from thinwire.optim.form import PayloadRule
 from thinwire.optim.formulas import decay
-from thinwire.optim.home_options import HomeKeywords
-from thinwire.optim.linear_rules import PayloadRule
-from thinwire.optim.members import Contribution, Members
 from thinwire.optim.optimizer import CompressedOptimizer
-from thinwire.optim.options import check_group
-from thinwire.optim.recipe import Recipe
+from thinwire.optim.options import HomeKeywords, Recipe, check_group
 
 __all__ = ["Lion", "OneBitLion"]
 

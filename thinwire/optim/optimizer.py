@@ -1,24 +1,28 @@
-"""What the public classes have in common: an algorithm, and the home that its stage chooses."""
+"""The base of the public classes: an algorithm, the home that its stage chooses, and lines on stderr that say what was
+saved."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, overload
 
+import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from thinwire import comm as communication
+from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.compress.kernels import prepare
 from thinwire.optim.algorithm import Linear
-from thinwire.optim.algorithm_home import AlgorithmHome
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.home_options import HomeKeywords, HomeOptions
-from thinwire.optim.recipe import Recipe
+from thinwire.optim.home import AlgorithmHome
+from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe
 from thinwire.optim.replicated.home import ReplicatedHome
-from thinwire.optim.savings import SavingsReport
 from thinwire.optim.sharded.full_home import FullHome
 from thinwire.optim.sharded.packed_home import PackedHome
 from thinwire.zero.home import ring_bytes
@@ -26,7 +30,79 @@ from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.sharded_parameters import ShardedParameters
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["CompressedOptimizer"]
+__all__ = ["CompressedOptimizer", "SavingsReport"]
+
+
+_STEPS_OF_A_MEAN = 16
+"""Frozen steps over which the bytes of one are averaged: those with local steps send nothing in most."""
+
+_NOTHING_SAVED = 0.9
+"""Of the bytes uncompressed."""
+
+
+class SavingsReport:
+    """Rank 0's, on stderr, where `comm.init()` has said there what it found: silent after `init(quiet=True)`.
+
+    Args:
+        optimizer: whose end, or the process's, is the end of the run.
+        comm: its ranks.
+        freezes: what says when it freezes, as in `freeze_step=1000`; empty where it compresses from the first step on.
+        uncompressed: bytes that a ring all-reduce of its gradients sends in a step.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, comm: Communicator, *, freezes: str, uncompressed: int
+    ) -> None:
+        self._name = type(optimizer).__name__
+        self._freezes = freezes
+        self._uncompressed_step = uncompressed
+        self._steps = self._sent = self._uncompressed = 0
+        self._frozen_at: int | None = None
+        self._first_frozen: tuple[int, int] | None = None
+        self._speaks = comm.speaks and comm.size > 1
+        when = f"it freezes by {freezes}" if freezes else "it compresses from the first step on"
+        self._say(f"{self._name} on {comm.size} ranks: {_amount(uncompressed)} a step uncompressed; {when}")
+        self.end = weakref.finalize(optimizer, self._end)
+        """Say what the run has saved; only once, at the latest when the process ends."""
+
+    def note(self, steps: int, frozen_at: int | None, sent: int, uncompressed: int) -> None:
+        """Hear of a step: the counts of all steps so far."""
+        self._steps, self._frozen_at, self._sent, self._uncompressed = steps, frozen_at, sent, uncompressed
+        if frozen_at is None or not self._freezes:
+            return
+        if self._first_frozen is None and steps > frozen_at:
+            self._first_frozen = (steps, sent)
+        elif self._first_frozen is not None and steps == self._first_frozen[0] + _STEPS_OF_A_MEAN:
+            mean = (sent - self._first_frozen[1]) / _STEPS_OF_A_MEAN
+            self._say(
+                f"{self._name} froze after step {frozen_at}: {_amount(mean)} a step from now on instead of "
+                f"{_amount(self._uncompressed_step)}"
+            )
+
+    def _end(self) -> None:
+        if not self._steps:
+            return
+        if self._freezes and self._frozen_at is None and self._sent > _NOTHING_SAVED * self._uncompressed:
+            self._say(
+                f"{self._name} never froze in {self._steps:,} steps, so that it saved nothing to speak of: "
+                f"{self._freezes} should come after about a fifth of the steps"
+            )
+            return
+        self._say(
+            f"{self._name} sent {_amount(self._sent)} in {self._steps:,} steps, "
+            f"{_amount(max(0, self._uncompressed - self._sent))} less than gradients that nobody compresses"
+        )
+
+    def _say(self, line: str) -> None:
+        if self._speaks:
+            print(f"thinwire: {line}", file=sys.stderr, flush=True)
+
+
+def _amount(count: float) -> str:
+    """Bytes in the unit that fits: `64 kB`, `0.13 MB`, `41 GB`."""
+    size, unit = (1e9, "GB") if count >= 1e9 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
+    value = count / size
+    return f"{value:.2f} {unit}" if value < 10 else f"{value:.0f} {unit}"
 
 
 class CompressedOptimizer(SynchronizedOptimizer):
@@ -95,15 +171,15 @@ class CompressedOptimizer(SynchronizedOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """See SynchronizedOptimizer."""
         loss: float | None = super().step(closure)
         if self.comm.speaks:
             self._savings.note(self.steps, self.frozen_at, self.bytes_sent, self.bytes_uncompressed)
         return loss
 
+    @override
     def close(self) -> None:
-        """See SynchronizedOptimizer."""
         self._savings.end()
         super().close()
 

@@ -1,20 +1,221 @@
-"""What must hold of an algorithm's options and of the ranks' decision to freeze: checked before anything is sent, so
-that no collective can mismatch later."""
+"""The options that all optimizers share, the recipe that a public class gives to its home, and what must hold of both:
+checked before anything is sent, so that no collective can mismatch later."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
 
+import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.packet import SettingsError
+from thinwire.optim.algorithm import Algorithm
+from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
+from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.rank_checks import check_same_on_every_rank
+from thinwire.zero.sharded_parameters import Sharding
 
-__all__ = ["check_compress", "check_count", "check_group", "check_same_freeze", "naming_differences"]
+__all__ = [
+    "Backend",
+    "HomeKeywords",
+    "HomeOptions",
+    "Nodes",
+    "Recipe",
+    "WarmupWire",
+    "check_compress",
+    "check_count",
+    "check_group",
+    "check_same_freeze",
+    "naming_differences",
+]
+
+Backend = Literal["nccl", "gloo", "mpi"]
+WarmupWire = Literal["fp32", "bf16", "fp16"]
+Nodes = Literal["auto", "flat"] | Sequence[int]
+
+
+class HomeKeywords(TypedDict, total=False):
+    """The keyword arguments that every optimizer of ours takes beside its algorithm's own; see HomeOptions."""
+
+    comm: Communicator | None
+    comm_backend_name: Backend | None
+    stage: int
+    max_norm: float | None
+    named_parameters: Iterable[tuple[str, Tensor]] | None
+    param_dtype: torch.dtype | None
+    codec: CodecName
+    block_size: int
+    bucket_bytes: int | None
+    warmup_wire: WarmupWire
+    nodes: Nodes
+    offload: bool
+    pin_memory: bool
+    resync_interval: int
+    on_drift: Literal["repair", "raise"]
+    reversible: bool | None
+    averaging: Averaging
+
+
+@dataclass(frozen=True)
+class HomeOptions:
+    """What HomeKeywords mean: where an optimizer's state lives, and how it travels.
+
+    Args:
+        comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
+        comm_backend_name: "nccl", "gloo" or "mpi", where `comm` is not given and the choice must not be automatic.
+        stage: 0 keeps all state on every rank. 1 shards master weights, variance and owners' residuals, 2 gradients of
+            the warmup too (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054).
+        max_norm: 2-norm that the averaged gradient is clipped to, 0 or None for none. Once compression has begun it is
+            estimated from random projections to 0.5%, and the second leg waits for it; in a local step it is this
+            rank's own.
+        named_parameters: names, for checkpoints and errors; by default those that `params` come with.
+        param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
+        codec: what compressed steps go through: "sign1" (1 bit), "stat2" (2 bits), "int4", "fp8", "int8", "bf16",
+            "fp16" or "none"; at stage 0. Sharded state is kept as signs.
+        block_size: elements that share one scale, a multiple of 64.
+        bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 4 to 16 MiB, or at
+            stages 1 and 2 16 MiB.
+        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes; at stage 0.
+        nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
+            the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else
+            the node's number for each rank. At stage 0; sharded state goes between ranks.
+        offload, pin_memory: at stages 1 and 2, keep master weights and the warmup's state in CPU memory, for parameters
+            on a GPU.
+        resync_interval: steps between two comparisons of all replicas and, at stages 1 and 2 once steps are compressed,
+            new copies of the master weights.
+        on_drift: what a comparison that fails does: "repair" with a warning, or "raise" a ReplicaDriftError.
+        reversible: at stages 1 and 2, keep the residuals of before a step until it is applied, so that a skipped step
+            leaves them untouched; by default for fp16 parameters and with `max_norm`.
+        averaging: the dtype in which a step's backwards add up, and sums over the ranks in place of means; in steps
+            that average exactly, the dtype in which gradients travel too, and division before they are summed. What a
+            compressed step sends, a codec scales by itself.
+    """
+
+    comm: Communicator | None = None
+    comm_backend_name: Backend | None = None
+    stage: int = 0
+    max_norm: float | None = 0.0
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None
+    param_dtype: torch.dtype | None = None
+    codec: CodecName = "sign1"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    bucket_bytes: int | None = None
+    warmup_wire: WarmupWire = "fp32"
+    nodes: Nodes = "auto"
+    offload: bool = False
+    pin_memory: bool = True
+    resync_interval: int = 100
+    on_drift: Literal["repair", "raise"] = "repair"
+    reversible: bool | None = None
+    averaging: Averaging = PLAIN_AVERAGING
+
+    @property
+    def clips_to(self) -> float:
+        """`max_norm`, 0 where nothing is clipped."""
+        return 0.0 if self.max_norm is None else self.max_norm
+
+    def check(self, optimizer: str, stages: Sequence[int], packs: bool) -> None:
+        """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work.
+
+        `packs`: whether the optimizer's sharded state is packed once it is frozen.
+        """
+        if self.stage not in stages:
+            raise ValueError(
+                f"stage must be {_listed(stages)} for {optimizer}, got {self.stage!r}{_why_not(self.stage)}"
+            )
+        if self.bucket_bytes is not None and not self.bucket_bytes >= 4:
+            raise ValueError(f"bucket_bytes must be at least 4, one element, or None, got {self.bucket_bytes}")
+        if self.warmup_wire not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"warmup_wire must be 'fp32', 'bf16' or 'fp16', got {self.warmup_wire!r}")
+        if self.warmup_wire != "fp32" and self.averaging.wire_dtype is not None:
+            raise ValueError("warmup_wire and averaging's wire_dtype say the same: give one of them")
+        if isinstance(self.resync_interval, bool) or not self.resync_interval >= 1:
+            raise ValueError(f"resync_interval must be at least 1 step, got {self.resync_interval!r}")
+        if self.on_drift not in ("repair", "raise"):
+            raise ValueError(f"on_drift must be 'repair' or 'raise', got {self.on_drift!r}")
+        if self.reversible is False and self.max_norm:
+            raise ValueError("reversible=False does not go with max_norm: clipping changes residuals after the fact")
+        make_codec(self.codec, self.block_size)
+        self.sharding.check()
+        self._check_home(packs)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How stages 1 and 2 lay parameters out."""
+        return Sharding(
+            self.stage,
+            self.param_dtype,
+            LARGEST_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes,
+            self.block_size,
+            self.clips_to,
+            self.offload,
+            self.pin_memory,
+            self.averaging,
+        )
+
+    @property
+    def exact_codec(self) -> CodecName:
+        """What gradients that are averaged exactly go through, where a codec carries them."""
+        wire = self.averaging.wire_dtype
+        return _EXACT_CODECS[self.warmup_wire] if wire is None else _EXACT_CODECS[_NAMES[wire]]
+
+    def compared(self) -> dict[str, Any]:
+        """What has to be the same on every rank."""
+        own = ("comm", "comm_backend_name", "named_parameters")
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
+        nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
+        return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes} | {
+            "averaging": self.averaging.compared()
+        }
+
+    def _check_home(self, packs: bool) -> None:
+        """Refuse what only the other home has, rather than ignore it."""
+        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | ({} if packs else _ONLY_PACKED)
+        default = HomeOptions()
+        for name, instead in foreign.items():
+            if getattr(self, name) != getattr(default, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
+
+
+_NAMES: Mapping[torch.dtype, WarmupWire] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_EXACT_CODECS: Mapping[WarmupWire, CodecName] = {"fp32": "none", "bf16": "bf16", "fp16": "fp16"}
+
+_ONLY_PACKED: dict[str, str] = {
+    "offload": "every rank uses all of its state at every step; leave it out",
+    "reversible": "residuals always survive a skipped step here; leave it out",
+}
+_ONLY_SHARDED: dict[str, str] = {
+    "offload": "every rank keeps all state at stage 0; use stage 1 or 2",
+    "reversible": "residuals always survive a skipped step at stage 0; leave it out",
+}
+_ONLY_REPLICATED: dict[str, str] = {
+    "codec": "sharded state is kept as signs; use stage 0, or codec='sign1'",
+    "warmup_wire": "give averaging=Averaging(wire_dtype=...)",
+    "nodes": "shards go between ranks, not nodes; use stage 0, or leave it out",
+}
+
+
+def _listed(stages: Sequence[int]) -> str:
+    *some, last = map(str, stages)
+    return f"{', '.join(some)} or {last}" if some else last
+
+
+def _why_not(stage: int) -> str:
+    if stage == 2:
+        return (
+            ": once compressed a gradient lives only while its bucket is in flight, so that there is none to shard. "
+            "Use stage 1"
+        )
+    if stage == 3:
+        return ": stage 3 shards the model itself, which thinwire.initialize does with torch's fully_shard"
+    return ""
 
 
 def check_compress(amsgrad: bool, compress: str, stage: int) -> None:
@@ -101,3 +302,26 @@ def naming_differences(comm: Communicator, groups: Sequence[Mapping[str, Any]]) 
     except SettingsError:
         check_same_on_every_rank(comm, [], groups, {})
         raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """An algorithm, when it freezes, and what has to hold of its options.
+
+    Args:
+        algorithm: makes one, for parameters that enter together.
+        rule: makes the rule that ends their warmup, given the largest β₂; None where there is none.
+        settings: what ranks and checkpoints have to agree on, as it gives momenta and residuals their meaning.
+        schedule: what ranks have to agree on, and a resume may change.
+        stages: those that the algorithm has.
+        check: raises ValueError for options that cannot work.
+        check_group: the same for a parameter group, or the defaults of one.
+    """
+
+    algorithm: Callable[[], Algorithm]
+    rule: Callable[[float], FreezeRule | None]
+    settings: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    stages: Sequence[int]
+    check: Callable[[], None]
+    check_group: Callable[[Mapping[str, Any]], None] = check_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thinwire.optim.registry import OptimizerEntry
-from thinwire.optim.sharded.memory import frozen_state_formula
+from thinwire.optim.sharded.packed_checkpoint import frozen_state_formula
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.methods import DILOCO, Method
 from thinwire.plan.schedule import Schedule

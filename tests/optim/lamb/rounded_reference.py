@@ -9,9 +9,9 @@ import thinwire
 from tests.optim.training import buckets_of
 from thinwire.compress import make_codec
 from thinwire.compress.held_coordinates import zero_held
-from thinwire.optim.adam.algorithm import Adam
-from thinwire.optim.lamb.algorithm import Lamb
-from thinwire.optim.sharded.preconditioner import quantize, table
+from thinwire.optim.adam import Adam
+from thinwire.optim.lamb import Lamb
+from thinwire.optim.preconditioner import quantize, table
 
 
 class _RoundedLamb(Lamb):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.optim.lamb.formulas import LambSettings, Layer, trust_ratio
+from thinwire.optim.lamb import LambSettings, Layer, trust_ratio
 
 POSITIVE = st.floats(1e-30, 1e30)
 SETTINGS = LambSettings(1e-3, 0.9, 0.999, 1e-8, 0.0, True, False, 10.0, 0.01, 0.9, 4.0, 0.5, 0.1)

@@ -12,7 +12,7 @@ from tests.optim.lamb.reference import ReferenceOneBitLamb
 from tests.optim.lamb.training import layers_and_gradients, make_lamb
 from tests.optim.training import loss_of, make_model, train, weights
 from thinwire.comm import threads
-from thinwire.optim.lamb import algorithm as lamb
+from thinwire.optim import lamb as lamb
 
 UNUSUAL = {"weight_decay": 0.3, "betas": (0.8, 0.9), "factor_threshold": 0.03}
 

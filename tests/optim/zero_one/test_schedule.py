@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.optim.algorithm import Send
-from thinwire.optim.zero_one.schedule import ZeroOneSchedule
+from thinwire.optim.zero_one import ZeroOneSchedule
 
 scalers = st.integers(1, 12)
 

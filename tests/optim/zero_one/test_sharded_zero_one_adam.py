@@ -16,7 +16,7 @@ from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from tests.zero.training import train
 from thinwire.comm import Communicator, threads
 from thinwire.optim.algorithm import Send
-from thinwire.optim.zero_one.schedule import ZeroOneSchedule
+from thinwire.optim.zero_one import ZeroOneSchedule
 from thinwire.zero.live_tensors import live_tensor_bytes
 
 A_BUCKET_EACH = {"bucket_bytes": 4}

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.optim.checkpoint import mean_over_ranks, ranks_to_resume
 from thinwire.optim.diloco.fragments import Fragment, Piece
 from thinwire.optim.diloco.outer import Alone, Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights
 from thinwire.optim.diloco.worker import Worker
-from thinwire.optim.residuals import mean_over_ranks, ranks_to_resume
 from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import read_weight
 

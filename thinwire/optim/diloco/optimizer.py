@@ -25,7 +25,7 @@ from thinwire.optim.diloco.options import COMMUNICATES, check_options, cut_train
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
 from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import NodeWorker, RankWorker, Worker
-from thinwire.optim.home_options import Backend, Nodes
+from thinwire.optim.options import Backend, Nodes
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import (
     broadcast_from_rank_0,

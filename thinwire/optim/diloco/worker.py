@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm_home import check_in_sync
+from thinwire.optim.home import check_in_sync
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.autograd_hooks import GradientHook
 from thinwire.zero.home import NO_GRADIENTS, StepResult

@@ -11,29 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.comm.nodes import NodeLinks, agree_on_nodes
 from thinwire.compress.codecs import make_codec
-from thinwire.optim import group_checkpoint
+from thinwire.optim import checkpoint
 from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.algorithm_home import AlgorithmHome, check_may_leave_out
-from thinwire.optim.crossing import as_plain
+from thinwire.optim.checkpoint import LEFT_OUT_STEPS, ranks_to_resume, read_left_out_steps
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.graphs import Graphs
-from thinwire.optim.home_options import HomeOptions
-from thinwire.optim.recipe import Recipe
-from thinwire.optim.replicated.capture import StepCapture, check_can_be_captured
-from thinwire.optim.replicated.freeze_groups import FreezeGroups
-from thinwire.optim.replicated.memory import frozen_bytes
-from thinwire.optim.replicated.parameter_state import ReplicatedParameterState
-from thinwire.optim.replicated.parameters import ParameterTable
+from thinwire.optim.home import AlgorithmHome, check_may_leave_out
+from thinwire.optim.options import HomeOptions, Recipe
+from thinwire.optim.preconditioner import as_plain
+from thinwire.optim.replicated.capture import Graphs, StepCapture, check_can_be_captured
+from thinwire.optim.replicated.layout import FreezeGroups, Wire
+from thinwire.optim.replicated.parameter_state import ReplicatedParameterState, frozen_bytes
+from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
-from thinwire.optim.replicated.weights import weight_and_master
-from thinwire.optim.replicated.wire import Wire
-from thinwire.optim.residuals import LEFT_OUT_STEPS, ranks_to_resume, read_left_out_steps
 from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
 from thinwire.zero.parameter_state import ParameterState
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
@@ -92,67 +88,67 @@ class ReplicatedHome(AlgorithmHome):
         return self._layout.groups
 
     @property
+    @override
     def algorithms(self) -> list[Algorithm]:
-        """See AlgorithmHome."""
         return [group.algorithm for group in self.groups]
 
     @property
+    @override
     def parameters(self) -> Sequence[Tensor]:
-        """See Home."""
         return self._table.parameters
 
     @property
+    @override
     def names(self) -> Sequence[str]:
-        """See Home."""
         return self._table.names
 
     @property
+    @override
     def steps(self) -> int:
-        """See Home."""
         return self._layout.under_way.number
 
     @property
+    @override
     def frozen(self) -> bool:
-        """See AlgorithmHome."""
         return all(group.clock.frozen for group in self.groups) if self.groups else self.frozen_at is not None
 
     @property
+    @override
     def frozen_at(self) -> int | None:
-        """See Home."""
         if self.groups:
             return self.groups[0].clock.frozen_at
         return None if self._recipe.algorithm().freezes else 0
 
     @property
+    @override
     def in_sync(self) -> bool:
-        """See Home."""
         return all(group.algorithm.in_sync for group in self.groups)
 
     @property
+    @override
     def left_out_steps(self) -> int:
-        """See AlgorithmHome."""
         return sum(group.left_out_steps for group in self.groups)
 
     @property
+    @override
     def bytes_sent(self) -> int:
-        """See Home."""
         by_node = 0 if self._links is None else self._links.bytes_inside + self._links.bytes_between
         return self._exchange_comm.traffic.bytes_sent + by_node
 
     @property
+    @override
     def bytes_sent_between_nodes(self) -> int:
-        """See Home."""
         flat = round(self._exchange_comm.traffic.bytes_sent * self._nodes.part_between(self.comm.rank))
         return flat if self._links is None else flat + self._links.bytes_between
 
     @property
+    @override
     def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
-        """See Home."""
         return ring_bytes(self.comm.size, (self.parameters[index] for index in self._placed()))
 
     @property
+    @override
     def loss_scale(self) -> float:
-        """See Home."""
         return self._synchronizer.loss_scale
 
     @loss_scale.setter
@@ -160,8 +156,8 @@ class ReplicatedHome(AlgorithmHome):
         self._synchronizer.loss_scale = scale
 
     @property
+    @override
     def scaled(self) -> bool | None:
-        """See Home."""
         return self._synchronizer.scaled
 
     @scaled.setter
@@ -170,8 +166,8 @@ class ReplicatedHome(AlgorithmHome):
 
     # One step
 
+    @override
     def step(self) -> StepResult:
-        """See Home."""
         self._synchronizer.watcher.check_gradients_untouched()
         self._synchronizer.check_scalers()
         result = self._apply(self._synchronizer.finish_as_it_is())
@@ -216,38 +212,39 @@ class ReplicatedHome(AlgorithmHome):
             for index in indices:
                 self._table.publish(index)
 
+    @override
     def drop(self) -> None:
-        """See Home."""
         if self._synchronizer.watcher.in_step:
             self._synchronizer.finish()
             self._synchronizer.end_step()
 
+    @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """See Home."""
         return self._synchronizer.watcher.no_sync()
 
+    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """See Home."""
         check_may_leave_out(self._recipe.algorithm())
         self._synchronizer.watcher.leave_out(parameters, self.comm)
 
+    @override
     def end_backward(self) -> None:
-        """See Home; buckets that a parameter holds back leave in `step`."""
+        """Buckets that a parameter holds back leave in `step`."""
 
+    @override
     def follow(self, gate: Callable[[], bool]) -> None:
-        """See Home."""
         self._synchronizer.watcher.follow(gate)
 
+    @override
     def before_first_backward(self, callback: Callable[[], None]) -> None:
-        """See Home."""
         self._synchronizer.watcher.before_first_backward(callback)
 
+    @override
     def name(self, names: Mapping[int, str]) -> None:
-        """See Home."""
         self._table.call(names)
 
+    @override
     def add_parameters(self) -> None:
-        """See Home."""
         new = self._table.new_parameters()
         tensors = [parameter for parameter, _ in new]
         error: Exception | None = None
@@ -273,28 +270,28 @@ class ReplicatedHome(AlgorithmHome):
 
     # Weights
 
+    @override
     def synchronize_weights(self) -> None:
-        """See Home."""
         if self._synchronizer.watcher.in_step:
             raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
         for group in self.groups:
             group.meet(self.steps)
 
+    @override
     def show_own_weights(self, own: bool) -> None:
-        """See Home."""
         for group in self.groups:
             group.show_own_weights(own)
 
+    @override
     def parameter_state(self) -> ParameterState:
-        """See Home."""
         return ReplicatedParameterState(self.comm, self._table, self._layout, self._synchronizer)
 
     # Checkpoints
 
+    @override
     def saved_slices(self) -> list[SavedSlice]:
-        """See Home."""
         names = self._table.names
-        found = [one for group in self.groups for one in group_checkpoint.slices(group, names, self.comm.rank)]
+        found = [one for group in self.groups for one in checkpoint.slices(group, names, self.comm.rank)]
         placed = set(self._placed())
         waiting = [index for index, one in enumerate(self.parameters) if index not in placed and one.requires_grad]
         for index in waiting if self.comm.rank == 0 else ():
@@ -303,15 +300,15 @@ class ReplicatedHome(AlgorithmHome):
                     found.append(SavedSlice(kind, names[index], 0, values.reshape(-1)))
         return found
 
+    @override
     def rank_tensors(self) -> dict[str, Tensor]:
-        """See Home."""
         found = {LEFT_OUT_STEPS: torch.tensor([group.left_out_steps for group in self.groups], dtype=torch.int64)}
         for group in self.groups:
-            found |= group_checkpoint.rank_tensors(group, self._table.names)
+            found |= checkpoint.rank_tensors(group, self._table.names)
         return found
 
+    @override
     def counters(self) -> dict[str, Any]:
-        """See Home."""
         return {
             "names": list(self._table.names),
             "settings": dict(self._settings),
@@ -319,13 +316,14 @@ class ReplicatedHome(AlgorithmHome):
             "step": self.steps,
             "shared_at": self._comparisons.shared_at,
             "loss_scale": self.loss_scale,
-            "freeze_groups": [group_checkpoint.counters(group, self._table.names) for group in self.groups],
+            "freeze_groups": [checkpoint.counters(group, self._table.names) for group in self.groups],
         }
 
+    @override
     def load(self, source: SliceSource) -> None:
-        """See Home. Residuals that cannot be had start from zero, with a warning."""
+        """Residuals that cannot be had start from zero, with a warning."""
         saved = source.counters()
-        group_checkpoint.check_settings(saved["settings"], self._settings)
+        checkpoint.check_settings(saved["settings"], self._settings)
         saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
         source = as_plain(source)
         if "weight" in source.kinds():
@@ -345,7 +343,7 @@ class ReplicatedHome(AlgorithmHome):
         nodes = None if self._links is None else list(self._nodes.node_of)
         ranks = ranks_to_resume(source, self.comm, nodes, saved_by, compresses)
         for group, of_group in zip(self.groups, saved["freeze_groups"], strict=True):
-            group_checkpoint.load(group, self._table.names, of_group, source, ranks)
+            checkpoint.load(group, self._table.names, of_group, source, ranks)
         self._layout.under_way.number = saved["step"]
         self._comparisons.shared_at = saved.get("shared_at", saved["step"])
         self.loss_scale = saved["loss_scale"]
@@ -355,14 +353,14 @@ class ReplicatedHome(AlgorithmHome):
                 group.left_out_steps = steps
         self._synchronizer.prepare()
 
+    @override
     def load_weights(self, source: SliceSource) -> None:
-        """See Home."""
         self._table.read_weights(source)
         for group in self.groups:
             group.algorithm.end_sync()
 
+    @override
     def reset_state(self) -> None:
-        """See Home."""
         self._layout.restore([])
         self._synchronizer.prepare()
         self._layout.under_way.number = 0
@@ -372,13 +370,14 @@ class ReplicatedHome(AlgorithmHome):
             if parameter.dtype != torch.float32:
                 self._table.make_master(index)
 
+    @override
     def torch_state(self) -> dict[int, dict[str, Tensor]]:
-        """See Home."""
         states = ((index, self._table.state(index)) for index in range(len(self._table)))
         return {index: dict(state) for index, state in states if state}
 
+    @override
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home; once frozen what is held."""
+        """Once frozen what is held."""
         if self.frozen:
             return frozen_bytes(self.parameters, self.torch_state().values(), self._layout.buckets)
         state = 4 * len(self._recipe.algorithm().state)
@@ -387,8 +386,8 @@ class ReplicatedHome(AlgorithmHome):
         held = self._options.averaging.accumulated(self.parameters[0].dtype).itemsize
         return model_state_formula(0, numel, self.comm.size, element_bytes=size, state_bytes=state, gradient_bytes=held)
 
+    @override
     def close(self) -> None:
-        """See Home."""
         self._exchange_comm.close()
         if self._links is not None:
             self._links.close()

@@ -1,22 +1,25 @@
-"""What an optimizer whose state every rank holds has of one parameter."""
+"""The state of one parameter, and the bytes of all, where every rank holds all of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.optim.algorithm import Send
-from thinwire.optim.algorithm_home import check_averages, check_in_sync, check_may_write, check_plain
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.replicated.freeze_groups import FreezeGroups
+from thinwire.optim.home import check_averages, check_in_sync, check_may_write, check_plain
+from thinwire.optim.replicated.layout import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import Synchronizer
 from thinwire.zero import Slot
 from thinwire.zero.parameter_state import Fragment, Held, ParameterState
 
-__all__ = ["ReplicatedParameterState"]
+__all__ = ["ReplicatedParameterState", "frozen_bytes"]
 
 
 class ReplicatedParameterState(ParameterState):
@@ -32,24 +35,24 @@ class ReplicatedParameterState(ParameterState):
         self._layout = layout
         self._synchronizer = synchronizer
 
+    @override
     def parameter(self, number: int) -> Tensor:
-        """See ParameterState."""
         return self._table.parameters[number]
 
+    @override
     def weights(self, number: int) -> Held:
-        """See ParameterState."""
         check_in_sync(all(group.algorithm.in_sync for group in self._layout.groups))
         return Held([Fragment(0, self._table.weight(number).detach().reshape(-1))], everywhere=True)
 
+    @override
     def after_writing_weights(self, number: int, value: Tensor | None) -> None:
-        """See ParameterState."""
         assert value is not None, "every rank has all of its weights"
         with torch.no_grad():
             self._table.weight(number).copy_(value)
         self._table.publish(number)
 
+    @override
     def state(self, number: int, kind: str) -> Held:
-        """See ParameterState."""
         found = self._find(number)
         if found is None:
             return Held([], everywhere=True, known=kind in self.kinds())
@@ -59,13 +62,13 @@ class ReplicatedParameterState(ParameterState):
         fragments = [] if values is None else [Fragment(0, values[place_of(slot)])]
         return Held(fragments, everywhere=True, known=values is not None)
 
+    @override
     def check_may_write_state(self, kind: str) -> None:
-        """See ParameterState."""
         for group in self._layout.groups:
             check_may_write(group.algorithm, group.clock, kind)
 
+    @override
     def gradient(self, number: int) -> Held | None:
-        """See ParameterState."""
         if not self._synchronizer.watcher.in_step:
             return None
         found = self._find(number)
@@ -75,15 +78,15 @@ class ReplicatedParameterState(ParameterState):
         average = None if found is None else found[1].average()
         return None if found is None or average is None else Held([Fragment(0, average[place_of(found[2])])], True)
 
+    @override
     def after_writing_gradient(self, number: int) -> None:
-        """See ParameterState."""
         found = self._find(number)
         assert found is not None, "a parameter without a place has no averaged gradient"
         found[1].average_rewritten()
         self._synchronizer.hear_again()
 
+    @override
     def kinds(self) -> list[str]:
-        """See ParameterState."""
         return sorted({kind for bucket in self._layout.buckets for kind in bucket.state})
 
     def _find(self, number: int) -> tuple[FreezeGroup, AlgorithmBucket, Slot] | None:
@@ -93,3 +96,20 @@ class ReplicatedParameterState(ParameterState):
                     if slot.parameter == number:
                         return group, bucket, slot
         return None
+
+
+def frozen_bytes(
+    parameters: Sequence[Tensor], states: Iterable[Mapping[str, Tensor]], buckets: Iterable[AlgorithmBucket]
+) -> dict[str, float]:
+    """Bytes of a rank once frozen, by what they are for; counted, as nobody has published a formula."""
+    entries = [(name, one) for state in states for name, one in state.items()]
+    exchanges = [one.compressed for one in buckets if one.compresses]
+    residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
+    weights = float(sum(parameter.nbytes for parameter in parameters))
+    return {
+        "weights": weights,
+        "masters": float(sum(one.nbytes for name, one in entries if name == "master")),
+        "gradients": weights,
+        "residuals": float(sum(one.nbytes for one in residuals)),
+        "optimizer state": float(sum(one.nbytes for name, one in entries if name != "master")),
+    }

@@ -15,11 +15,10 @@ from thinwire.compress.exchange import Outcome
 from thinwire.optim.algorithm import Send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.hearing import clip_by_sketch, hear
 from thinwire.optim.options import naming_differences
-from thinwire.optim.replicated.freeze_groups import FreezeGroups
+from thinwire.optim.replicated.layout import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
-from thinwire.optim.step_under_way import may_clip
+from thinwire.optim.step import clip_by_sketch, hear, may_clip
 from thinwire.zero.arrival_order import agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.norm_sketch import NormSketch

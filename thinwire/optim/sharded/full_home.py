@@ -10,24 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from thinwire.optim import group_checkpoint
+from thinwire.optim import checkpoint
 from thinwire.optim.algorithm import Keep, Send
-from thinwire.optim.algorithm_home import check_may_leave_out
 from thinwire.optim.bucket import AlgorithmBucket
+from thinwire.optim.checkpoint import LEFT_OUT_STEPS, read_left_out_steps
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.home_options import HomeOptions
-from thinwire.optim.options import naming_differences
-from thinwire.optim.recipe import Recipe
-from thinwire.optim.residuals import LEFT_OUT_STEPS, read_left_out_steps
-from thinwire.optim.sharded.common_weights import CommonWeights
-from thinwire.optim.sharded.full_weights import FullWeights
+from thinwire.optim.home import check_may_leave_out
+from thinwire.optim.options import HomeOptions, Recipe, naming_differences
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
-from thinwire.optim.sharded.low_memory_wire import LowMemoryWire
 from thinwire.optim.sharded.parameter_state import GroupState
-from thinwire.optim.step_under_way import may_clip
+from thinwire.optim.sharded.weights import CommonWeights, FullWeights, LowMemoryWire
+from thinwire.optim.step import may_clip
 from thinwire.zero import BucketLayout
 from thinwire.zero.bucket_state import StateOfBuckets
 from thinwire.zero.flat_bucket import FlatBucket
@@ -84,12 +81,12 @@ class FullHome(AlgorithmShardedHome):
     # One step
 
     @property
+    @override
     def left_out_steps(self) -> int:
-        """See AlgorithmHome."""
         return self._group.left_out_steps
 
+    @override
     def step(self) -> StepResult:
-        """See Home."""
         vote = self._begin_step()
         applied = vote.finite and (self._group.send is Send.LOCAL or len(vote.absent) < len(self.parameters))
         if applied:
@@ -112,20 +109,20 @@ class FullHome(AlgorithmShardedHome):
                 weights.masters.publish()()
                 weights.adopt()
 
+    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """See Home."""
         check_may_leave_out(self._algorithm)
         super().leave_out(parameters)
 
     @torch.no_grad()
+    @override
     def synchronize_weights(self) -> None:
-        """See Home."""
         if self._watcher.in_step:
             raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
         self._group.meet(self.steps)
 
+    @override
     def show_own_weights(self, own: bool) -> None:
-        """See Home."""
         self._group.show_own_weights(own)
 
     @property
@@ -222,22 +219,23 @@ class FullHome(AlgorithmShardedHome):
 
     # Checkpoints
 
+    @override
     def saved_slices(self) -> list[SavedSlice]:
-        """See Home; between two syncs the weights are those of the last."""
-        return group_checkpoint.slices(self._group, self._parameters.names, self.comm.rank)
+        """Between two syncs the weights are those of the last."""
+        return checkpoint.slices(self._group, self._parameters.names, self.comm.rank)
 
+    @override
     def rank_tensors(self) -> dict[str, Tensor]:
-        """See Home."""
         left_out = {LEFT_OUT_STEPS: torch.tensor([self.left_out_steps])}
-        return group_checkpoint.rank_tensors(self._group, self._parameters.names) | left_out
+        return checkpoint.rank_tensors(self._group, self._parameters.names) | left_out
 
+    @override
     def counters(self) -> dict[str, Any]:
-        """See Home."""
         own = {"resynchronized_at": self._weights.resynchronized_at, "shared_at": self._comparisons.shared_at}
         return super().counters() | own
 
+    @override
     def load(self, source: SliceSource) -> None:
-        """See Home."""
         saved = source.counters()
         group = self._check_saved(saved)
         self.reset_state()
@@ -245,15 +243,16 @@ class FullHome(AlgorithmShardedHome):
         self._clock.frozen_at = self._clock.frozen_at if group is None else group["frozen_at"]
         ranks = self._ranks_to_resume(source)
         if group is not None:
-            group_checkpoint.load(self._group, self._parameters.names, group, source, ranks)
+            checkpoint.load(self._group, self._parameters.names, group, source, ranks)
         self._weights.resynchronized_at = saved.get("resynchronized_at", 0)
         self._comparisons.shared_at = saved.get("shared_at", saved["step"])
         if ranks == [self.comm.rank]:
             (self._group.left_out_steps,) = read_left_out_steps(source, self.comm.rank, 1)
         self._prepare()
 
+    @override
     def load_weights(self, source: SliceSource) -> None:
-        """See Home; local progress is dropped: all ranks hold what was saved."""
+        """Local progress is dropped: all ranks hold what was saved."""
         super().load_weights(source)
         self._algorithm.end_sync()
         for bucket, weights in zip(self._group.buckets, self._common_weights, strict=True):
@@ -261,15 +260,16 @@ class FullHome(AlgorithmShardedHome):
             if "mean_momentum" in bucket.state:
                 bucket.state["mean_momentum"].zero_()
 
+    @override
     def reset_state(self) -> None:
-        """See Home; the weights are those of the last sync."""
+        """The weights are those of the last sync."""
         for weights in self._common_weights:
             weights.reset()
         self._begin_again()
         self._begin()
 
+    @override
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home."""
         exchanges = [bucket.compressed for bucket in self._group.buckets]
         residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
         weights = float(sum(one.bucket.flat.nbytes for one in self._common_weights))

@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.compress.exchange import Exchange
 from thinwire.optim.algorithm import Algorithm, Clock
-from thinwire.optim.algorithm_home import AlgorithmHome
+from thinwire.optim.checkpoint import check_settings, ranks_to_resume
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.group_checkpoint import check_settings
-from thinwire.optim.hearing import clip_by_sketch, hear
-from thinwire.optim.home_options import HomeOptions
-from thinwire.optim.options import check_same_freeze
-from thinwire.optim.recipe import Recipe
-from thinwire.optim.residuals import ranks_to_resume
-from thinwire.optim.step_under_way import StepUnderWay
+from thinwire.optim.home import AlgorithmHome
+from thinwire.optim.options import HomeOptions, Recipe, check_same_freeze
+from thinwire.optim.step import StepUnderWay, clip_by_sketch, hear
 from thinwire.zero.host_reading import read_together
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_state import OneRankState
@@ -56,28 +53,28 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         self._watcher.follow(lambda: not self._scales_apart)
 
     @property
+    @override
     def algorithms(self) -> list[Algorithm]:
-        """See AlgorithmHome."""
         return [self._algorithm]
 
     @property
+    @override
     def steps(self) -> int:
-        """See Home."""
         return self._clock.steps
 
     @property
+    @override
     def frozen(self) -> bool:
-        """See AlgorithmHome."""
         return self._clock.frozen
 
     @property
+    @override
     def frozen_at(self) -> int | None:
-        """See Home."""
         return self._clock.frozen_at
 
     @property
+    @override
     def in_sync(self) -> bool:
-        """See Home."""
         return self._algorithm.in_sync
 
     # One step
@@ -136,16 +133,17 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         if norm is not None:
             self._norm = norm
 
+    @override
     def drop(self) -> None:
-        """See Home."""
         super().drop()
         if self._sketch is not None:
             self._sketch.begin(self.steps)
 
     # Checkpoints
 
+    @override
     def counters(self) -> dict[str, Any]:
-        """See Home; as a replicated home's, with one freeze group."""
+        """As a replicated home's, with one freeze group."""
         group = {
             "steps": self._clock.steps,
             "frozen_at": self._clock.frozen_at,

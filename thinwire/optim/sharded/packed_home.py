@@ -8,19 +8,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.compress.codecs import make_codec
-from thinwire.optim.algorithm import Linear
+from thinwire.optim.algorithm import Linear, Members, MembersByGroup
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.home_options import HomeOptions
-from thinwire.optim.members import Members, MembersByGroup
-from thinwire.optim.options import naming_differences
-from thinwire.optim.recipe import Recipe
+from thinwire.optim.options import HomeOptions, Recipe, naming_differences
 from thinwire.optim.sharded import packed_checkpoint
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
-from thinwire.optim.sharded.memory import frozen_state_formula
 from thinwire.optim.sharded.packed_bucket import PackedBucket
+from thinwire.optim.sharded.packed_checkpoint import frozen_state_formula
 from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, hold_masked, variance_norms
 from thinwire.optim.sharded.parameter_state import WarmupState
 from thinwire.zero.bucket_state import StateOfBuckets
@@ -55,8 +53,8 @@ class PackedHome(AlgorithmShardedHome):
 
     # One step
 
+    @override
     def step(self) -> StepResult:
-        """See Home."""
         vote = self._begin_step()
         self._parameters.take_over_written()
         norm = vote.norm / self.loss_scale
@@ -230,19 +228,21 @@ class PackedHome(AlgorithmShardedHome):
 
     # Checkpoints
 
+    @override
     def saved_slices(self) -> list[SavedSlice]:
-        """See Home; once frozen, u, the preconditioner and the owners' residuals take the moments' place."""
+        """Once frozen, u, the preconditioner and the owners' residuals take the moments' place."""
         names = self._parameters.names
         if self.frozen:
             return super().saved_slices() + packed_checkpoint.slices(self._packed, names)
         return super().saved_slices() + packed_checkpoint.warmup_slices(self._parameters.masters, self._state, names)
 
+    @override
     def rank_tensors(self) -> dict[str, Tensor]:
-        """See Home; residuals by parameter."""
+        """Residuals by parameter."""
         return packed_checkpoint.rank_tensors(self._packed, self._parameters.names)
 
+    @override
     def load(self, source: SliceSource) -> None:
-        """See Home."""
         self._load_counters(source.counters())
         self._load_weights_of(source)
         names = self._parameters.names
@@ -256,13 +256,13 @@ class PackedHome(AlgorithmShardedHome):
         ranks = self._ranks_to_resume(source)
         packed_checkpoint.load(self._packed, names, source, ranks)
 
+    @override
     def reset_state(self) -> None:
-        """See Home."""
         self._begin_again()
         self._begin_warmup()
 
+    @override
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home."""
         size, ranks, stage = self._parameters.buckets[0].dtype.itemsize, self.comm.size, self._parameters.sharding.stage
         if self.frozen:
             return frozen_state_formula(

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
 from thinwire.optim.formulas import SMALLEST_OF_MEAN, AdamSettings, shaped_mask, to_denominators
-from thinwire.optim.sharded.preconditioner import quantize, table
+from thinwire.optim.preconditioner import quantize, table
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.master_weights import MasterWeights
 

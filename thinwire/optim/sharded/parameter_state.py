@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.optim.algorithm import Algorithm, Clock, Send
-from thinwire.optim.algorithm_home import check_averages, check_in_sync, check_may_write, check_plain
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.sharded.common_weights import CommonWeights
+from thinwire.optim.home import check_averages, check_in_sync, check_may_write, check_plain
+from thinwire.optim.sharded.weights import CommonWeights
 from thinwire.zero.bucket_state import StateOfBuckets, of_whole_bucket, own_fragments
 from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.gradients import BucketGradients
@@ -36,27 +37,27 @@ class WarmupState(StateOfBuckets):
         self._state = state
         self._gradients = gradients
 
+    @override
     def check_gradients(self) -> None:
-        """See StateOfBuckets."""
         check_averages(not self._clock.frozen)
 
+    @override
     def average(self, bucket: int) -> Tensor | None:
-        """See StateOfBuckets."""
         return self._gradients[bucket].average if self._gradients[bucket].filled else None
 
+    @override
     def check_may_write(self, kind: str) -> None:
-        """See StateOfBuckets."""
         check_may_write(self._algorithm, self._clock, kind)
 
+    @override
     def state(self, bucket: int, parameter: int, kind: str) -> Held:
-        """See StateOfBuckets."""
         check_plain(self._algorithm, self._clock, kind)
         masters, values = self._masters[bucket], self._state[bucket].get(kind)
         views = [None if values is None else values[run.place] for run in masters.runs]
         return Held(own_fragments(masters, parameter, views), everywhere=False, known=values is not None)
 
+    @override
     def kinds(self) -> list[str]:
-        """See ParameterState."""
         return [] if self._clock.frozen else sorted(self._algorithm.state)
 
 
@@ -70,32 +71,32 @@ class GroupState(StateOfBuckets):
         self._buckets = buckets
         self._common_weights = common_weights
 
+    @override
     def check_weights(self) -> None:
-        """See StateOfBuckets."""
         check_in_sync(self._group.algorithm.in_sync)
 
+    @override
     def weights_rewritten(self, bucket: int) -> None:
-        """See StateOfBuckets."""
         self._common_weights[bucket].adopt()
 
+    @override
     def check_gradients(self) -> None:
-        """See StateOfBuckets."""
         check_averages(self._group.send is Send.EXACT)
 
+    @override
     def average(self, bucket: int) -> Tensor | None:
-        """See StateOfBuckets."""
         return self._group.buckets[bucket].average()
 
+    @override
     def gradients_rewritten(self, bucket: int) -> None:
-        """See StateOfBuckets."""
         self._group.buckets[bucket].average_rewritten()
 
+    @override
     def check_may_write(self, kind: str) -> None:
-        """See StateOfBuckets."""
         check_may_write(self._group.algorithm, self._group.clock, kind)
 
+    @override
     def state(self, bucket: int, parameter: int, kind: str) -> Held:
-        """See StateOfBuckets."""
         check_plain(self._group.algorithm, self._group.clock, kind)
         kept = self._group.buckets[bucket]
         if kind in kept.whole_state:
@@ -104,6 +105,6 @@ class GroupState(StateOfBuckets):
         views = [None if values is None else values[run.place] for run in masters.runs]
         return Held(own_fragments(masters, parameter, views), everywhere=False, known=values is not None)
 
+    @override
     def kinds(self) -> list[str]:
-        """See ParameterState."""
         return sorted(self._group.buckets[0].state)

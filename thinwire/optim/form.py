@@ -1,10 +1,11 @@
-"""A bucket's gradients, held from the moment each arrives until all are there, and what a rank sends is made of them
-without a copy in between."""
+"""The form of a compressed step, which one kernel executes for a whole bucket: what an algorithm says of it, and how a
+bucket's gradients, held from the moment each arrives until all are there, go through it without a copy in between."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,12 +13,35 @@ from torch import Tensor
 from thinwire.compress.codecs import CastCodec
 from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.kernels import buckets
+from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
 from thinwire.compress.packet import Header, write_headers
-from thinwire.optim.linear_rules import MoveRule, PayloadRule
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.gradient_seal import gradient_of
 
-__all__ = ["HeldGradients", "digest_of", "part_of", "segments_of"]
+__all__ = ["HeldGradients", "MoveRule", "PayloadRule", "digest_of", "part_of", "segments_of"]
+
+
+@dataclass(frozen=True)
+class PayloadRule:
+    """That `payload` writes what `kernels.buckets.encode_payload` encodes, with β₁ and `scale` of each parameter.
+
+    `momentum`, `denominators`: names of the state that it takes; `payload_settings` is None.
+    """
+
+    form: PayloadForm
+    momentum: str
+    denominators: str | None
+
+
+@dataclass(frozen=True)
+class MoveRule:
+    """That `absorb_compressed` does nothing, and `move` what `kernels.buckets.decode_and_move` does with `rates`.
+
+    `denominators`: the name of the state that is infinite where coordinates stay.
+    """
+
+    form: UpdateForm
+    denominators: str
 
 
 class HeldGradients:

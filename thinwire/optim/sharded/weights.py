@@ -1,22 +1,101 @@
-"""Weights whose fp32 master weights are sharded, of a freeze group whose other state every rank holds whole."""
+"""Weights that all ranks have in common, moved alike on every rank, with the fp32 master weights of 16-bit ones on
+their owners; and the exchanges of their buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from thinwire.optim.algorithm import Algorithm, Clock, Keep
+from thinwire.comm import Communicator
+from thinwire.compress.codecs import CodecName, make_codec
+from thinwire.compress.exact_exchange import make_exact_exchange
+from thinwire.compress.exchange import Exchange
+from thinwire.compress.kernels.rounding import store_rounded
+from thinwire.compress.low_memory_exchange import LowMemoryExchange
+from thinwire.optim.algorithm import Algorithm, Clock, Keep, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements
-from thinwire.optim.members import Members, MembersByGroup
-from thinwire.optim.sharded.common_weights import CommonWeights
-from thinwire.optim.step_under_way import Parameters
-from thinwire.zero import Slot
-from thinwire.zero.flat_bucket import Run
+from thinwire.optim.step import Parameters
+from thinwire.zero import BucketLayout, Slot
+from thinwire.zero.flat_bucket import FlatBucket, Run
+from thinwire.zero.master_weights import MasterWeights
 
-__all__ = ["FullWeights"]
+__all__ = ["CommonWeights", "FullWeights", "LowMemoryWire"]
+
+ChangeOfRun = Callable[[int, slice, Tensor], None]
+"""Changes fp32 weights, those of a run of one parameter, in place; given the parameter's number and the run's place in
+the bucket."""
+
+
+class CommonWeights:
+    """One bucket's: the parameters themselves, until `stand_apart` gives them memory of their own, in their dtype.
+
+    Every rank rounds its copy of 16-bit weights at random, with one seed; `publish` takes it from the owners' master
+    weights again.
+    """
+
+    def __init__(self, masters: MasterWeights) -> None:
+        self.bucket: FlatBucket = masters.bucket
+        self.masters = masters
+        self._apart: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """[padded_numel], in the parameters' dtype: those of the last sync, or the present ones."""
+        return self.bucket.flat if self._apart is None else self._apart
+
+    def stand_apart(self) -> None:
+        """Keep them where they are whatever becomes of the parameters."""
+        if self._apart is None:
+            self._apart = self.bucket.flat.clone()
+
+    def reset(self) -> None:
+        """Go back to them, and let the parameters be them again."""
+        self.show()
+        self._apart = None
+
+    def show(self) -> None:
+        """Write them into the parameters."""
+        if self._apart is not None:
+            self.bucket.flat.copy_(self._apart)
+
+    def adopt(self) -> None:
+        """Take the parameters as they are for the common weights; master weights are the caller's."""
+        if self._apart is not None:
+            self._apart.copy_(self.bucket.flat)
+
+    @torch.no_grad()
+    def move(self, change: ChangeOfRun, parameters: Collection[int], seed: int) -> None:
+        """Change those of `parameters`, the same bits on every rank; `seed` of the rounding to 16 bits."""
+        if self.masters.separate:
+            first = self.masters.held.start
+            for run, view in zip(self.masters.runs, self.masters.views, strict=True):
+                if run.parameter in parameters:
+                    change(run.parameter, slice(first + run.place.start, first + run.place.stop), view)
+        for number, slot in enumerate(self.bucket.layout.slots):
+            if slot.parameter in parameters:
+                self._move_copy(change, slot, (seed << 24) + number)
+
+    @torch.no_grad()
+    def take_over_written(self, in_sync: bool) -> list[Slot]:
+        """Take over what somebody else has written into parameters; without `in_sync` the slots of those instead."""
+        written = self.bucket.take_written()
+        if not written or not in_sync:
+            return written
+        self.adopt()
+        self.masters.take_over({slot.parameter for slot in written})
+        return []
+
+    def _move_copy(self, change: ChangeOfRun, slot: Slot, seed: int) -> None:
+        place = slice(slot.offset, slot.offset + slot.numel)
+        copy = self.values[place]
+        weights = copy.float()
+        change(slot.parameter, place, weights)
+        if weights is not copy:
+            store_rounded(copy, weights, seed)
 
 
 class FullWeights(GroupWeights):
@@ -35,18 +114,20 @@ class FullWeights(GroupWeights):
         self.resynchronized_at = 0
         self._resync_interval = resync_interval
 
+    @override
     def weight(self, bucket: AlgorithmBucket, slot: Slot) -> Tensor:
-        """See GroupWeights; nothing that an algorithm needs for its state."""
+        """Nothing that an algorithm needs for its state."""
         return bucket.exchange.payload[place_of(slot)]
 
+    @override
     def view(self, bucket: AlgorithmBucket, values: Tensor, slot: Slot) -> Tensor:
-        """See GroupWeights; flat."""
+        """Flat."""
         return values[place_of(slot)]
 
+    @override
     def absorb_owned(
         self, algorithm: Algorithm, clock: Clock, groups: Sequence[Members], absent: Collection[int]
     ) -> None:
-        """See GroupWeights."""
         owned = MembersByGroup(self._parameters.settings)
         published: dict[int, dict[str, Tensor]] = {}
         for bucket in self._buckets:
@@ -68,8 +149,9 @@ class FullWeights(GroupWeights):
             for name, values in published[bucket.index].items():
                 comm.all_gather(bucket.state[name], values.to(bucket.state[name].dtype))
 
+    @override
     def settle(self, algorithm: Algorithm, clock: Clock, groups: Sequence[Members], absent: Collection[int]) -> None:
-        """See GroupWeights; of published state, in fp32 and the parameters' shapes."""
+        """Of published state, in fp32 and the parameters' shapes."""
         for bucket in self._buckets:
             for slot in slots_with_elements(bucket, absent):
                 views = {name: bucket.view(bucket.state[name], slot) for name in algorithm.published}
@@ -81,8 +163,9 @@ class FullWeights(GroupWeights):
                 for name, view in views.items():
                     view.copy_(whole[name])
 
+    @override
     def change(self, change: Change, groups: Sequence[Members], steps: int) -> None:
-        """See GroupWeights; cut by cut: master weights and every rank's copy of them."""
+        """Cut by cut: master weights and every rank's copy of them."""
         moving = {parameter for members in groups for parameter in members.parameters}
         for bucket in self._buckets:
             payload, state = bucket.exchange.payload, bucket.whole_state
@@ -102,45 +185,46 @@ class FullWeights(GroupWeights):
 
             self.of_bucket[bucket.index].move(move, moving, (steps << 20) + bucket.index)
 
+    @override
     def show_common(self) -> None:
-        """See GroupWeights."""
         for weights in self.of_bucket.values():
             weights.show()
 
+    @override
     def common(self, bucket: AlgorithmBucket, slot: Slot) -> Tensor:
-        """See GroupWeights."""
         return self.of_bucket[bucket.index].values[place_of(slot)]
 
+    @override
     def show(self, bucket: AlgorithmBucket, slot: Slot, weight: Tensor) -> None:
-        """See GroupWeights."""
         self.of_bucket[bucket.index].bucket.flat[place_of(slot)].copy_(weight)
 
+    @override
     def stand_apart(self) -> None:
-        """See GroupWeights."""
         for weights in self.of_bucket.values():
             weights.stand_apart()
 
+    @override
     def take_over_written(self, in_sync: bool) -> list[tuple[AlgorithmBucket, Slot]]:
-        """See GroupWeights."""
         return [
             (bucket, slot)
             for bucket in self._buckets
             for slot in self.of_bucket[bucket.index].take_over_written(in_sync)
         ]
 
+    @override
     def holds(self, bucket: AlgorithmBucket, slot: Slot, weight: Tensor) -> bool:
-        """See GroupWeights."""
         shown = self.of_bucket[bucket.index].bucket.flat[place_of(slot)]
         return torch.equal(shown, weight.to(shown.dtype))
 
+    @override
     def saved(self, bucket: AlgorithmBucket, run: Run, own: bool) -> dict[str, Tensor]:
-        """See GroupWeights."""
         weights = self.of_bucket[bucket.index]
         found = {"weight": weights.bucket.shard_of(weights.values)[run.place]}
         return found | ({"master": weights.masters.weights[run.place]} if weights.masters.separate else {})
 
+    @override
     def end_step(self, sent: bool, exact: bool, steps: int) -> None:
-        """See GroupWeights: take 16-bit weights from the owners' master weights; between no local steps."""
+        """Take 16-bit weights from the owners' master weights; between no local steps."""
         if not sent or not (exact or steps - self.resynchronized_at >= self._resync_interval):
             return
         self.resynchronized_at = steps
@@ -153,3 +237,31 @@ class FullWeights(GroupWeights):
             wait()
         for weights in rounded:
             weights.adopt()
+
+
+class LowMemoryWire:
+    """Exchanges of buckets, with residuals in bf16 for parameters in 16 bits; exact averages go through `exact`."""
+
+    def __init__(self, comm: Communicator, buckets: Sequence[FlatBucket], block_size: int, exact: CodecName) -> None:
+        self.ranks = comm.size
+        self._comm = comm
+        self._buckets = buckets
+        self._codec = make_codec("sign1", block_size)
+        self._exact = make_codec(exact, block_size)
+
+    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
+        """See Exchanges."""
+        return make_exact_exchange(self._comm, layout.numel, self._exact, bucket=index, device=device)
+
+    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
+        """See Exchanges."""
+        fp32 = self._buckets[index].dtype == torch.float32
+        return LowMemoryExchange(
+            self._comm,
+            layout.numel,
+            self._codec,
+            bucket=index,
+            device=device,
+            residual_dtype=torch.float32 if fp32 else torch.bfloat16,
+            reversible=True,
+        )

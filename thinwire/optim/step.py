@@ -1,21 +1,23 @@
-"""What the buckets of a step share, and what they ask of the home that they lie in."""
+"""The step in flight: what its buckets share, what they ask of their home, and what its exchanges and a sketched norm
+have said, with one wait for an accelerator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.optim.formulas import AdamSettings
 from thinwire.zero import BucketLayout
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import settings_digest
+from thinwire.zero.sharded_home import clip_of_norm
 
-__all__ = ["Exchanges", "Parameters", "StepUnderWay", "may_clip"]
+__all__ = ["Exchanges", "Parameters", "StepUnderWay", "clip_by_sketch", "hear", "may_clip"]
 
 
 class Exchanges(Protocol):
@@ -96,3 +98,22 @@ class StepUnderWay:
 def may_clip(clip: float | Tensor) -> bool:
     """Whether a clip changes gradients, as far as the host knows."""
     return isinstance(clip, Tensor) or clip < 1.0
+
+
+def clip_by_sketch(step: StepUnderWay, max_norm: float, loss_scale: float) -> None:
+    """Between the legs: clip `step` by the averaged gradient's norm. Collective; on an accelerator nobody waits."""
+    assert step.sketch is not None
+    step.sketched = step.sketch.norm()
+    step.clip = clip_of_norm(max_norm, step.sketched / loss_scale)
+
+
+def hear(step: StepUnderWay, exchanges: Iterable[Exchange]) -> float | None:
+    """Bring the headers of `exchanges` to the host, and `step`'s clip; return the norm, times the loss scale, that it
+    was clipped by, once. None where there is none that was not returned."""
+    sketched = [] if step.sketched is None else [step.sketched, torch.as_tensor(step.clip, dtype=torch.float64)]
+    found = bring_headers(exchanges, sketched)
+    if not found:
+        return None
+    norm, step.clip = map(float, found)
+    step.sketched = None
+    return norm

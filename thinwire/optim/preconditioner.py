@@ -1,5 +1,5 @@
-"""State that was saved packed, as signs and 8-bit preconditioners, read as plain momenta and denominators, and the
-other way round: what lets a checkpoint cross homes."""
+"""Adam's frozen preconditioner 1 / (√v + ε) in 8 bits an element, so that every worker can hold all of it although the
+variance is sharded; and saved state that crosses between homes: packed as plain, plain as packed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.sharded.preconditioner import quantize, table
 from thinwire.zero.saved_slices import SliceSource
 
 __all__ = [
+    "LEVELS",
     "PACKED_MOMENTUM",
     "PACKED_PRECONDITIONER",
     "PRECONDITIONER_HIGH",
     "PRECONDITIONER_LOW",
     "as_packed",
     "as_plain",
+    "quantize",
+    "table",
 ]
+
+LEVELS = 256
+"""Code 0 stands for 0, a coordinate that does not move; codes 1 to 255 are evenly spaced logarithms."""
+
+
+def table(low: Tensor, high: Tensor) -> Tensor:
+    """The values of all codes for each row's range: fp32 [rows, 256] from `low` and `high`, [rows], both above 0.
+
+    The relative step is (high/low)^(1/254): 3.7% for a range of ten thousand, so that a value is off by 1.9% at most.
+    """
+    low, high = low.double(), high.double()
+    fraction = torch.arange(LEVELS - 1, dtype=torch.float64, device=low.device) / (LEVELS - 2)
+    logarithms = low.log()[:, None] + fraction * (high / low).log()[:, None]
+    return torch.cat([torch.zeros_like(low)[:, None], logarithms.exp()], dim=1).float()
+
+
+def quantize(values: Tensor, low: float, high: float) -> Tensor:
+    """The codes, uint8, of `values`, fp32, which are 0 or lie from `low` to `high`; the nearest logarithm."""
+    scale = (LEVELS - 2) / max(torch.tensor(high / low, dtype=torch.float64).log().item(), 1e-12)
+    steps = (values / low).clamp_(min=1e-30).log_().mul_(scale).round_().clamp_(0, LEVELS - 2)
+    return torch.where(values > 0, steps + 1, 0.0).to(torch.uint8)
+
 
 PACKED_MOMENTUM, PACKED_PRECONDITIONER = "momentum", "preconditioner"
 PRECONDITIONER_LOW, PRECONDITIONER_HIGH = "scalar.preconditioner_low", "scalar.preconditioner_high"
@@ -42,25 +66,20 @@ class _Converted:
 
     @property
     def world_size(self) -> int:
-        """See SliceSource."""
         return self._source.world_size
 
     def counters(self) -> dict[str, Any]:
-        """See SliceSource."""
         return self._source.counters()
 
     def kinds(self) -> set[str]:
-        """See SliceSource."""
         return self._source.kinds()
 
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See SliceSource."""
         return self._source.read_rank(key, rank)
 
 
 class _Plain(_Converted):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See SliceSource."""
         if kind == "exp_avg":
             return self._source.read(PACKED_MOMENTUM, name, start, numel)
         if kind == "denominator":
@@ -76,7 +95,7 @@ class _Packed(_Converted):
         self._ranges: dict[str, tuple[float, float]] = {}
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See SliceSource; a preconditioner is asked for whole, before its range."""
+        """A preconditioner is asked for whole, before its range."""
         if kind == PACKED_MOMENTUM:
             return self._source.read("exp_avg", name, start, numel)
         if kind == PACKED_PRECONDITIONER:

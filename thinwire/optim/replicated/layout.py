@@ -1,25 +1,72 @@
-"""Which parameters lie in which bucket of which freeze group, where every rank holds all of them."""
+"""The layout of replicated state: which parameters lie in which bucket of which freeze group, and over what, through
+which codecs, a bucket is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.nodes import NodeLinks
+from thinwire.compress.codecs import Codec
+from thinwire.compress.exact_exchange import make_exact_exchange
+from thinwire.compress.exchange import Exchange
+from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.optim.algorithm import Algorithm, Clock, Send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.home_options import HomeOptions
-from thinwire.optim.replicated.parameters import ParameterTable
-from thinwire.optim.replicated.weights import RankZeros, ReplicatedWeights
-from thinwire.optim.replicated.wire import Wire
-from thinwire.optim.step_under_way import StepUnderWay
-from thinwire.zero import BucketLayout, bucket_numel, partition
+from thinwire.optim.options import HomeOptions
+from thinwire.optim.replicated.parameters import ParameterTable, RankZeros, ReplicatedWeights
+from thinwire.optim.step import StepUnderWay
+from thinwire.zero import BucketLayout, bucket_numel, partition, shard_numel
 
-__all__ = ["FreezeGroups"]
+__all__ = ["FreezeGroups", "Wire"]
+
+
+class Wire:
+    """Exchanges over the ranks of `comm`, or by node where there are `links`."""
+
+    def __init__(self, comm: Communicator, links: NodeLinks | None, codec: Codec, warmup_codec: Codec) -> None:
+        self.comm = comm
+        self.ranks = comm.size
+        self._links = links
+        self._codec = codec
+        self._warmup_codec = warmup_codec
+
+    def padded_numel(self, layout: BucketLayout) -> int:
+        """Elements of what an exchange of this bucket takes: a layout by nodes is padded otherwise than one by
+        ranks."""
+        shards = self.ranks if self._links is None else self._links.lanes * self._links.num_nodes
+        return shards * shard_numel(layout.numel, shards, layout.block_size)
+
+    def new_state(self, fills: Mapping[str, float], device: torch.device, name: str, layout: BucketLayout) -> Tensor:
+        """A state as an exchange of this bucket pads it."""
+        values = torch.zeros(self.padded_numel(layout), device=device)
+        values[: layout.numel].fill_(fills.get(name, 0.0))
+        return values
+
+    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
+        """See Exchanges."""
+        codec = self._warmup_codec
+        if self._links is None:
+            return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
+        return self._make(layout, index, device, codec, False)
+
+    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
+        """See Exchanges."""
+        return self._make(layout, index, device, self._codec, True)
+
+    def _make(
+        self, layout: BucketLayout, index: int, device: torch.device, codec: Codec, error_feedback: bool
+    ) -> Exchange:
+        return make_exchange(
+            self.comm, self._links, layout.numel, codec, bucket=index, error_feedback=error_feedback, device=device
+        )
+
 
 _FP32_BYTES = 4
 
