@@ -10,11 +10,12 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test chaos bits lint plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet plan-accuracy redraw gpu docs wheel clean
+.PHONY: help train test kernels chaos bits lint plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet plan-accuracy redraw gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
 	@echo "make test            run every test"
+	@echo "make kernels         compile and emulate the kernels for GPUs, every form (about 10 minutes; CI runs it if kernels changed)"
 	@echo "make chaos           damage, races and other faults by the thousand, each seeded (about 20 minutes)"
 	@echo "make bits            run every optimizer in every form against the bits that were recorded of it (about 3 minutes)"
 	@echo "make plots           reproduce the convergence plots"
@@ -48,8 +49,12 @@ train: $(READY)
 test: $(READY)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+kernels: $(READY)
+	$(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m kernels $(ARGS)
+
 chaos: $(READY)
 	$(RUN) -m tests.chaos $(ARGS)
+	$(RUN) -m pytest -m chaos
 
 bits: $(READY)
 	$(RUN) -m tests.optim.recorded.record --check

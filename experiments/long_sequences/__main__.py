@@ -29,6 +29,7 @@ from experiments.long_sequences.systems import (
     BATCH,
     BLOCK,
     DENSE,
+    GATHERED,
     HEAD_SIZE,
     HEADS,
     LAYOUTS,
@@ -59,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse("experiments.long_sequences", error)
     torch.set_num_threads(options.threads)
     limits = {DENSE: options.dense_limit, MATERIALISED: options.materialised_limit}
-    times = time_systems(options.lengths, options.rounds, limits)
-    memory = _measure_memory(options.memory_lengths, limits, times)
+    times = time_systems(options.systems, options.lengths, options.rounds, limits)
+    memory = _measure_memory(options.systems, options.memory_lengths, limits, times)
     growths = {
         treatment: _measure_growth(options.model, options.bert_length, checkpointing)
         for treatment, checkpointing in _TREATMENTS.items()
@@ -70,12 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_memory(
-    lengths: Sequence[int], limits: Mapping[str, int], times: Times
+    systems: Sequence[str], lengths: Sequence[int], limits: Mapping[str, int], times: Times
 ) -> dict[int, dict[str, dict[str, int]]]:
     """Extra peak bytes by length, system and mode, of what was found to work."""
     memory: dict[int, dict[str, dict[str, int]]] = {}
     for length in lengths:
-        for name in SYSTEMS:
+        for name in systems:
             modes = [mode for mode in MODES if name not in times.unsupported[mode]]
             if modes and length <= limits.get(name, length):
                 memory.setdefault(length, {})[name] = measure_peaks(name, length, modes)
@@ -188,6 +189,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     timing = parser.add_argument_group("attention")
     timing.add_argument("--lengths", nargs="+", type=positive, default=_LENGTHS, metavar="N", help="tokens, to time")
+    timing.add_argument(
+        "--systems", nargs="+", choices=tuple(SYSTEMS), default=tuple(SYSTEMS), metavar="NAME", help=", ".join(SYSTEMS)
+    )
     timing.add_argument("--rounds", type=positive, default=9, metavar="N", help="at 4096; more where it is quicker")
     timing.add_argument("--threads", type=positive, default=2, metavar="N", help="of every system")
     timing.add_argument("--dense-limit", type=positive, default=16384, metavar="N", help="longest for dense attention")
@@ -213,6 +217,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         setattr(options, name, lengths)
     if options.lengths[0] > options.dense_limit:
         raise InputError(f"--dense-limit {options.dense_limit} must allow one of --lengths, to compare with")
+    if missing := {DENSE, "BigBird", GATHERED} - {*options.systems}:
+        raise InputError(f"--systems must have {', '.join(sorted(missing))}, which the findings compare")
     if options.bert_length % (8 * BLOCK):
         raise InputError(f"--bert-length {options.bert_length} must be a multiple of {8 * BLOCK}")
     check_writable(options.output, "--output")

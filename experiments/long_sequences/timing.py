@@ -38,8 +38,8 @@ def rounds_at(length: int, rounds: int) -> int:
     return max(FEWEST_ROUNDS, min(_MOST_ROUNDS, rounds * _ROUNDS_ARE_AT // length))
 
 
-def time_systems(lengths: Sequence[int], rounds: int, limits: Mapping[str, int]) -> Times:
-    """Times every system, forward and training; those in `limits` up to that length only.
+def time_systems(systems: Sequence[str], lengths: Sequence[int], rounds: int, limits: Mapping[str, int]) -> Times:
+    """Times `systems`, forward and training; those in `limits` up to that length only.
 
     `rounds` are at 4096 tokens, see `rounds_at`.
     """
@@ -48,7 +48,7 @@ def time_systems(lengths: Sequence[int], rounds: int, limits: Mapping[str, int])
         for name, limit in limits.items():
             if length > limit:
                 times.skipped.setdefault(name, length)
-        attentions = {name: system.build(length) for name, system in SYSTEMS.items() if name not in times.skipped}
+        attentions = {name: SYSTEMS[name].build(length) for name in systems if name not in times.skipped}
         for mode in MODES:
             measured = _take_turns(attentions, length, mode, rounds_at(length, rounds), times.unsupported[mode])
             times.seconds.setdefault(mode, {})[length] = measured

@@ -58,6 +58,7 @@ def compiler() -> Compiler:
         pytest.skip(str(error))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(compiler: Compiler, architecture: int) -> None:
     if architecture not in compiler.architectures:
