@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "thinwire"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -88,7 +86,7 @@ def test_floors() -> None:
 
 def test_circles() -> None:
     """No two modules need each other, not even for type checking or inside a function."""
-    graph = {module_name(path): imports(path) for path in FILES}
+    graph = {module_name(path): set(imports(path)) for path in FILES}
     compare("circles", {" ".join(circle): "" for circle in circles(graph)})
 
 
@@ -123,7 +121,7 @@ def test_type_filters() -> None:
     """`[x for x in xs if isinstance(x, Y)]` drops what is of a wrong class without a word."""
     found = {}
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
                 kept = ast.unparse(node.elt)
                 for condition in (condition for one in node.generators for condition in one.ifs):
@@ -153,11 +151,16 @@ def test_arguments() -> None:
     compare("arguments", found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_form_of_a_module(path: Path) -> None:
-    tree = tree_of(path)
-    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), "absolute imports only"
-    assert ast.get_docstring(tree), "a module says why it exists"
+def test_form_of_a_module() -> None:
+    relative_imports = {
+        relative(path): ""
+        for path in FILES
+        if any(isinstance(node, ast.ImportFrom) and node.level for node in nodes_of(path))
+    }
+    compare("absolute imports only", relative_imports)
+    compare(
+        "a module says why it exists", {relative(path): "" for path in FILES if not ast.get_docstring(tree_of(path))}
+    )
 
 
 # What is read from the sources
@@ -166,6 +169,11 @@ def test_form_of_a_module(path: Path) -> None:
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
 
 
 def relative(path: Path) -> str:
@@ -205,15 +213,17 @@ def exported(path: Path) -> set[str]:
     return set()
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Modules of thinwire that a module names in an import, wherever it stands."""
-    return imported(ast.walk(tree_of(path))) - {module_name(path)}
+    return frozenset(imported(nodes_of(path)) - {module_name(path)})
 
 
-def function_imports(path: Path) -> set[str]:
+@cache
+def function_imports(path: Path) -> frozenset[str]:
     """Those that stand inside functions."""
-    inside = (node for _, one, function, _ in functions() if one == path for node in ast.walk(function))
-    return imported(inside)
+    inside = (node for _, function, _ in defined(tree_of(path)) for node in ast.walk(function))
+    return frozenset(imported(inside))
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
