@@ -6,9 +6,9 @@ What thinwire has no counterpart of can be imported, and raises NotOfferedError,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from thinwire.deepspeed.lazy_names import lazy_names
+from thinwire.deepspeed.module_tree import ENTRY, find_name, install, list_names
 from thinwire.version import __version__
 
 __all__ = [
@@ -25,48 +25,28 @@ __all__ = [
     "log_dist",
 ]
 
+if TYPE_CHECKING:
+    from thinwire.deepspeed.devices import get_accelerator
+    from thinwire.deepspeed.engine import DeepSpeedEngine
+    from thinwire.deepspeed.errors import NotOfferedError
+    from thinwire.deepspeed.initialization import add_config_arguments, initialize
+    from thinwire.deepspeed.logs import log_dist
+    from thinwire.deepspeed.ranks import init_distributed
+    from thinwire.deepspeed.schedules import add_tuning_arguments
+    from thinwire.deepspeed.sections import DeepSpeedConfig, DeepSpeedConfigError
+    from thinwire.deepspeed.utilities import OnDevice
+
 # DeepSpeed has it in three numbers too, and what it was built from.
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split(".")[:3])
 __git_hash__ = __git_branch__ = None
 
-if TYPE_CHECKING:
-    from thinwire.deepspeed.accelerator import get_accelerator
-    from thinwire.deepspeed.comm import init_distributed
-    from thinwire.deepspeed.initialization import add_config_arguments, initialize
-    from thinwire.deepspeed.lazy_names import NotOfferedError
-    from thinwire.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-    from thinwire.deepspeed.runtime.engine import DeepSpeedEngine
-    from thinwire.deepspeed.runtime.lr_schedules import add_tuning_arguments
-    from thinwire.deepspeed.utils.init_on_device import OnDevice
-    from thinwire.deepspeed.utils.logging import log_dist
-else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        (
-            "accelerator",
-            "checkpoint",
-            "comm",
-            "git_version_info",
-            "moe",
-            "monitor",
-            "ops",
-            "pipe",
-            "profiling",
-            "runtime",
-            "utils",
-        ),
-        {
-            "initialization": ("add_config_arguments", "init_inference", "initialize"),
-            "comm": ("init_distributed",),
-            "lazy_names": ("NotOfferedError",),
-            "accelerator": ("get_accelerator",),
-            "pipe": ("PipelineModule",),
-            "runtime": ("zero",),
-            "runtime.activation_checkpointing": ("checkpointing",),
-            "runtime.config": ("DeepSpeedConfig", "DeepSpeedConfigError"),
-            "runtime.engine": ("DeepSpeedEngine",),
-            "runtime.lr_schedules": ("add_tuning_arguments",),
-            "utils.init_on_device": ("OnDevice",),
-            "utils.logging": ("log_dist", "logger"),
-        },
-    )
+install()
+__path__ = [*__path__, ENTRY]
+
+
+def __getattr__(name: str) -> Any:
+    return find_name("", name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *list_names("")})

@@ -1,4 +1,5 @@
-"""The calls that a DeepSpeed script begins with, translated to thinwire's."""
+"""The calls that a DeepSpeed script begins with, translated to thinwire's, and what DeepSpeed refuses there: the same
+errors, which scripts catch."""
 
 from __future__ import annotations
 
@@ -7,22 +8,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from thinwire import comm as communication
-from thinwire.deepspeed.lazy_names import NotOfferedError, not_offered
-from thinwire.deepspeed.refusals import check_buckets, check_dtypes, check_optimizer
-from thinwire.deepspeed.runtime.engine import DeepSpeedEngine
-from thinwire.deepspeed.usage_error import DeepSpeedUsageError
-from thinwire.engine import ConfigError
+from thinwire.deepspeed.engine import DeepSpeedEngine
+from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
+from thinwire.deepspeed.optimizers import DeepSpeedCPUAdam, FusedLion
+from thinwire.deepspeed.sections import ZeRORuntimeException
+from thinwire.engine import ConfigError, EngineConfig
 from thinwire.engine.config.json_file import read_json_object
+from thinwire.engine.config.models import FloatName
 from thinwire.engine.initialization import Given, build_engine, load_settings
 
-__all__ = ["add_config_arguments", "init_inference", "initialize"]
+__all__ = ["add_config_arguments", "initialize"]
 
-init_inference = not_offered(
-    "init_inference", "thinwire trains; serve the weights of engine.save_16bit_model() with transformers or vLLM"
-)
+_TESTED = ("torch.", "thinwire.")
+_ALIGNMENT = 2  # elements: fp16 values that fill 4 bytes, at which NCCL likes to begin
+_FLOAT_NAME: TypeAdapter[str | None] = TypeAdapter(FloatName | None)
 
 
 def initialize(
@@ -69,9 +73,9 @@ def initialize(
     comm = communication.init()
     settings = load_settings(None, config, None, comm)
     tree = _tree(config)
-    check_optimizer(settings, tree, optimizer)
-    check_dtypes(settings, tree)
-    check_buckets(settings, tree)
+    _check_optimizer(settings, tree, optimizer)
+    _check_dtypes(settings, tree)
+    _check_buckets(settings, tree)
     try:
         return build_engine(DeepSpeedEngine, given, settings, comm)
     except ValueError as error:
@@ -111,3 +115,58 @@ def _only_configuration(args: Any, config: Any, params: Any) -> Any:
 def _tree(config: Any) -> Mapping[str, Any]:
     """A configuration as it was written."""
     return config if isinstance(config, Mapping) else read_json_object(Path(config))
+
+
+def _check_optimizer(settings: EngineConfig, tree: Mapping[str, Any], optimizer: Any) -> None:
+    """Refuse a client's optimizer that `zero_allow_untested_optimizer` or `zero_force_ds_cpu_optimizer` rules out."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    _check_tested(optimizer, tree)
+    offloads = settings.zero_optimization.offload_optimizer.device == "cpu"
+    forced = tree.get("zero_force_ds_cpu_optimizer") is True
+    if offloads and forced and not isinstance(optimizer, DeepSpeedCPUAdam | FusedLion):
+        raise ZeRORuntimeException(
+            f'"zero_force_ds_cpu_optimizer" is true, and {type(optimizer).__name__} is not DeepSpeedCPUAdam: delete '
+            "the key, as offloaded state is stepped by torch's own optimizer here, or name the optimizer in the "
+            "configuration"
+        )
+
+
+def _check_buckets(settings: EngineConfig, tree: Mapping[str, Any]) -> None:
+    """Refuse an odd `allgather_bucket_size` at stages 1 and 2."""
+    zero = tree.get("zero_optimization")
+    size = zero.get("allgather_bucket_size") if isinstance(zero, Mapping) else None
+    if settings.zero_optimization.stage in (1, 2) and isinstance(size, int) and size % _ALIGNMENT:
+        raise DeepSpeedUsageError(
+            f'"zero_optimization.allgather_bucket_size" is {size}: allgather_bucket_size must be a multiple of '
+            f"nccl_start_alignment_factor, {_ALIGNMENT}. Delete the key: weights are gathered in the buckets of "
+            "reduce_bucket_size"
+        )
+
+
+def _check_dtypes(settings: EngineConfig, tree: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed has no optimizer for: at stage 0, sums in another dtype than the model computes in."""
+    section = tree.get("data_types")
+    given = section.get("grad_accum_dtype") if isinstance(section, Mapping) else None
+    wanted = _FLOAT_NAME.validate_python(given)
+    model = "fp16" if settings.fp16.enabled else "bf16" if settings.bf16.enabled else "fp32"
+    if settings.zero_optimization.stage == 0 and wanted not in (None, model):
+        raise NotOfferedError(
+            f'"data_types.grad_accum_dtype" is {wanted!r}, and the model computes in {model}: DeepSpeed has no '
+            "optimizer for both at stage 0, and neither has its door here. Delete the key, use zero_optimization stage "
+            "1, or thinwire.initialize, which adds up in fp32 at stage 0 too"
+        )
+
+
+def _check_tested(optimizer: Any, tree: Mapping[str, Any]) -> None:
+    """Refuse what "zero_allow_untested_optimizer": false refuses: sharding a client's class that is not torch's."""
+    if type(optimizer).__module__.startswith(_TESTED):
+        return
+    zero = tree.get("zero_optimization")
+    sharded = zero.get("stage") if isinstance(zero, Mapping) else zero
+    allows = tree.get("zero_allow_untested_optimizer")
+    if isinstance(allows, int) and not allows and sharded:
+        raise DeepSpeedUsageError(
+            f'"zero_allow_untested_optimizer" is false, and {type(optimizer).__name__} is none of torch\'s: delete the '
+            "key where the class steps every element by itself, as any elementwise optimizer can be sharded"
+        )

@@ -1,0 +1,69 @@
+"""Logging by rank, as deepspeed.utils.logging has it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+from thinwire.deepspeed import ranks as comm
+
+__all__ = ["log_dist", "log_dist_once", "logger", "print_dist", "set_log_level_from_string"]
+
+
+def _make_logger() -> logging.Logger:
+    """To standard output from INFO on, as DeepSpeed's, and not to the root logger too."""
+    made = logging.getLogger("DeepSpeed")
+    if not made.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        made.addHandler(handler)
+        made.setLevel(logging.INFO)
+        made.propagate = False
+    return made
+
+
+logger = _make_logger()
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks, [-1] for all; without ranks, only where none have met."""
+    text = _of_rank(message, ranks)
+    if text is not None:
+        logger.log(level, text)
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print as `log_dist` logs."""
+    text = _of_rank(message, ranks)
+    if text is not None:
+        print(text, flush=True)
+
+
+@cache
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """`log_dist` the first time only."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Log from "debug", "info", "warning", "error" or "critical" on.
+
+    Raises ValueError for another name.
+    """
+    known = logging.getLevelNamesMapping()
+    if log_level_str.upper() not in known:
+        raise ValueError(f"{log_level_str!r} is not a log level: give one of {', '.join(known).lower()}")
+    (custom_logger or logger).setLevel(known[log_level_str.upper()])
+
+
+def _of_rank(message: str, ranks: Sequence[int] | None) -> str | None:
+    if not comm.is_initialized():
+        return f"[Rank -1] {message}"
+    rank = comm.get_rank()
+    return f"[Rank {rank}] {message}" if ranks and (ranks[0] == -1 or rank in ranks) else None

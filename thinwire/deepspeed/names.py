@@ -1,0 +1,221 @@
+"""DeepSpeed's names by module: where thinwire has each, or what to do instead. `module_tree` makes modules of it.
+
+    "DeepSpeed's module": {"our module, a dot for this room": "Name Name Theirs=Ours module="}
+
+`Theirs=Ours` has another name here, `module=` is our module itself, and ALL is whatever our module has. Modules and
+packages that only lead to others need no line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["ALL", "NAMES", "Instead"]
+
+ALL = "*"
+
+
+class Instead(str):
+    """What to do instead of using names that thinwire has no counterpart of."""
+
+    __slots__ = ()
+
+
+_NO_EXPERTS = Instead("it has no expert parallelism; use a mixture of experts of the model's own library")
+_NO_PIPELINES = Instead("it has no pipeline parallelism; shard the model with zero_optimization stage 3")
+_NO_PARTS = Instead("it is for pipelines; torch.distributed.tensor.distribute_tensor cuts a tensor")
+_NO_LAYERS = Instead(
+    "torch.nn.functional.scaled_dot_product_attention and torch.compile are as fast; use the model's own layers"
+)
+_NO_TILES = Instead(
+    "use torch.nn.Linear; stage 3 gathers one layer at a time, and offload_param keeps the others in host memory"
+)
+_NO_INFERENCE = Instead("thinwire trains; serve the weights of engine.save_16bit_model() with transformers or vLLM")
+_NO_TIMERS = Instead('set "wall_clock_breakdown": true in the configuration, or use torch.profiler')
+_NO_BACKENDS = Instead(
+    "thinwire.compress.CompressedExchange is its compressed all-reduce, over any communicator of thinwire.comm"
+)
+_ENGINES_PRECISION = Instead(
+    'precision is the engine\'s: "fp16" and "bf16" in the configuration; its optimizer is a thinwire.ShardedOptimizer'
+)
+_ENGINES_SHARDING = Instead(
+    "sharding is the engine's, zero_optimization in the configuration; without it there is thinwire.ShardedOptimizer"
+)
+_PLAN = Instead("`thinwire plan --model MODEL` estimates memory and time of every stage")
+
+_SAFE = " ".join(
+    f"safe_{verb}_{part}_{what}"
+    for verb in ("get", "set")
+    for part in ("full", "local")
+    for what in ("fp32_param", "grad", "optimizer_state")
+)
+_LAYOUTS = (
+    "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
+    "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig"
+)
+_MONITORS = "CometMonitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor"
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "": {
+        ".initialization": "add_config_arguments initialize",
+        ".ranks": "init_distributed",
+        ".errors": "NotOfferedError",
+        ".devices": "get_accelerator",
+        ".runtime.activation_checkpointing": "checkpointing",
+        ".sections": "DeepSpeedConfig DeepSpeedConfigError",
+        ".engine": "DeepSpeedEngine",
+        ".schedules": "add_tuning_arguments",
+        ".utilities": "OnDevice",
+        ".logs": "log_dist logger",
+        ".pipe": "PipelineModule",
+        ".runtime.zero": "zero=",
+        _NO_INFERENCE: "init_inference",
+    },
+    "accelerator": {".devices": "get_accelerator is_current_accelerator_supported"},
+    "accelerator.real_accelerator": {".devices": "get_accelerator is_current_accelerator_supported"},
+    "checkpoint": {".checkpoints": "UNIVERSAL_CHECKPOINT_INFO"},
+    "checkpoint.constants": {
+        ".checkpoints": "BASE_OPTIMIZER_STATE BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS "
+        "FROZEN_PARAM_SHAPES OPTIMIZER_STATE_DICT PARAM_SHAPES PARTITION_COUNT SINGLE_PARTITION_OF_FP32_GROUPS "
+        "UNIVERSAL_CHECKPOINT_INFO ZERO_STAGE"
+    },
+    "checkpoint.ds_to_universal": {".checkpoints": "main=copy_universal"},
+    "checkpoint.utils": {".checkpoints": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank"},
+    "comm": {
+        ".ranks": "all_gather_into_tensor all_reduce allgather_fn=all_gather_into_tensor barrier broadcast "
+        "get_local_rank get_rank get_world_group get_world_size "
+        "inference_all_reduce=all_reduce init_distributed is_initialized",
+        "torch.distributed": "P2POp ProcessGroup ReduceOp all_gather all_gather_object all_to_all all_to_all_single "
+        "batch_isend_irecv broadcast_object_list destroy_process_group gather get_global_rank irecv is_available isend "
+        "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn=reduce_scatter_tensor "
+        "reduce_scatter_tensor scatter send",
+    },
+    "git_version_info": {
+        ".operations": "compatible_ops git_branch git_hash installed_ops torch_info",
+        "thinwire.version": "version=__version__",
+    },
+    "moe": {".moe.layer": "MoE"},
+    "moe.layer": {_NO_EXPERTS: "MoE"},
+    "moe.utils": {".utilities": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},
+    "monitor.comet": {".monitors": "CometMonitor"},
+    "monitor.constants": {
+        ".monitors": "CSV_MONITOR_ENABLED_DEFAULT CSV_MONITOR_JOB_NAME_DEFAULT CSV_MONITOR_OUTPUT_PATH_DEFAULT "
+        "TENSORBOARD_ENABLED_DEFAULT TENSORBOARD_JOB_NAME_DEFAULT TENSORBOARD_OUTPUT_PATH_DEFAULT "
+        "WANDB_ENABLED_DEFAULT WANDB_GROUP_NAME_DEFAULT WANDB_PROJECT_NAME_DEFAULT WANDB_TEAM_NAME_DEFAULT"
+    },
+    "monitor.csv_monitor": {".monitors": "csvMonitor=CsvMonitor"},
+    "monitor.monitor": {".monitors": _MONITORS, "thinwire.engine": "Monitor"},
+    "monitor.tensorboard": {".monitors": "TensorBoardMonitor"},
+    "monitor.wandb": {".monitors": "WandbMonitor"},
+    "ops": {".operations": "__compatible_ops__=compatible_ops"},
+    "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
+    "ops.adam": {".optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {".optimizers": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {".optimizers": "FusedAdam"},
+    "ops.aio": {".operations": "AsyncIOBuilder"},
+    "ops.lamb": {"thinwire.optim": "FusedLamb=Lamb"},
+    "ops.lion": {".optimizers": "DeepSpeedCPULion=FusedLion FusedLion"},
+    "ops.op_builder": {
+        ".operations": "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder FusedLambBuilder OpBuilder SparseAttnBuilder"
+    },
+    "ops.sparse_attention": {
+        "thinwire.sparse_attn": "BertSparseSelfAttention MatMul Softmax SparseAttentionUtils SparseSelfAttention "
+        + _LAYOUTS
+    },
+    "ops.sparse_attention.bert_sparse_self_attention": {"thinwire.sparse_attn": "BertSparseSelfAttention"},
+    "ops.sparse_attention.matmul": {"thinwire.sparse_attn": "MatMul"},
+    "ops.sparse_attention.softmax": {"thinwire.sparse_attn": "Softmax"},
+    "ops.sparse_attention.sparse_attention_utils": {"thinwire.sparse_attn": "SparseAttentionUtils"},
+    "ops.sparse_attention.sparse_self_attention": {"thinwire.sparse_attn": "SparseSelfAttention"},
+    "ops.sparse_attention.sparsity_config": {"thinwire.sparse_attn": _LAYOUTS},
+    "ops.transformer": {_NO_LAYERS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
+    "pipe": {_NO_PIPELINES: "LayerSpec PipelineModule TiedLayerSpec"},
+    "profiling.flops_profiler": {"thinwire.engine": "FlopsProfiler get_model_profile"},
+    "runtime.activation_checkpointing.checkpointing": {"thinwire.engine.checkpointing": ALL},
+    "runtime.bf16_optimizer": {_ENGINES_PRECISION: "BF16_Optimizer"},
+    "runtime.comm.mpi": {_NO_BACKENDS: "MpiBackend"},
+    "runtime.comm.nccl": {_NO_BACKENDS: "NcclBackend"},
+    "runtime.config": {
+        ".sections": "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DeepSpeedConfig DeepSpeedConfigError "
+        "LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER "
+        "ZERO_ONE_ADAM_OPTIMIZER"
+    },
+    "runtime.config_utils": {".sections": "DeepSpeedConfigModel"},
+    "runtime.dataloader": {"thinwire.engine": "DeepSpeedDataLoader=ResumableLoader RepeatingLoader"},
+    "runtime.engine": {".engine": "DeepSpeedEngine", ".sections": "ADAM_OPTIMIZER LAMB_OPTIMIZER"},
+    "runtime.fp16.fused_optimizer": {_ENGINES_PRECISION: "FP16_Optimizer"},
+    "runtime.fp16.loss_scaler": {
+        "thinwire.engine.loss_scale": "DynamicLossScaler=DynamicLossScale LossScaler=FixedLossScale",
+        ".sections": "CONSECUTIVE_HYSTERESIS DELAYED_SHIFT INITIAL_LOSS_SCALE MIN_LOSS_SCALE SCALE_WINDOW",
+    },
+    "runtime.fp16.onebit": {"thinwire.optim": "OnebitAdam=OneBitAdam OnebitLamb=OneBitLamb ZeroOneAdam"},
+    "runtime.fp16.onebit.adam": {"thinwire.optim": "OnebitAdam=OneBitAdam"},
+    "runtime.fp16.onebit.lamb": {"thinwire.optim": "OnebitLamb=OneBitLamb"},
+    "runtime.fp16.onebit.zoadam": {"thinwire.optim": "ZeroOneAdam"},
+    "runtime.fp16.unfused_optimizer": {_ENGINES_PRECISION: "FP16_UnfusedOptimizer"},
+    "runtime.lr_schedules": {".schedules": ALL},
+    "runtime.pipe": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
+    "runtime.pipe.module": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
+    "runtime.pipe.topology": {_NO_PIPELINES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
+    "runtime.precision_config": {
+        ".sections": "get_bfloat16_config get_float16_config",
+        "thinwire.engine.config.models": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",
+    },
+    "runtime.progressive_layer_drop": {"thinwire.pld": "ProgressiveLayerDrop"},
+    "runtime.swap_tensor": {".sections": "MIN_SWAPPABLE_BYTES"},
+    "runtime.utils": {
+        ".utilities": "call_to_str clip_grad_norm_ empty_cache ensure_directory_exists get_global_norm "
+        "partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed",
+        _NO_PARTS: "PartitionedTensor",
+    },
+    "runtime.zero": {
+        ".runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus register_external_parameter "
+        "unregister_external_parameter",
+        ".runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
+    },
+    "runtime.zero.config": {
+        ".sections": "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
+        "ZeroStageEnum"
+    },
+    "runtime.zero.offload_config": {
+        ".sections": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
+    },
+    "runtime.zero.partition_parameters": {
+        "thinwire.zero": "GatheredParameters Init ZeroParamStatus register_external_parameter "
+        "unregister_external_parameter",
+        ".sections": "partitioned_param_data_shape",
+    },
+    "runtime.zero.stage3": {
+        _ENGINES_SHARDING: "DeepSpeedZeroOptimizer_Stage3",
+        _PLAN: "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live",
+    },
+    "runtime.zero.stage_1_and_2": {
+        _ENGINES_SHARDING: "DeepSpeedZeroOptimizer",
+        _PLAN: "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live",
+    },
+    "runtime.zero.tiling": {_NO_TILES: "TiledLinear TiledLinearReturnBias"},
+    "runtime.zero.utils": {".sections": "ZeRORuntimeException is_zero_supported_optimizer"},
+    "utils": {
+        ".leaf_modules": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules "
+        "z3_leaf_module",
+        "thinwire.engine": "RepeatingLoader",
+        ".utilities": "OnDevice instrument_w_nvtx",
+        ".logs": "log_dist log_dist_once logger set_log_level_from_string",
+        "thinwire.zero": f"{_SAFE} safe_update_full_grad_vectorized",
+    },
+    "utils.groups": {
+        ".ranks": "get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank "
+        "get_data_parallel_world_size=get_world_size get_model_parallel_rank get_model_parallel_world_size"
+    },
+    "utils.init_on_device": {".utilities": "OnDevice"},
+    "utils.logging": {".logs": ALL},
+    "utils.nvtx": {".utilities": "instrument_w_nvtx"},
+    "utils.tensor_fragment": {"thinwire.zero": f"{_SAFE} safe_update_full_grad_vectorized"},
+    "utils.timer": {_NO_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},
+    "utils.torch": {".utilities": "required_torch_version"},
+    "utils.z3_leaf_module": {".leaf_modules": ALL},
+    "utils.zero_to_fp32": {
+        ".files.fp32_weights": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+        "load_state_dict_from_zero_checkpoint"
+    },
+}

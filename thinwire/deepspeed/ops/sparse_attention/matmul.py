@@ -1,7 +1,0 @@
-"""deepspeed.ops.sparse_attention.matmul."""
-
-from __future__ import annotations
-
-from thinwire.sparse_attn import MatMul
-
-__all__ = ["MatMul"]

@@ -1,7 +1,0 @@
-"""deepspeed.runtime.activation_checkpointing."""
-
-from __future__ import annotations
-
-from thinwire.deepspeed.lazy_names import lazy_names
-
-__getattr__, __dir__ = lazy_names(__name__, ("checkpointing",))

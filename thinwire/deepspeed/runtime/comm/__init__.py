@@ -1,7 +1,0 @@
-"""deepspeed.runtime.comm: what carried the 1-bit optimizers' packets."""
-
-from __future__ import annotations
-
-from thinwire.deepspeed.lazy_names import lazy_names
-
-__getattr__, __dir__ = lazy_names(__name__, ("mpi", "nccl"))

@@ -1,9 +1,0 @@
-"""deepspeed.runtime.pipe, which thinwire has no counterpart of."""
-
-from __future__ import annotations
-
-from thinwire.deepspeed.lazy_names import lazy_names
-
-__getattr__, __dir__ = lazy_names(
-    __name__, ("module", "topology"), {"pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec")}
-)

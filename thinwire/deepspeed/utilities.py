@@ -1,0 +1,184 @@
+"""Small things that scripts take from DeepSpeed: norms, clipping, memory, partitions, and names for profilers."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.deepspeed import ranks as comm
+from thinwire.deepspeed.devices import get_accelerator
+
+__all__ = [
+    "OnDevice",
+    "call_to_str",
+    "clip_grad_norm_",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "has_moe_layers",
+    "instrument_w_nvtx",
+    "is_moe_param",
+    "partition_balanced",
+    "partition_uniform",
+    "prefix_sum_inc",
+    "required_torch_version",
+    "see_memory_usage",
+    "set_random_seed",
+    "split_params_into_different_moe_groups_for_optimizer",
+]
+
+_GIB = 1 << 30
+
+
+def call_to_str(base: str, *args: object, **kwargs: object) -> str:
+    """A call as it would be written, of a name and the arguments: step(3, mode='fast')."""
+    given = [repr(one) for one in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """The sum of the first weight, of the first two, and so on."""
+    return list(accumulate(weights))
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_, of this rank's gradients. The engine clips by itself: "gradient_clipping"."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Sequence[float | Tensor]) -> float:
+    """The 2-norm of tensors whose 2-norms are given."""
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print on rank 0, where `force`, what the device and the process hold, in GiB."""
+    if not force or comm.get_rank() != 0:
+        return
+    gc.collect()
+    device = get_accelerator()
+    now, most = device.memory_allocated() / _GIB, device.max_memory_allocated() / _GIB
+    print(f"{message}\nallocated {now:.2f} GiB, at most {most:.2f} GiB on {device.device_name()}", flush=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python and torch, on every device."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the folder that a file is to lie in."""
+    os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
+
+
+def empty_cache() -> None:
+    """Give memory that no tensor holds back to the device."""
+    get_accelerator().empty_cache()
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Bounds of `num_parts` runs of items, as even as can be, the longer ones first: num_parts + 1 numbers from 0."""
+    size, more = divmod(num_items, num_parts)
+    return [part * size + min(part, more) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Bounds of `num_parts` runs of items of these weights whose heaviest is as light as can be."""
+    prefix = [0.0]
+    for weight in weights:
+        prefix.append(prefix[-1] + weight)
+    # best[part][end]: the heaviest of `part` runs that hold the first `end` items, and where the last begins
+    best: list[list[tuple[float, int]]] = [[(0.0 if end == 0 else float("inf"), 0) for end in range(len(prefix))]]
+    for _ in range(num_parts):
+        before = best[-1]
+        best.append(
+            [
+                min((max(before[start][0], prefix[end] - prefix[start]), start) for start in range(end + 1))
+                for end in range(len(prefix))
+            ]
+        )
+    bounds = [len(weights)]
+    for part in range(num_parts, 0, -1):
+        bounds.append(best[part][bounds[-1]][1])
+    return bounds[::-1]
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = None
+) -> list[dict[str, Any]]:
+    """The parameter groups, as a list: no group has experts to be split from."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+def is_moe_param(param: Any) -> bool:
+    """Never."""
+    return False
+
+
+def has_moe_layers(module: Any) -> tuple[bool, int]:
+    """(False, 0)."""
+    return False, 0
+
+
+class OnDevice:
+    """Parameters made inside are of `dtype`, and on `device`: "meta" for a model that has shapes only."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.enabled = enabled
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self.device.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.enabled:
+            self.device.__exit__(*error)
+            torch.set_default_dtype(self._before)
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Name the calls of a function for NVIDIA's profilers."""
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return wrapped
+
+
+def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
+    """Whether torch is not older than the one and not newer than the other, "2.4" or 2.4."""
+    installed = _numbers(torch.__version__)
+    low, high = _numbers(min_version or 0), _numbers(max_version or torch.__version__)
+    return low <= installed <= high
+
+
+def _numbers(version: str | float) -> tuple[int, ...]:
+    """The leading numbers of a version, without zeros at the end."""
+    found: list[int] = []
+    for part in str(version).partition("+")[0].split("."):
+        if not part.isdecimal():
+            break
+        found.append(int(part))
+    while found and found[-1] == 0:
+        found.pop()
+    return tuple(found)
