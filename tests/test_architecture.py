@@ -44,18 +44,16 @@ COMPILED = {"triton.jit"}
 # __init__.py that imports on first use, the modules of thinwire/ itself) and in these files only.
 LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
-    "comm/meet_command.py": "--help needs no torch",
     "deepspeed/files/command_line.py": "--help needs no torch",
     "engine/checkpoint/command_line.py": "--help needs no torch",
     "engine/config/rules.py": "layouts import what torch.compile needs, and most files have none",
     "engine/config_command.py": "--help needs no torch",
     "optim/registry.py": "it names optimizers to those that need no torch",
     "plan/command_line.py": "--help needs no torch",
-    "plan/models/finding.py": "transformers, and torch with it, are for families that have no formula",
     "plan/plan_command.py": "a calibration takes pydantic, and most plans have none",
     "compress/kernels/loading.py": "a backend is imported where a bucket lies on its device",
     "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
-    "zero/digests.py": "the compiler is imported where a gradient lies on a CPU",
+    "zero/gradient_seal.py": "the compiler is imported where a gradient lies on a CPU",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }
 

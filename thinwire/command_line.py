@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 from thinwire.comm import CommunicationError
-from thinwire.comm.meet_command import add_meet_arguments
 from thinwire.deepspeed.files.command_line import add_deepspeed_commands
 from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.command_line import add_commands
 from thinwire.engine.checkpoint.errors import UsageError, printable
 from thinwire.engine.config_command import add_config_commands
 from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
-from thinwire.plan.errors import PlanError
+from thinwire.plan.units import PlanError
 
 __all__ = ["main", "make_parser"]
 
@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     checkpoint = commands.add_parser("checkpoint", help="verify, inspect, export or import checkpoints")
     add_deepspeed_commands(add_commands(checkpoint))
     add_config_commands(commands.add_parser("config", help="say what a configuration file will do"))
-    add_meet_arguments(commands.add_parser("meet", help="serve the place where the workers of an elastic job meet"))
+    _add_meet_arguments(commands.add_parser("meet", help="serve the place where the workers of an elastic job meet"))
     add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))
     add_probe_arguments(commands.add_parser("probe", help="measure the network for plan; under torchrun or mpirun"))
     return parser
@@ -44,6 +44,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(printable(f"thinwire: {error}"), file=sys.stderr)
         return 1
     return exit_code
+
+
+def _add_meet_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `python -m thinwire meet`."""
+    parser.description = (
+        "Serve the place where the workers of elastic jobs meet, until it is ended. It has to outlive the jobs: run it "
+        "on a host that stays. Workers are told of it by THINWIRE_MEETING=HOST:PORT in their environment."
+    )
+    parser.add_argument(
+        "address", metavar="HOST:PORT", help="where to listen, and nowhere else: a name or address of this host"
+    )
+    parser.set_defaults(run=_meet)
+
+
+def _meet(arguments: argparse.Namespace) -> int:
+    from thinwire.comm.elastic import serve
+
+    try:
+        store = serve(arguments.address)
+    except ValueError as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return 2
+    print(f"thinwire: workers can meet at {arguments.address}", file=sys.stderr, flush=True)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    del store
+    return 0
 
 
 if __name__ == "__main__":

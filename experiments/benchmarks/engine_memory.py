@@ -21,9 +21,8 @@ from experiments.tasks.sizes import SIZES
 from experiments.training.optimizers import COMPRESSED, OPTIMIZERS, engine_section
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, initialize
-from thinwire.optim.sharded.packed_checkpoint import frozen_state_formula
-from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
-from thinwire.zero.state_formula import model_state_formula
+from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
+from thinwire.zero.memory import live_tensor_bytes, process_tensor_bytes
 
 __all__ = ["main", "measure"]
 

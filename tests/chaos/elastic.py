@@ -37,7 +37,7 @@ from tests.launching import REPOSITORY, environment
 from tests.optim.diloco.reference import flat
 from tests.optim.diloco.tower import Tower
 from thinwire.comm import CommunicationError, Communicator, TorchCommunicator
-from thinwire.comm.meeting_place import serve
+from thinwire.comm.elastic import serve
 from thinwire.comm.membership import Membership
 from thinwire.comm.node_membership import NodeMembership
 from thinwire.compress import make_codec

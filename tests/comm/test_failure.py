@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from thinwire.comm import CommunicationError, CommunicationTimeout
-from thinwire.comm.failure import Call, RollCall, describe_failure
+from thinwire.comm.errors import Call, RollCall, describe_failure
 
 CALL = Call(4, "all_reduce(sum) of 3 float32")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.comm.job import JOB
 from tests.launching import LAUNCHER_VARIABLES, environment, need_mpi
 from thinwire.comm import Launch, init
-from thinwire.comm.torch_launch import choose_backend
+from thinwire.comm.launch import choose_backend
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import Store, TCPStore
 
-from thinwire.comm.launchers import Launch
-from thinwire.comm.meeting import meet
+from thinwire.comm.launchers import Launch, meet
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node1"}
 

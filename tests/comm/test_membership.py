@@ -12,11 +12,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from thinwire.comm import CommunicationError, Elastic, MembershipError, threads
-from thinwire.comm.elastic import check_launcher, meeting_place
-from thinwire.comm.heart import Heart
-from thinwire.comm.limited_store import LimitedStore
-from thinwire.comm.meeting_place import reach, serve
-from thinwire.comm.membership import Generation, Membership
+from thinwire.comm.elastic import LimitedStore, check_launcher, meeting_place, reach, serve
+from thinwire.comm.membership import Generation, Heart, Membership
 from thinwire.comm.node_membership import NodeMembership
 
 SETTINGS = Elastic(workers=2, timeout=30.0, join_timeout=30.0, silence=5.0)

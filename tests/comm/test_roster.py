@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from thinwire.comm import Communicator, threads
-from thinwire.comm.roster import count_hosts
+from thinwire.comm.launch import count_hosts
 
 
 def test_one_host():

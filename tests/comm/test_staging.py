@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.comm.staging import Staging
+from thinwire.comm.collectives import Staging
 
 
 class Event:

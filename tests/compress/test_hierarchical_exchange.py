@@ -12,7 +12,7 @@ from torch import Tensor
 
 import thinwire
 from thinwire.comm import Communicator, threads
-from thinwire.comm.nodes import NodeGroups, NodeLinks, agree_on_nodes
+from thinwire.comm.agreement import NodeGroups, NodeLinks, agree_on_nodes
 from thinwire.compress import make_codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange

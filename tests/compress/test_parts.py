@@ -15,7 +15,7 @@ from tests.compress.bodies import exchange_equals_the_algorithm
 from tests.optim.training import make_model, train, weights
 from tests.optim.zero_one.training import SCHEDULE
 from thinwire.comm import Communicator, threads
-from thinwire.comm.nodes import NodeGroups, NodeLinks
+from thinwire.comm.agreement import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
 from thinwire.compress.held_coordinates import held_coordinates
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange

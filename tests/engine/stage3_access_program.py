@@ -21,7 +21,7 @@ from thinwire import zero
 from thinwire.comm import Communicator
 from thinwire.engine import initialize
 from thinwire.zero.fsdp import local_run
-from thinwire.zero.live_tensors import process_tensor_bytes
+from thinwire.zero.memory import process_tensor_bytes
 
 T = TypeVar("T")  # whose classes hear of their subclasses too
 BF16 = {"bf16": {"enabled": True}}

@@ -12,7 +12,7 @@ from tests.engine.tiny import make_engine, settings, train
 from thinwire import OneBitLamb
 from thinwire.comm import threads
 from thinwire.engine import NonFiniteError
-from thinwire.zero.live_tensors import live_tensor_bytes
+from thinwire.zero.memory import live_tensor_bytes
 
 LAMB = {
     "type": "OneBitLamb",

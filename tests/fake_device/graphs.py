@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from thinwire.comm import Communicator
-from thinwire.comm.failure import Call
-from thinwire.comm.work import Pending
+from thinwire.comm.collectives import Pending
+from thinwire.comm.errors import Call
 
 __all__ = ["FakeGraphs", "recording"]
 

@@ -26,8 +26,8 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine import CheckpointError
 from thinwire.hugging_face import Trainer, TrainerMixin, adapt
-from thinwire.hugging_face.checks import check_optimizer
-from thinwire.hugging_face.optimizer_files import load_optimizer
+from thinwire.hugging_face.acceleration import check_optimizer
+from thinwire.hugging_face.engine_training import load_optimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 FREEZE = 5

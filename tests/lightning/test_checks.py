@@ -28,7 +28,7 @@ class Algorithm(Enum):
 
 
 def test_optimizers(optimizer: OneBitAdam) -> None:
-    from thinwire.lightning.checks import check_optimizers
+    from thinwire.lightning.strategy import check_optimizers
 
     check_optimizers([optimizer], world_size=1, scaler=None)
     late = OneBitAdam(torch.nn.Linear(3, 2).named_parameters())
@@ -44,7 +44,7 @@ def test_optimizers(optimizer: OneBitAdam) -> None:
 
 
 def test_clipping(optimizer: OneBitAdam) -> None:
-    from thinwire.lightning.checks import check_clipping
+    from thinwire.lightning.strategy import check_clipping
 
     for value, algorithm in ((None, None), (0, None), (1.0, None), (1, Algorithm.NORM), (1.0, "norm")):
         check_clipping(optimizer, value, algorithm)
@@ -56,7 +56,7 @@ def test_clipping(optimizer: OneBitAdam) -> None:
 
 
 def test_an_older_state_goes_last(optimizer: OneBitAdam, tmp_path: Path) -> None:
-    from thinwire.lightning.checkpoint_files import CheckpointFiles
+    from thinwire.lightning.strategy import CheckpointFiles
 
     path = tmp_path / f".{'x' * 300}.ckpt"
     files, other = CheckpointFiles(path), CheckpointFiles(tmp_path / "other.ckpt")

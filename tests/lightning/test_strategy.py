@@ -46,7 +46,7 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
     import thinwire.lightning
 
     assert issubclass(thinwire.lightning.ThinwireStrategy, standalone.strategies.DDPStrategy)
-    assert thinwire.lightning.registration.register() == ["pytorch_lightning"]
+    assert thinwire.lightning.register() == ["pytorch_lightning"]
     kind = make_module_class(standalone)
 
     def train(seed: int, epochs: int, strategy: Any, checkpoint: Path | None = None) -> Any:

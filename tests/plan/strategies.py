@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from thinwire.plan import Cluster, Link, Method, Processor, Schedule, Workload, methods_for, named_model, plain_model
-from thinwire.plan.models.finding import MODELS
+from thinwire.plan.models import MODELS
 
 GIGABIT = 1e9 / 8
 

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from thinwire.plan import Cluster, Link, Method, Processor, Schedule, Workload, plain_model, plan, predict
-from thinwire.plan.answer import as_answer
-from thinwire.plan.buckets import better_buckets
+from thinwire.plan.answer import as_answer, as_json, better_buckets
 from thinwire.plan.recommendation import Plan
-from thinwire.plan.report import as_json
 
 ONE_BIT = Method("onebit-adam")
 

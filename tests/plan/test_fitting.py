@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.plan.fitting import fit_line
+from thinwire.plan.probing import fit_line
 
 AMOUNTS = [4.0**power for power in range(3, 11)]
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from thinwire.plan import Matrices, PlanError
+from thinwire.plan.measure import MeasuredSteps, measure_script
 from thinwire.plan.measured_script import StepTimer
-from thinwire.plan.measured_steps import MeasuredSteps
-from thinwire.plan.measuring import measure_script
 
 # As for torchrun: a process group, DDP, two micro-batches a step, a sleep in forward, and work left to do afterwards.
 SCRIPT = """

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.plan.costs import Cost
-from thinwire.plan.overlap import NO_BUCKETS, Buckets, cut, seconds_beside
+from thinwire.plan.costs import NO_BUCKETS, Buckets, Cost, cut, seconds_beside
 
 durations = st.floats(0, 1)
 costs = st.builds(Cost, durations, durations, durations)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, threads
 from thinwire.comm.traffic import sent_bytes
-from thinwire.plan import Calibration, Link, PlanError, Speed, probe, probe_processor
+from thinwire.plan import Calibration, Link, PlanError, Speed, probe, probing
 from thinwire.plan.cluster import COLLECTIVES
-from thinwire.plan.probe_link import Stopwatch, fit_link
+from thinwire.plan.probing import Stopwatch, fit_link
 
 LINK = Link(
     Speed(2e-4, 1e8),
@@ -95,7 +95,7 @@ class Hosts:
 def probed(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> list[Calibration]:
     hosts = Hosts(names)
     monkeypatch.setattr(socket, "gethostname", hosts)
-    monkeypatch.setattr(probe_processor, "_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(probing, "_ELEMENTS", 1 << 16)
 
     def rank(comm: Communicator) -> Calibration:
         hosts.settle(comm)

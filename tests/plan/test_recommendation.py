@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from tests.plan.strategies import GIGABIT, bert, ethernet, jobs
 from thinwire.plan import Method, PlanError, Schedule, break_even_rate, methods_for, plan, predict
-from thinwire.plan.losses import LOSSES, keeps_the_loss
-from thinwire.plan.published_losses import local_updates_loss
-from thinwire.plan.recommendation import BASELINE, WORTH_IT
+from thinwire.plan.recommendation import BASELINE, LOSSES, WORTH_IT, keeps_the_loss, local_updates_loss
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 

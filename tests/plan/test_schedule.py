@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.plan import PlanError, Schedule
-from thinwire.plan.schedule import ZeroOneSteps
+from thinwire.plan.methods import ZeroOneSteps
 
 
 def walked(steps: int, freeze: int, update_scaler: int, local_scaler: int, clipper: int) -> ZeroOneSteps:

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.zero import digests
-from thinwire.zero.digests import digest_of
+from thinwire.zero import gradient_seal
+from thinwire.zero.gradient_seal import digest_of
 
 
 @pytest.fixture(params=["compiled", "torch"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(digests, "_compiled", lambda: None)
+        monkeypatch.setattr(gradient_seal, "_compiled", lambda: None)
     else:
-        assert digests._compiled() is not None
+        assert gradient_seal._compiled() is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8], ids=str)

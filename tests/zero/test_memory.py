@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thinwire.comm import Communicator, threads
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.live_tensors import live_tensor_bytes, process_tensor_bytes
-from thinwire.zero.memory import MemoryReport
-from thinwire.zero.state_formula import model_state_formula
+from thinwire.zero.bucket_layout import model_state_formula
+from thinwire.zero.memory import MemoryReport, live_tensor_bytes, process_tensor_bytes
 
 
 def on_cpu(*roots: Any) -> dict[str, int]:

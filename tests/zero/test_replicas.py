@@ -6,7 +6,7 @@ import torch
 from tests.optim.subject import LOCAL, Subject
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
-from thinwire.zero.replicas import ComparisonTimes, ReplicaDriftError
+from thinwire.zero.rank_checks import ComparisonTimes, ReplicaDriftError
 
 
 def test_every_interval() -> None:

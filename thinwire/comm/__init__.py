@@ -31,32 +31,30 @@ __all__ = [
 # Above all, importing mpi4py starts MPI, which must not happen to those who never ask for it.
 if TYPE_CHECKING:
     from thinwire.comm import threads
+    from thinwire.comm.collectives import Work
     from thinwire.comm.communicator import Communicator
     from thinwire.comm.elastic import Elastic, MembershipError
     from thinwire.comm.errors import CommunicationError, CommunicationTimeout
     from thinwire.comm.launch import init
     from thinwire.comm.launchers import Launch, detect
-    from thinwire.comm.logged import LoggedCommunicator
     from thinwire.comm.mpi_backend import MPICommunicator
-    from thinwire.comm.operation_log import OperationLog, OperationStatistics
+    from thinwire.comm.operation_log import LoggedCommunicator, OperationLog, OperationStatistics
     from thinwire.comm.torch_backend import TorchCommunicator
     from thinwire.comm.traffic import Traffic
-    from thinwire.comm.work import Work
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "": ("threads",),
+            "collectives": ("Work",),
             "communicator": ("Communicator",),
             "elastic": ("Elastic", "MembershipError"),
             "errors": ("CommunicationError", "CommunicationTimeout"),
             "launch": ("init",),
             "launchers": ("Launch", "detect"),
-            "logged": ("LoggedCommunicator",),
             "mpi_backend": ("MPICommunicator",),
-            "operation_log": ("OperationLog", "OperationStatistics"),
+            "operation_log": ("LoggedCommunicator", "OperationLog", "OperationStatistics"),
             "torch_backend": ("TorchCommunicator",),
             "traffic": ("Traffic",),
-            "work": ("Work",),
         },
     )

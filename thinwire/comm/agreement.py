@@ -1,14 +1,18 @@
-"""One outcome for all ranks: an error that only some of them can see is raised by every one, so that none goes on
-alone into a collective that the others never join."""
+"""Agreements of all ranks: on one outcome, so that an error that only some of them can see is raised by every one and
+none goes on alone into a collective that the others never join; and on nodes, inside which sending is cheap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from thinwire.comm.communicator import Communicator
 
-__all__ = ["on_every_rank", "raise_together"]
+__all__ = ["NodeGroups", "NodeLinks", "agree_on_nodes", "on_every_rank", "raise_together"]
 
 Result = TypeVar("Result")
 
@@ -39,3 +43,98 @@ def on_every_rank(
         raise
     raise_together(comm, None, doing)
     return result
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """`node_of[rank]`: the number of the node that a rank runs on; nodes are numbered by their lowest rank."""
+
+    node_of: tuple[int, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[object]) -> NodeGroups:
+        """From a name of its node for each rank, alike where ranks share a node."""
+        numbers: dict[object, int] = {}
+        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names))
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The ranks of each node."""
+        ranks: list[list[int]] = [[] for _ in range(max(self.node_of) + 1)]
+        for rank, node in enumerate(self.node_of):
+            ranks[node].append(rank)
+        return ranks
+
+    @property
+    def lanes(self) -> int:
+        """How many ranks of every node can speak for it: as many as the smallest node has."""
+        return min(map(len, self.members))
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether there are several nodes, and a node of several ranks."""
+        return 1 < len(self.members) < len(self.node_of)
+
+    def part_between(self, rank: int) -> float:
+        """The part of this rank's peers that are on other nodes."""
+        elsewhere = sum(node != self.node_of[rank] for node in self.node_of)
+        return elsewhere / max(1, len(self.node_of) - 1)
+
+
+def agree_on_nodes(
+    comm: Communicator, node_of: Sequence[int] | None = None, environ: Mapping[str, str] | None = None
+) -> NodeGroups:
+    """The nodes of `comm`'s ranks: as given, or by host name and, under torchrun, the agent that started them.
+
+    Collective. Raises ValueError, on every rank, unless each gives the same, with a node for every rank.
+    """
+    environ = os.environ if environ is None else environ
+    agent = environ.get("GROUP_RANK", "") if "TORCHELASTIC_RUN_ID" in environ else ""
+    mine = {"name": f"{socket.gethostname()} {agent}", "given": None if node_of is None else [int(n) for n in node_of]}
+    answers = [json.loads(raw) for raw in comm.all_gather_bytes(json.dumps(mine).encode(), "find nodes")]
+    given = answers[0]["given"]
+    for rank, answer in enumerate(answers):
+        if answer["given"] != given:
+            raise ValueError(
+                f"rank {rank} has nodes={answer['given']} and rank 0 {given}: every rank must group them alike"
+            )
+    if given is not None and len(given) != comm.size:
+        raise ValueError(f"nodes must name the node of each of the {comm.size} ranks, got {len(given)} numbers")
+    return NodeGroups.of([answer["name"] for answer in answers] if given is None else given)
+
+
+class NodeLinks:
+    """A rank's communicators by node. Collective to make.
+
+    `inside`: the ranks of this node. `between`: the ranks that have the same place, `lane`, in their nodes, in the
+    nodes' order; both None where the smallest node has no such place.
+    """
+
+    def __init__(self, comm: Communicator, groups: NodeGroups) -> None:
+        self.groups = groups
+        self.node = groups.node_of[comm.rank]
+        self.num_nodes = len(groups.members)
+        self.lanes = groups.lanes
+        self.size = comm.size
+        place = groups.members[self.node].index(comm.rank)
+        self.lane = place if place < self.lanes else None
+        inside = comm.split(self.node)
+        assert inside is not None
+        self.inside = inside
+        self.between = comm.split(self.lane, key=self.node)
+
+    @property
+    def bytes_inside(self) -> int:
+        """Bytes this rank has sent to ranks of its node."""
+        return self.inside.traffic.bytes_sent
+
+    @property
+    def bytes_between(self) -> int:
+        """Bytes this rank has sent to other nodes."""
+        return self.between.traffic.bytes_sent if self.between is not None else 0
+
+    def close(self) -> None:
+        """Release both. Collective."""
+        self.inside.close()
+        if self.between is not None:
+            self.between.close()

@@ -14,19 +14,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thinwire.comm.checks import (
+from thinwire.comm.collectives import (
+    Finishing,
+    Pending,
     ReduceOp,
+    Staging,
+    Work,
+    bring_to_host,
     check_pair,
     check_rank,
     check_reduction,
     check_tensor,
     check_timeout,
 )
-from thinwire.comm.errors import CommunicationError
-from thinwire.comm.failure import Call, RollCall, describe_failure
-from thinwire.comm.staging import Staging, bring_to_host
+from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure
 from thinwire.comm.traffic import Traffic, sent_bytes
-from thinwire.comm.work import Finishing, Pending, Work
 
 __all__ = ["Communicator"]
 

@@ -1,15 +1,32 @@
-"""What a job of workers that come and go is told: how many, where they meet, and how long anybody waits."""
+"""Settings of a job whose workers come and go, and the store through which they find each other: who serves it, how a
+worker reaches it, and how it is asked without ever waiting for longer than a limit."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
-from thinwire.comm.checks import check_timeout
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from thinwire.comm.collectives import check_timeout
 from thinwire.comm.errors import CommunicationError
+from thinwire.comm.torch_backend import within
 
-__all__ = ["MEETING_PLACE", "Elastic", "MembershipError", "check_launcher", "meeting_place"]
+__all__ = [
+    "MEETING_PLACE",
+    "Elastic",
+    "LimitedStore",
+    "MembershipError",
+    "check_launcher",
+    "meeting_place",
+    "reach",
+    "serve",
+]
 
 MEETING_PLACE = "THINWIRE_MEETING"
 """The environment variable that says where workers meet."""
@@ -94,4 +111,96 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
         raise ValueError(
             "mpirun ends the whole job where one process dies, so that nobody would be left to go on: start elastic "
             "workers one by one, with python or torchrun --standalone"
+        )
+
+
+# The meeting place
+
+_SECONDS = 300.0
+
+
+def serve(address: str) -> TCPStore:
+    """Serve a meeting place, as long as what is returned lives.
+
+    Raises ValueError where `address` is none, and OSError where this host cannot listen there.
+    """
+    host, port = meeting_place(Elastic(workers=1, address=address))
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(place)
+    listener.listen(socket.SOMAXCONN)
+    return TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # torch itself would listen on every interface
+    )
+
+
+def reach(settings: Elastic) -> tuple[Store, str]:
+    """Go to the meeting place: its store, and its address.
+
+    Raises ValueError where nobody says where that is, or where the launcher would end the workers that are to go on,
+    and MembershipError where nobody serves it within `join_timeout`.
+    """
+    check_launcher()
+    host, port = meeting_place(settings)
+    try:
+        store = TCPStore(host, port, None, False, timedelta(seconds=settings.join_timeout), wait_for_workers=False)
+    except RuntimeError as error:
+        raise MembershipError(
+            f"nobody serves a meeting place at {host}:{port}: start `python -m thinwire meet {host}:{port}` there "
+            f"({error})"
+        ) from error
+    return store, f"{host}:{port}"
+
+
+Result = TypeVar("Result")
+
+
+class LimitedStore:
+    """What workers write and read at their meeting place, `address`.
+
+    Every call raises MembershipError where the store is lost, or does not answer for `seconds`.
+    """
+
+    def __init__(self, store: Store, address: str, seconds: float) -> None:
+        self._store = store
+        self._address = address
+        self._seconds = seconds
+
+    def read(self, key: str) -> str | None:
+        """A value, None where there is none yet."""
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "") or None
+
+    def write(self, key: str, value: str) -> None:
+        """Set a value, which is not empty."""
+        self._ask(partial(self._store.set, key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number that starts at 0; the sum."""
+        return self._ask(lambda: self._store.add(key, amount))
+
+    def propose(self, key: str, value: str) -> str:
+        """Set a value where there is none yet; the value that is there then."""
+        return self._ask(lambda: self._store.compare_set(key, "", value).decode())
+
+    def _ask(self, question: Callable[[], Result]) -> Result:
+        try:
+            answer = within(self._seconds, lambda: (question(),))
+        except RuntimeError as error:
+            raise MembershipError(f"{self._lost}: {error}") from error
+        if answer is None:
+            raise MembershipError(f"{self._lost} for {self._seconds:g} s")
+        return answer[0]
+
+    @property
+    def _lost(self) -> str:
+        return (
+            f"the meeting place {self._address} does not answer, and without it nobody can tell who is in the job. "
+            "This worker ends; start the job again, from a checkpoint where there is one"
         )

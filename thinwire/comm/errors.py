@@ -1,11 +1,20 @@
-"""The errors of communication: one type to catch when ranks can no longer work together.
-
-They say which collective failed and, as far as the survivors can tell, which ranks are to blame.
-"""
+"""Errors of communication. After a failure the ranks hold a roll call, in which each says at which call it stands: the
+silent are to blame."""
 
 from __future__ import annotations
 
-__all__ = ["CommunicationError", "CommunicationTimeout"]
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "ROLL_CALL_SECONDS",
+    "Call",
+    "CommunicationError",
+    "CommunicationTimeout",
+    "RollCall",
+    "describe_failure",
+    "name_ranks",
+]
 
 
 class CommunicationError(RuntimeError):
@@ -22,3 +31,68 @@ class CommunicationError(RuntimeError):
 
 class CommunicationTimeout(CommunicationError):  # noqa: N818 - like the built-in TimeoutError, a kind
     """A collective did not finish within the communicator's timeout."""
+
+
+ROLL_CALL_SECONDS = 3.0
+"""How long survivors wait for one another's answer; several times what a waiting rank takes to notice."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call: its place in the communicator's order, and what must agree on all ranks."""
+
+    sequence: int
+    signature: str
+
+    def __str__(self) -> str:
+        return f"{self.signature} (call {self.sequence})"
+
+    def encode(self) -> bytes:
+        """Bytes to send in a roll call."""
+        return f"{self.sequence}|{self.signature}".encode()
+
+    @staticmethod
+    def decode(message: bytes) -> Call:
+        """The call that ``encode`` turned into ``message``."""
+        sequence, signature = message.decode().split("|", 1)
+        return Call(int(sequence), signature)
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """The outcome of a roll call: where each rank that answered stands, who did not, and a remark."""
+
+    answers: Mapping[int, Call]
+    absent: tuple[int, ...]
+    remark: str = ""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 1, 2``."""
+    names = [str(rank) for rank in ranks]
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
+
+
+def describe_failure(
+    call: Call, rank: int, size: int, roll_call: RollCall, timeout: float | None, cause: object
+) -> CommunicationError:
+    """Build the error that ``rank`` raises for ``call`` after ``roll_call``.
+
+    ``timeout`` is the seconds waited when the call timed out, None when it failed at once; ``cause`` is
+    what the transport said, if anything.
+    """
+    blamed = roll_call.absent
+    differing = {other: answer for other, answer in sorted(roll_call.answers.items()) if answer != call}
+    if blamed:
+        reason = f"{name_ranks(blamed)} did not answer: dead, stopped or busy elsewhere"
+    elif differing:
+        blamed = tuple(differing)
+        where = "; ".join(f"rank {other} is at {answer}" for other, answer in differing.items())
+        reason = f"ranks are not at the same call: {where}"
+    else:
+        reason = "no rank is missing: the timeout is too short, or the network failed"
+    what = f"timed out after {timeout:g} s" if timeout is not None else "failed"
+    details = "".join(f" [{detail}]" for detail in (roll_call.remark, cause) if detail)
+    kind = CommunicationTimeout if timeout is not None else CommunicationError
+    message = f"{call} {what} on rank {rank} of {size}: {reason}{details}"
+    return kind(message, ranks=blamed, collective=call.signature)

@@ -1,12 +1,21 @@
 """Joins the job that this process belongs to, whatever started it, with no change to the script.
 
-``detect`` reads the environment; here the backend is chosen and the ranks meet.
+``detect`` reads the environment; here the backend is chosen by the GPUs there are, torch.distributed or MPI is started,
+and the ranks compare what they run.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
+import json
 import os
+import socket
 import sys
+import time
+import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import Literal, get_args
 
@@ -14,15 +23,104 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import threads
-from thinwire.comm.checks import check_timeout
+from thinwire.comm.collectives import check_timeout
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.launchers import Launch, detect
-from thinwire.comm.roster import count_hosts
+from thinwire.comm.launchers import Launch, detect, meet
 from thinwire.comm.torch_backend import TorchCommunicator, group_timeout
-from thinwire.comm.torch_launch import init_process_group
 from thinwire.version import __version__
 
-__all__ = ["Backend", "init"]
+__all__ = ["Backend", "choose_backend", "count_hosts", "init", "init_process_group"]
+
+
+_GIVE_WAY_SECONDS = 0.05
+
+_MIXED = "cpu:gloo,cuda:nccl"
+"""Chosen where every rank has a GPU of its own: host tensors can travel as well."""
+
+
+def init_process_group(launch: Launch, backend: Literal["gloo", "nccl", "mpi"] | None, timeout: float) -> None:
+    """Initialise torch's default process group for ``launch``; it is destroyed when Python exits.
+
+    Raises ``ValueError`` when NCCL is asked for but GPUs are missing, or when the ranks cannot meet.
+    """
+    if launch.size is None:
+        raise ValueError("the launcher does not say how many ranks there are; install mpi4py, which can ask")
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    name = choose_backend(launch, backend, gpus, os.environ)
+    if "nccl" in name:
+        torch.cuda.set_device((launch.local_rank or 0) % gpus)
+    _import_what_would_keep_the_group()
+    limit = group_timeout(timeout)
+    if launch.launcher == "torchrun":
+        dist.init_process_group(name, timeout=limit)
+    else:
+        store = meet(launch, launch.size, timeout, os.environ)
+        dist.init_process_group(name, store=store, rank=launch.rank, world_size=launch.size, timeout=limit)
+    # Without this, Gloo's threads can abort a process that is already over.
+    atexit.register(_destroy_process_group)
+
+
+def choose_backend(launch: Launch, backend: str | None, gpus: int, environ: Mapping[str, str]) -> str:
+    """Name for ``init_process_group``: ``backend``, or the best one for a host where this rank sees ``gpus``.
+
+    NCCL needs a GPU a rank. Slurm may show each rank only its own.
+    """
+    own_gpu = gpus == 1 and "SLURM_GPUS_PER_TASK" in environ
+    ranks_here = launch.local_size or launch.size or 1
+    enough = gpus >= ranks_here or own_gpu
+    if backend is None:
+        return _MIXED if enough else "gloo"
+    if backend == "nccl" and not enough:
+        raise ValueError(
+            f"backend 'nccl' needs a GPU for each rank: {ranks_here} ranks on this host see {gpus}; start "
+            "fewer ranks, or use backend='gloo'"
+        )
+    return backend
+
+
+def _import_what_would_keep_the_group() -> None:
+    # This module keeps the process group that there is when it is imported, and torch.optim imports it, through
+    # torch._dynamo. The group would outlive Python, whose shutdown Gloo's threads then abort.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
+        importlib.import_module("torch.distributed.nn.functional")
+
+
+def _destroy_process_group() -> None:
+    gc.collect()  # cycles, as FSDP's hooks make them, may hold a group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Gloo's threads give back the tensors of their last transfer under Python's lock. Let them have it: asking for it
+    # once Python shuts down aborts the process.
+    time.sleep(_GIVE_WAY_SECONDS)
+
+
+def count_hosts(comm: Communicator, *, thinwire: str, torch: str) -> int:
+    """On how many hosts the ranks are. Collective.
+
+    `thinwire`, `torch`: this rank's versions. Where those of torch differ rank 0 warns. Raises RuntimeError, on every
+    rank, where those of thinwire do: what they send each other may differ too.
+    """
+    mine = {"host": socket.gethostname(), "thinwire": thinwire, "torch": torch}
+    everyones = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(mine).encode(), "join the job")]
+    first = everyones[0]
+    for rank, other in enumerate(everyones):
+        if other["thinwire"] != first["thinwire"]:
+            raise RuntimeError(
+                f"rank {rank} on {other['host']} runs thinwire {other['thinwire']}, rank 0 on {first['host']} "
+                f"{first['thinwire']}: install the same version on every host"
+            )
+    of_another = next((rank for rank, other in enumerate(everyones) if other["torch"] != first["torch"]), None)
+    if of_another is not None and comm.rank == 0:
+        other = everyones[of_another]
+        warnings.warn(
+            f"rank {of_another} on {other['host']} runs torch {other['torch']}, rank 0 on {first['host']} "
+            f"{first['torch']}: they may round differently, so that replicas of the weights drift apart",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return len({one["host"] for one in everyones})
+
 
 Backend = Literal["gloo", "nccl", "mpi"]
 
@@ -87,7 +185,7 @@ def _join_mpi(launch: Launch, timeout: float) -> Communicator:
             "would be alone; start the script with mpirun, or leave the backend to init()"
         )
     from thinwire.comm.mpi_backend import MPICommunicator, install_abort_hook
-    from thinwire.comm.mpi_library import MPI
+    from thinwire.comm.mpi_rounds import MPI
 
     world = MPI.COMM_WORLD.Get_size()
     if launch.size is not None and launch.size != world:
@@ -106,7 +204,7 @@ def _join_mpi(launch: Launch, timeout: float) -> Communicator:
 
 def _has_mpi() -> bool:
     try:
-        import thinwire.comm.mpi_library  # noqa: F401 - importing is the test: it loads the MPI library
+        import thinwire.comm.mpi_rounds  # noqa: F401 - importing is the test: it loads the MPI library
     except ImportError:
         return False
     return True

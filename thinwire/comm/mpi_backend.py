@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.checks import ReduceOp
+from thinwire.comm.collectives import Pending, ReduceOp
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.failure import ROLL_CALL_SECONDS, Call, RollCall
-from thinwire.comm.mpi_library import MPI
+from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, RollCall
 from thinwire.comm.mpi_progress import SLEEP_SECONDS, Progress, Transfer
-from thinwire.comm.mpi_rounds import Rounds, address
+from thinwire.comm.mpi_rounds import MPI, Rounds, address
 from thinwire.comm.pairwise import LEAST_CHUNK_BYTES
-from thinwire.comm.work import Pending
 
 __all__ = ["MPICommunicator", "install_abort_hook"]
 

@@ -16,8 +16,7 @@ from itertools import cycle, islice
 
 from torch import Tensor
 
-from thinwire.comm.mpi_library import MPI
-from thinwire.comm.mpi_rounds import CALLS_A_LOOK, Rounds
+from thinwire.comm.mpi_rounds import CALLS_A_LOOK, MPI, Rounds
 
 __all__ = ["SLEEP_SECONDS", "Progress", "Transfer"]
 

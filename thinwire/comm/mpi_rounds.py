@@ -14,9 +14,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.comm.mpi_library import MPI
+__all__ = ["CALLS_A_LOOK", "MPI", "Exchange", "Rounds", "address"]
 
-__all__ = ["CALLS_A_LOOK", "Exchange", "Rounds", "address"]
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise ImportError(
+        f"MPI was asked for, and cannot be used: {error}. Install mpi4py and an MPI library that it finds "
+        "(pip install 'thinwire[mpi]' brings both), or leave the backend to thinwire.comm.init()"
+    ) from error
+
 
 CALLS_A_LOOK = 8
 """Open MPI looks at its sockets in every eighth call only, so that fewer would see nothing of them."""

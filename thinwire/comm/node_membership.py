@@ -1,22 +1,117 @@
 """A whole node, or a single process, as one worker of an elastic job: its first rank agrees with the other workers on
-who is in the job, and its other ranks hear of it."""
+who is in the job, and relays what came of it, errors included, to its other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.elastic import Elastic
-from thinwire.comm.limited_store import LimitedStore
+from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
+from thinwire.comm.errors import CommunicationError
 from thinwire.comm.membership import Entry, Generation, Membership, Record, job_store
-from thinwire.comm.relay import Relay
 
-__all__ = ["NodeMembership", "WorkerGroup"]
+__all__ = ["NodeMembership", "Relay", "WorkerGroup"]
+
+
+Result = TypeVar("Result")
+
+_COUNT, _FIRST = 8, 256
+"""Bytes in which a message says its length, and bytes of its first part, which takes most messages whole."""
+
+
+class Relay:
+    """Between the ranks of a node, of which rank 0, `leads`, speaks with other nodes. Every rank makes the same calls.
+
+    A rank that is lost here ends the node: every call then raises MembershipError, once `when_lost` has been called.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        patience: float,
+        errors: Sequence[type[Exception]] = (),
+        when_lost: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`patience`: seconds that the leader may take for what it is asked. `errors`: kinds that the others should get
+        as they are, the most special first; beside them those of communication, and ValueError."""
+        self.leads = comm.rank == 0
+        self.alone = comm.size == 1
+        self._comm = None if self.alone else comm.duplicate(patience)
+        self._kinds: tuple[type[Exception], ...] = (*errors, MembershipError, CommunicationError, ValueError)
+        self._when_lost = when_lost
+
+    def ask(self, question: Callable[[], Result]) -> Result:
+        """What `question` returns on the leader, a value that JSON can hold; what it raises there all raise."""
+        if self.alone:
+            return question()
+        answer: dict[str, object] = {}
+        error: Exception | None = None
+        if self.leads:
+            try:
+                answer["value"] = question()
+            except self._kinds as raised:
+                error = raised
+                kind = next(number for number, one in enumerate(self._kinds) if isinstance(raised, one))
+                answer |= {"kind": kind, "message": str(raised)}
+        heard = json.loads(self._tell(json.dumps(answer).encode()))
+        if error is not None:
+            raise error
+        if "kind" in heard:
+            raise self._kinds[heard["kind"]](heard["message"])
+        value: Result = heard["value"]
+        return value
+
+    def spread(self, tensor: Tensor) -> None:
+        """Copy the leader's `tensor` into that of every rank."""
+        if self._comm is not None:
+            self._send(self._comm, tensor)
+
+    def lost(self, error: CommunicationError) -> MembershipError:
+        """What to raise where a collective of the node's ranks has failed, of which the other nodes are told."""
+        self._when_lost()
+        return MembershipError(
+            f"a rank of this node is lost, and with it the node: the other nodes go on without it. {error}",
+            ranks=error.ranks,
+            collective=error.collective,
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to the others of its node, by these calls."""
+        return 0 if self._comm is None else self._comm.traffic.bytes_sent
+
+    def close(self) -> None:
+        """Release the node's communicator."""
+        if self._comm is not None:
+            self._comm.close()
+
+    def _tell(self, message: bytes) -> bytes:
+        assert self._comm is not None
+        whole = len(message).to_bytes(_COUNT, "little") + message
+        first = self._tell_part(self._comm, whole[:_FIRST], _FIRST)
+        length = _COUNT + int.from_bytes(first[:_COUNT], "little")
+        if length > _FIRST:
+            first += self._tell_part(self._comm, whole[_FIRST:], length - _FIRST)
+        return first[_COUNT:length]
+
+    def _tell_part(self, comm: Communicator, part: bytes, length: int) -> bytes:
+        mine = bytearray(part.ljust(length, b"\0")[:length])  # a follower's own is not looked at
+        data = torch.frombuffer(mine, dtype=torch.uint8).to(comm.control_device)
+        self._send(comm, data)
+        return data.cpu().numpy().tobytes()
+
+    def _send(self, comm: Communicator, tensor: Tensor) -> None:
+        try:
+            comm.broadcast(tensor)
+        except CommunicationError as error:
+            raise self.lost(error) from error
 
 
 class WorkerGroup:

@@ -13,11 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.checks import ReduceOp, check_timeout
+from thinwire.comm.collectives import Pending, ReduceOp, check_timeout
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.errors import CommunicationError
-from thinwire.comm.failure import Call, RollCall, name_ranks
-from thinwire.comm.work import Pending
+from thinwire.comm.errors import Call, CommunicationError, RollCall, name_ranks
 
 __all__ = ["ThreadCommunicator", "current", "run", "single"]
 

@@ -1,6 +1,7 @@
 """Counts of the bytes a rank sends, so that a claim about compression is measured and not assumed.
 
-They are what a bandwidth-optimal algorithm makes this rank send, whatever algorithm the backend runs.
+They are what a bandwidth-optimal algorithm makes this rank send, whatever algorithm the backend runs. No torch: a plan
+counts them too.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from thinwire.compress.packet import (
 )
 from thinwire.compress.parts import cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
-from thinwire.zero.host_reading import read_together
+from thinwire.zero.norm_sketch import read_together
 
 __all__ = [
     "Adjust",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.nodes import NodeLinks
+from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Headers, Leg, kept_headers
 from thinwire.compress.packet import (

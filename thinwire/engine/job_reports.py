@@ -12,8 +12,7 @@ from thinwire.engine.monitoring.losses import StepLosses
 from thinwire.engine.monitoring.monitor import Monitor
 from thinwire.engine.monitoring.profiled_timers import ProfiledTimers
 from thinwire.engine.monitoring.timers import StepTimers, breakdown_line, progress_line
-from thinwire.zero.live_tensors import live_tensor_bytes
-from thinwire.zero.memory import MemoryReport
+from thinwire.zero.memory import MemoryReport, live_tensor_bytes
 
 __all__ = ["JobReports", "StepSummary"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm import Traffic
 from thinwire.engine.errors import CallError
 from thinwire.zero.home import NOT_STEPPED
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 __all__ = ["NoOptimizer", "check_trains"]
 

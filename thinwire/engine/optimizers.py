@@ -18,9 +18,9 @@ from thinwire.optim import DiLoCo
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
-from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
-from thinwire.zero.bucket_optimizer import OptimizerClass
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
+from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
+from thinwire.zero.optimizer import OptimizerClass
 from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.sharded_model import describe_sharded

@@ -22,7 +22,7 @@ from thinwire.optim.exact.muon import mark_matrices
 from thinwire.optim.exact.names import EXACT
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import uncorrected_adam
-from thinwire.zero.bucket_optimizer import OptimizerClass
+from thinwire.zero.optimizer import OptimizerClass
 
 __all__ = [
     "GivenOptimizer",

@@ -16,7 +16,7 @@ from thinwire.engine.checkpoint.job_values import SpecialValue, check_random_val
 from thinwire.engine.checkpoint.manifest import Manifest, first_fault
 from thinwire.engine.model import Precision
 from thinwire.zero import SavedSlice, SliceSource
-from thinwire.zero.saved_slices import OwnSlices
+from thinwire.zero.saved_state import OwnSlices
 
 __all__ = ["KeptWeights", "ModelNames", "fault_of_saved_job"]
 

@@ -11,10 +11,6 @@ __all__ = ["Trainer", "TrainerMixin", "adapt"]
 
 # Only who uses one of them needs transformers.
 if TYPE_CHECKING:
-    from thinwire.hugging_face.adaptation import adapt
-    from thinwire.hugging_face.mixin import TrainerMixin
-    from thinwire.hugging_face.trainer import Trainer
+    from thinwire.hugging_face.mixin import Trainer, TrainerMixin, adapt
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__, {"adaptation": ("adapt",), "mixin": ("TrainerMixin",), "trainer": ("Trainer",)}
-    )
+    __getattr__, __dir__ = lazy_exports(__name__, {"mixin": ("Trainer", "TrainerMixin", "adapt")})

@@ -6,25 +6,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import transformers
 from transformers import get_scheduler
 
 from thinwire.engine import Engine
-from thinwire.hugging_face.acceleration import adapt_accelerator
-from thinwire.hugging_face.checks import check_arguments, check_optimizer, synchronized
-from thinwire.hugging_face.engine_acceleration import EngineSchedule, EngineStep, adapt_accelerator_to_engine
-from thinwire.hugging_face.engine_training import EngineTraining, ThinwireConfig
-from thinwire.hugging_face.optimizer_files import load_optimizer, save_optimizer
+from thinwire.hugging_face.acceleration import adapt_accelerator, check_arguments, check_optimizer, synchronized
+from thinwire.hugging_face.engine_training import (
+    EngineSchedule,
+    EngineStep,
+    EngineTraining,
+    ThinwireConfig,
+    adapt_accelerator_to_engine,
+    load_optimizer,
+    save_optimizer,
+)
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+__all__ = ["Trainer", "TrainerMixin", "adapt"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
 
-__all__ = ["TrainerMixin"]
 
 _SCHEDULE = "scheduler.pt"  # as transformers calls it
 
@@ -289,3 +296,34 @@ def _leave_evaluation(optimizer: Any) -> None:
     """Have parameters follow what is written to them, where the last evaluation has left other weights showing."""
     if isinstance(optimizer, SynchronizedOptimizer) and not optimizer.in_training:
         optimizer.train()
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """transformers.Trainer, whose gradients a thinwire optimizer synchronises: see TrainerMixin."""
+
+
+AnyTrainer = TypeVar("AnyTrainer", bound=transformers.Trainer)
+
+
+def adapt(trainer: AnyTrainer, thinwire_config: ThinwireConfig | None = None) -> AnyTrainer:
+    """Have a trainer do all that TrainerMixin does, before its `train()`; returns it.
+
+    `thinwire_config`: as TrainerMixin takes it. The trainer's class becomes a subclass of what it was. Raises TypeError
+    for what is no transformers.Trainer, RuntimeError for one that has trained, as its model is wrapped already, and
+    ValueError for arguments that TrainerMixin refuses.
+    """
+    if not isinstance(trainer, transformers.Trainer):
+        raise TypeError(f"adapt() takes a transformers.Trainer, got a {type(trainer).__name__}")
+    if isinstance(trainer, TrainerMixin):
+        if thinwire_config is not None:
+            raise TypeError(f"this {type(trainer).__name__} is adapted: pass thinwire_config where it is built")
+        return trainer
+    if trainer.model_wrapped is not trainer.model:
+        raise RuntimeError(
+            f"this {type(trainer).__name__} has wrapped its model already: call adapt() right after it is built"
+        )
+    whole = type(trainer)
+    trainer.__class__ = type(whole.__name__, (TrainerMixin, whole), {"__module__": whole.__module__})
+    TrainerMixin.adapt_accelerator(trainer, thinwire_config)  # type: ignore[arg-type]
+    TrainerMixin.check_given(trainer)  # type: ignore[arg-type]
+    return trainer

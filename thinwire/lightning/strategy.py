@@ -1,10 +1,18 @@
-"""What a Lightning Trainer leaves to thinwire optimizers: synchronising gradients, clipping them, and saving every
-rank's state."""
+"""The strategy of a Lightning Trainer whose gradients leave through a thinwire optimizer, the checks of what it is
+given, and the optimizers' part of its checkpoints.
+
+That lies beside NAME.ckpt, in `thinwire/` of the same folder: a checkpoint for each optimizer, with one file a rank. A
+new one is written under a new tag before NAME.ckpt, which names the tag, takes the place of an older one; what that one
+named goes last. Killed at any moment, NAME.ckpt names what is there.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -13,16 +21,143 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from thinwire.lightning.checkpoint_files import CheckpointFiles
-from thinwire.lightning.checks import check_clipping, check_optimizers, check_places
+from thinwire.engine.checkpoint.folder import CheckpointFolder
+from thinwire.engine.checkpoint.store import load_optimizer, save_optimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+from thinwire.zero.training_loops import refuse_late_workers
+
+__all__ = ["NAME", "CheckpointFiles", "ThinwireStrategy", "check_clipping", "check_optimizers", "check_places"]
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], world_size: int, scaler: object) -> None:
+    """Raise TypeError for an optimizer that is not ours, ValueError for one that does not go with the Trainer.
+
+    `scaler`: the GradScaler that steps it, if any.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, SynchronizedOptimizer):
+            raise TypeError(
+                f"configure_optimizers() returned {name}, and under ThinwireStrategy only a thinwire optimizer sends "
+                "gradients, so that ranks would train apart: return thinwire.OneBitAdam(self.parameters(), ...) or "
+                'another of thinwire\'s, or train with strategy="ddp"'
+            )
+        if optimizer.comes_and_goes:
+            refuse_late_workers("the Trainer")
+        if optimizer.comm.size != world_size:
+            raise ValueError(
+                f"{name} has {optimizer.comm.size} ranks and the Trainer {world_size}: build the optimizer, and its "
+                "communicator, in configure_optimizers(), when the Trainer's processes have met, and start the job "
+                "with as many processes as devices= and num_nodes= say"
+            )
+        if scaler is not None and getattr(optimizer, "stage", 0) == 2:
+            raise ValueError(
+                'precision="16-mixed" steps through a GradScaler, which cannot look at gradients that stage 2 has sent '
+                'to their owners: use stage=1, or precision="bf16-mixed"'
+            )
+
+
+def check_clipping(optimizer: Any, value: float | None, algorithm: str | None) -> None:
+    """Raise ValueError where Lightning is to clip otherwise than this optimizer does.
+
+    `value` and `algorithm`: the Trainer's gradient_clip_val and gradient_clip_algorithm, or what `clip_gradients` of a
+    LightningModule was given.
+    """
+    if not value:
+        return
+    name = type(optimizer).__name__.removeprefix("Lightning")
+    if algorithm is not None and str(getattr(algorithm, "value", algorithm)) != "norm":
+        raise ValueError(
+            f'gradient_clip_algorithm="value" clips every element of a gradient, which has left for the other ranks by '
+            f'then: clip by norm, with gradient_clip_algorithm="norm" and max_norm={value} of {name}'
+        )
+    if value != optimizer.max_norm:
+        raise ValueError(
+            f"gradient_clip_val is {value} and max_norm of {name} is {optimizer.max_norm}: pass max_norm={value} to "
+            f"{name}, as the optimizer clips for the Trainer, by the averaged gradient's norm"
+        )
+
+
+def check_places(callbacks: Sequence[Any]) -> None:
+    """Raise ValueError for a ModelCheckpoint, of these, that saves where not all ranks can write files."""
+    for callback in callbacks:
+        if "://" in (folder := str(getattr(callback, "dirpath", None) or "")):
+            raise ValueError(
+                f"{type(callback).__name__} saves to {folder}, and every rank writes a file of its optimizer's state: "
+                "give a dirpath on a file system that all ranks have mounted"
+            )
+
+
+_FOLDER = "thinwire"
+_TAG = "thinwire_tag"  # of an optimizer's entry in NAME.ckpt
+_LONGEST_NAME = 150  # bytes of NAME in a tag
+_PATIENCE = 60.0  # seconds for which another job may have the folder locked
+
+
+class CheckpointFiles:
+    """What belongs to the Lightning checkpoint at `path`.
+
+    Raises ValueError for a path that is not one of a file system.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "://" in str(path):
+            raise ValueError(
+                f"cannot save or load the optimizers' state at {path}: every rank has a file of its own, on a file "
+                "system that all ranks have mounted; give a path there"
+            )
+        self._path = Path(path)
+        self._folder = self._path.parent / _FOLDER
+        name = self._path.name.encode()[:_LONGEST_NAME].decode(errors="ignore").lstrip(".")
+        self._name = "".join(one if one.isprintable() and one != "\\" else "_" for one in name)
+
+    def save(self, optimizers: Sequence[SynchronizedOptimizer], nonce: str) -> list[dict[str, Any]]:
+        """Write every optimizer's state; what NAME.ckpt has to say of each. Collective.
+
+        `nonce`: eight hexadecimal digits, the same on all ranks, that no other save uses. Raises CheckpointError, on
+        every rank, where it could not be written.
+        """
+        entries = []
+        for number, optimizer in enumerate(optimizers):
+            tag = f"{self._name}.{nonce}.{number}"
+            save_optimizer(optimizer, self._folder, tag)
+            entries.append({_TAG: tag})
+        return entries
+
+    def remove(self, but: Sequence[str] = ()) -> None:
+        """Remove what earlier saves of this name wrote, but for these nonces. By rank 0 alone."""
+        stale = re.compile(rf"{re.escape(self._name)}\.([0-9a-f]{{8}})\.\d+")
+        names = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
+        for name in names:
+            found = stale.fullmatch(name)
+            if found is None or found[1] in but:
+                continue
+            if problem := CheckpointFolder(self._folder).remove(name, _PATIENCE):
+                warnings.warn(problem, RuntimeWarning, stacklevel=2)
+
+    @staticmethod
+    def has_state(entry: Any) -> bool:
+        """Whether this entry of NAME.ckpt is one that `save` returned."""
+        return isinstance(entry, dict) and _TAG in entry
+
+    def load(self, optimizer: SynchronizedOptimizer, entry: Any) -> None:
+        """Load the state that an entry stands for, on any number of ranks. Collective.
+
+        Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
+        optimizer's.
+        """
+        advice = (
+            f"{self._path} goes with {self._folder}: copy both. The weights alone load with load_from_checkpoint(), to "
+            "train from without ckpt_path"
+        )
+        load_optimizer(optimizer, self._folder, entry[_TAG], advice)
+
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 else:
     _DDPStrategy = object  # either package's comes in where the strategy is registered
 
-__all__ = ["NAME", "ThinwireStrategy"]
 
 NAME = "thinwire"
 

@@ -14,9 +14,9 @@ from thinwire.optim.algorithm import Keep
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.zero import BucketLayout
-from thinwire.zero.flat_bucket import Run
 from thinwire.zero.home import TRAFFIC
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.master_weights import Run
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 __all__ = [
     "LEFT_OUT_STEPS",

@@ -16,7 +16,7 @@ from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.group_weights import GroupWeights, slots_with_elements
 from thinwire.optim.options import check_same_freeze
 from thinwire.optim.step import Parameters
-from thinwire.zero.host_reading import read_together
+from thinwire.zero.norm_sketch import read_together
 
 __all__ = ["FreezeGroup"]
 

@@ -11,7 +11,7 @@ from thinwire.optim.algorithm import Algorithm, Clock, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.step import Parameters
 from thinwire.zero import Slot
-from thinwire.zero.flat_bucket import Run
+from thinwire.zero.master_weights import Run
 
 __all__ = ["GroupWeights", "slots_with_elements"]
 

@@ -17,8 +17,8 @@ from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.packet import SettingsError
 from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.zero.averaging import PLAIN_AVERAGING, Averaging
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
+from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
 from thinwire.zero.rank_checks import check_same_on_every_rank
 from thinwire.zero.sharded_parameters import Sharding
 

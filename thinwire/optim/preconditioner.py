@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.zero.saved_slices import SliceSource
+from thinwire.zero.saved_state import SliceSource
 
 __all__ = [
     "LEVELS",

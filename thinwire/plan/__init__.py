@@ -40,14 +40,12 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire.plan.calibration import Calibration, load_calibration, save_calibration
     from thinwire.plan.cluster import Cluster, Link, Processor, Speed
-    from thinwire.plan.errors import PlanError
-    from thinwire.plan.methods import Method, methods_for
-    from thinwire.plan.models.finding import named_model
-    from thinwire.plan.outer_schedule import OuterSchedule
+    from thinwire.plan.methods import Method, OuterSchedule, Schedule, methods_for
+    from thinwire.plan.models import named_model
     from thinwire.plan.prediction import Prediction, StepPrediction, predict
     from thinwire.plan.probing import probe
     from thinwire.plan.recommendation import Plan, break_even_rate, plan
-    from thinwire.plan.schedule import Schedule
+    from thinwire.plan.units import PlanError
     from thinwire.plan.workload import Activations, Blocks, Matrices, Transformer, Workload, plain_model
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -55,14 +53,12 @@ else:
         {
             "calibration": ("Calibration", "load_calibration", "save_calibration"),
             "cluster": ("Cluster", "Link", "Processor", "Speed"),
-            "errors": ("PlanError",),
-            "methods": ("Method", "methods_for"),
-            "outer_schedule": ("OuterSchedule",),
+            "methods": ("Method", "OuterSchedule", "Schedule", "methods_for"),
             "prediction": ("Prediction", "StepPrediction", "predict"),
             "probing": ("probe",),
             "recommendation": ("Plan", "break_even_rate", "plan"),
-            "schedule": ("Schedule",),
-            "models.finding": ("named_model",),
+            "models": ("named_model",),
+            "units": ("PlanError",),
             "workload": ("Activations", "Blocks", "Matrices", "Transformer", "Workload", "plain_model"),
         },
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from thinwire.plan.cluster import COLLECTIVES, Collective, Link, Processor, Speed
-from thinwire.plan.errors import PlanError
+from thinwire.plan.units import PlanError
 
 __all__ = ["Calibration", "CollectiveFit", "LinkFit", "ProcessorRates", "load_calibration", "save_calibration"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from thinwire.plan.errors import PlanError, require_positive, require_whole
+from thinwire.plan.units import PlanError, require_positive, require_whole
 
 __all__ = ["COLLECTIVES", "Cluster", "Collective", "Link", "Processor", "Speed", "rounds"]
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from thinwire.plan.devices import DEFAULT_DEVICE, DEVICES
-from thinwire.plan.methods import ALGORITHMS
-from thinwire.plan.outer_schedule import CODECS
-from thinwire.plan.schedule import Schedule
+from thinwire.plan.methods import ALGORITHMS, CODECS, Schedule
+from thinwire.plan.workload import DEFAULT_DEVICE, DEVICES
 
 __all__ = ["add_plan_arguments", "add_probe_arguments"]
 
@@ -105,6 +103,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _probe(arguments: argparse.Namespace) -> int:
-    from thinwire.plan.probe_command import run_probe
+    from thinwire.plan.probing import run_probe
 
     return run_probe(arguments)

@@ -1,14 +1,30 @@
-"""What one collective costs: seconds on the link between nodes and on that inside, and bytes, counted as
-`thinwire.comm.Traffic` counts them."""
+"""Costs of communication: one collective, the collectives of one bucket, and how much of them hides behind backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from thinwire.comm.traffic import sent_bytes
-from thinwire.plan.cluster import Cluster, Collective
+from thinwire.compress.packet_layout import CODE_BITS, DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes
+from thinwire.plan.cluster import Cluster, Collective, Processor
+from thinwire.zero.bucket_layout import shard_numel
 
-__all__ = ["Cost", "between_nodes", "compute", "everywhere", "inside_nodes"]
+__all__ = [
+    "NO_BUCKETS",
+    "Buckets",
+    "Cost",
+    "between_nodes",
+    "compute",
+    "cut",
+    "everywhere",
+    "gather",
+    "hierarchical_exchange",
+    "inside_nodes",
+    "reduce",
+    "seconds_beside",
+    "two_legs",
+]
 
 
 @dataclass(frozen=True)
@@ -95,3 +111,118 @@ def inside_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
     sent = sent_bytes(collective, nbytes, cluster.ranks_per_node)
     seconds = cluster.inside.seconds(collective, cluster.ranks_per_node, sent)
     return Cost(inside=seconds + (cluster.turn_seconds if cluster.ranks_per_node > 1 else 0), bytes_sent=sent)
+
+
+# One bucket: packet and shard sizes are the library's own
+
+# Memory traffic of the passes that no fused kernel makes, bytes an element.
+_FILL_BYTES = 16  # momentum, gradient and denominator in, payload out
+_SUM_BYTES = 4  # an owner reads every rank's fp32 and keeps the sum in its cache
+_CAST_BYTES = 12  # fp32 to 16 bits and back
+
+
+def reduce(cluster: Cluster, elements: int, element_bytes: int, *, cast: bool) -> Cost:
+    """One all-reduce of `elements`, as DDP makes it; with `cast`, fp32 gradients travel in 16 bits."""
+    cost = everywhere(cluster, "all_reduce", elements * element_bytes)
+    if cast:
+        cost += compute(elements * _CAST_BYTES / cluster.processor.memory)
+    return cost
+
+
+def gather(cluster: Cluster, elements: int, element_bytes: int) -> Cost:
+    """Every rank gets everybody's shard of `elements`."""
+    shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
+    return everywhere(cluster, "all_gather", shard * element_bytes)
+
+
+def two_legs(cluster: Cluster, elements: int, codec: CodecName, *, back: bool = True) -> Cost:
+    """The exchange of all ranks: packets to the owners, and with `back` their average to everybody."""
+    ranks = cluster.ranks
+    shard = shard_numel(elements, ranks, DEFAULT_BLOCK_SIZE)
+    packet = codec_packet_bytes(codec, shard)
+    cost = everywhere(cluster, "all_to_all", ranks * packet)
+    if back:
+        cost += everywhere(cluster, "all_gather", packet)
+    return cost + compute(_codec_seconds(cluster.processor, codec, elements, shard, ranks, back=back))
+
+
+def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+    """Exact sums inside the node, the codec between the nodes on each rank's shard, exact values inside again."""
+    local = shard_numel(elements, cluster.ranks_per_node, DEFAULT_BLOCK_SIZE)
+    shard = shard_numel(local, cluster.nodes, DEFAULT_BLOCK_SIZE)
+    packet = codec_packet_bytes(codec, shard)
+    cost = inside_nodes(cluster, "all_to_all", 4 * local * cluster.ranks_per_node)
+    cost += between_nodes(cluster, "all_to_all", cluster.nodes * packet)
+    cost += between_nodes(cluster, "all_gather", packet)
+    cost += inside_nodes(cluster, "all_gather", 4 * local)
+    sums = local * cluster.ranks_per_node * _SUM_BYTES / cluster.processor.memory
+    return cost + compute(sums + _codec_seconds(cluster.processor, codec, local, shard, cluster.nodes, back=True))
+
+
+def _codec_seconds(
+    processor: Processor, codec: CodecName, elements: int, shard: int, owners: int, *, back: bool
+) -> float:
+    if codec in CODE_BITS:  # at the rates of sign1, which the probe measures
+        fill = elements * _FILL_BYTES / processor.memory
+        return fill + _kernel_seconds(processor, elements, shard, owners, back)
+    sums = owners * shard * _SUM_BYTES / processor.memory
+    return sums + (elements * _CAST_BYTES / processor.memory if codec != "none" else 0.0)
+
+
+def _kernel_seconds(processor: Processor, elements: int, shard: int, owners: int, back: bool) -> float:
+    """Encode all, average what came to the own shard; on the way back encode the shard and decode all."""
+    seconds = elements / processor.encode + owners * shard / processor.average
+    if back:
+        seconds += shard / processor.encode + elements / processor.decode
+    return seconds
+
+
+# Overlap: buckets leave as their gradients complete
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """`count` equal buckets, what `each` costs, and what the `last` does: one more, of the parameter whose gradient is
+    complete at backward's end only."""
+
+    count: int
+    each: Cost
+    last: Cost
+
+    @property
+    def total(self) -> Cost:
+        """What all of them cost."""
+        return self.each * self.count + self.last
+
+    def __add__(self, other: Buckets) -> Buckets:
+        if self.count != other.count:
+            raise ValueError(f"{self.count} and {other.count} buckets do not add up: cut both alike")
+        return Buckets(self.count, self.each + other.each, self.last + other.last)
+
+
+NO_BUCKETS = Buckets(1, Cost(), Cost())
+
+
+def cut(elements: int, last: int, bucket_elements: int, cost: Callable[[int], Cost]) -> Buckets:
+    """Cut `elements`, the `last` of which make a bucket of their own, into buckets of about `bucket_elements`."""
+    rest = elements - last
+    count = max(1, round(rest / bucket_elements))
+    return Buckets(count, cost(-(-rest // count)) if rest else Cost(), cost(last) if last else Cost())
+
+
+def seconds_beside(computation: float, buckets: Buckets, overlap: float) -> float:
+    """Seconds of `computation`, at equal intervals of which buckets become ready and leave, and of what is left of
+    their way when it ends.
+
+    Buckets are jobs in a pipeline of three machines: processor (computation and compression), the link between nodes,
+    the link inside. With equal jobs, the first one's way and then the busiest machine decide; the last bucket follows.
+    `overlap` is the part of a transfer that goes on while the processor computes: 0 gives the sum of everything.
+    """
+    each, last = buckets.each, buckets.last
+    arrival = computation / buckets.count
+    busiest = max(arrival + each.codec, each.between, each.inside)
+    links_free = arrival + each.total + (buckets.count - 1) * busiest
+    processor_free = computation + buckets.count * each.codec + last.codec
+    pipelined = max(links_free, processor_free) + last.wire
+    in_turn = computation + buckets.total.total
+    return overlap * pipelined + (1 - overlap) * in_turn

@@ -7,11 +7,20 @@ from dataclasses import dataclass, replace
 
 from thinwire.compress.packet_layout import CodecName
 from thinwire.plan.cluster import Cluster
-from thinwire.plan.costs import Cost, compute, everywhere, inside_nodes
-from thinwire.plan.exchanges import gather, hierarchical_exchange, reduce, two_legs
-from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method
-from thinwire.plan.overlap import NO_BUCKETS, Buckets, cut
-from thinwire.plan.schedule import Schedule
+from thinwire.plan.costs import (
+    NO_BUCKETS,
+    Buckets,
+    Cost,
+    compute,
+    cut,
+    everywhere,
+    gather,
+    hierarchical_exchange,
+    inside_nodes,
+    reduce,
+    two_legs,
+)
+from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method, Schedule
 from thinwire.plan.workload import Matrices, Workload
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel
 

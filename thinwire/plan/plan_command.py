@@ -9,20 +9,27 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from thinwire.plan import units
-from thinwire.plan.answer import as_answer
+from thinwire.plan.answer import as_answer, as_json, as_table
 from thinwire.plan.cluster import Cluster, Link, Processor
-from thinwire.plan.devices import DEFAULT_DEVICE, Device, named_device
-from thinwire.plan.errors import PlanError, require_whole
-from thinwire.plan.estimates import Batch, batch_for, estimate
-from thinwire.plan.measured_steps import MeasuredSteps
-from thinwire.plan.methods import methods_for
-from thinwire.plan.models.finding import named_model
-from thinwire.plan.outer_schedule import OuterSchedule
+from thinwire.plan.measure import MeasuredSteps
+from thinwire.plan.methods import OuterSchedule, Schedule, methods_for
+from thinwire.plan.models import named_model
 from thinwire.plan.plotting import draw_plan
 from thinwire.plan.recommendation import Plan, plan
-from thinwire.plan.report import as_json, as_table
-from thinwire.plan.schedule import Schedule
-from thinwire.plan.workload import Activations, Blocks, Transformer, Workload, plain_model
+from thinwire.plan.units import PlanError, require_whole
+from thinwire.plan.workload import (
+    DEFAULT_DEVICE,
+    Activations,
+    Batch,
+    Blocks,
+    Device,
+    Transformer,
+    Workload,
+    batch_for,
+    estimate,
+    named_device,
+    plain_model,
+)
 
 # Reading a calibration takes pydantic.
 if TYPE_CHECKING:
@@ -108,7 +115,7 @@ class _Request:
             raise PlanError(f"--measure finds out itself: leave out {', '.join(given or ['--accumulation'])}")
         require_whole("--measure-steps", typed.measure_steps)
         limit = units.seconds("--measure-limit", typed.measure_limit)
-        from thinwire.plan.measuring import measure_script
+        from thinwire.plan.measure import measure_script
 
         return measure_script(typed.measure, typed.measure_steps, limit)
 

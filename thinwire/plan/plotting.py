@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.plan.advice import title_of
-from thinwire.plan.errors import PlanError
+from thinwire.plan.answer import title_of
 from thinwire.plan.methods import POWERSGD, Method
 from thinwire.plan.prediction import predict
 from thinwire.plan.recommendation import BASELINE, WORTH_IT, Plan, at_rate
-from thinwire.plan.units import rate_in_words, size_in_words
+from thinwire.plan.units import PlanError, rate_in_words, size_in_words
 
 __all__ = ["draw_plan", "finding"]
 

@@ -1,21 +1,252 @@
-"""Measures the cluster that it runs on, in about the time it is given: links, compression, and what of a transfer goes
-on while the processor computes."""
+"""Probe of a cluster: collectives over sizes, a transfer beside a computation, and what a rank computes besides the
+model, measured on all ranks at once, as they share their node's cores and memory."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import log, sqrt
+from pathlib import Path
+from statistics import median
 
 import torch
+from torch import Tensor
 
+from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.plan.calibration import Calibration, LinkFit, ProcessorRates
-from thinwire.plan.errors import PlanError, require_positive
-from thinwire.plan.probe_link import Stopwatch, fit_link, hidden_part
-from thinwire.plan.probe_processor import processor_rates
+from thinwire.comm.agreement import raise_together
+from thinwire.comm.collectives import Work
+from thinwire.comm.traffic import sent_bytes
+from thinwire.compress import make_codec
+from thinwire.plan.calibration import Calibration, CollectiveFit, LinkFit, ProcessorRates, save_calibration
+from thinwire.plan.cluster import COLLECTIVES, Collective
+from thinwire.plan.units import PlanError, require_positive
 
-__all__ = ["probe"]
+__all__ = ["Stopwatch", "fit_line", "fit_link", "hidden_part", "probe", "processor_rates", "run_probe"]
+
+# Fits: one disturbed measurement among many does not move the line
+
+
+def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Intercept ≥ 0, slope > 0 and error of the line seconds = intercept + slope · amount.
+
+    Among the lines through two of the points, or through one and the origin, takes the one with the least sum of
+    amount^¼ · |log(line / seconds)|: relative, as amounts span orders of magnitude; large ones count more, as they are
+    what training sends, and small ones may pass a shaper's burst unhindered. The error is the median of
+    |line / seconds - 1|.
+
+    Raises ValueError for fewer than two different amounts, or amounts and seconds that are not positive.
+    """
+    points = list(zip(amounts, seconds, strict=True))
+    if len(set(amounts)) < 2 or any(amount <= 0 or second <= 0 for amount, second in points):
+        raise ValueError(f"a line needs two different amounts or more, all above 0, got {points}")
+    lines = [(0.0, second / amount) for amount, second in points]
+    for (x1, y1), (x2, y2) in combinations(points, 2):
+        if x1 != x2:
+            slope = (y2 - y1) / (x2 - x1)
+            intercept = y1 - slope * x1
+            if slope > 0 and intercept >= 0:
+                lines.append((intercept, slope))
+
+    def badness(line: tuple[float, float]) -> float:
+        return sum(sqrt(sqrt(amount)) * abs(log((line[0] + line[1] * amount) / second)) for amount, second in points)
+
+    intercept, slope = min(lines, key=badness)
+    error = median(abs((intercept + slope * amount) / second - 1) for amount, second in points)
+    return intercept, slope, error
+
+
+# Links
+
+_SMALLEST, _LARGEST, _GROWTH = 4 << 10, 64 << 20, 4
+_LEAST_SIZES = 3
+_MOST_REPETITIONS, _LEAST_REPETITIONS = 9, 3
+_MESSAGES = 32
+# Training has several buckets under way. One exchange at a time between two ranks, whose messages share a connection,
+# reaches half of what two or more do; so large ones are timed in so many parts that start together.
+_PARTS, _LEAST_PART = 4, 256 << 10
+_PRODUCT_SIDE = 256
+_OVERLAP_REPETITIONS = 3
+
+
+class Stopwatch:
+    """Times what the ranks of `comm` do together, on `device`, by `clock`, in seconds."""
+
+    def __init__(
+        self, comm: Communicator, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.comm = comm
+        self.device = device
+        self._clock = clock
+
+    def once(self, run: Callable[[], object]) -> float:
+        """Seconds of `run` on the rank that takes longest, all starting together; all ranks get it. Collective."""
+        self.comm.barrier()
+        before = self._clock()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        mine = struct.pack("<d", self._clock() - before)
+        return max(float(struct.unpack("<d", one)[0]) for one in self.comm.all_gather_bytes(mine))
+
+    def typical(self, run: Callable[[], object], repetitions: int) -> float:
+        """The median of that over `repetitions`. Collective."""
+        return median(self.once(run) for _ in range(repetitions))
+
+
+def fit_link(watch: Stopwatch, seconds: float) -> LinkFit:
+    """Latency and rate of every collective among the watch's ranks, in about `seconds`. Collective."""
+    share = seconds / len(COLLECTIVES)
+    collectives = {name: _fit_collective(watch, name, share) for name in COLLECTIVES}
+    return LinkFit(ranks=watch.comm.size, message=_message_seconds(watch), collectives=collectives)
+
+
+def hidden_part(watch: Stopwatch, fit: LinkFit, seconds: float) -> float:
+    """The part of an all-reduce that goes on while this rank multiplies matrices, from 0 to 1. Collective.
+
+    Both take about as long; with t the times, (t_wire + t_computation - t_both) / min(t_wire, t_computation).
+    """
+    reduction = fit.collectives["all_reduce"]
+    each = seconds / (4 * _OVERLAP_REPETITIONS)
+    nbytes = int(max(_SMALLEST, min(_LARGEST, each * reduction.bytes_per_second / 2)))
+    transfer = _operation(watch, "all_reduce", nbytes)
+    matrix = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device=watch.device) / _PRODUCT_SIDE
+    wire = watch.typical(lambda: transfer().wait(), _OVERLAP_REPETITIONS)
+    one_product = watch.typical(lambda: _multiply(matrix, 10), _OVERLAP_REPETITIONS) / 10
+    products = max(1, round(wire / one_product))
+    computation = watch.typical(lambda: _multiply(matrix, products), _OVERLAP_REPETITIONS)
+
+    def both() -> None:
+        work = transfer()
+        _multiply(matrix, products)
+        work.wait()
+
+    together = watch.typical(both, _OVERLAP_REPETITIONS)
+    return max(0.0, min(1.0, (wire + computation - together) / min(wire, computation)))
+
+
+def _fit_collective(watch: Stopwatch, name: Collective, seconds: float) -> CollectiveFit:
+    comm = watch.comm
+    nbytes = _SMALLEST
+    inputs: list[int] = []
+    times: list[float] = []
+    spent = 0.0
+    while nbytes <= _LARGEST:
+        # Every rank knows the same times, so that all take the same decisions.
+        expected = times[-1] * _GROWTH if times else 0.0
+        if len(times) >= _LEAST_SIZES and spent + _LEAST_REPETITIONS * expected > seconds:
+            break
+        start = _operations(watch, name, nbytes)
+        start()
+        repetitions = _MOST_REPETITIONS if _MOST_REPETITIONS * expected < seconds / 10 else _LEAST_REPETITIONS
+        times.append(watch.typical(start, repetitions))
+        parts = _parts(nbytes)
+        inputs.append(parts * _input_bytes(comm, name, nbytes // parts))
+        spent += (repetitions + 1) * times[-1]
+        nbytes *= _GROWTH
+    sent = [sent_bytes(name, one, comm.size) for one in inputs]
+    intercept, slope, error = fit_line(sent, times)
+    return CollectiveFit(
+        intercept=intercept, bytes_per_second=1 / slope, error=error, input_bytes=inputs, seconds=times
+    )
+
+
+def _input_bytes(comm: Communicator, name: Collective, nbytes: int) -> int:
+    """What a rank puts into a collective about `nbytes` large, whole floats: an all-gather's result is that large."""
+    parts = max(1, nbytes // (4 * comm.size))
+    return 4 * parts * (1 if name == "all_gather" else comm.size)
+
+
+def _parts(nbytes: int) -> int:
+    return max(1, min(_PARTS, nbytes // _LEAST_PART))
+
+
+def _operations(watch: Stopwatch, name: Collective, nbytes: int) -> Callable[[], None]:
+    """Makes a collective about `nbytes` large, in its parts, and waits for it."""
+    starts = [_operation(watch, name, nbytes // _parts(nbytes)) for _ in range(_parts(nbytes))]
+
+    def run() -> None:
+        for work in [start() for start in starts]:
+            work.wait()
+
+    return run
+
+
+def _operation(watch: Stopwatch, name: Collective, nbytes: int) -> Callable[[], Work]:
+    comm, device = watch.comm, watch.device
+    elements = _input_bytes(comm, name, nbytes) // 4
+    # Zeros, so that sums that go round and round stay finite.
+    source = torch.zeros(elements, device=device)
+    if name == "all_reduce":
+        return lambda: comm.all_reduce(source, async_op=True)
+    target = torch.zeros(elements * (comm.size if name == "all_gather" else 1), device=device)
+    start = comm.all_to_all if name == "all_to_all" else comm.all_gather
+    return lambda: start(target, source, async_op=True)
+
+
+def _message_seconds(watch: Stopwatch) -> float:
+    """What one message costs where many leave one after another and wait for nothing."""
+    comm = watch.comm
+    sources = [torch.zeros(comm.size, dtype=torch.uint8, device=watch.device) for _ in range(_MESSAGES)]
+    targets: list[Tensor] = [torch.empty_like(source) for source in sources]
+
+    def all_at_once() -> None:
+        works = [
+            comm.all_to_all(target, source, async_op=True) for target, source in zip(targets, sources, strict=True)
+        ]
+        for work in works:
+            work.wait()
+
+    all_at_once()
+    return watch.typical(all_at_once, _MOST_REPETITIONS) / (_MESSAGES * (comm.size - 1))
+
+
+def _multiply(matrix: Tensor, times: int) -> None:
+    product = matrix
+    for _ in range(times):
+        product = product @ matrix
+
+
+# Processors
+
+_ELEMENTS = 4 << 20  # a bucket of 16 MiB
+_MOST_PACKETS = 16
+_REPETITIONS = 5
+
+
+def processor_rates(watch: Stopwatch) -> dict[str, float]:
+    """The rates of `thinwire.plan.Processor`, by name, all but `overlap`; the same on every rank. Collective."""
+    codec = make_codec("sign1")
+    device = watch.device
+    workers = min(max(watch.comm.size, 2), _MOST_PACKETS)
+    shard = _ELEMENTS // workers // codec.block_size * codec.block_size
+    payload, residual = torch.randn(2, _ELEMENTS, device=device)
+    packet = torch.empty(1, codec.packet_bytes(_ELEMENTS), dtype=torch.uint8, device=device)
+    packets = torch.empty(workers, codec.packet_bytes(shard), dtype=torch.uint8, device=device)
+    codec.encode(torch.randn(workers * shard, device=device), None, packets, workers * shard)
+    average, decoded = torch.empty(shard, device=device), torch.empty_like(payload)
+    weight = torch.nn.Parameter(torch.zeros_like(payload))
+    weight.grad = torch.zeros_like(payload)
+    adam = torch.optim.AdamW([weight], foreach=True)
+
+    def rate(amount: float, run: Callable[[], object]) -> float:
+        run()
+        return amount / watch.typical(run, _REPETITIONS)
+
+    return {
+        "memory": rate(2 * decoded.nbytes, lambda: decoded.copy_(payload)),
+        "encode": rate(_ELEMENTS, lambda: codec.encode(payload, residual, packet, _ELEMENTS)),
+        "decode": rate(_ELEMENTS, lambda: codec.decode(packet, decoded, _ELEMENTS)),
+        "average": rate(workers * shard, lambda: codec.decode_mean(packets, average, shard)),
+        "adam": rate(_ELEMENTS, adam.step),
+    }
+
 
 # Parts of the time given: the overlap's, and of the rest the one of the link between nodes, where there are both.
 _OVERLAP = 0.15
@@ -88,3 +319,40 @@ def _on_every_rank(comm: Communicator, fit: LinkFit | None) -> LinkFit | None:
 
 def _rate(fit: LinkFit) -> float:
     return math.prod(one.bytes_per_second for one in fit.collectives.values())
+
+
+def run_probe(arguments: argparse.Namespace) -> int:
+    """Measure the cluster this runs on, and write the calibration on rank 0; returns the exit code. Collective."""
+    world = communication.init(arguments.backend, timeout=arguments.timeout)
+    raise_together(world, _refusal(arguments, world.rank), "write the calibration")
+    calibration = probe(world, arguments.seconds, torch.device(arguments.device))
+    if world.rank == 0:
+        save_calibration(calibration, arguments.output)
+        print(_in_words(calibration, arguments.output))
+    return 0
+
+
+def _refusal(arguments: argparse.Namespace, rank: int) -> PlanError | None:
+    """What would waste the probe's time, told before it begins."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        return PlanError("--device cuda, and this rank sees no GPU")
+    if rank == 0 and not arguments.output.absolute().parent.is_dir():
+        return PlanError(f"the folder of {arguments.output} does not exist")
+    return None
+
+
+def _in_words(calibration: Calibration, path: Path) -> str:
+    lines = [f"{path}: {calibration.nodes} nodes of {calibration.ranks_per_node}, backend {calibration.backend}"]
+    for name, link in (("between nodes", calibration.between), ("inside nodes", calibration.inside)):
+        for collective, fit in link.collectives.items() if link is not None else ():
+            lines.append(
+                f"{name}, {collective}: {8 * fit.bytes_per_second / 1e9:.3g} Gb/s, {1e6 * fit.intercept:.0f} us, "
+                f"fits to {100 * fit.error:.0f}%"
+            )
+    rates = calibration.processor
+    lines.append(
+        f"encode {rates.encode / 1e9:.2f}, decode {rates.decode / 1e9:.2f}, average {rates.average / 1e9:.2f}, AdamW "
+        f"{rates.adam / 1e9:.2f} billion elements a second; {100 * rates.overlap:.0f}% of a transfer goes on beside "
+        "computation"
+    )
+    return "\n".join(lines)

@@ -1,20 +1,151 @@
-"""Compares all methods on one cluster: which to take, and on how thin a wire 1 bit begins to pay."""
+"""Recommendation of a method: predictions compared, and the loss that each method costs, measured or published."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.plan.cluster import Cluster
-from thinwire.plan.errors import PlanError, require_positive
-from thinwire.plan.losses import keeps_the_loss
-from thinwire.plan.methods import Method
+from thinwire.plan.methods import DILOCO, POWERSGD, Method, Schedule
 from thinwire.plan.prediction import Prediction, predict
-from thinwire.plan.schedule import Schedule
+from thinwire.plan.units import PlanError, require_positive
 from thinwire.plan.workload import Workload
 
-__all__ = ["BASELINE", "WORTH_IT", "Plan", "at_rate", "break_even_rate", "plan"]
+__all__ = [
+    "ACCEPTED",
+    "BASELINE",
+    "LOSSES",
+    "SMALLEST",
+    "SOURCE",
+    "WORTH_IT",
+    "MeasuredLoss",
+    "Plan",
+    "at_rate",
+    "break_even_rate",
+    "keeps_the_loss",
+    "local_updates_in_words",
+    "local_updates_loss",
+    "loss_in_words",
+    "loss_of",
+    "plan",
+]
+
+# DiLoCo's losses by model size and workers, as published
+
+SOURCE = "arXiv 2503.09799"
+SMALLEST = 35_000_000
+"""Parameters of the smallest model there: below it nothing is known but that it gets worse."""
+
+_SIZES = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9)
+# Losses of data parallel training and of 1, 2, 4 and 8 workers, C4, every = 30 (table 4).
+_DATA_PARALLEL = (3.485, 3.167, 2.950, 2.784, 2.653, 2.460, 2.326)
+_LOSSES = {
+    1: (3.482, 3.162, 2.943, 2.777, 2.645, 2.451, 2.317),
+    2: (3.508, 3.182, 2.957, 2.788, 2.657, 2.464, 2.323),
+    4: (3.554, 3.213, 2.981, 2.808, 2.673, 2.472, 2.332),
+    8: (3.621, 3.265, 3.019, 2.841, 2.698, 2.493, 2.351),
+}
+_WORKERS = tuple(_LOSSES)
+
+
+def local_updates_loss(parameters: int, workers: int) -> float:
+    """The final loss of DiLoCo above that of data parallel training on as many tokens, relative.
+
+    Between published sizes and numbers of workers linear in their logarithms; beyond them as at the nearest.
+    """
+    sizes = [math.log(size) for size in _SIZES]
+    by_workers = [_between(sizes, _relative(one), math.log(parameters)) for one in _WORKERS]
+    return _between([math.log(one) for one in _WORKERS], by_workers, math.log(workers))
+
+
+def local_updates_in_words(parameters: int, workers: int) -> str:
+    """The same for one line, with what it does not know."""
+    text = (
+        f"{local_updates_loss(parameters, workers):+.1%} beside data parallel, published, not measured here ({SOURCE}"
+    )
+    beyond = []
+    if parameters < SMALLEST:
+        beyond.append(f"for {SMALLEST / 1e6:.0f}M parameters; below that it is worse")
+    if workers > _WORKERS[-1]:
+        beyond.append(f"for {_WORKERS[-1]} workers; with more it is worse")
+    return "; ".join([text, *beyond]) + ")" if beyond else f"{text})"
+
+
+def _relative(workers: int) -> list[float]:
+    return [loss / exact - 1 for loss, exact in zip(_LOSSES[workers], _DATA_PARALLEL, strict=True)]
+
+
+def _between(places: list[float], values: list[float], place: float) -> float:
+    """What a line through the two nearest has at `place`; the first or the last value outside."""
+    if place <= places[0] or place >= places[-1]:
+        return values[0] if place <= places[0] else values[-1]
+    right = bisect_right(places, place)
+    part = (place - places[right - 1]) / (places[right] - places[right - 1])
+    return values[right - 1] + part * (values[right] - values[right - 1])
+
+
+# Losses as measured here: the figures of experiments/results, which a test compares
+
+ACCEPTED = 0.02
+"""The final loss above the exact optimizer's, relative, that a recommendation may cost."""
+_LEAST_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class MeasuredLoss:
+    """`difference`: of the final loss beside that of `beside`, relative, negative where it was lower; `where` it was
+    measured, and on how many `seeds`."""
+
+    difference: float
+    beside: str
+    where: str
+    seeds: int
+
+
+LOSSES: dict[str, MeasuredLoss] = {
+    "onebit-adam": MeasuredLoss(-0.001, "AdamW", "BERT-tiny on text", 3),
+    "onebit-lamb": MeasuredLoss(0.031, "LAMB", "BERT-tiny on text", 3),
+    "zero-one-adam": MeasuredLoss(0.039, "AdamW", "BERT-tiny on text", 3),
+    "onebit-lion": MeasuredLoss(0.072, "AdamW", "a small GPT on text", 3),
+}
+"""By algorithm. Averages that are exact, or in bf16, count as costing nothing (Agarwal et al., MLSys 2022)."""
+
+
+def loss_of(method: Method) -> MeasuredLoss | None:
+    """None where it was not measured, or nothing is lost."""
+    return LOSSES.get(method.algorithm)
+
+
+def keeps_the_loss(method: Method) -> bool:
+    """Whether it may be recommended: exact averages, or a loss that was measured, on 3 seeds, and is near enough.
+
+    PowerSGD may not: what it loses depends on the model, and in our races rank 16 alone reached DDP's loss. Nor may
+    DiLoCo, of which others have published what it loses.
+    """
+    if method.algorithm in (POWERSGD, DILOCO):
+        return False
+    if not method.is_one_bit:
+        return True
+    measured = loss_of(method)
+    return measured is not None and measured.difference <= ACCEPTED and measured.seeds >= _LEAST_SEEDS
+
+
+def loss_in_words(method: Method, parameters: int, workers: int) -> str:
+    """What is known of it, for one line; `workers`: that train by themselves, with DiLoCo."""
+    if method.algorithm == DILOCO:
+        return local_updates_in_words(parameters, workers)
+    if method.algorithm == POWERSGD:
+        return "speed only: its loss has to be tried; in our races rank 16 alone reached DDP's"
+    if not method.is_one_bit:
+        return "none: averages are exact, or in bf16"
+    measured = loss_of(method)
+    if measured is None:
+        return "not measured"
+    seeds = "1 seed" if measured.seeds == 1 else f"{measured.seeds} seeds"
+    return f"{measured.difference:+.1%} beside {measured.beside} ({measured.where}, {seeds})"
+
 
 BASELINE = Method("ddp-bf16")
 WORTH_IT = 1.1

@@ -1,13 +1,41 @@
-"""Numbers as people write them: 1Gb/s, 10GbE, 25ms, 80GB, 340M."""
+"""Numbers as people write them, and the refusals that every input shares, so that all read alike."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
-from thinwire.plan.errors import PlanError
+__all__ = [
+    "PlanError",
+    "count",
+    "part",
+    "rate",
+    "rate_in_words",
+    "require_positive",
+    "require_whole",
+    "seconds",
+    "seconds_in_words",
+    "size",
+    "size_in_words",
+]
 
-__all__ = ["count", "part", "rate", "rate_in_words", "seconds", "seconds_in_words", "size", "size_in_words"]
+
+class PlanError(ValueError):
+    """A model, cluster, method or file that no plan can be made for: what was given, what was expected."""
+
+
+def require_whole(name: str, value: object) -> None:
+    """Raise PlanError unless `value` is a whole number, at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name} must be a whole number, at least 1, got {value!r}")
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise PlanError unless `value` is a finite number above 0."""
+    if not 0 < value < math.inf:
+        raise PlanError(f"{name} must be a number above 0, got {value!r}")
+
 
 _NUMBER = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([^0-9\s].*?)?\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

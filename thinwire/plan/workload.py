@@ -1,5 +1,4 @@
-"""What is to be trained: how many parameters in which shapes, and how long a step computes.
-Shapes matter to low-rank compression and to the memory of activations only."""
+"""Workloads: what one rank computes in a step, the devices that may compute it, and estimates where nobody measured."""
 
 from __future__ import annotations
 
@@ -7,9 +6,26 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from thinwire.plan.errors import PlanError, require_whole
+from thinwire.plan.units import PlanError, require_whole
 
-__all__ = ["Activations", "Blocks", "Matrices", "ParameterDtype", "Transformer", "Workload", "plain_model"]
+__all__ = [
+    "DEFAULT_DEVICE",
+    "DEVICES",
+    "EFFICIENCY",
+    "Activations",
+    "Batch",
+    "Blocks",
+    "Device",
+    "Estimate",
+    "Matrices",
+    "ParameterDtype",
+    "Transformer",
+    "Workload",
+    "batch_for",
+    "estimate",
+    "named_device",
+    "plain_model",
+]
 
 ParameterDtype = Literal["fp32", "bf16"]
 
@@ -150,3 +166,118 @@ class Workload:
     def element_bytes(self) -> int:
         """Bytes of a weight and of a gradient."""
         return 4 if self.dtype == "fp32" else 2
+
+
+# Devices, from their data sheets
+
+EFFICIENCY = 0.4
+"""The part of a data sheet's peak that training transformers commonly reaches."""
+
+_TERA, _GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """`flops`: dense operations a second at the peak, in 16 bits on tensor cores, or on CPUs in fp32. `memory_rate`:
+    bytes a second that it reads and writes. `inside`: bytes a second to its neighbours in a node."""
+
+    name: str
+    flops: float
+    memory_rate: float
+    inside: float
+
+    @property
+    def sustained_flops(self) -> float:
+        """What a training reaches of them."""
+        return EFFICIENCY * self.flops
+
+
+def _device(name: str, teraflops: float, memory_gigabytes: float, inside_gigabytes: float) -> tuple[str, Device]:
+    return name, Device(name, teraflops * _TERA, memory_gigabytes * _GIGA, inside_gigabytes * _GIGA)
+
+
+_PCIE3, _PCIE4, _PCIE5 = 12, 24, 48
+
+DEVICES: dict[str, Device] = dict(
+    (
+        _device("t4", 65, 320, _PCIE3),
+        _device("v100", 125, 900, 130),
+        _device("a10", 125, 600, _PCIE4),
+        _device("a10g", 70, 600, _PCIE4),
+        _device("l4", 121, 300, _PCIE4),
+        _device("l40s", 362, 864, _PCIE4),
+        _device("a100", 312, 2039, 300),
+        _device("h100", 989, 3350, 450),
+        _device("h200", 989, 4800, 450),
+        _device("rtx3090", 71, 936, _PCIE4),
+        _device("rtx4090", 165, 1008, _PCIE4),
+        _device("rtx5090", 210, 1792, _PCIE5),
+        # One core at 3 GHz with AVX2: 2 products and sums of 8 numbers a cycle. With its share of the memory.
+        _device("cpu-core", 0.096, 10, 10),
+    )
+)
+DEFAULT_DEVICE = "a100"
+
+
+def named_device(name: str) -> Device:
+    """One of `DEVICES`, however its name is written. Raises PlanError for another."""
+    known = name.lower().replace("-", "").replace(" ", "").replace("_", "")
+    for device in DEVICES.values():
+        if device.name.replace("-", "") == known:
+            return device
+    raise PlanError(
+        f"--device {name!r} is not one of {', '.join(DEVICES)}; give any other by what it does: --forward 36ms "
+        "--backward 61ms --memory-bandwidth 2TB/s, or --measure script.py"
+    )
+
+
+# Estimates: operations of a transformer over a device's speed
+
+_SEQUENCE = 512
+_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes at once: `sequences` of `length` tokens."""
+
+    sequences: int
+    length: int
+
+    def __post_init__(self) -> None:
+        require_whole("the micro-batch", self.sequences)
+        require_whole("a sequence's length", self.length)
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one micro-batch, and `assumed`, what they were computed from, in words."""
+
+    forward: float
+    backward: float
+    assumed: str
+
+
+def batch_for(model: Transformer, sequences: int | None, length: int | None) -> Batch:
+    """What was given, else 8 sequences as long as the model is usually trained on, or 512."""
+    usual = _SEQUENCE if model.blocks is None else model.blocks.sequence
+    return Batch(_SEQUENCES if sequences is None else sequences, usual if length is None else length)
+
+
+def estimate(model: Transformer, batch: Batch, device: Device) -> Estimate:
+    """Two operations a parameter and token forward, and those of attention, 4 · layers · width · length a token where
+    layers are known; twice as many backward (Kaplan et al. 2020, arXiv 2001.08361, §2.1)."""
+    a_token = 2.0 * model.parameters
+    if model.blocks is not None:
+        a_token += 4.0 * model.blocks.layers * model.blocks.hidden * batch.length
+    forward = a_token * batch.tokens / device.sustained_flops
+    assumed = (
+        f"{batch.sequences} sequence{'s' if batch.sequences > 1 else ''} of {batch.length} tokens a rank, "
+        f"{device.name} at {EFFICIENCY:.0%} of its peak"
+    )
+    return Estimate(forward, 2 * forward, assumed)

@@ -44,7 +44,6 @@ __all__ = [
 
 # A plan reads the sizes of buckets and shards where there is no torch yet.
 if TYPE_CHECKING:
-    from thinwire.zero.averaging import Averaging
     from thinwire.zero.bucket_layout import (
         LARGEST_BUCKET_BYTES,
         BucketLayout,
@@ -71,17 +70,18 @@ if TYPE_CHECKING:
         safe_update_full_grad_vectorized,
     )
     from thinwire.zero.gathering import GatheredParameters
+    from thinwire.zero.gradients import Averaging
     from thinwire.zero.home import StepResult
     from thinwire.zero.init import Init
     from thinwire.zero.optimizer import ShardedOptimizer
     from thinwire.zero.parameter_shard import ZeroParamStatus
-    from thinwire.zero.replicas import ReplicaDriftError
-    from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
+    from thinwire.zero.rank_checks import ReplicaDriftError
+    from thinwire.zero.saved_state import OwnSlices, SavedSlice, SliceSource
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "averaging": ("Averaging",),
+            "gradients": ("Averaging",),
             "bucket_layout": (
                 "LARGEST_BUCKET_BYTES",
                 "BucketLayout",
@@ -115,7 +115,7 @@ else:
             "gathering": ("GatheredParameters",),
             "init": ("Init",),
             "parameter_shard": ("ZeroParamStatus",),
-            "replicas": ("ReplicaDriftError",),
-            "saved_slices": ("OwnSlices", "SavedSlice", "SliceSource"),
+            "rank_checks": ("ReplicaDriftError",),
+            "saved_state": ("OwnSlices", "SavedSlice", "SliceSource"),
         },
     )

@@ -10,15 +10,22 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.zero.autograd_hooks import GradientHook, at_backward_end, forget_before_accumulation
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.bucket_transport import BucketTransport, Resealing, seal_together
-from thinwire.zero.gradient_seal import GradientSeal, SentGradient, gradient_of, seal_anew, seal_written
-from thinwire.zero.left_out_parameters import NothingToSend, agree_to_leave_out, has_gradient
-from thinwire.zero.pipeline import Pipeline
+from thinwire.zero.bucket_transport import BucketTransport, Pipeline, Resealing, seal_together
+from thinwire.zero.gradient_seal import (
+    GradientHook,
+    GradientSeal,
+    SentGradient,
+    at_backward_end,
+    forget_before_accumulation,
+    gradient_of,
+    refuse_edit,
+    seal_anew,
+    seal_written,
+)
+from thinwire.zero.rank_checks import NothingToSend, agree_to_leave_out, has_gradient
 
 __all__ = ["BackwardWatcher"]
-
 
 _LOOKED_AT = 8  # one parameter in so many
 
@@ -34,8 +41,7 @@ class BackwardWatcher:
     Args:
         describe: how an error message calls a parameter, by its number.
         on_whole: called when a synchronised backward ends that reached every parameter but those in `usually_absent`.
-            A backward that did not may be a part of a larger one (reentrant checkpointing, or one loss of several over
-            disjoint parameters): then the step decides.
+            Another may be a part of a larger one (reentrant checkpointing, or one of several losses).
     """
 
     def __init__(self, describe: Callable[[int], str], on_whole: Callable[[], None] | None = None) -> None:
@@ -134,19 +140,13 @@ class BackwardWatcher:
         Edits through `.grad.data` leave no trace but their values: those are compared for every eighth parameter in CPU
         memory, other ones in every step, so that an edit of all gradients shows at once.
         """
-        every = min(_LOOKED_AT, len(self.parameters))
         for number, seal in self._arrived.items():
             parameter = self.parameters[number]
-            compares = (number - self._steps) % every == 0 and parameter.is_cpu
+            compares = (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and parameter.is_cpu
             if seal.is_untouched(parameter) and (may_write or not compares):
                 continue
             if not (seal.is_of(parameter) if may_write else seal.has_same_values(parameter)):
-                raise RuntimeError(
-                    f"the gradient of {self._describe(number)} was changed or dropped between backward() and step(), "
-                    "after it had left for the other ranks, so the change would be ignored. To clip, pass max_norm= "
-                    "to the optimizer (under transformers' Trainer: thinwire.hugging_face.TrainerMixin does, with "
-                    "max_grad_norm); remove other edits of .grad"
-                )
+                refuse_edit(self._describe(number))
 
     # What a training loop calls
 

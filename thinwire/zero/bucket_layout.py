@@ -13,6 +13,8 @@ __all__ = [
     "Slot",
     "WholeLayout",
     "bucket_numel",
+    "frozen_state_formula",
+    "model_state_formula",
     "partition",
     "partition_whole",
     "shard_numel",
@@ -206,3 +208,72 @@ def _share_out(numels: Sequence[int], members: Sequence[int], world_size: int, b
             offset += numels[members[number]]
     slots = tuple(Slot(one, offset_of[number], numels[one]) for number, one in enumerate(members))
     return WholeLayout(slots, world_size, block_size, shard)
+
+
+# Memory by ZeRO's formulas
+
+
+def model_state_formula(
+    stage: int,
+    parameters: int,
+    world_size: int,
+    *,
+    element_bytes: int = 2,
+    state_bytes: float = 8,
+    gradient_bytes: int | None = None,
+) -> dict[str, float]:
+    """Bytes a rank should hold, by category; their sum is the published figure.
+
+    With Ψ parameters on N ranks, bf16 or fp16 with fp32 masters and Adam (Rajbhandari et al. 2020, arXiv 1910.02054,
+    §5): stage 0 16Ψ, 1 4Ψ + 12Ψ/N, 2 2Ψ + 14Ψ/N, 3 16Ψ/N. fp32 parameters, their own
+    master weights, have 4 + 4 + 8.
+
+    Args:
+        stage: 0 to 3.
+        parameters: Ψ, trained ones.
+        world_size: N.
+        element_bytes: of a parameter as the model sees it: 2 or 4.
+        state_bytes: of the optimizer a parameter: Adam 8, SGD with momentum 4, without 0.
+        gradient_bytes: of a gradient that adds up, by default those of a parameter.
+
+    Raises ValueError for a stage, size or combination that there is no formula for.
+    """
+    if stage not in (0, 1, 2, 3) or element_bytes not in (2, 4):
+        raise ValueError(
+            f"there is no formula for stage {stage} with parameters of {element_bytes} bytes: stages are 0 to 3, in "
+            "fp32, bf16 or fp16"
+        )
+    masters = 0 if element_bytes == 4 else 4
+    shared = 1 / world_size
+    each = {
+        "weights": element_bytes * (shared if stage == 3 else 1),
+        "masters": masters * (shared if stage >= 1 else 1),
+        "gradients": (gradient_bytes or element_bytes) * (shared if stage >= 2 else 1),
+        "optimizer state": state_bytes * (shared if stage >= 1 else 1),
+    }
+    return {category: parameters * factor for category, factor in each.items()}
+
+
+def frozen_state_formula(
+    parameters: int, world_size: int, *, element_bytes: int = 2, fresh_variance: bool = False
+) -> dict[str, float]:
+    """Bytes a rank should hold, by category, at ZeRO stages 1 and 2.
+
+    With Ψ parameters on N ranks, in 16 bits: weights 2Ψ, worker residuals 2Ψ, preconditioner and momentum 1.125Ψ, and
+    master weights and owner residuals 8Ψ/N; in fp32 9.125Ψ + 4Ψ/N.
+
+    Args:
+        parameters: Ψ, trained ones.
+        world_size: N.
+        element_bytes: of a parameter as the model sees it.
+        fresh_variance: 1-bit LAMB's: another 4Ψ/N.
+    """
+    shared = 1 / world_size
+    each = {
+        "weights": element_bytes,
+        "masters": (0 if element_bytes == 4 else 4) * shared,
+        "gradients": 0,
+        "residuals": element_bytes + 4 * shared,
+        "optimizer state": 1 + 1 / 8 + (4 * shared if fresh_variance else 0),
+    }
+    return {category: parameters * factor for category, factor in each.items()}

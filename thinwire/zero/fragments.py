@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.comm.agreement import on_every_rank
 from thinwire.zero.gradient_seal import gradient_of
-from thinwire.zero.parameter_state import Held, ParameterState, find_state, local_values, whole_values
+from thinwire.zero.home import Held, ParameterState, find_state, local_values, whole_values
 
 __all__ = [
     "safe_get_full_fp32_param",

@@ -4,25 +4,97 @@ it computes. It moves bytes over a torch process group, whatever the other stage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire import comm as communication
-from thinwire.comm import Communicator, Traffic
-from thinwire.zero.averaging import Averaging
+from thinwire.comm import Communicator
+from thinwire.comm.traffic import Traffic, sent_bytes
 from thinwire.zero.built_model import stand_ins, values_of
 from thinwire.zero.external import external_parameters
-from thinwire.zero.fsdp_traffic import count_traffic
 from thinwire.zero.gathered_shards import gathered
+from thinwire.zero.gradients import Averaging
+from thinwire.zero.home import Fragment, Held, ParameterState
 from thinwire.zero.leaf_modules import complete_gradients, is_leaf_module
 from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.shard_comparison import compare_shards
 from thinwire.zero.shard_marks import is_sharded
 
-__all__ = ["computing_dtype", "fill", "free_gathered", "join_process_group", "local_run", "shard_model", "whole"]
+__all__ = [
+    "ShardState",
+    "computing_dtype",
+    "count_traffic",
+    "fill",
+    "free_gathered",
+    "join_process_group",
+    "local_run",
+    "shard_model",
+    "whole",
+]
+
+# FSDP2's collectives, which no Communicator carries: what they send is counted here
+
+# torch 2.13 renamed both and warns at the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def count_traffic(model: nn.Module, divide_first: float = 1.0) -> Traffic:
+    """The bytes that this rank will send for `model`, whose parts `fully_shard` has been applied to.
+
+    Gradients are averaged; with a `divide_first` other than 1 they are divided by it before they leave, and their sum
+    is multiplied by as much over the number of ranks.
+    """
+    from torch.distributed.fsdp import FSDPModule  # half a second that only stage 3 should cost
+
+    traffic = Traffic()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_AllGather(traffic))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(traffic, divide_first))  # type: ignore[arg-type]
+            if divide_first != 1.0:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+    return traffic
+
+
+class _Collective:
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        self._traffic.add("all_gather", sent_bytes("all_gather", input_tensor.nbytes, group.size()))
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Collective):
+    def __init__(self, traffic: Traffic, divide_first: float) -> None:
+        super().__init__(traffic)
+        self._divide_first = divide_first
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        # As an all-to-all: every rank sends the others their parts.
+        self._traffic.add("reduce_scatter", sent_bytes("all_to_all", input_tensor.nbytes, group.size()))
+        if self._divide_first == 1.0:
+            return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        assert not async_op, "FSDP2 waits for its streams, not for this work"
+        input_tensor.div_(self._divide_first)
+        work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
+        output_tensor.mul_(self._divide_first / group.size())
+        return work
 
 
 def join_process_group(comm: Communicator, device: torch.device) -> Communicator:
@@ -201,3 +273,63 @@ def _is_closed(layer: nn.Module, uses: Counter[int]) -> bool:
         if parameter is not None
     )
     return all(uses[one] == count for one, count in inside.items()) and bool(inside)
+
+
+class ShardState(ParameterState):
+    """`parameters`: sharded, by number. `state_of`: the optimizer's state of one's shard, by number."""
+
+    cuts_parameters = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Sequence[Tensor],
+        state_of: Callable[[int], Mapping[str, Any]],
+        reshard: Callable[[], None],
+    ) -> None:
+        """`reshard` has what a forward has left gathered read from the shards again."""
+        self.comm = comm
+        self._parameters = parameters
+        self._state_of = state_of
+        self._reshard = reshard
+
+    def parameter(self, number: int) -> Tensor:
+        """See ParameterState."""
+        return self._parameters[number]
+
+    def weights(self, number: int) -> Held:
+        """See ParameterState."""
+        return self._held(self._parameters[number])
+
+    def after_writing_weights(self, number: int, value: Tensor | None) -> None:
+        """See ParameterState; layers are gathered from the shards."""
+        self._reshard()
+
+    def state(self, number: int, kind: str) -> Held:
+        """See ParameterState."""
+        start, _ = local_run(self._parameters[number])
+        values = self._state_of(number).get(kind)
+        held = [Fragment(start, values)] if values is not None and _is_of_elements(values) else []
+        return Held(held, self.comm.size == 1, known=kind in self.kinds())
+
+    def gradient(self, number: int) -> Held | None:
+        """See ParameterState."""
+        gradient = self._parameters[number].grad
+        return None if gradient is None else self._held(gradient)
+
+    def after_writing_gradient(self, number: int) -> None:
+        """See ParameterState; steps find everything out from the shards."""
+
+    def kinds(self) -> list[str]:
+        """See ParameterState."""
+        states = (self._state_of(number) for number in range(len(self._parameters)))
+        return sorted({kind for state in states for kind, value in state.items() if _is_of_elements(value)})
+
+    def _held(self, sharded: Tensor) -> Held:
+        start, values = local_run(sharded)
+        whole = not hasattr(sharded, "device_mesh")  # an empty parameter, which nobody cuts
+        return Held([Fragment(start, values)], everywhere=whole or self.comm.size == 1)
+
+
+def _is_of_elements(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator, Traffic
-from thinwire.zero.bucket_optimizer import OptimizerClass
-from thinwire.zero.fsdp import local_run
-from thinwire.zero.home import NOT_STEPPED, StepResult
-from thinwire.zero.parameter_state import ParameterState, claim
+from thinwire.zero.bucket_layout import model_state_formula
+from thinwire.zero.fsdp import ShardState, local_run
+from thinwire.zero.home import NOT_STEPPED, ParameterState, StepResult, claim
+from thinwire.zero.optimizer import OptimizerClass
 from thinwire.zero.rank_checks import check_settings_votes, settings_votes
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
 from thinwire.zero.saved_state import (
     STATE_IS_ON_ALL_RANKS,
+    SavedSlice,
+    SliceSource,
     check_same_optimizer,
     counters_of,
     group_settings,
@@ -29,8 +30,6 @@ from thinwire.zero.saved_state import (
     state_slices,
     take_over_settings,
 )
-from thinwire.zero.shard_state import ShardState
-from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["FullyShardedOptimizer"]
 

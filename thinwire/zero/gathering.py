@@ -17,8 +17,8 @@ from thinwire.zero.external import register_external_parameter
 from thinwire.zero.fragments import safe_set_full_fp32_param
 from thinwire.zero.fsdp import local_run, whole
 from thinwire.zero.gathered_shards import gathered, show_shard, show_whole
+from thinwire.zero.home import find_state
 from thinwire.zero.parameter_shard import ParameterShard, ZeroParamStatus, set_status, shard_of
-from thinwire.zero.parameter_state import find_state
 from thinwire.zero.shard_marks import communicator_of, is_sharded
 
 __all__ = ["GatheredParameters"]

@@ -1,17 +1,70 @@
-"""How an edit of a gradient that has left for the other ranks is noticed, and what stands in `.grad` for one whose
-memory was given back."""
+"""Gradients as they come from autograd and once they have left for the other ranks: the hooks that announce them, how
+an edit in between is noticed, and what stands in `.grad` for one whose memory was given back."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-from thinwire.zero.digests import digest_of
+__all__ = [
+    "GradientHook",
+    "GradientSeal",
+    "SentGradient",
+    "SharedDigest",
+    "at_backward_end",
+    "digest_of",
+    "forget_before_accumulation",
+    "gradient_of",
+    "refuse_edit",
+    "seal_anew",
+    "seal_written",
+]
 
-__all__ = ["GradientSeal", "SentGradient", "SharedDigest", "gradient_of", "seal_anew", "seal_written"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(tensor: Tensor) -> Tensor | int:
+    """The sum of its words, to compare with those of tensors alike in form and device; from an accelerator on it.
+
+    On a CPU by compiled code, where there is a compiler: calling torch's operators costs more than small gradients do.
+    """
+    word_sum = _compiled() if tensor.device.type == "cpu" and tensor.is_contiguous() else None
+    return _sum_of_words(tensor) if word_sum is None else word_sum(tensor.data_ptr(), tensor.nbytes)
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """Words of 64 bits where the memory allows, which the processor adds as fast as it reads them."""
+    size = tensor.element_size()
+    per_word = 8 // size
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    if flat.dim() and flat.is_contiguous() and not (flat.shape[-1] % per_word or flat.storage_offset() % per_word):
+        return flat.view(torch.int64).sum()
+    if not flat.is_contiguous() or flat.numel() < 2 * per_word:
+        return flat.view(_WORDS[size]).sum(dtype=torch.int64)
+    flat = flat.view(-1)
+    first = -flat.storage_offset() % per_word
+    last = first + (flat.numel() - first) // per_word * per_word
+    total = flat[first:last].view(torch.int64).sum()
+    for edge in (flat[:first], flat[last:]):
+        if edge.numel():
+            total += edge.view(_WORDS[size]).sum(dtype=torch.int64)
+    return total
+
+
+@functools.cache
+def _compiled() -> Callable[[int, int], int] | None:
+    try:
+        found: Callable[[int, int], int] = importlib.import_module("thinwire.simd.word_sums").word_sum
+    except ImportError:  # of which the kernels' backend has warned
+        return None
+    return found
 
 
 class SharedDigest:
@@ -139,6 +192,15 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return None if isinstance(parameter.grad, SentGradient) else parameter.grad
 
 
+def refuse_edit(name: str) -> NoReturn:
+    """Raise RuntimeError: the gradient of `name` was changed after it had left."""
+    raise RuntimeError(
+        f"the gradient of {name} was changed or dropped between backward() and step(), after it had left for the other "
+        "ranks, so the change would be ignored. To clip, pass max_norm= to the optimizer (under transformers' Trainer: "
+        "thinwire.hugging_face.TrainerMixin does, with max_grad_norm); remove other edits of .grad"
+    )
+
+
 _HARMLESS = {
     torch.ops.aten.detach.default,
     torch.ops.aten.zero_.default,
@@ -171,3 +233,48 @@ def _form(gradient: Tensor | None) -> tuple[torch.Size, torch.dtype, torch.layou
 
 def _digest(gradient: Tensor | None) -> Tensor | int | None:
     return None if gradient is None or isinstance(gradient, SentGradient) else digest_of(gradient)
+
+
+# Hooks: the only place that touches torch's private autograd surface
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Call `callback` once when the running backward has ended, after what others have queued up to now."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def forget_before_accumulation(parameter: Tensor, kind: type[Tensor]) -> None:
+    """Have every backward drop a gradient of this `kind` before it adds its own to `.grad`."""
+    of_parameter = weakref.ref(parameter)
+
+    def forget(gradient: Tensor) -> None:
+        one = of_parameter()
+        if one is not None and isinstance(one.grad, kind):
+            one.grad = None
+
+    parameter.register_hook(forget)  # type: ignore[no-untyped-call]
+
+
+class GradientHook:
+    """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives.
+
+    A parameter has one such hook at most: the optimizer built last over a parameter is the one that sends its gradient.
+    A parameter that is in the graph and gets no gradient, as a dropped layer's, is not heard of.
+    """
+
+    def __init__(self, on_gradient: Callable[[int], None], index: int) -> None:
+        self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._index = index
+
+    def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
+        """Take the place of an earlier hook of this kind on `parameter`, if there is one."""
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
+            del hooks[key]
+        parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        """What autograd calls."""
+        on_gradient = self._on_gradient()
+        if on_gradient is not None and parameter.grad is not None:
+            on_gradient(self._index)

@@ -1,16 +1,17 @@
-"""The norm of an averaged gradient that nobody holds: from random projections of every rank's own, which are small
-enough to be averaged exactly."""
+"""Values that a step needs on the host: the norm of an averaged gradient that nobody holds, from random projections of
+every rank's own that are small enough to be averaged exactly; and an accelerator's results, read with one wait."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
 
-__all__ = ["NormSketch"]
+__all__ = ["NormSketch", "read_together"]
 
 _PERIOD = 1 << 20
 
@@ -73,3 +74,20 @@ class NormSketch:
         self._sums.add_(rest[: rows * self._width].view(rows, self._width).sum(dim=0), alpha=sign)
         tail = rest[rows * self._width :]
         self._sums[: tail.numel()].add_(tail, alpha=sign)
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`tensors` on the host, in order: those that are there already themselves, copies of the others.
+
+    Those on an accelerator must be on one; however many there are, of whatever dtypes, the host waits for it once. For
+    small tensors: they are put together first.
+    """
+    away = [one for one in tensors if one.device.type != "cpu"]
+    if not away:
+        return list(tensors)
+    raw = [one.detach().contiguous().view(-1).view(torch.uint8) for one in away]
+    pieces = iter(torch.split((raw[0] if len(raw) == 1 else torch.cat(raw)).cpu(), [one.numel() for one in raw]))
+    # A copy is aligned, whatever the offset of the piece.
+    return [
+        one if one.device.type == "cpu" else next(pieces).clone().view(one.dtype).view(one.shape) for one in tensors
+    ]

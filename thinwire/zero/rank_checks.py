@@ -1,25 +1,37 @@
-"""Ranks that share an optimizer must hold the same parameters and settings: compared at construction, so that no
-collective can mismatch later and no rank can drift from the others unseen."""
+"""Checks that ranks agree: on parameters and settings at construction, on the gradients of a step, on replicas of the
+weights. No collective can mismatch later, and no rank can drift from the others unseen."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import raise_together
+from thinwire.zero.gradient_seal import gradient_of
 
 __all__ = [
+    "ComparisonTimes",
+    "NothingToSend",
+    "ReplicaDriftError",
+    "agree_on_absent",
+    "agree_on_order",
+    "agree_to_leave_out",
     "broadcast_from_rank_0",
     "check_parameters",
     "check_same_kind",
     "check_same_on_every_rank",
     "check_settings_votes",
+    "compare_replicas",
+    "find_overflowing",
+    "has_gradient",
     "settings_digest",
     "settings_votes",
 ]
@@ -164,3 +176,171 @@ def broadcast_from_rank_0(comm: Communicator, parameters: Sequence[Tensor]) -> N
         comm.broadcast(whole, root=0)
         if whole.data_ptr() != weights.data_ptr():
             weights.copy_(whole)
+
+
+# Replicas of the weights
+
+
+class ReplicaDriftError(RuntimeError):
+    """Ranks' replicas of the weights differ, where every one of them should hold the same bits."""
+
+
+class ComparisonTimes:
+    """When replicas are compared: after every `interval`-th step or, where ranks hold weights of their own then, after
+    the next that leaves them with the same."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self.shared_at = 0
+        """The last step that left all ranks with the same weights."""
+
+    def due(self, steps: int, in_sync: bool) -> bool:
+        """Whether now, after `steps` steps. `in_sync`: all ranks should hold the same weights."""
+        if not in_sync:
+            return False
+        passed = steps // self._interval > self.shared_at // self._interval
+        self.shared_at = steps
+        return passed
+
+
+def compare_replicas(
+    comm: Communicator, replicas: Iterable[Tensor], step: int, on_drift: Literal["repair", "raise"], source: str
+) -> bool:
+    """Whether the ranks hold the same weights; warns, or raises ReplicaDriftError, on every rank where not. Collective.
+
+    `replicas`: weights in the parameters' dtype. `source`: what they will be repaired from.
+    """
+    mine = b"".join(_checksum(one).to_bytes(8, "little") for one in replicas)
+    of_rank = comm.all_gather_bytes(mine, "compare the weights")
+    drifted = [rank for rank, other in enumerate(of_rank) if other != of_rank[0]]
+    if drifted:
+        _report(comm, drifted, step, on_drift, source)
+    return not drifted
+
+
+def _report(
+    comm: Communicator, ranks: Sequence[int], step: int, on_drift: Literal["repair", "raise"], source: str
+) -> None:
+    message = (
+        f"the weights of ranks {list(ranks)} differ from rank 0's after step {step}: something changed them outside of "
+        "the optimizer, or a rank's hardware computes differently"
+    )
+    if on_drift == "raise":
+        raise ReplicaDriftError(message)
+    if comm.rank == 0:
+        warnings.warn(f"{message}. They were repaired from {source}", RuntimeWarning, stacklevel=6)
+
+
+_AT_ONCE = 1 << 20
+_ODD = 0x5851F42D4C957F2D
+
+
+@torch.no_grad()
+def _checksum(weights: Tensor) -> int:
+    """A number that differs, but for chance, where a single bit does."""
+    bits = weights.detach().reshape(-1).view(torch.int32 if weights.dtype == torch.float32 else torch.int16)
+    total = 0
+    for first in range(0, bits.numel(), _AT_ONCE):
+        run = bits[first : first + _AT_ONCE].to(torch.int64)
+        places = torch.arange(first + 1, first + 1 + run.numel(), device=run.device)
+        total += int((run * (places * _ODD)).sum())
+    return total % (1 << 64)
+
+
+# Gradients of a step
+
+
+def agree_on_order(
+    comm: Communicator, trainable: Sequence[int], arrived: Sequence[int], describe: Callable[[int], str]
+) -> list[int]:
+    """Rank 0's order of arrival of `trainable` parameters; those that had no gradient come last, last ones first.
+
+    Collective. Raises ValueError, on every rank, where ranks disagree on which those are.
+    """
+    wanted, here = set(trainable), set(arrived)
+    order = [index for index in arrived if index in wanted]
+    order += [index for index in reversed(trainable) if index not in here]
+    raw = comm.all_gather_bytes(torch.tensor(order, dtype=torch.int64).numpy().tobytes(), "order the parameters")
+    orders = [torch.frombuffer(bytearray(one), dtype=torch.int64).tolist() if one else [] for one in raw]
+    for rank, other in enumerate(orders):
+        differing = sorted(set(other) ^ set(orders[0]))
+        if differing:
+            raise ValueError(
+                f"rank {rank} and rank 0 disagree on whether {describe(differing[0])} requires a gradient: set "
+                "requires_grad alike on every rank"
+            )
+    return orders[0]
+
+
+def agree_on_absent(
+    comm: Communicator, count: int, arrived: Collection[int], describe: Callable[[int], str]
+) -> frozenset[int]:
+    """Those of `count` parameters without a gradient on any rank. Collective.
+
+    Raises ValueError, on every rank, for one with a gradient on some ranks only.
+    """
+    of_rank = comm.all_gather_bytes(
+        bytes(index in arrived for index in range(count)), "find parameters without gradients"
+    )
+    for index in range(count):
+        having = [rank for rank, mask in enumerate(of_rank) if mask[index]]
+        if having and len(having) < comm.size:
+            lacking = sorted(set(range(comm.size)) - set(having))
+            raise ValueError(
+                f"{describe(index)} got a gradient on ranks {having} but none on ranks {lacking}: every rank must use "
+                "the same parameters in a step. Nothing was applied"
+            )
+    return frozenset(index for index in range(count) if not of_rank[0][index])
+
+
+def find_overflowing(comm: Communicator, parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """The ranks on which a gradient is not finite. Collective."""
+    mine = any(one is not None and not bool(torch.isfinite(one).all()) for one in map(gradient_of, parameters))
+    of_rank = comm.all_gather_bytes(bytes([mine]), "find overflows")
+    return tuple(rank for rank, answer in enumerate(of_rank) if answer[0])
+
+
+class NothingToSend:
+    """The legs of a bucket that no rank sends."""
+
+    def advance(self) -> None:
+        """There was no leg 1."""
+
+    def wait(self) -> None:
+        """There was no leg 2."""
+
+
+def agree_to_leave_out(
+    comm: Communicator, parameters: Sequence[Tensor], chosen: Iterable[Tensor], error: Exception | None
+) -> frozenset[int]:
+    """The numbers, in `parameters`, of those `chosen`; others are left to whom they belong. Collective.
+
+    Raises `error`, or ValueError where a chosen parameter has a gradient already, on every rank; and ValueError where
+    ranks chose differently.
+    """
+    number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+    numbers = sorted(number_of[id(one)] for one in {id(one): one for one in chosen}.values() if id(one) in number_of)
+    for number in numbers:
+        if error is None and has_gradient(parameters[number]):
+            error = ValueError(
+                f"parameter {number}, of shape {tuple(parameters[number].shape)}, is to be left out but has a gradient "
+                "from an earlier backward(): leave out what no backward() of the step reaches"
+            )
+    mine = json.dumps({"failed": error is not None, "numbers": numbers}).encode()
+    of_rank = comm.all_gather_bytes(mine, "leave parameters out")
+    if any(json.loads(other)["failed"] for other in of_rank):
+        raise_together(comm, error, "leave parameters out")
+    for rank, other in enumerate(of_rank):
+        if other != of_rank[0]:
+            theirs = set(json.loads(other)["numbers"]) ^ set(json.loads(of_rank[0])["numbers"])
+            raise ValueError(
+                f"rank {rank} and rank 0 disagree on leaving out parameter {min(theirs)}: every rank must leave out "
+                "the same. Layers are dropped alike where all ranks have the same seed, step and number of forwards"
+            )
+    return frozenset(numbers)
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether there is one that is not all zeros, as DDP and `zero_grad(set_to_none=False)` leave behind."""
+    gradient = gradient_of(parameter)
+    return gradient is not None and bool(torch.count_nonzero(gradient))

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.home import Home
-from thinwire.zero.saved_slices import OwnSlices, SavedSlice, SliceSource
+from thinwire.zero.saved_state import OwnSlices, SavedSlice, SliceSource
 
 __all__ = ["OneRankState", "pack_rank_state", "rank_state_source"]
 

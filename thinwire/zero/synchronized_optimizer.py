@@ -1,5 +1,4 @@
-"""The one surface of every optimizer that synchronises by itself, whatever its algorithm and wherever its state
-lives."""
+"""The one surface of every optimizer that synchronises by itself, whatever its algorithm and its state's home."""
 
 from __future__ import annotations
 
@@ -13,15 +12,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import Communicator
-from thinwire.zero.accumulation import find_accumulation, wrapper_classes
-from thinwire.zero.clipping_trainers import check_nobody_clips, check_nobody_counts, trainer_classes
-from thinwire.zero.ddp import find_ddp, leave_gradients_alone
-from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, ring_bytes
+from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, ring_bytes
 from thinwire.zero.live_objects import instances_of
-from thinwire.zero.parameter_state import claim
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
-from thinwire.zero.saved_state import check_same_optimizer, counters_of, take_over_settings
+from thinwire.zero.saved_state import SavedSlice, SliceSource, check_same_optimizer, counters_of, take_over_settings
+from thinwire.zero.training_loops import (
+    check_nobody_clips,
+    check_nobody_counts,
+    find_accumulation,
+    find_ddp,
+    leave_gradients_alone,
+    trainer_classes,
+    wrapper_classes,
+)
 
 __all__ = ["SynchronizedOptimizer"]
 
@@ -350,11 +353,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         check_nobody_counts(self, found)
         if (sends_now := find_accumulation(self, found)) is not None:
             self._home.follow(sends_now)
-        self._attach_to(find_ddp(found, self._home.parameters))
-
-    def _attach_to(self, models: Iterable[nn.Module]) -> None:
-        """Attach to what would send all gradients once more; warn where it cannot be stopped."""
-        for model in models:
+        for model in find_ddp(found, self._home.parameters):  # it would send all gradients once more
             try:
                 self.attach(model)
             except (ValueError, RuntimeError) as error:

@@ -62,7 +62,7 @@ class DataParallelLearner:
 
     Attributes:
         module: the model, DDP's wrapper left out.
-        bytes_sent: by this rank, as `thinwire.comm.traffic` counts an all-reduce.
+        bytes_sent: by this rank, as `thinwire.comm.work` counts an all-reduce.
     """
 
     micro_batches = 1

@@ -20,7 +20,7 @@ from tests.optim.lamb.training import layers_and_gradients
 from tests.optim.training import exchange_comm, loss_of, make_model, train, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
-from thinwire.zero.live_tensors import live_tensor_bytes
+from thinwire.zero.memory import live_tensor_bytes
 
 FREEZE = 12
 DECAYED = {"weight_decay": 0.3, "betas": (0.8, 0.9), "factor_threshold": 0.03, "bias_correction": False}

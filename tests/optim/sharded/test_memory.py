@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.optim.sharded.packed_checkpoint import frozen_state_formula
+from thinwire.zero.bucket_layout import frozen_state_formula
 
 
 @given(parameters=st.integers(0, 10**12), ranks=st.integers(1, 10**4))

@@ -17,7 +17,7 @@ from tests.zero.training import train
 from thinwire.comm import Communicator, threads
 from thinwire.optim.algorithm import Send
 from thinwire.optim.zero_one import ZeroOneSchedule
-from thinwire.zero.live_tensors import live_tensor_bytes
+from thinwire.zero.memory import live_tensor_bytes
 
 A_BUCKET_EACH = {"bucket_bytes": 4}
 """A bucket for every parameter: both stages then have the same buckets, in whatever order."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.failure import name_ranks
+from thinwire.comm.errors import name_ranks
 from thinwire.engine.errors import NonFiniteError
 
 __all__ = ["StepLosses"]

@@ -17,8 +17,7 @@ from thinwire.optim.diloco.fragments import Fragment, Piece
 from thinwire.optim.diloco.outer import Alone, Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights
 from thinwire.optim.diloco.worker import Worker
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
-from thinwire.zero.saved_state import read_weight
+from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
 __all__ = ["LocalCheckpoint"]
 

@@ -15,7 +15,7 @@ from thinwire.optim.diloco.checkpoint import LocalCheckpoint
 from thinwire.optim.diloco.fragments import Fragment
 from thinwire.optim.diloco.kept_momentum import KeptMomentum
 from thinwire.optim.diloco.outer import OuterState, UnderWay
-from thinwire.zero.saved_slices import SliceSource
+from thinwire.zero.saved_state import SliceSource
 
 __all__ = ["ELASTIC", "Loaded", "SavedPlace", "load_worker", "saved_states"]
 

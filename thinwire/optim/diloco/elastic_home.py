@@ -31,7 +31,7 @@ from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import StepResult
 from thinwire.zero.rank_checks import settings_digest
-from thinwire.zero.saved_slices import SliceSource
+from thinwire.zero.saved_state import SliceSource
 
 __all__ = ["ElasticHome"]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import on_every_rank
-from thinwire.comm.elastic import Elastic, MembershipError
-from thinwire.comm.meeting_place import reach
+from thinwire.comm.elastic import Elastic, MembershipError, reach
 from thinwire.comm.node_membership import NodeMembership
 from thinwire.compress.packet import PacketError, SettingsError
 

@@ -11,17 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.nodes import NodeLinks
+from thinwire.comm.agreement import NodeLinks
 from thinwire.optim.diloco.checkpoint import LocalCheckpoint
 from thinwire.optim.diloco.fragments import Fragment
 from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights
 from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import Worker
-from thinwire.zero.home import Home, StepResult, ring_bytes
-from thinwire.zero.parameter_state import ParameterState
+from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.rank_checks import settings_digest
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 __all__ = ["LocalHome"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import CommunicationError, Communicator
-from thinwire.comm.relay import Relay
+from thinwire.comm.node_membership import Relay
 from thinwire.compress.codecs import Codec
 from thinwire.optim.diloco.fragments import Fragment
 from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, WeightPair, make_outer_step

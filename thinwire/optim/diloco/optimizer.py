@@ -12,9 +12,8 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.agreement import NodeLinks, agree_on_nodes, on_every_rank
 from thinwire.comm.elastic import Elastic
-from thinwire.comm.nodes import NodeLinks, agree_on_nodes
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.diloco.elastic_setup import enter_elastic_job, own_communicator

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.nodes import NodeLinks
+from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange

@@ -13,9 +13,8 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.optim.home import check_in_sync
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.autograd_hooks import GradientHook
-from thinwire.zero.home import NO_GRADIENTS, StepResult
-from thinwire.zero.parameter_state import Fragment, Held, ParameterState, find_state, whole_values
+from thinwire.zero.gradient_seal import GradientHook
+from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult, find_state, whole_values
 
 __all__ = ["NodeWorker", "RankWorker", "Worker"]
 

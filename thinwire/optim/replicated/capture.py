@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.logged import LoggedCommunicator
+from thinwire.comm.operation_log import LoggedCommunicator
 from thinwire.comm.traffic import Traffic
 from thinwire.compress.exchange import Arrived
 from thinwire.compress.kernels import buckets as kernels

@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import raise_together
-from thinwire.comm.nodes import NodeLinks, agree_on_nodes
+from thinwire.comm.agreement import NodeLinks, agree_on_nodes, raise_together
 from thinwire.compress.codecs import make_codec
 from thinwire.optim import checkpoint
 from thinwire.optim.algorithm import Algorithm
@@ -30,13 +29,11 @@ from thinwire.optim.replicated.layout import FreezeGroups, Wire
 from thinwire.optim.replicated.parameter_state import ReplicatedParameterState, frozen_bytes
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
-from thinwire.zero.home import NO_GRADIENTS, StepResult, ring_bytes
-from thinwire.zero.parameter_state import ParameterState
-from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
+from thinwire.zero import rank_checks
+from thinwire.zero.bucket_layout import model_state_formula
+from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult, ring_bytes
 from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.replicas import ComparisonTimes, compare_replicas
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
-from thinwire.zero.state_formula import model_state_formula
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 __all__ = ["ReplicatedHome"]
 
@@ -76,7 +73,7 @@ class ReplicatedHome(AlgorithmHome):
         )
         self._layout = FreezeGroups(self._exchange_comm, self._table, self._wire, options, recipe.algorithm, make_rule)
         self.mover: Callable[[Callable[[], None]], None] = operator.call
-        self._comparisons = ComparisonTimes(options.resync_interval)
+        self._comparisons = rank_checks.ComparisonTimes(options.resync_interval)
         self._synchronizer = Synchronizer(comm, self._table, self._layout, options.clips_to)
         self.add_parameters()
 
@@ -206,9 +203,9 @@ class ReplicatedHome(AlgorithmHome):
         """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
         if not self._comparisons.due(self.steps, self.in_sync):
             return
-        if not compare_replicas(self.comm, self.parameters, self.steps, self._options.on_drift, "rank 0's"):
+        if not rank_checks.compare_replicas(self.comm, self.parameters, self.steps, self._options.on_drift, "rank 0's"):
             indices = range(len(self._table))
-            broadcast_from_rank_0(self.comm, [self._table.weight(index) for index in indices])
+            rank_checks.broadcast_from_rank_0(self.comm, [self._table.weight(index) for index in indices])
             for index in indices:
                 self._table.publish(index)
 
@@ -251,15 +248,15 @@ class ReplicatedHome(AlgorithmHome):
         try:
             for group in self._table.groups():
                 self._recipe.check_group(group)
-            check_parameters([*self.parameters, *tensors], self._optimizer_name)
+            rank_checks.check_parameters([*self.parameters, *tensors], self._optimizer_name)
             self._options.averaging.check_parameters(tensors, self._options.param_dtype)
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(self.comm, error, "build its optimizer")
         names = [self._table.known_name(one) for one in tensors]
         compared = {"names": names, **self._options.compared(), **self._settings, **self._recipe.schedule}
-        check_same_on_every_rank(self.comm, tensors, self._table.groups(), compared)
-        broadcast_from_rank_0(self.comm, tensors)
+        rank_checks.check_same_on_every_rank(self.comm, tensors, self._table.groups(), compared)
+        rank_checks.broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:
             self._layout.unplaced.append(len(self._table))
             self._table.add(parameter, group_number)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.nodes import NodeLinks
+from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exact_exchange import make_exact_exchange
 from thinwire.compress.exchange import Exchange

@@ -17,7 +17,7 @@ from thinwire.optim.replicated.layout import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import Synchronizer
 from thinwire.zero import Slot
-from thinwire.zero.parameter_state import Fragment, Held, ParameterState
+from thinwire.zero.home import Fragment, Held, ParameterState
 
 __all__ = ["ReplicatedParameterState", "frozen_bytes"]
 

@@ -16,10 +16,9 @@ from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.group_weights import Change, GroupWeights
 from thinwire.zero import Slot
-from thinwire.zero.flat_bucket import Run
-from thinwire.zero.host_reading import read_together
-from thinwire.zero.saved_slices import SliceSource
-from thinwire.zero.saved_state import read_weight
+from thinwire.zero.master_weights import Run
+from thinwire.zero.norm_sketch import read_together
+from thinwire.zero.saved_state import SliceSource, read_weight
 
 __all__ = ["ParameterTable", "RankZeros", "ReplicatedWeights", "weight_and_master"]
 

@@ -19,9 +19,9 @@ from thinwire.optim.options import naming_differences
 from thinwire.optim.replicated.layout import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.step import clip_by_sketch, hear, may_clip
-from thinwire.zero.arrival_order import agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.norm_sketch import NormSketch
+from thinwire.zero.rank_checks import agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.sharded_home import clip_coefficient, clip_of_norm
 
 __all__ = ["SynchronizedBackward", "Synchronizer"]

@@ -26,12 +26,11 @@ from thinwire.optim.sharded.parameter_state import GroupState
 from thinwire.optim.sharded.weights import CommonWeights, FullWeights, LowMemoryWire
 from thinwire.optim.step import may_clip
 from thinwire.zero import BucketLayout
-from thinwire.zero.bucket_state import StateOfBuckets
-from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.home import NO_GRADIENTS, StepResult
-from thinwire.zero.replicas import ComparisonTimes, compare_replicas
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
-from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_of_norm
+from thinwire.zero.master_weights import FlatBucket
+from thinwire.zero.rank_checks import ComparisonTimes, compare_replicas
+from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.sharded_home import NOT_FINITE, StateOfBuckets, Vote, clip_of_norm
 from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = ["FullHome"]

@@ -20,10 +20,9 @@ from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions, Recipe, check_same_freeze
 from thinwire.optim.step import StepUnderWay, clip_by_sketch, hear
-from thinwire.zero.host_reading import read_together
-from thinwire.zero.norm_sketch import NormSketch
+from thinwire.zero.norm_sketch import NormSketch, read_together
 from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.saved_slices import SliceSource
+from thinwire.zero.saved_state import SliceSource
 from thinwire.zero.sharded_home import ShardedHome, Vote
 from thinwire.zero.sharded_parameters import ShardedParameters
 

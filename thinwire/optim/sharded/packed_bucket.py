@@ -23,8 +23,7 @@ from thinwire.optim.preconditioner import table
 from thinwire.optim.sharded.packing import FrozenState
 from thinwire.optim.step import StepUnderWay, may_clip
 from thinwire.zero import BucketLayout, Slot
-from thinwire.zero.flat_bucket import Run
-from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.master_weights import MasterWeights, Run
 
 __all__ = ["OwnPackets", "PackedBucket"]
 

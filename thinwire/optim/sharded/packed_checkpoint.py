@@ -25,11 +25,10 @@ from thinwire.optim.preconditioner import (
 )
 from thinwire.optim.sharded.packed_bucket import PackedBucket
 from thinwire.optim.sharded.packing import FrozenState
-from thinwire.zero.flat_bucket import FlatBucket
-from thinwire.zero.master_weights import MasterWeights
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
+from thinwire.zero.master_weights import FlatBucket, MasterWeights
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 
-__all__ = ["frozen_state_formula", "load", "load_warmup", "rank_tensors", "read_states", "slices", "warmup_slices"]
+__all__ = ["load", "load_warmup", "rank_tensors", "read_states", "slices", "warmup_slices"]
 
 
 def warmup_slices(
@@ -140,28 +139,3 @@ def _pack(u: Tensor, numel: int, codec: Codec, ranks: int) -> tuple[Tensor, Tens
     scales.copy_(torch.where(whole, largest, means).view(ranks, -1).view(torch.uint8))
     u.view_as(magnitudes)[whole] = 0.0
     return packets, u
-
-
-def frozen_state_formula(
-    parameters: int, world_size: int, *, element_bytes: int = 2, fresh_variance: bool = False
-) -> dict[str, float]:
-    """Bytes a rank should hold, by category, at ZeRO stages 1 and 2.
-
-    With Ψ parameters on N ranks, in 16 bits: weights 2Ψ, worker residuals 2Ψ, preconditioner and momentum 1.125Ψ, and
-    master weights and owner residuals 8Ψ/N; in fp32 9.125Ψ + 4Ψ/N.
-
-    Args:
-        parameters: Ψ, trained ones.
-        world_size: N.
-        element_bytes: of a parameter as the model sees it.
-        fresh_variance: 1-bit LAMB's: another 4Ψ/N.
-    """
-    shared = 1 / world_size
-    each = {
-        "weights": element_bytes,
-        "masters": (0 if element_bytes == 4 else 4) * shared,
-        "gradients": 0,
-        "residuals": element_bytes + 4 * shared,
-        "optimizer state": 1 + 1 / 8 + (4 * shared if fresh_variance else 0),
-    }
-    return {category: parameters * factor for category, factor in each.items()}

@@ -18,17 +18,15 @@ from thinwire.optim.options import HomeOptions, Recipe, naming_differences
 from thinwire.optim.sharded import packed_checkpoint
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.packed_bucket import PackedBucket
-from thinwire.optim.sharded.packed_checkpoint import frozen_state_formula
 from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, hold_masked, variance_norms
 from thinwire.optim.sharded.parameter_state import WarmupState
-from thinwire.zero.bucket_state import StateOfBuckets
+from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, StepResult
 from thinwire.zero.master_weights import bring_beside
-from thinwire.zero.replicas import compare_replicas
-from thinwire.zero.saved_slices import SavedSlice, SliceSource
-from thinwire.zero.sharded_home import NOT_FINITE, Vote, clip_coefficient
+from thinwire.zero.rank_checks import compare_replicas
+from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.sharded_home import NOT_FINITE, StateOfBuckets, Vote, clip_coefficient
 from thinwire.zero.sharded_parameters import ShardedParameters
-from thinwire.zero.state_formula import model_state_formula
 
 __all__ = ["PackedHome"]
 

@@ -13,8 +13,7 @@ from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
 from thinwire.optim.formulas import SMALLEST_OF_MEAN, AdamSettings, shaped_mask, to_denominators
 from thinwire.optim.preconditioner import quantize, table
-from thinwire.zero.flat_bucket import FlatBucket
-from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.master_weights import FlatBucket, MasterWeights
 
 __all__ = ["FrozenSettings", "FrozenState", "freeze", "hold_masked", "variance_norms"]
 

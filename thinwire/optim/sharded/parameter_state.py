@@ -11,11 +11,10 @@ from thinwire.optim.algorithm import Algorithm, Clock, Send
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import check_averages, check_in_sync, check_may_write, check_plain
 from thinwire.optim.sharded.weights import CommonWeights
-from thinwire.zero.bucket_state import StateOfBuckets, of_whole_bucket, own_fragments
-from thinwire.zero.flat_bucket import FlatBucket
 from thinwire.zero.gradients import BucketGradients
-from thinwire.zero.master_weights import MasterWeights
-from thinwire.zero.parameter_state import Held
+from thinwire.zero.home import Held
+from thinwire.zero.master_weights import FlatBucket, MasterWeights
+from thinwire.zero.sharded_home import StateOfBuckets, of_whole_bucket, own_fragments
 
 __all__ = ["GroupState", "WarmupState"]
 

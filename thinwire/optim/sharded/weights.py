@@ -20,8 +20,7 @@ from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements
 from thinwire.optim.step import Parameters
 from thinwire.zero import BucketLayout, Slot
-from thinwire.zero.flat_bucket import FlatBucket, Run
-from thinwire.zero.master_weights import MasterWeights
+from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run
 
 __all__ = ["CommonWeights", "FullWeights", "LowMemoryWire"]
 

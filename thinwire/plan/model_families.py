@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from thinwire.plan.errors import PlanError
+from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Blocks, Matrices, Transformer
 
 __all__ = ["FAMILIES", "model_of"]

@@ -9,11 +9,9 @@ import pytest
 import torch
 import transformers
 
-from thinwire.plan import PlanError, named_model
-from thinwire.plan.models import finding
-from thinwire.plan.models.built import built_model
-from thinwire.plan.models.families import FAMILIES, model_of
-from thinwire.plan.models.finding import MODELS
+from thinwire.plan import PlanError, models, named_model
+from thinwire.plan.model_families import FAMILIES, model_of
+from thinwire.plan.models import MODELS, built_model
 
 # Parameters as counted in the published weights, the head that is trained included.
 PUBLISHED = {
@@ -203,4 +201,4 @@ def test_transformers_is_asked_for_other_families_alone(monkeypatch: pytest.Monk
     assert named_model("bert-base").parameters == PUBLISHED["bert-base-uncased"]
     path = write(tmp_path, model_type="electra")
     with pytest.raises(PlanError, match="transformers alone, which is not installed: pip install 'thinwire\\[hf\\]'"):
-        finding.named_model(str(path))
+        models.named_model(str(path))

@@ -1,15 +1,28 @@
-"""Finds the Trainer, transformers' or Lightning's, that would clip what each rank has by itself, before a step that
-averages; and the one that would count the steps of a worker that joins late."""
+"""Training loops of others: the Trainer that would clip what each rank has by itself, whoever else knows that a
+backward only adds up, and DistributedDataParallel, which must not send gradients that are sent here.
 
-from __future__ import annotations
+No `from __future__ import annotations`: DDP inspects a hook's annotations, which must be the types themselves.
+"""
 
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_nobody_clips", "check_nobody_counts", "refuse_late_workers", "trainer_classes"]
+__all__ = [
+    "check_nobody_clips",
+    "check_nobody_counts",
+    "find_accumulation",
+    "find_ddp",
+    "leave_gradients_alone",
+    "refuse_late_workers",
+    "trainer_classes",
+    "wrapper_classes",
+]
 
 
 def trainer_classes() -> list[type]:
@@ -96,3 +109,49 @@ _CHECKS = {
     "lightning.pytorch.trainer.trainer": _check_lightning,
     "pytorch_lightning.trainer.trainer": _check_lightning,
 }
+
+
+# Accumulation: Accelerate's `accumulate()` holds back nothing but DistributedDataParallel
+
+
+def wrapper_classes() -> list[type]:
+    """What wraps optimizers and knows, where this process has imported it."""
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    return [] if wrapper is None else [wrapper]
+
+
+def find_accumulation(optimizer: torch.optim.Optimizer, wrappers: Iterable[Any]) -> Callable[[], bool] | None:
+    """What says whether the running backward is the last one before a step of `optimizer`; None where nobody knows.
+
+    `wrappers`: instances of `wrapper_classes()`; others are passed over.
+    """
+    kinds = tuple(wrapper_classes())
+    for one in wrappers:
+        inner = one
+        while issubclass(type(inner), kinds):
+            inner = getattr(inner, "optimizer", None)
+        if inner is not one and inner is optimizer:
+            state = one.gradient_state
+            return lambda: bool(state.sync_gradients)
+    return None
+
+
+def find_ddp(models: Iterable[Any], parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Those of `models` that are a DistributedDataParallel and average the gradients of some of these parameters.
+
+    DDP leaves no trace on parameters: `models` are all that `instances_of` finds.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        one
+        for one in models
+        if issubclass(type(one), DistributedDataParallel)
+        and any(id(parameter) in wanted for parameter in one.module.parameters())
+    ]
+
+
+def leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A DDP communication hook that sends nothing: somebody else synchronises."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,246 @@
+"""One collective: its arguments, refused in one place so that all backends refuse the same; its handle in flight;
+staging through host memory.
+
+A wrong argument must fail at the call, before any rank sends: afterwards it can only hang or corrupt. A backend
+supplies a ``Pending``; the communicator that started it says how a ``Work`` waits for it: with a timeout, an eye on
+other ranks' alarms, and good errors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.errors import CommunicationError
+
+__all__ = [
+    "Finishing",
+    "Pending",
+    "ReduceOp",
+    "Staging",
+    "Work",
+    "bring_to_host",
+    "check_pair",
+    "check_rank",
+    "check_reduction",
+    "check_tensor",
+    "check_timeout",
+]
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+_REDUCIBLE = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+
+
+def check_tensor(collective: str, name: str, tensor: Tensor) -> None:
+    """Refuse what has no flat, dense memory: TypeError for non-tensors, ValueError for the rest."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{collective}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{collective}: {name} has layout {tensor.layout}; make it dense with .to_dense()")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{collective}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+            "contiguous; pass a .contiguous() copy, and copy the result back if it is an output"
+        )
+
+
+def check_pair(collective: str, output: Tensor, input: Tensor, output_numel: int) -> None:
+    """Check an output and an input: both dense and contiguous, one dtype, one device, ``output_numel``."""
+    check_tensor(collective, "output", output)
+    check_tensor(collective, "input", input)
+    if output.dtype != input.dtype:
+        raise TypeError(f"{collective}: output is {output.dtype} but input is {input.dtype}; use one dtype")
+    if output.device != input.device:
+        raise ValueError(f"{collective}: output is on {output.device} but input is on {input.device}")
+    if output.numel() != output_numel:
+        raise ValueError(
+            f"{collective}: output has {output.numel()} elements, expected {output_numel} "
+            f"for an input of {input.numel()}"
+        )
+    if _overlap(output, input):
+        raise ValueError(f"{collective}: output and input share memory; give it two separate tensors")
+
+
+def check_reduction(tensor: Tensor, op: str) -> None:
+    """Check that every backend can reduce this dtype with this op."""
+    if op not in get_args(ReduceOp):
+        raise ValueError(f"all_reduce: unknown op {op!r}; expected one of {', '.join(get_args(ReduceOp))}")
+    if tensor.dtype not in _REDUCIBLE:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in _REDUCIBLE)
+        raise TypeError(f"all_reduce: cannot reduce {tensor.dtype}; supported are {supported}")
+    if op == "mean" and not tensor.is_floating_point():
+        raise TypeError(f"all_reduce: mean of {tensor.dtype} is not exact; use 'sum', or convert to a float")
+
+
+def check_rank(collective: str, root: int, size: int) -> None:
+    """Check that ``root`` is a rank of a communicator of ``size``."""
+    if isinstance(root, bool) or not isinstance(root, int):
+        raise TypeError(f"{collective}: root must be an int, not {type(root).__name__}")
+    if not 0 <= root < size:
+        raise ValueError(f"{collective}: root is {root}, expected 0 to {size - 1}")
+
+
+def check_timeout(timeout: float) -> None:
+    """Check that a timeout is a positive number of seconds."""
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+
+
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
+        return False
+    left_end = left.data_ptr() + left.numel() * left.element_size()
+    right_end = right.data_ptr() + right.numel() * right.element_size()
+    return left.data_ptr() < right_end and right.data_ptr() < left_end
+
+
+class Pending(Protocol):
+    """A transfer that a backend has started."""
+
+    def done(self) -> bool:
+        """Whether it is over, well or badly; drives progress and never raises."""
+
+    def wait(self, seconds: float) -> bool:
+        """Block for at most ``seconds``; False if it is still running. Raises what the transport raises."""
+
+
+class Finishing:
+    """A pending transfer followed by a local action on this rank: unstaging, or dividing a sum."""
+
+    def __init__(self, pending: Pending, action: Callable[[], object]) -> None:
+        self._pending = pending
+        self._action = action
+
+    def done(self) -> bool:
+        """Whether the transfer is over; the action runs in ``wait``."""
+        return self._pending.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the transfer, then act."""
+        if not self._pending.wait(seconds):
+            return False
+        self._action()
+        return True
+
+
+class Work:
+    """Handle of an asynchronous collective. Its tensors are valid, and may be touched, after ``wait``."""
+
+    def __init__(self, pending: Pending, wait_for: Callable[[Pending, float | None], None]) -> None:
+        self._pending: Pending | None = pending
+        self._wait_for = wait_for
+        self._error: CommunicationError | None = None
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once. On MPI this also drives progress."""
+        return self._pending is None or self._error is not None or self._pending.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the collective is over; for NCCL, make the current CUDA stream wait for it.
+
+        ``timeout`` in seconds, by default the communicator's. Raises ``CommunicationTimeout`` when it
+        passes and ``CommunicationError`` when a rank or the transport failed; either one is final, for
+        the whole communicator. Use ``is_completed`` to look without that risk.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._pending is None:
+            return
+        try:
+            self._wait_for(self._pending, timeout)
+        except CommunicationError as error:
+            self._error = error
+            raise
+        self._pending = None
+
+
+# Staging: an accelerator's tensors over a transport that reads host memory only
+
+
+def bring_to_host(tensor: Tensor) -> tuple[Tensor, torch.Event]:
+    """A page-locked copy of `tensor`, and the event after which it is whole."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    arrived = torch.Event(tensor.device)
+    arrived.record()
+    return copy, arrived
+
+
+class Staging:
+    """The collectives of one communicator that have not begun, in the order of their calls, which is every rank's.
+
+    One begins when it is waited for, or at any later call by which what it sends has arrived.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Staged] = deque()
+
+    def follow(self, arrived: torch.Event, begin: Callable[[], Pending]) -> Pending:
+        """Begin after all others, once `arrived` has happened."""
+        staged = _Staged(self, arrived, begin)
+        self._waiting.append(staged)
+        self.begin_arrived()
+        return staged
+
+    def begin_arrived(self) -> None:
+        """Begin those that can begin without a wait."""
+        while self._waiting and self._waiting[0].has_arrived():
+            self._waiting.popleft().begin()
+
+    def begin_all(self) -> None:
+        """Begin all, so that what is begun next comes after them on every rank."""
+        while self._waiting:
+            self._waiting.popleft().begin()
+
+    def begin_until(self, staged: _Staged) -> None:
+        """Begin this one, and those before it."""
+        while staged in self._waiting:
+            self._waiting.popleft().begin()
+
+
+class _Staged:
+    """A Pending of a collective that may not have begun."""
+
+    def __init__(self, staging: Staging, arrived: torch.Event, begin: Callable[[], Pending]) -> None:
+        self._staging = staging
+        self._arrived = arrived
+        self._begin = begin
+        self._pending: Pending | None = None
+        self._error: Exception | None = None
+
+    def has_arrived(self) -> bool:
+        return self._arrived.query()
+
+    def begin(self) -> None:
+        """Begin, waiting for what is sent; what the transport raises is for who waits for this one."""
+        self._arrived.synchronize()
+        try:
+            self._pending = self._begin()
+        except Exception as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """See Pending."""
+        self._staging.begin_arrived()
+        return self._error is not None or (self._pending is not None and self._pending.done())
+
+    def wait(self, seconds: float) -> bool:
+        """See Pending."""
+        self._staging.begin_until(self)
+        if self._error is not None:
+            raise self._error
+        assert self._pending is not None
+        return self._pending.wait(seconds)
