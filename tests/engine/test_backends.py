@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from thinwire.comm import threads
-from thinwire.engine.backends import communicator_of
 from thinwire.engine.config import load_config
+from thinwire.engine.optimizers import communicator_of
 
 from .tiny import make_engine, settings, train
 

@@ -1,15 +1,13 @@
-"""DeepSpeed's monitors, and the defaults of their sections."""
+"""Monitors as DeepSpeed's scripts make them, each of its section of a configuration alone; and their defaults."""
 
 from __future__ import annotations
 
-from thinwire.engine.config.models import MonitorConfig, WandbConfig
-from thinwire.engine.monitoring.section_monitors import (
-    CometMonitor,
-    CsvMonitor,
-    MonitorMaster,
-    TensorBoardMonitor,
-    WandbMonitor,
-)
+from typing import Any, ClassVar
+
+from thinwire import comm as communication
+from thinwire.comm import Communicator
+from thinwire.engine.config.models import EngineConfig, MonitorConfig, WandbConfig
+from thinwire.engine.monitoring.monitor import Monitor, log_folder
 
 __all__ = [
     "CSV_MONITOR_ENABLED_DEFAULT",
@@ -22,12 +20,64 @@ __all__ = [
     "WANDB_GROUP_NAME_DEFAULT",
     "WANDB_PROJECT_NAME_DEFAULT",
     "WANDB_TEAM_NAME_DEFAULT",
-    "CometMonitor",
     "CsvMonitor",
     "MonitorMaster",
     "TensorBoardMonitor",
     "WandbMonitor",
 ]
+
+
+class _SectionMonitor(Monitor):
+    """`config`: the section, or a configuration that has it. Its keys are attributes.
+
+    `comm`: by default that of the job. Collective; raises as `Monitor` does.
+    """
+
+    _section: ClassVar[str]
+
+    def __init__(self, config: EngineConfig | MonitorConfig | WandbConfig, comm: Communicator | None = None) -> None:
+        section = getattr(config, self._section) if isinstance(config, EngineConfig) else config
+        super().__init__(comm or communication.init(), **_place(self._section, section))
+        for key in type(section).model_fields:
+            setattr(self, key, getattr(section, key))
+
+
+class TensorBoardMonitor(_SectionMonitor):
+    """Event files, of the section "tensorboard"."""
+
+    _section = "tensorboard"
+
+
+class CsvMonitor(_SectionMonitor):
+    """CSV files, of the section "csv_monitor"."""
+
+    _section = "csv_monitor"
+
+
+class WandbMonitor(_SectionMonitor):
+    """A run of Weights & Biases, of the section "wandb"."""
+
+    _section = "wandb"
+
+
+class MonitorMaster(Monitor):
+    """All that a configuration has enabled. Collective; raises as `Monitor` does."""
+
+    def __init__(self, config: EngineConfig, comm: Communicator | None = None) -> None:
+        places: dict[str, Any] = {}
+        for name in ("tensorboard", "csv_monitor", "wandb"):
+            places |= _place(name, getattr(config, name))
+        super().__init__(comm or communication.init(), **places)
+
+
+def _place(name: str, section: Any) -> dict[str, Any]:
+    """What Monitor is given for a section; nothing for one that is off."""
+    if not section.enabled:
+        return {}
+    if name == "wandb":
+        return {"wandb": section}
+    return {name.removesuffix("_monitor"): log_folder(section.output_path, section.job_name)}
+
 
 _FOLDER, _WANDB = MonitorConfig(), WandbConfig()
 

@@ -24,6 +24,7 @@ class Instead(str):
 _NO_EXPERTS = Instead("it has no expert parallelism; use a mixture of experts of the model's own library")
 _NO_PIPELINES = Instead("it has no pipeline parallelism; shard the model with zero_optimization stage 3")
 _NO_PARTS = Instead("it is for pipelines; torch.distributed.tensor.distribute_tensor cuts a tensor")
+_NO_COMET = Instead('use "tensorboard", "csv_monitor" or "wandb"')
 _NO_LAYERS = Instead(
     "torch.nn.functional.scaled_dot_product_attention and torch.compile are as fast; use the model's own layers"
 )
@@ -53,7 +54,7 @@ _LAYOUTS = (
     "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
     "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig"
 )
-_MONITORS = "CometMonitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor"
+_MONITORS = "MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor"
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -61,7 +62,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".ranks": "init_distributed",
         ".errors": "NotOfferedError",
         ".devices": "get_accelerator",
-        ".runtime.activation_checkpointing": "checkpointing",
+        ".checkpointing": "checkpointing=",
         ".sections": "DeepSpeedConfig DeepSpeedConfigError",
         ".engine": "DeepSpeedEngine",
         ".schedules": "add_tuning_arguments",
@@ -97,14 +98,14 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "moe": {".moe.layer": "MoE"},
     "moe.layer": {_NO_EXPERTS: "MoE"},
     "moe.utils": {".utilities": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},
-    "monitor.comet": {".monitors": "CometMonitor"},
+    "monitor.comet": {_NO_COMET: "CometMonitor"},
     "monitor.constants": {
         ".monitors": "CSV_MONITOR_ENABLED_DEFAULT CSV_MONITOR_JOB_NAME_DEFAULT CSV_MONITOR_OUTPUT_PATH_DEFAULT "
         "TENSORBOARD_ENABLED_DEFAULT TENSORBOARD_JOB_NAME_DEFAULT TENSORBOARD_OUTPUT_PATH_DEFAULT "
         "WANDB_ENABLED_DEFAULT WANDB_GROUP_NAME_DEFAULT WANDB_PROJECT_NAME_DEFAULT WANDB_TEAM_NAME_DEFAULT"
     },
     "monitor.csv_monitor": {".monitors": "csvMonitor=CsvMonitor"},
-    "monitor.monitor": {".monitors": _MONITORS, "thinwire.engine": "Monitor"},
+    "monitor.monitor": {".monitor.comet": "CometMonitor", ".monitors": _MONITORS, "thinwire.engine": "Monitor"},
     "monitor.tensorboard": {".monitors": "TensorBoardMonitor"},
     "monitor.wandb": {".monitors": "WandbMonitor"},
     "ops": {".operations": "__compatible_ops__=compatible_ops"},
@@ -131,7 +132,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "ops.transformer": {_NO_LAYERS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "pipe": {_NO_PIPELINES: "LayerSpec PipelineModule TiedLayerSpec"},
     "profiling.flops_profiler": {"thinwire.engine": "FlopsProfiler get_model_profile"},
-    "runtime.activation_checkpointing.checkpointing": {"thinwire.engine.checkpointing": ALL},
+    "runtime.activation_checkpointing.checkpointing": {".checkpointing": ALL},
     "runtime.bf16_optimizer": {_ENGINES_PRECISION: "BF16_Optimizer"},
     "runtime.comm.mpi": {_NO_BACKENDS: "MpiBackend"},
     "runtime.comm.nccl": {_NO_BACKENDS: "NcclBackend"},

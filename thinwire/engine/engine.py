@@ -20,8 +20,7 @@ from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.loss_scale import LossScale
 from thinwire.engine.loss_scale_names import LossScaleConfig
-from thinwire.engine.no_optimizer import NoOptimizer, check_trains
-from thinwire.engine.optimizers import steps_alone
+from thinwire.engine.optimizers import NoOptimizer, check_trains, steps_alone
 from thinwire.engine.surface import EngineSurface
 
 __all__ = ["Engine"]

@@ -29,15 +29,48 @@ from thinwire.engine.job_checkpoints import JobCheckpoints, ModelNames
 from thinwire.engine.job_reports import JobReports
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
-from thinwire.engine.no_optimizer import NoOptimizer
-from thinwire.engine.optimizers import EngineOptimizer, build_optimizer, shard_for_evaluation, steps_alone
+from thinwire.engine.optimizers import EngineOptimizer, NoOptimizer, build_optimizer, shard_for_evaluation, steps_alone
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
-from thinwire.engine.start_lines import say_at_start
 from thinwire.sparse_attn import densify
 from thinwire.zero.built_model import gather_model, hide_shapes, show_shapes
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
-__all__ = ["AnyEngine", "ConfigSource", "Given", "build_engine", "initialize", "load_settings"]
+__all__ = ["AnyEngine", "ConfigSource", "Given", "build_engine", "initialize", "load_settings", "say_at_start"]
+
+# What rank 0 says of a job's configuration once, when its engine is built, unless `thinwire.comm.init(quiet=True)`.
+
+
+def say_at_start(
+    comm: Communicator,
+    settings: EngineConfig,
+    optimizer: GivenOptimizer | None,
+    schedule: GivenSchedule | None,
+    passed_over: int,
+) -> None:
+    """Say which keys have no effect, which sections give way to an optimizer or schedule passed beside them, and how
+    many of `model_parameters` that optimizer passes over."""
+    if not comm.speaks:
+        return
+    lines = [settings.remarks.line()]
+    if optimizer is not None and settings.optimizer is not None:
+        lines.append(_gives_way("optimizer", settings.optimizer.type, _name(optimizer, torch.optim.Optimizer)))
+    if schedule is not None and settings.scheduler is not None:
+        lines.append(_gives_way("scheduler", settings.scheduler.type, _name(schedule, LRScheduler)))
+    if passed_over:
+        lines.append(f"{passed_over} of model_parameters are not trained: the optimizer passed beside them lacks them")
+    for line in filter(None, lines):
+        print(f"thinwire: {line}", file=sys.stderr, flush=True)
+
+
+def _gives_way(section: str, named: str, given: str) -> str:
+    return f'{given}, passed to initialize, is used in place of "{named}" in the configuration\'s "{section}" section'
+
+
+def _name(given: object, kind: type) -> str:
+    if isinstance(given, kind):
+        return f"the {type(given).__name__}"
+    return f"the function {getattr(given, '__name__', type(given).__name__)}"
+
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig

@@ -18,8 +18,7 @@ from thinwire.engine.config.errors import dotted
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.loss_scale import LossScale
 from thinwire.engine.model import LayerDropping, Precision
-from thinwire.engine.no_optimizer import NoOptimizer
-from thinwire.engine.optimizers import EngineOptimizer
+from thinwire.engine.optimizers import EngineOptimizer, NoOptimizer
 
 __all__ = ["Job", "agree_on_config", "agree_on_model"]
 

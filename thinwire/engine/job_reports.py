@@ -6,11 +6,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from thinwire.engine.backwards import StepLosses
 from thinwire.engine.job import Job
-from thinwire.engine.monitoring.flops_profiler import FlopsProfiler
-from thinwire.engine.monitoring.losses import StepLosses
+from thinwire.engine.monitoring.flops_profiler import FlopsProfiler, ProfiledTimers
 from thinwire.engine.monitoring.monitor import Monitor
-from thinwire.engine.monitoring.profiled_timers import ProfiledTimers
 from thinwire.engine.monitoring.timers import StepTimers, breakdown_line, progress_line
 from thinwire.zero.memory import MemoryReport, live_tensor_bytes
 

@@ -1,17 +1,24 @@
-"""Builds the optimizer that the engine steps, sharded as the configuration says."""
+"""Build the optimizer that the engine steps, sharded as the configuration says, over the communicator that it names; or
+what stands in its place if a model is only evaluated."""
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from thinwire.comm import Communicator, Traffic
+from thinwire import comm as communication
+from thinwire.comm import Communicator, LoggedCommunicator, Traffic
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine.backends import communicator_of
+from thinwire.comm.launchers import detect
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import ZeroConfig
+from thinwire.engine.errors import CallError
 from thinwire.engine.model import Precision
 from thinwire.engine.recipe import LocalUpdates, Recipe
 from thinwire.optim import DiLoCo
@@ -20,13 +27,65 @@ from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
+from thinwire.zero.home import NOT_STEPPED
 from thinwire.zero.optimizer import OptimizerClass
 from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.rank_checks import broadcast_from_rank_0
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_model import describe_sharded
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["EngineOptimizer", "build_optimizer", "shard_for_evaluation", "steps_alone"]
+__all__ = [
+    "EngineOptimizer",
+    "NoOptimizer",
+    "build_optimizer",
+    "check_trains",
+    "communicator_of",
+    "shard_for_evaluation",
+    "steps_alone",
+]
+
+Named = Literal["gloo", "nccl", "mpi"]
+
+
+def communicator_of(backend: Named | None, comm: Communicator, device: torch.device) -> Communicator:
+    """The ranks of `comm` over `backend`; `comm` itself where this job cannot use that, which rank 0 says.
+
+    What carries the bytes changes no result: files made for clusters with NCCL or MPI train elsewhere as they are.
+
+    Raises ValueError where the backend would join other ranks.
+    """
+    if backend is None or backend == comm.backend:
+        return comm
+    if (lack := _lack(backend, comm, device)) is not None:
+        if comm.speaks:
+            print(
+                f'thinwire: "optimizer.params.comm_backend_name" is "{backend}", and {lack}: compressed momentum '
+                f"travels over the job's own {comm.backend}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return comm
+    joined = communication.init(backend, comm.timeout, quiet=True)
+    if (joined.rank, joined.size) != (comm.rank, comm.size):
+        raise ValueError(
+            f'"optimizer.params.comm_backend_name" "{backend}" joins all {joined.size} ranks of the job, and the '
+            f"engine's communicator has {comm.size}: leave it out"
+        )
+    return LoggedCommunicator(joined, comm.log) if isinstance(comm, LoggedCommunicator) else joined
+
+
+def _lack(backend: Named, comm: Communicator, device: torch.device) -> str | None:
+    """Why this job cannot use the backend; None where it can."""
+    if comm.backend == "threads":
+        return "ranks are threads of one process"
+    if backend == "nccl" and device.type != "cuda":
+        return "the model is not on a GPU"
+    launcher = detect(os.environ).launcher
+    if backend == "mpi" and launcher in ("torchrun", "single"):
+        return "the job was not started by mpirun or srun"
+    return None
+
 
 EngineOptimizer = SynchronizedOptimizer | FullyShardedOptimizer
 """What the engine steps: one surface, whatever the ZeRO stage."""
@@ -224,3 +283,88 @@ def _names(groups: list[dict[str, Any]], model: nn.Module) -> list[list[str]]:
     if foreign:
         raise ValueError(f"{foreign} of the optimizer's parameters are not in the model: pass the model's own")
     return [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+class NoOptimizer:
+    """An optimizer's surface, as far as engine and checkpoints reach it without a step: it holds no parameter, so that
+    all of a model's weights are among those that no optimizer holds.
+
+    `traffic`: of a model that gathers its own weights.
+    """
+
+    last_step = NOT_STEPPED
+
+    def __init__(self, traffic: Traffic | None) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+        self.loss_scale = 1.0
+        self._traffic = traffic
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to gather parameters."""
+        return 0 if self._traffic is None else self._traffic.bytes_sent
+
+    def model_state_bytes(self) -> dict[str, float]:
+        """Nothing: there are no gradients, master weights or moments."""
+        return {}
+
+    def step(self) -> None:
+        """Raise CallError."""
+        check_trains(self, "step")
+
+    def end_backward(self) -> None:
+        """Raise CallError."""
+        check_trains(self, "end_backward")
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Nothing: no gradient leaves."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing leaves inside, nor outside."""
+        yield
+
+    def zero_grad(self) -> None:
+        """Nothing."""
+
+    def synchronize_weights(self) -> None:
+        """Nothing: no rank's weights move."""
+
+    def wait_for_weights(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    # Checkpoints
+
+    def saved_slices(self) -> list[SavedSlice]:
+        """None."""
+        return []
+
+    def rank_tensors(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def counters(self) -> dict[str, Any]:
+        """As those of an optimizer without parameters."""
+        return {"optimizer": "none", "groups": []}
+
+    def load(self, source: SliceSource) -> None:
+        """Leave the optimizer's state where it is."""
+
+    def load_weights(self, source: SliceSource) -> None:
+        """Nothing."""
+
+    def reset_state(self) -> None:
+        """Nothing."""
+
+
+def check_trains(optimizer: object, call: str) -> None:
+    """Raise CallError where there is no optimizer to call anything on."""
+    if isinstance(optimizer, NoOptimizer):
+        raise CallError(
+            f"{call}() was called on an engine without an optimizer, which evaluates only: to train, pass one to "
+            'thinwire.initialize, or give the configuration an "optimizer" section, for example {"type": "AdamW", '
+            '"params": {"lr": 1e-4}}'
+        )

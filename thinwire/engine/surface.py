@@ -12,8 +12,7 @@ from torch import nn
 from thinwire.comm import Communicator, detect
 from thinwire.engine.data import ResumableLoader, make_loader
 from thinwire.engine.job import Job
-from thinwire.engine.no_optimizer import NoOptimizer
-from thinwire.engine.optimizers import EngineOptimizer, steps_alone
+from thinwire.engine.optimizers import EngineOptimizer, NoOptimizer, steps_alone
 from thinwire.engine.refused_names import CHANGES_A_MODEL, why_foreign
 from thinwire.engine.settings_getters import SettingsGetters
 from thinwire.zero.fsdp import free_gathered

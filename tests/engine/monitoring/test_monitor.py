@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from thinwire.comm import Communicator, threads
 from thinwire.engine.monitoring import monitor as monitor_module
-from thinwire.engine.monitoring.monitor import Monitor, log_folder
-from thinwire.engine.monitoring.scalar_files import ScalarFiles
+from thinwire.engine.monitoring.monitor import Monitor, ScalarFiles, log_folder
 
 LOSS = "Train/Samples/train_loss"
 LOSS_FILE = "Train_Samples_train_loss.csv"

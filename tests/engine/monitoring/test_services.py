@@ -1,12 +1,11 @@
-"""What reaches Weights & Biases and Comet: their public calls, recorded; and, where the packages are installed, what
-they write without a network."""
+"""What reaches Weights & Biases: its public calls, recorded; and, where the package is installed, what it writes
+without a network."""
 
 from __future__ import annotations
 
 import json
 import struct
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,16 +15,15 @@ import pytest
 
 from tests.engine.tiny import MICRO, make_engine, settings, train
 from thinwire.comm import Communicator, threads
-from thinwire.engine.config import load_config
-from thinwire.engine.config.models import CometConfig, WandbConfig
-from thinwire.engine.monitoring.monitor import Monitor
-from thinwire.engine.monitoring.section_monitors import (
-    CometMonitor,
+from thinwire.deepspeed.monitors import (
     CsvMonitor,
     MonitorMaster,
     TensorBoardMonitor,
     WandbMonitor,
 )
+from thinwire.engine.config import load_config
+from thinwire.engine.config.models import WandbConfig
+from thinwire.engine.monitoring.monitor import Monitor
 
 LOSS = "Train/Samples/train_loss"
 
@@ -47,16 +45,8 @@ class Recorded(ModuleType):
     def log(self, values: dict[str, float], step: int) -> None:
         self.calls.append(("log", values, step))
 
-    def log_metric(self, name: str, value: float, step: int) -> None:
-        self.calls.append(("log", name, value, step))
-
-    def set_name(self, name: str) -> None:
-        self.calls.append(("name", name))
-
     def finish(self) -> None:
         self.calls.append(("finish",))
-
-    end = finish
 
 
 @pytest.fixture
@@ -65,14 +55,6 @@ def wandb(monkeypatch) -> Recorded:
     package.init = package.begin
     package.errors = SimpleNamespace(Error=type("Error", (Exception,), {}))
     monkeypatch.setitem(sys.modules, "wandb", package)
-    return package
-
-
-@pytest.fixture
-def comet(monkeypatch) -> Recorded:
-    package = Recorded("comet_ml")
-    package.start = package.begin
-    monkeypatch.setitem(sys.modules, "comet_ml", package)
     return package
 
 
@@ -93,45 +75,23 @@ def test_wandb_gets_the_values_of_a_sample_together_from_rank_0(wandb) -> None:
     ]
 
 
-def test_comet_gets_a_value_of_each_scalar_in_an_interval(comet) -> None:
-    section = CometConfig(
-        samples_log_interval=20, project="p", workspace="w", api_key="k", experiment_name="n", experiment_key="e",
-        online=False, mode="create",
-    )  # fmt: skip
-    monitor = Monitor(threads.single(60.0), comet=section)
-    for sample in (8, 16, 27, 28, 40, 48, 12, 20):  # 12: it went back
-        monitor.write([("a", float(sample), sample)])
-    monitor.write([("b", 1.0, 21), ("b", 2.0, 22)])
-    monitor.close()
-    begin, name, *logged, end = comet.calls
-    assert begin[1] == {
-        "api_key": "k", "project": "p", "workspace": "w", "experiment_key": "e", "mode": "create", "online": False
-    }  # fmt: skip
-    assert (name, end) == (("name", "n"), ("finish",))
-    assert logged == [("log", "a", float(at), at) for at in (8, 28, 48, 12)] + [("log", "b", 1.0, 21)]
-
-
-@pytest.mark.parametrize(("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
-def test_without_the_package_every_rank_hears_what_to_install(monkeypatch, section: str, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+def test_without_the_package_every_rank_is_told_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
 
     def rank(comm: Communicator) -> None:
-        with pytest.raises((ImportError, ValueError), match=f"pip install {package}"):
-            make_engine(comm, settings(1, **{section: {"enabled": True}}))
+        with pytest.raises((ImportError, ValueError), match="pip install wandb"):
+            make_engine(comm, settings(1, wandb={"enabled": True}))
         comm.barrier()
 
     threads.run(rank, 2)
 
 
-def test_a_run_that_cannot_begin_is_an_error_on_every_rank(wandb, comet) -> None:
+def test_a_run_that_cannot_begin_is_an_error_on_every_rank(wandb) -> None:
     wandb.refuses = wandb.errors.Error("api_key not configured")
-    comet.refuses = RuntimeError("no such workspace")
 
     def rank(comm: Communicator) -> None:
         with pytest.raises(ValueError, match=r"api_key not configured.*WANDB_MODE=offline"):
             Monitor(comm, wandb=WandbConfig())
-        with pytest.raises(ValueError, match=r"no such workspace.*online"):
-            Monitor(comm, comet=CometConfig())
 
     threads.run(rank, 2)
 
@@ -160,9 +120,9 @@ def test_a_training_logs_under_deepspeeds_names_and_takes_the_users_own(wandb) -
     assert (mine, finish) == (("log", {"mine": 4.0}, 3 * MICRO), ("finish",))
 
 
-def test_monitors_of_a_section_alone(wandb, comet, tmp_path: Path) -> None:
+def test_monitors_of_a_section_alone(wandb, tmp_path: Path) -> None:
     on = {"enabled": True, "output_path": str(tmp_path), "job_name": "test"}
-    sections = {"csv_monitor": on, "wandb": {"enabled": False, "team": "t"}, "comet": {"enabled": True}}
+    sections = {"csv_monitor": on, "wandb": {"enabled": False, "team": "t"}}
     config = load_config({"train_batch_size": 2, "tensorboard": {}, **sections}, 2)
 
     def rank(comm: Communicator) -> None:
@@ -171,12 +131,11 @@ def test_monitors_of_a_section_alone(wandb, comet, tmp_path: Path) -> None:
         assert (files.enabled, files.output_path, files.job_name) == (True, str(tmp_path), "test")
         service = WandbMonitor(config)
         assert (service.enabled, service.team, service.project) == (False, "t", "thinwire")
-        for monitor in (board, files, service, CometMonitor(config), MonitorMaster(config)):
+        for monitor in (board, files, service, MonitorMaster(config)):
             monitor.write_events([("a", 1.0, 4 + comm.rank)])
 
     threads.run(rank, 2)
     assert not wandb.calls
-    assert comet.calls[2:] == [("log", "a", 1.0, 4)] * 2
     assert (tmp_path / "test" / "a.csv").read_text() == "sample,a\n4,1.0\n"
 
 
@@ -218,18 +177,3 @@ def test_the_real_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch) -> Non
             found.append((row["_step"], row[LOSS]))
     assert projects[0] == ("p", "g")
     assert found == [(8, 2.0), (16, 4.0)]
-
-
-def test_the_real_comet_writes_an_archive_offline(tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("comet_ml")
-    monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))
-    monitor = Monitor(threads.single(60.0), comet=CometConfig(online=False, samples_log_interval=8))
-    for sample in (8, 12, 16):
-        monitor.write([(LOSS, sample / 4, sample)])
-    monitor.close()
-    (archive,) = tmp_path.glob("*.zip")
-    with zipfile.ZipFile(archive) as file:
-        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
-    metrics = [one["payload"]["metric"] for one in messages if one["type"] == "metric_msg"]
-    logged = [(one["step"], float(one["metricValue"])) for one in metrics if one["metricName"] == LOSS]
-    assert logged == [(8, 2.0), (16, 4.0)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["StepReport", "StepTimers", "breakdown_line", "progress_line"]
+__all__ = ["StepReport", "StepTimers", "breakdown_line", "progress_line", "seconds_now"]
 
 
 @dataclass(frozen=True)
@@ -196,3 +196,13 @@ def _mark(device: torch.device) -> _Mark:
     event = make_event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return _StreamMark(event)
+
+
+_gpu_in_use: Callable[[], bool] = torch.cuda.is_initialized
+
+
+def seconds_now() -> float:
+    """Seconds on the host's clock, once the GPU, where one is in use, has done what it was asked for."""
+    if _gpu_in_use():
+        torch.cuda.synchronize()
+    return time.perf_counter()

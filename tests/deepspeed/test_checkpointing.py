@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine import checkpointing
+from thinwire.deepspeed import checkpointing
 
 
 @pytest.fixture(autouse=True)
