@@ -16,9 +16,9 @@ from experiments.benchmarks.triton_compiling import compiling_for, resources
 from experiments.common.command_line import Parser
 from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
+from thinwire.sparse_attn.block_index import Pattern
 from thinwire.sparse_attn.kernels.triton import launch, packed
 from thinwire.sparse_attn.layouts.named import Custom
-from thinwire.sparse_attn.pattern import Pattern
 
 __all__ = ["compile_attention", "compile_packed", "main", "table"]
 

@@ -24,7 +24,7 @@ from experiments.ethernet.race.local_step_report import print_table, record
 from experiments.ethernet.study import Study, check_hosts, ready
 from experiments.tasks.sizes import SIZES
 from thinwire.compress.codecs import CodecName
-from thinwire.optim.diloco.timetable import Timetable
+from thinwire.optim.diloco.fragments import Timetable
 
 __all__ = ["main"]
 

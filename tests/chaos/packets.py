@@ -15,8 +15,7 @@ from thinwire.compress import Header, PacketError
 from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.exchange import Headers
 from thinwire.compress.kernels import CODE_BITS, Backend, backends
-from thinwire.compress.kernels.calls import Decode
-from thinwire.compress.kernels.packet_views import scales
+from thinwire.compress.kernels.calls import Decode, scales
 from thinwire.compress.packet import Flags, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
 from thinwire.compress.codecs import CodecName
-from thinwire.compress.exact_exchange import make_exact_exchange
+from thinwire.compress.light_exchanges import make_exact_exchange
 
 BLOCK = 64
 

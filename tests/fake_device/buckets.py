@@ -16,9 +16,9 @@ from torch import Tensor
 from tests.compress.kernels import emulation
 from tests.fake_device.graphs import recording
 from thinwire.compress.kernels import bucket_reference, buckets
+from thinwire.compress.kernels.bucket_calls import DigestGradients
 from thinwire.compress.kernels.cuda.bucket_backend import CudaBuckets
 from thinwire.compress.kernels.cuda.launch import Launch
-from thinwire.compress.kernels.seal_calls import DigestGradients
 
 __all__ = ["HostBuckets", "on_an_emulated_gpu", "serve_buckets"]
 

@@ -20,8 +20,7 @@ from tests.compress.kernels.momentum_body import MomentumBody, make_momentum, sa
 from thinwire.compress import kernels
 from thinwire.compress.kernels.cuda.backend import make_backend as make_singles
 from thinwire.compress.kernels.cuda.bucket_backend import make_backend as make_buckets
-from thinwire.compress.kernels.header_calls import header_words
-from thinwire.compress.kernels.headers import check_headers, new_reports, write_headers
+from thinwire.compress.kernels.headers import check_headers, header_words, new_reports, write_headers
 from thinwire.compress.kernels.rounding import store_rounded
 from thinwire.compress.packet import Flags, Header
 from thinwire.compress.packet_layout import CODE_BITS

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm import Communicator, threads
 from thinwire.compress import make_codec
 from thinwire.compress.codecs import CodecName
-from thinwire.compress.exact_exchange import ExactExchange
+from thinwire.compress.light_exchanges import ExactExchange
 from thinwire.compress.packet import Header
 from thinwire.optim.form import HeldGradients
 from thinwire.zero import BucketLayout, Slot

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from thinwire.pld import ProgressiveLayerDrop, keep_probability
-from thinwire.pld.draws import DropPlan, uniform
+from thinwire.pld.schedule import DropPlan, uniform
 
 STEPS = 10_000
 

@@ -72,7 +72,7 @@ def test_a_constant_of_another_folder_is_what_it_is_now(tmp_path: Path) -> None:
             "thinwire.compress.kernels.cpu.momentum",
             {"thinwire.compress.packet_layout", "thinwire.compress.kernels.noise"},
         ),
-        ("thinwire.compress.kernels.cpu.rounding", {"thinwire.compress.kernels.noise"}),
+        ("thinwire.compress.kernels.cpu.small_floats", {"thinwire.compress.kernels.noise"}),
         ("thinwire.sparse_attn.kernels.cpu.forward", {"thinwire.simd.products"}),
     ],
 )

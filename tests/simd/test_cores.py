@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.simd.cores import Cores
+from thinwire.simd.workers import Cores
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from thinwire.simd.cores import Cores
-from thinwire.simd.workers import Workers
+from thinwire.simd.workers import Cores, Workers
 
 
 @pytest.mark.parametrize(("parts", "threads"), [(0, 2), (1, 4), (7, 1), (50, 3)])

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.sparse_attn.cases import doubles, layouts, qkv
 from thinwire.sparse_attn import Dense, reference_attention
-from thinwire.sparse_attn.dropout import keep_mask
-from thinwire.sparse_attn.reference import token_mask
+from thinwire.sparse_attn.reference import keep_mask, token_mask
 
 
 def test_it_is_torchs_attention_under_the_same_mask() -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.compress.held_coordinates import zero_held
-from thinwire.compress.legs import Arrived, Headers, Leg, Outcome, of_part
 from thinwire.compress.packet import (
     HEADER_BYTES,
     Flags,
@@ -23,7 +21,7 @@ from thinwire.compress.packet import (
     number_headers,
     write_headers,
 )
-from thinwire.compress.parts import cut_shard, least_part
+from thinwire.compress.parts import Arrived, Headers, Leg, Outcome, cut_shard, least_part, of_part, zero_held
 from thinwire.zero import shard_numel, valid_in_shard
 from thinwire.zero.norm_sketch import read_together
 

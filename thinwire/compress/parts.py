@@ -1,13 +1,30 @@
-"""How the shards of a bucket are cut into parts, so that encoding, sending and decoding of a large bucket overlap: the
-one place that knows how large a part should be."""
+"""Parts of a bucket's shards, cut so that encoding, sending and decoding of a large bucket overlap: how large one
+should be, and what an exchange's two legs bring of it. Beside them the coordinates of a vector that are held at
+zero."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from thinwire.comm import Work
 from thinwire.compress.codecs import Codec
+from thinwire.compress.packet import Flags, Header, check_headers
 
-__all__ = ["cut_shard", "least_part"]
+__all__ = [
+    "Arrived",
+    "Headers",
+    "Leg",
+    "Outcome",
+    "cut_shard",
+    "held_coordinates",
+    "least_part",
+    "of_part",
+    "zero_held",
+]
 
 _LEAST_ELEMENTS = 1 << 17  # under this the call of a kernel is felt beside its work
 _LEAST_BYTES = 64 << 10  # of a message to one peer: 0.5 ms at 1 Gb/s, where a collective's latency is about 50 µs
@@ -40,3 +57,74 @@ def cut_shard(shard: int, block_size: int, least: int) -> Sequence[slice]:
     parts = min(blocks, max(1, shard // least))
     edges = [blocks * part // parts * block_size for part in range(parts + 1)]
     return [slice(edges[part], edges[part + 1]) for part in range(parts)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the headers of one exchange said, the same on every rank.
+
+    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
+    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
+    """
+
+    finite: bool
+    incomplete: bool
+    unplaced: bool
+    meet: bool = False
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
+
+    raw: Tensor
+    part: int
+    senders: Sequence[int] | None = None
+
+    def check(self, expected: Header) -> Flags:
+        """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
+        return check_headers(self.raw, of_part(expected, self.part), self.senders)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One part's packets under way, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
+
+    sent: Tensor
+    received: Tensor
+    work: Work
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Where an exchange that was captured in a graph has its results, whenever that is replayed."""
+
+    headers: Sequence[Headers]
+    legs: Sequence[Leg]
+    average: Tensor
+
+
+def of_part(header: Header, part: int, flags: Flags = Flags.NONE) -> Header:
+    """A header without part and flags, with these."""
+    return replace(header, part=part, flags=flags) if part or flags else header
+
+
+_FEW = 16
+"""One in so many: numbers of 8 bytes then take less memory than a mask, and less time than a pass over it."""
+
+
+def held_coordinates(mask: Tensor) -> Tensor:
+    """What `zero_held` takes, of a bool mask [numel]: on a CPU the numbers of the coordinates, ascending, int64, where
+    they are few; else the mask."""
+    if mask.device.type != "cpu" or _FEW * int(mask.count_nonzero()) > mask.numel():
+        return mask
+    return mask.nonzero().view(-1)
+
+
+def zero_held(values: Tensor, held: Tensor, place: slice) -> None:
+    """Zero, in place, the coordinates of `values` that are held; they are the elements `place` of the vector."""
+    if held.dtype == torch.bool:
+        values.masked_fill_(held[place], 0.0)
+        return
+    first, last = torch.searchsorted(held, torch.tensor([place.start, place.stop])).tolist()
+    values.index_fill_(0, held[first:last] - place.start, 0.0)

@@ -18,8 +18,7 @@ from thinwire.engine.config.models import OptimizerConfig
 from thinwire.engine.config.optimizer import check_optimizer, uncompressed_class
 from thinwire.engine.schedules import build_schedule
 from thinwire.optim import registry
-from thinwire.optim.exact.muon import mark_matrices
-from thinwire.optim.exact.names import EXACT
+from thinwire.optim.exact import EXACT, mark_matrices
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import uncorrected_adam
 from thinwire.zero.optimizer import OptimizerClass

@@ -23,11 +23,8 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire.optim.adam import OneBitAdam
     from thinwire.optim.captured_step import CapturedStep
-    from thinwire.optim.diloco.optimizer import DiLoCo
-    from thinwire.optim.diloco.sampler import ElasticSampler
-    from thinwire.optim.exact.lamb import Lamb
-    from thinwire.optim.exact.lion import Lion
-    from thinwire.optim.exact.muon import Muon
+    from thinwire.optim.diloco.optimizer import DiLoCo, ElasticSampler
+    from thinwire.optim.exact import Lamb, Lion, Muon
     from thinwire.optim.lamb import OneBitLamb
     from thinwire.optim.lion import OneBitLion
     from thinwire.optim.zero_one import ZeroOneAdam
@@ -37,11 +34,8 @@ else:
         {
             "adam": ("OneBitAdam",),
             "captured_step": ("CapturedStep",),
-            "diloco.optimizer": ("DiLoCo",),
-            "diloco.sampler": ("ElasticSampler",),
-            "exact.lamb": ("Lamb",),
-            "exact.lion": ("Lion",),
-            "exact.muon": ("Muon",),
+            "diloco.optimizer": ("DiLoCo", "ElasticSampler"),
+            "exact": ("Lamb", "Lion", "Muon"),
             "lamb": ("OneBitLamb",),
             "lion": ("OneBitLion",),
             "zero_one": ("ZeroOneAdam",),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.exchange import EncodePart, Exchange, Outcome
-from thinwire.compress.held_coordinates import held_coordinates, zero_held
 from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags, all_finite
+from thinwire.compress.parts import held_coordinates, zero_held
 from thinwire.optim.algorithm import Algorithm, Clock, Contribution, Keep, Send
 from thinwire.optim.form import HeldGradients, MoveRule, PayloadRule, digest_of
 from thinwire.optim.formulas import AdamSettings

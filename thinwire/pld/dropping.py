@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thinwire.pld.draws import DropPlan
 from thinwire.pld.gates import Gate
-from thinwire.pld.schedule import ProgressiveLayerDrop
+from thinwire.pld.schedule import DropPlan, ProgressiveLayerDrop
 from thinwire.pld.stacks import check_layers, find_layers
 
 __all__ = ["LayerDrop", "drop_layers", "undrop"]

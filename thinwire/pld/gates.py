@@ -1,5 +1,7 @@
-"""Stands in for a layer's `forward` and decides, once a forward, whether the layer runs. An object in the layer's own
-`__dict__`: no module is added, so names, parameters and checkpoints stay as they are."""
+"""Gates, which stand in for a layer's `forward` and decide, once a forward, whether the layer runs. An object in the
+layer's own `__dict__`: no module is added, so names, parameters and checkpoints stay as they are. A forward that
+activation checkpointing runs again is recognised by its input, which was kept for that, so its memory is still its
+own."""
 
 from __future__ import annotations
 
@@ -9,13 +11,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from thinwire.pld.draws import Decision, DropPlan
-from thinwire.pld.layer_output import LayerOutput
-from thinwire.pld.probing import probe_layer
-from thinwire.pld.seen_inputs import SeenInputs
+from thinwire.pld.schedule import Decision, DropPlan
+from thinwire.pld.stacks import LayerOutput, probe_layer
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "SeenInputs"]
+
+
+class SeenInputs:
+    """Which micro-step had which input. Keeps no input alive; copies begin empty."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, hidden: Tensor, micro_step: int) -> None:
+        """Note that `micro_step` had this input."""
+        self._at[hidden.data_ptr()] = (StorageWeakRef(hidden.untyped_storage()), micro_step)  # type: ignore[no-untyped-call]
+
+    def find(self, hidden: Tensor) -> int | None:
+        """The last micro-step that had this input, or None."""
+        storage, micro_step = self._at.get(hidden.data_ptr(), (None, None))
+        # A freed input's address may belong to another tensor by now.
+        gone = storage is None or bool(storage.expired())  # type: ignore[no-untyped-call]
+        return None if gone else micro_step
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._at.clear()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_at": {}}
 
 
 class Gate:

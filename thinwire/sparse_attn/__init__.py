@@ -19,15 +19,16 @@ from thinwire.sparse_attn.deepspeed_names import (
     VariableSparsityConfig,
 )
 from thinwire.sparse_attn.hugging_face.interface import register_with_transformers
-from thinwire.sparse_attn.hugging_face.layers import replace_self_attention_of_layers
 from thinwire.sparse_attn.hugging_face.padding import pad_to_block_size, unpad_sequence_output
-from thinwire.sparse_attn.hugging_face.positions import extend_position_embedding, update_tokenizer_model_max_length
 from thinwire.sparse_attn.hugging_face.sparsify import (
     densify,
+    extend_position_embedding,
     replace_model_self_attention_with_sparse_self_attention,
+    replace_self_attention_of_layers,
     sparsify,
+    update_tokenizer_model_max_length,
 )
-from thinwire.sparse_attn.layouts.config import layout_from_config, layout_to_config
+from thinwire.sparse_attn.layouts.made import layout_from_config, layout_to_config
 from thinwire.sparse_attn.layouts.named import (
     BigBird,
     BSLongformer,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from thinwire.sparse_attn.dropout import draw_seed
+from thinwire.sparse_attn.block_index import Pattern
 from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.masks import attention_bias, key_bias
 from thinwire.sparse_attn.operator import attend
-from thinwire.sparse_attn.pattern import Pattern
+from thinwire.sparse_attn.reference import draw_seed
 
 __all__ = ["autocast_like_torch", "block_sparse_attention", "check_layout"]
 

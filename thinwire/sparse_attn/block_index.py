@@ -1,5 +1,5 @@
 """A layout as kernels read it: which blocks each row of blocks attends and which attend each column, in a few integers
-a block instead of a mask of all."""
+a block instead of a mask of all; and the pattern, what a kernel is told besides its matrices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["BlockIndex", "BlockPairs", "EqualLines"]
+__all__ = ["BlockIndex", "BlockPairs", "EqualLines", "Pattern"]
 
 BlockPairs = tuple[Tensor, Tensor]
 """Rows and columns of blocks, int64 [n] each, in any order, each pair once or more often."""
@@ -150,3 +150,22 @@ def _offsets(places: Tensor, width: int, count: int) -> Tensor:
 
 def _within(places: Tensor, width: int) -> Tensor:
     return (places % width if width else places).int()
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Which keys queries attend, and how their scores become probabilities; every backend takes it.
+
+    index: the blocks, on the device of q. key_bias: float32 [B, Sk], added to the scores of a key, or None. bias:
+    float32 [B|1, H|1, Sq, Sk], added to scores, or None. Where either is -inf nothing is attended. seed: int64 [1], of
+    the dropout. causal: keys of the future are not attended. scale: of the products of queries and keys. dropout_p:
+    the share of the probabilities that is dropped, in [0, 1).
+    """
+
+    index: BlockIndex
+    key_bias: Tensor | None
+    bias: Tensor | None
+    seed: Tensor
+    causal: bool
+    scale: float
+    dropout_p: float

@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.sparse_attn.hugging_face.layers import replace_self_attention_of_layers
 from thinwire.sparse_attn.hugging_face.padding import PaddedInputs, pad_to_block_size, unpad_sequence_output
-from thinwire.sparse_attn.hugging_face.positions import extend_position_embedding, update_tokenizer_model_max_length
-from thinwire.sparse_attn.hugging_face.sparsify import replace_model_self_attention_with_sparse_self_attention
+from thinwire.sparse_attn.hugging_face.sparsify import (
+    extend_position_embedding,
+    replace_model_self_attention_with_sparse_self_attention,
+    replace_self_attention_of_layers,
+    update_tokenizer_model_max_length,
+)
 from thinwire.sparse_attn.layouts.made import SparsityConfig, layout_of
 from thinwire.sparse_attn.layouts.named import (
     BigBird,

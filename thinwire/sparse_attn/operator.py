@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.sparse_attn.block_index import BlockIndex
-from thinwire.sparse_attn.pattern import Pattern
+from thinwire.sparse_attn.block_index import BlockIndex, Pattern
 
 __all__ = ["attend", "packed_kernels"]
 

@@ -1,6 +1,8 @@
-"""What block-sparse attention means, in plain torch on dense masked scores: the specification of every kernel.
+"""Block-sparse attention in plain torch on dense masked scores: the specification of every kernel.
 
-It takes S^2 memory and any floating dtype; run in float64 it is what the fused kernels are held against.
+It takes S^2 memory and any floating dtype; run in float64 it is what the fused kernels are held against. Dropout
+depends on a seed and a position only: no mask is stored, and forward, backward and the reference each work it out again
+from the counter-based hash here.
 """
 
 from __future__ import annotations
@@ -10,13 +12,62 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.sparse_attn.block_index import BlockIndex
-from thinwire.sparse_attn.dropout import draw_seed, keep_mask
+from thinwire.sparse_attn.block_index import BlockIndex, Pattern
 from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.masks import attention_bias, key_bias
-from thinwire.sparse_attn.pattern import Pattern
 
-__all__ = ["dense_attention", "reference_attention", "token_mask"]
+__all__ = [
+    "dense_attention",
+    "draw_seed",
+    "head_keys",
+    "keep_mask",
+    "keep_threshold",
+    "reference_attention",
+    "token_mask",
+]
+
+_WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A new seed from torch's generator of `device`: int64 [1]. `torch.manual_seed` and checkpointing govern it."""
+    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def keep_threshold(dropout_p: float) -> int:
+    """The smallest 32-bit hash that is kept: `round(dropout_p * 2**32)`, itself a word of 32 bits."""
+    return min(round(dropout_p * 2**32), _WORD)
+
+
+def head_keys(seed: Tensor, count: int) -> Tensor:
+    """The keys of `count` heads, those of the first sample first: int64 [count] below 2**32, on `seed`'s device."""
+    head = torch.arange(count, device=seed.device)
+    seed_low, seed_high = seed & _WORD, (seed >> 32) & _WORD
+    return _mix(seed_low ^ _mix((seed_high + head * _GOLDEN) & _WORD))
+
+
+def keep_mask(seed: Tensor, batch: int, heads: int, query_length: int, key_length: int, dropout_p: float) -> Tensor:
+    """Which probabilities dropout keeps: bool [batch, heads, query_length, key_length], on the seed's device.
+
+    `seed` is int64 [1]. The hash is two rounds of a 32-bit mixer: one makes a key for each row of each head, the
+    other a word for each column. int64 tensors hold the uint32 words, cut back to 32 bits after each product.
+    """
+    device = seed.device
+    row = torch.arange(query_length, device=device).view(1, 1, query_length, 1)
+    column = torch.arange(key_length, device=device).view(1, 1, 1, key_length)
+    head_key = head_keys(seed, batch * heads).view(batch, heads, 1, 1)
+    row_key = _mix((head_key + row) & _WORD)
+    return _mix(row_key ^ ((column * _GOLDEN) & _WORD)) >= keep_threshold(dropout_p)
+
+
+def _mix(word: Tensor) -> Tensor:
+    """A bijection of 32-bit words in which every input bit moves every output bit."""
+    word = word ^ (word >> 16)
+    word = (word * 0x7FEB352D) & _WORD
+    word = word ^ (word >> 15)
+    word = (word * 0x846CA68B) & _WORD
+    return word ^ (word >> 16)
 
 
 def reference_attention(

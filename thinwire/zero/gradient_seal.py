@@ -61,7 +61,7 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
 @functools.cache
 def _compiled() -> Callable[[int, int], int] | None:
     try:
-        found: Callable[[int, int], int] = importlib.import_module("thinwire.simd.word_sums").word_sum
+        found: Callable[[int, int], int] = importlib.import_module("thinwire.simd.memory").word_sum
     except ImportError:  # of which the kernels' backend has warned
         return None
     return found

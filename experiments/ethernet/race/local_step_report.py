@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from thinwire.optim.diloco.timetable import Timetable
+from thinwire.optim.diloco.fragments import Timetable
 
 __all__ = ["print_table", "record", "under_way"]
 

@@ -16,10 +16,17 @@ from torch import Tensor
 
 from tests.compress.kernels.body import CODECS, uninitialised_packets
 from thinwire.compress.kernels import bucket_reference
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part
+from thinwire.compress.kernels.bucket_calls import (
+    DIGESTED,
+    AverageAndEncode,
+    DecodeAndMove,
+    DigestGradients,
+    EncodePayload,
+    Part,
+    Segments,
+    digest_count,
+)
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
-from thinwire.compress.kernels.seal_calls import DIGESTED, DigestGradients, digest_count
-from thinwire.compress.kernels.segments import Segments
 
 HEADER = bytes(range(16))
 _MOVED = ("weights", "replicas")

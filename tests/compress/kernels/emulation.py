@@ -16,11 +16,12 @@ from torch import Tensor
 
 from tests.compiled import compiled
 from thinwire.compress.kernels.adam_calls import AdamStep
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
+from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, DigestGradients, EncodePayload
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
-from thinwire.compress.kernels.cuda import adam_launches, bucket_launches
-from thinwire.compress.kernels.cuda.arguments import Argument
+from thinwire.compress.kernels.cuda import bucket_launches
+from thinwire.compress.kernels.cuda.bucket_launches import digest_gradients_launch
 from thinwire.compress.kernels.cuda.launch import (
+    Argument,
     Launch,
     apply_signs_launch,
     check_headers_launch,
@@ -32,10 +33,8 @@ from thinwire.compress.kernels.cuda.launch import (
     store_rounded_launch,
     write_headers_launch,
 )
-from thinwire.compress.kernels.cuda.seal_launch import digest_gradients_launch
-from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
+from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
-from thinwire.compress.kernels.seal_calls import DigestGradients
 from thinwire.compress.packet_layout import CODE_BITS
 
 COMPILER = shutil.which("g++")
@@ -134,7 +133,7 @@ def move_packed(call: MovePacked) -> None:
 
 
 def adam_step(call: AdamStep) -> None:
-    run(adam_launches.adam_step_launch(call, _table(adam_launches.adam_runs(call))))
+    run(bucket_launches.adam_step_launch(call, _table(bucket_launches.adam_runs(call))))
 
 
 def _table(runs: bucket_launches.Runs) -> Tensor:

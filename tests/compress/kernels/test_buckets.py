@@ -11,8 +11,8 @@ import torch
 from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
 from thinwire.compress.kernels import bucket_reference, buckets, reference
-from thinwire.compress.kernels.cuda.arguments import STRUCTURES
-from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.bucket_calls import Segments
+from thinwire.compress.kernels.cuda.launch import STRUCTURES
 from thinwire.compress.kernels.tables import KeptTables
 
 

@@ -16,8 +16,8 @@ from tests.compress.kernels import emulation
 from tests.compress.kernels.body import CODECS
 from thinwire.compress.kernels import packet_bytes
 from thinwire.compress.kernels.calls import Encode
-from thinwire.compress.kernels.cuda.arguments import STRUCTURES
 from thinwire.compress.kernels.cuda.launch import (
+    STRUCTURES,
     block_threads,
     compile_options,
     division,

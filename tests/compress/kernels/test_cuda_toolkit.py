@@ -21,12 +21,12 @@ from thinwire.compress import kernels
 from thinwire.compress.kernels import ops
 from thinwire.compress.kernels.calls import Decode, Encode
 from thinwire.compress.kernels.cuda.launch import architecture_option, compile_options, encode_launch, source_text
-from thinwire.compress.kernels.cuda.machine_code import machine_code
 from thinwire.compress.kernels.cuda.toolkit import (
     BindingsToolkit,
     CupyToolkit,
     KernelCompilerError,
     find_toolkit,
+    machine_code,
 )
 
 pytestmark = pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")

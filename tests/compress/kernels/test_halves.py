@@ -8,7 +8,7 @@ import torch
 
 numba = pytest.importorskip("numba")
 
-from thinwire.compress.kernels.cpu.halves import FORMATS, nearest_bits, widen_at  # noqa: E402
+from thinwire.compress.kernels.cpu.small_floats import FORMATS, nearest_bits, widen_at  # noqa: E402
 from thinwire.simd import memory  # noqa: E402
 
 

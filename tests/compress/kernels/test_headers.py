@@ -8,8 +8,14 @@ from torch import Tensor
 
 from tests.compress.kernels import emulation
 from thinwire.compress.kernels import ops
-from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders, header_words
-from thinwire.compress.kernels.headers import check_headers, new_reports, write_headers
+from thinwire.compress.kernels.headers import (
+    CheckHeaders,
+    WriteHeaders,
+    check_headers,
+    header_words,
+    new_reports,
+    write_headers,
+)
 from thinwire.compress.packet import Flags, Header
 
 BACKENDS = {name: backend for name, backend in ops.backends().items() if name not in ("cuda", "cpu")}

@@ -9,7 +9,7 @@ import pytest
 from experiments.ethernet import local_steps
 from experiments.ethernet.race.local_step_report import print_table, record, under_way
 from experiments.ethernet.race.local_step_times import fragment_bytes
-from thinwire.optim.diloco.timetable import Timetable
+from thinwire.optim.diloco.fragments import Timetable
 
 
 def test_a_fragment_is_under_way_from_the_step_it_leaves_after_to_the_one_it_is_back_after() -> None:

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 import thinwire
 from tests.optim.diloco.tower import Tower, loss_of
 from thinwire.comm import Elastic
-from thinwire.optim.diloco import elastic_setup
+from thinwire.optim.diloco import elastic_meeting
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
 __all__ = ["SETTINGS", "make", "meeting", "step", "together"]
@@ -49,7 +49,7 @@ def together(bodies: list[Callable[[], Any]]) -> list[Any]:
 def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A meeting place for this test, in place of one that a process serves."""
     store = HashStore()
-    monkeypatch.setattr(elastic_setup, "reach", lambda settings: (store, "here"))
+    monkeypatch.setattr(elastic_meeting, "reach", lambda settings: (store, "here"))
 
 
 def make(model: Tower, **options: Any) -> tuple[thinwire.DiLoCo, ElasticHome]:

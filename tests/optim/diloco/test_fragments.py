@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from thinwire.optim.diloco.fragments import auto_fragments, cut_fragments, layers_of
-from thinwire.optim.diloco.timetable import Timetable
+from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
 
 BERT = ["embeddings.word.weight", *(f"encoder.layer.{n}.{one}" for n in range(5) for one in ("w", "b")), "head.weight"]
 

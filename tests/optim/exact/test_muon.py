@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.optim import Muon
-from thinwire.optim.exact.muon import mark_matrices
+from thinwire.optim.exact import mark_matrices
 
 
 class Model(nn.Module):

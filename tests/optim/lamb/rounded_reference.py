@@ -8,7 +8,7 @@ import torch
 import thinwire
 from tests.optim.training import buckets_of
 from thinwire.compress import make_codec
-from thinwire.compress.held_coordinates import zero_held
+from thinwire.compress.parts import zero_held
 from thinwire.optim.adam import Adam
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.preconditioner import quantize, table

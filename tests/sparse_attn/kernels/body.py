@@ -9,8 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from thinwire.sparse_attn.block_index import Pattern
 from thinwire.sparse_attn.layouts.named import Layout
-from thinwire.sparse_attn.pattern import Pattern
 from thinwire.sparse_attn.reference import dense_attention
 
 __all__ = ["attend", "check"]

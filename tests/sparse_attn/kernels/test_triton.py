@@ -19,7 +19,7 @@ import triton.language as tl
 
 from experiments.benchmarks.triton_compiling import compiling_for, resources
 from experiments.benchmarks.triton_resources import compile_attention, compile_packed
-from thinwire.sparse_attn.kernels.triton import device, launch, packed
+from thinwire.sparse_attn.kernels.triton import launch, packed
 from thinwire.sparse_attn.layouts.named import Custom
 
 GROUPS = (
@@ -98,12 +98,12 @@ def test_launches_run_on_the_gpu_that_holds_their_tensors(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "device", current)
     there = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
-    with device.guard(there):
+    with launch.guard(there):
         assert entered == [there.device]
-    with device.guard(torch.zeros(1)):
+    with launch.guard(torch.zeros(1)):
         assert len(entered) == 1
     guarded: list[torch.Tensor] = []
-    monkeypatch.setattr(device, "guard", lambda tensor: guarded.append(tensor) or nullcontext())
+    monkeypatch.setattr(launch, "guard", lambda tensor: guarded.append(tensor) or nullcontext())
     q = torch.zeros(1, 1, 0, 16)
     pattern = SimpleNamespace(bias=None)
     launch.forward(q, q, q, pattern)

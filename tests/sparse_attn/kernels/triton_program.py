@@ -27,7 +27,7 @@ from tests.sparse_attn.kernels.body import attend, check
 from tests.sparse_attn.packed.body import check_products, check_softmax, masks
 from thinwire.sparse_attn.kernels.triton import launch as triton_attention
 from thinwire.sparse_attn.kernels.triton import packed
-from thinwire.sparse_attn.kernels.triton.shapes import Shape
+from thinwire.sparse_attn.kernels.triton.launch import Shape
 from thinwire.sparse_attn.layouts.named import BigBird, Custom, Dense, Fixed, LocalSlidingWindow
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.sparse_attn.layouts.config import layout_from_config
+from thinwire.sparse_attn.layouts.made import layout_from_config
 from thinwire.sparse_attn.layouts.named import (
     BigBird,
     BSLongformer,

@@ -26,8 +26,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels.calls import scales, span
 from thinwire.compress.kernels.ops import Backend, backends, prepare
-from thinwire.compress.kernels.packet_views import scales, span
 from thinwire.compress.packet_layout import (
     BLOCK_MULTIPLE,
     CODE_BITS,

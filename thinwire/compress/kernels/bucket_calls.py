@@ -1,25 +1,32 @@
-"""What the kernels over a whole bucket are called with: a record for each, which refuses what does not fit together, so
-that no backend has to."""
+"""Arguments of the kernels over a whole bucket: where its runs lie, since gradients and weights lie apart in memory
+while the bucket's state is flat; and a record for each kernel, which refuses what does not fit together, so that no
+backend has to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.header_calls import header_words
-from thinwire.compress.kernels.segments import Segments
+from thinwire.compress.kernels.headers import header_words
+from thinwire.compress.kernels.tables import KeptTables, Tables
 from thinwire.compress.packet_layout import check_codec, packet_bytes
 
 __all__ = [
+    "DIGESTED",
     "AverageAndEncode",
     "DecodeAndMove",
+    "DigestGradients",
     "EncodePayload",
     "Part",
     "PayloadForm",
+    "Segments",
     "UpdateForm",
     "check_covered",
     "check_device",
@@ -28,7 +35,42 @@ __all__ = [
     "check_finite",
     "check_flat",
     "check_runs",
+    "digest_count",
 ]
+
+
+class Segments:
+    """Runs of a flat vector, in order and without overlap: run k is `numels[k]` elements from element `firsts[k]` on.
+
+    What no run covers is padding; `covered` counts the other elements, which end at `end`. `tables`: where a backend
+    finds on its device what it tells launches of these runs.
+    """
+
+    def __init__(self, places: Iterable[tuple[int, int]]) -> None:
+        """`places`: (first element, elements) of each run. Raises ValueError unless they are in order."""
+        self.places = tuple((int(first), int(numel)) for first, numel in places)
+        end = 0
+        for first, numel in self.places:
+            if first < end or numel < 0:
+                raise ValueError(
+                    f"{numel} elements from element {first} on follow a run that ends at {end}: give runs in order, "
+                    "without overlap"
+                )
+            end = first + numel
+        self.tables: Tables = KeptTables()
+        self.end = end
+        self.covered = sum(numel for _, numel in self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @cached_property
+    def table(self) -> NDArray[np.int64]:
+        """First element and end of each run: int64 [runs, 2]."""
+        firsts = np.array([first for first, _ in self.places], dtype=np.int64)
+        numels = np.array([numel for _, numel in self.places], dtype=np.int64)
+        return np.stack([firsts, firsts + numels], axis=1)
+
 
 PayloadForm = Literal["plain", "divided", "masked"]
 """What is done with denominators in `encode_payload`."""
@@ -255,3 +297,32 @@ def check_covered(segments: Segments, numel: int, padded: int) -> None:
         raise ValueError(
             f"runs that end at {segments.end} do not cover the {numel} elements of a bucket of {padded} without gaps"
         )
+
+
+DIGESTED = 8192
+"""Elements of a bucket that share a digest."""
+
+
+def digest_count(segments: Segments) -> int:
+    """Digests of a bucket."""
+    return -(-segments.end // DIGESTED)
+
+
+@dataclass(eq=False)
+class DigestGradients:
+    """Arguments of `digest_gradients`."""
+
+    kernel: ClassVar = "digest_gradients"
+
+    segments: Segments
+    gradients: Sequence[Tensor | None]
+    digests: Tensor
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the arguments fit together."""
+        if self.digests.dtype != torch.int32 or self.digests.shape != (digest_count(self.segments),):
+            raise ValueError(
+                f"digests must be torch.int32 [{digest_count(self.segments)}], got {self.digests.dtype} "
+                f"{tuple(self.digests.shape)}"
+            )
+        check_runs("gradients", self.gradients, self.segments, self.digests, _FLOAT_TYPES)

@@ -9,12 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels import header_reference, reference
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
+from thinwire.compress.kernels import reference
+from thinwire.compress.kernels.bucket_calls import (
+    DIGESTED,
+    AverageAndEncode,
+    DecodeAndMove,
+    DigestGradients,
+    EncodePayload,
+)
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
-from thinwire.compress.kernels.header_calls import WriteHeaders, header_words
+from thinwire.compress.kernels.headers import WriteHeaders, header_words
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
-from thinwire.compress.kernels.seal_calls import DIGESTED, DigestGradients
 
 __all__ = [
     "average_and_encode",
@@ -135,7 +140,7 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
 
 def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
     if call.part.header is not None:
-        header_reference.write_headers(WriteHeaders(call.packets, *header_words(call.part.header), 0, None, 0))
+        reference.write_headers(WriteHeaders(call.packets, *header_words(call.part.header), 0, None, 0))
 
 
 def move_packed(call: MovePacked) -> None:

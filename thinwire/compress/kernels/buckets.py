@@ -16,17 +16,18 @@ from torch import Tensor
 from thinwire.compress.kernels.bucket_calls import (
     AverageAndEncode,
     DecodeAndMove,
+    DigestGradients,
     EncodePayload,
     Part,
     PayloadForm,
+    Segments,
     UpdateForm,
     check_divisors,
     check_finite,
+    digest_count,
 )
 from thinwire.compress.kernels.loading import loaded, loaders
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
-from thinwire.compress.kernels.seal_calls import DigestGradients, digest_count
-from thinwire.compress.kernels.segments import Segments
 from thinwire.compress.kernels.tables import CapturedTables
 from thinwire.compress.packet_layout import CODE_BITS
 

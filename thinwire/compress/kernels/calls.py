@@ -1,5 +1,5 @@
-"""What the kernels are called with: a record for each, which refuses what does not fit together, so that no backend
-has to; and the ops that call them, each with its schema."""
+"""Arguments of the kernels: a record for each, which refuses what does not fit together, so that no backend has to; and
+the ops that call them, each with its schema."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
-from thinwire.compress.kernels.packet_views import span
-from thinwire.compress.packet_layout import check_codec, packet_bytes
+from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
+from thinwire.compress.packet_layout import (
+    BLOCK_SCALES,
+    CODE_BITS,
+    HEADER_BYTES,
+    SCALE_BYTES,
+    check_codec,
+    packet_bytes,
+)
 
 __all__ = [
     "CODEC_OPERATIONS",
@@ -26,7 +32,24 @@ __all__ = [
     "Operation",
     "PacketCall",
     "StoreRounded",
+    "scales",
+    "span",
 ]
+
+
+def scales(codec: str, packets: Tensor, block_size: int) -> Tensor:
+    """The scales in `packets`, uint8 [rows, packet_bytes]: fp32 [rows, blocks · scales a block], a view."""
+    scale_bytes = SCALE_BYTES * BLOCK_SCALES[codec]
+    blocks = (packets.shape[1] - HEADER_BYTES) // (scale_bytes + block_size * CODE_BITS[codec] // 8)
+    return packets[:, HEADER_BYTES : HEADER_BYTES + scale_bytes * blocks].view(torch.float32)
+
+
+def span(vector: Tensor) -> int:
+    """Elements from the first of a vector, or of [rows, shard], to its last, what lies between rows included."""
+    if vector.dim() < 2 or not vector.numel():
+        return vector.numel()
+    return (vector.size(0) - 1) * vector.stride(0) + vector.size(1)
+
 
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TABLE_ENTRIES = 256

@@ -24,7 +24,7 @@ from thinwire.compress.kernels.calls import (
     Operation,
     StoreRounded,
 )
-from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
+from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
 from thinwire.compress.packet_layout import CODE_BITS
 
 __all__ = ["Backend", "backends", "prepare"]

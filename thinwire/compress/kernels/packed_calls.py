@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.compress.kernels.bucket_calls import (
     Part,
+    Segments,
     check_covered,
     check_device,
     check_divisors,
@@ -20,7 +21,6 @@ from thinwire.compress.kernels.bucket_calls import (
     check_flat,
     check_runs,
 )
-from thinwire.compress.kernels.segments import Segments
 
 __all__ = ["EncodePackedPayload", "MovePacked", "PackedState"]
 

@@ -16,7 +16,7 @@ from thinwire.engine.config.params import Expected, check_params, expected_by
 from thinwire.engine.config.trial import trial_class
 from thinwire.engine.config.without_effect import WithoutEffect
 from thinwire.optim import registry
-from thinwire.optim.exact.names import EXACT
+from thinwire.optim.exact import EXACT
 from thinwire.optim.registry import OptimizerEntry
 
 __all__ = ["check_optimizer", "uncompressed_class"]

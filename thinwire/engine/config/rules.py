@@ -9,7 +9,7 @@ from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, sho
 from thinwire.engine.config.local_updates import LOCAL_UPDATES, is_local_updates
 from thinwire.engine.config.models import EngineConfig, ThinwireConfig
 from thinwire.optim import registry
-from thinwire.optim.exact.names import needs_whole_parameters
+from thinwire.optim.exact import needs_whole_parameters
 from thinwire.optim.registry import OptimizerEntry
 
 __all__ = ["check_combinations", "total_steps"]
@@ -114,7 +114,7 @@ _NOT_WITH_LOCAL_UPDATES = {
 
 def _sparse_attention(config: EngineConfig) -> Iterator[str]:
     if config.sparse_attention is not None:
-        from thinwire.sparse_attn.layouts.config import layout_from_config
+        from thinwire.sparse_attn.layouts.made import layout_from_config
 
         try:
             layout_from_config(config.sparse_attention, num_heads=1)

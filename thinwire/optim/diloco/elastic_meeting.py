@@ -1,20 +1,37 @@
-"""What follows from what elastic workers say of themselves at a meeting: whose state counts, who lacks what of it and
-gets it, and in which order they go on."""
+"""Meetings of elastic workers: how an optimizer among them begins and what all must have alike; whose state counts, who
+lacks what of it and gets it, and in which order they go on; and the outer step of a whole node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from thinwire.comm.elastic import MembershipError
+from thinwire.comm import CommunicationError, Communicator, threads
+from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.elastic import Elastic, MembershipError, reach
 from thinwire.comm.membership import Record
-from thinwire.comm.node_membership import WorkerGroup
-from thinwire.optim.diloco.kept_momentum import KeptMomentum
-from thinwire.optim.diloco.outer_weights import OuterWeights
+from thinwire.comm.node_membership import NodeMembership, Relay, WorkerGroup
+from thinwire.compress.codecs import Codec
+from thinwire.compress.packet import PacketError, SettingsError
+from thinwire.optim.diloco.fragments import Fragment
+from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, WeightPair, make_outer_step
+from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 
-__all__ = ["Plan", "Standing", "hand_over"]
+__all__ = [
+    "NodeOuterStep",
+    "Plan",
+    "Standing",
+    "enter_elastic_job",
+    "hand_over",
+    "make_node_outer_step",
+    "own_communicator",
+]
 
 
 @dataclass(frozen=True)
@@ -137,3 +154,161 @@ def hand_over(
 
 def _place(standing: Standing | None) -> int:
     return 0 if standing is None else standing.place
+
+
+def own_communicator(
+    elastic: object, comm: Communicator | None, backend: str | None, nodes: object, stage: object
+) -> Communicator:
+    """The communicator of this worker's ranks, on which an elastic optimizer is built: `comm`, or of itself alone.
+
+    Raises ValueError or TypeError for what elastic workers cannot have.
+    """
+    if not isinstance(elastic, Elastic):
+        raise TypeError(f"elastic must be a thinwire.Elastic, got {elastic!r}")
+    if backend not in (None, "gloo"):
+        raise ValueError(
+            f"elastic workers exchange over Gloo, got comm_backend_name={backend!r}: a worker that dies ends an MPI "
+            "job, and NCCL's watchdog ends the processes of its peers"
+        )
+    if comm is not None and comm.backend == "mpi":
+        raise ValueError(
+            "the ranks of an elastic worker cannot be those of an MPI job, which ends as a whole where one dies: start "
+            "each node's ranks with a torchrun of their own, and pass comm=thinwire.comm.init()"
+        )
+    if not isinstance(nodes, str):
+        raise ValueError(
+            f"an elastic worker is one process, or a node whose ranks are those of comm=, got nodes={nodes!r}: leave "
+            "nodes as it is, and to make a torchrun's ranks one worker pass comm=thinwire.comm.init()"
+        )
+    if stage != 0 and (comm is None or comm.size == 1):
+        raise ValueError(
+            f"this elastic worker is one process, which has nobody to shard with, got stage={stage!r}: use stage=0, or "
+            "make a torchrun's ranks one worker with comm=thinwire.comm.init()"
+        )
+    return threads.single(elastic.timeout) if comm is None else comm
+
+
+def enter_elastic_job(
+    elastic: Elastic,
+    comm: Communicator,
+    settings: Mapping[str, Any],
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+) -> NodeMembership:
+    """Go to the meeting place, as the ranks of `comm` together; raises ValueError unless this worker's model and
+    settings are the job's. Collective."""
+    store, address = on_every_rank(
+        comm, lambda: reach(elastic), "reach the meeting place", (ValueError, MembershipError)
+    )
+    membership = NodeMembership(elastic, comm, store, address, (SettingsError, PacketError))
+    model = [
+        (name, list(one.shape), str(one.dtype), one.requires_grad) for name, one in zip(names, parameters, strict=True)
+    ]
+    digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()[:16]
+    try:
+        membership.agree_on({**settings, "parameters": len(model), "model": digest})
+    except ValueError:
+        membership.leave()
+        raise
+    return membership
+
+
+class NodeOuterStep(OuterStep):
+    """`of_leader` on the node's first rank; on the others nothing, which own nothing of the fragment.
+
+    What goes wrong between nodes goes wrong in `arrive`, on every rank of the node.
+    """
+
+    def __init__(self, relay: Relay, numel: int, device: torch.device, of_leader: OuterStep | None) -> None:
+        self.own = slice(0, 0) if of_leader is None else of_leader.own
+        self._relay = relay
+        self._numel = numel
+        self._device = device
+        self._of_leader = of_leader
+        self._nothing = torch.zeros(0, device=device)
+        self._error: CommunicationError | None = None
+
+    @property
+    def momentum(self) -> Tensor:  # type: ignore[override]
+        """See OuterStep."""
+        return self._nothing if self._of_leader is None else self._of_leader.momentum
+
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+        """See OuterStep."""
+        self._error = None
+        if self._of_leader is not None:
+            try:
+                self._of_leader.leave(weights, step, settings, meet=meet)
+            except CommunicationError as error:
+                self._error = error
+
+    def may_pass_on(self) -> bool:
+        """See OuterStep."""
+        return self._error is None and self._of_leader is not None and self._of_leader.may_pass_on()
+
+    def pass_on(self, settings: OuterSettings) -> None:
+        """See OuterStep."""
+        if self._of_leader is not None and self._error is None:
+            try:
+                self._of_leader.pass_on(settings)
+            except CommunicationError as error:
+                self._error = error
+
+    def arrive(self) -> Arrived:
+        """See OuterStep. Collective inside the node."""
+        here: list[Arrived] = []
+        form, meet = self._relay.ask(lambda: self._arrive_between(here))
+        if form is None:
+            return Arrived(None, meet)
+        dtype = getattr(torch, form)
+        update = here[0].update if here else None
+        if update is None:
+            update = torch.empty(self._numel, dtype=dtype, device=self._device)
+        self._relay.spread(update)
+        return Arrived(update, meet)
+
+    def settle(self, finite: bool) -> None:
+        """See OuterStep."""
+        if self._of_leader is not None:
+            self._of_leader.settle(finite)
+
+    def reset(self) -> None:
+        """See OuterStep."""
+        if self._of_leader is not None:
+            self._of_leader.reset()
+
+    @property
+    def worker_place(self) -> slice:
+        """See OuterStep."""
+        return slice(0, 0) if self._of_leader is None else self._of_leader.worker_place
+
+    @property
+    def worker_residual(self) -> Tensor | None:
+        """See OuterStep."""
+        return None if self._of_leader is None else self._of_leader.worker_residual
+
+    @property
+    def owner_residual(self) -> Tensor | None:
+        """See OuterStep."""
+        return None if self._of_leader is None else self._of_leader.owner_residual
+
+    def _arrive_between(self, here: list[Arrived]) -> tuple[str | None, bool]:
+        """On the first rank: what arrives goes into `here`; the name of its dtype, None where nothing does."""
+        assert self._of_leader is not None
+        if self._error is not None:
+            raise self._error
+        arrived = self._of_leader.arrive()
+        here.append(arrived)
+        form = None if arrived.update is None else str(arrived.update.dtype).removeprefix("torch.")
+        return form, arrived.meet
+
+
+def make_node_outer_step(
+    relay: Relay, comm: Communicator | None, fragment: Fragment, codec: Codec, index: int, device: torch.device
+) -> OuterStep:
+    """Of fragment number `index`, over the workers whose first ranks are those of `comm`, which no others have; what
+    has left can be undone."""
+    of_leader = None
+    if comm is not None:
+        of_leader = make_outer_step(comm, None, fragment, codec, index, device, reversible=True)
+    return of_leader if relay.alone and of_leader else NodeOuterStep(relay, fragment.numel, device, of_leader)

@@ -1,5 +1,5 @@
-"""Which weights leave together: fragments of whole layers, strided over the depth of the model, filled up to equal
-sizes with what lies in no layer."""
+"""Fragments, the weights that leave together: whole layers, strided over the depth of the model, filled up to equal
+sizes with what lies in no layer; and the timetable by which they leave and come back, the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Fragment", "Piece", "auto_fragments", "cut_fragments", "layers_of"]
+__all__ = ["Fragment", "Piece", "Timetable", "auto_fragments", "cut_fragments", "layers_of"]
 
 _LAYERS_TO_A_FRAGMENT = 3
 _NUMBERED = re.compile(r"^(.*?\.)?(\d+)(?=\.)")
@@ -115,3 +115,32 @@ def _laid_out(members: Sequence[tuple[int, int, int]]) -> Iterator[Piece]:
     for number, start, numel in members:
         yield Piece(number, start, numel, offset)
         offset += numel
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Each fragment leaves once in `every` steps and comes back `overlap` steps later (Streaming DiLoCo, arXiv
+    2501.18512, Algorithm 2). Fragments are spread evenly over the steps between; the last one leaves at multiples of
+    `every`, and so does a single one.
+    """
+
+    every: int
+    overlap: int
+    fragments: int
+
+    def leaving(self, step: int) -> Sequence[int]:
+        """The fragments that leave after this step; steps count from 1."""
+        return [one for one in range(self.fragments) if (step - self._offset(one)) % self.every == 0]
+
+    def count(self, step: int) -> int:
+        """How many times a fragment has left by the end of this step. Number n, from 0 up, is fragment n modulo
+        `fragments`."""
+        return sum(max(0, step - self._offset(one) + self.every) // self.every for one in range(self.fragments))
+
+    def arrival(self, left_at: int) -> int:
+        """The step after which a fragment that left after step `left_at` is taken in."""
+        return left_at + self.overlap
+
+    def _offset(self, fragment: int) -> int:
+        # Rounded up, so that no fragment leaves before the first step.
+        return -(-(fragment + 1) * self.every // self.fragments)

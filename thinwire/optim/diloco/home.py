@@ -13,10 +13,9 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.optim.diloco.checkpoint import LocalCheckpoint
-from thinwire.optim.diloco.fragments import Fragment
+from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights
-from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.rank_checks import settings_digest

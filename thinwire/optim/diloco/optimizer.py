@@ -1,14 +1,16 @@
-"""DiLoCo as a torch optimizer around any other."""
+"""DiLoCo as a torch optimizer around any other; and the sampler of elastic jobs, whose number of workers is not
+known."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from torch.utils.data import Sampler
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
@@ -16,15 +18,21 @@ from thinwire.comm.agreement import NodeLinks, agree_on_nodes, on_every_rank
 from thinwire.comm.elastic import Elastic
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.optim.diloco.elastic_home import ElasticHome
-from thinwire.optim.diloco.elastic_setup import enter_elastic_job, own_communicator
-from thinwire.optim.diloco.fragments import Fragment
-from thinwire.optim.diloco.given_parameters import listed, names_of, tensors_in
+from thinwire.optim.diloco.elastic_meeting import enter_elastic_job, own_communicator
+from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.home import LocalHome
-from thinwire.optim.diloco.options import COMMUNICATES, check_options, cut_trained, default_outer_lr
+from thinwire.optim.diloco.options import (
+    COMMUNICATES,
+    check_options,
+    cut_trained,
+    default_outer_lr,
+    listed,
+    names_of,
+    tensors_in,
+)
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
-from thinwire.optim.diloco.timetable import Timetable
 from thinwire.optim.diloco.worker import NodeWorker, RankWorker, Worker
-from thinwire.optim.options import Backend, Nodes
+from thinwire.optim.options import Backend, Nodes, check_count
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import (
     broadcast_from_rank_0,
@@ -34,7 +42,7 @@ from thinwire.zero.rank_checks import (
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["DiLoCo"]
+__all__ = ["DiLoCo", "ElasticSampler"]
 
 
 class DiLoCo(SynchronizedOptimizer):
@@ -306,3 +314,40 @@ def _node_of_this_rank(comm: Communicator, links: NodeLinks | None, elastic: Ela
     if links is not None:
         return links.inside
     return comm.duplicate() if elastic is not None and comm.size > 1 else None
+
+
+class ElasticSampler(Sampler[int]):
+    """Samples of a data set in a shuffled order, each for one worker only, epoch after epoch without end.
+
+    Workers claim `ahead` samples at a time at the meeting place. What a worker that died had claimed and not read
+    nobody reads in that epoch.
+
+        loader = DataLoader(dataset, batch_size=16, sampler=thinwire.ElasticSampler(optimizer, len(dataset)))
+
+    Args:
+        optimizer: a DiLoCo with `elastic`.
+        size: how many samples there are.
+        seed: of the order, which differs from epoch to epoch; the same on every worker.
+        ahead: about what a worker reads from one outer step to the next.
+    """
+
+    def __init__(self, optimizer: DiLoCo, size: int, *, seed: int = 0, ahead: int = 512) -> None:
+        if not isinstance(optimizer, DiLoCo) or not isinstance(optimizer._home, ElasticHome):
+            raise ValueError("ElasticSampler needs a thinwire.DiLoCo with elastic=: others take torch's own samplers")
+        check_count("size", size)
+        check_count("ahead", ahead)
+        self._claim: Callable[[int], int] = optimizer._home.membership.claim
+        self._size = size
+        self._seed = seed
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, order = -1, torch.empty(0)
+        while True:
+            first = self._claim(self._ahead)
+            for number in range(first, first + self._ahead):
+                if number // self._size != epoch:
+                    epoch = number // self._size
+                    generator = torch.Generator().manual_seed(hash((self._seed, epoch)) & (1 << 63) - 1)
+                    order = torch.randperm(self._size, generator=generator)
+                yield int(order[number % self._size])

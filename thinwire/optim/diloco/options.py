@@ -1,19 +1,20 @@
-"""What the options of DiLoCo can be, and what some of them are where nobody says."""
+"""Options of DiLoCo, their checks and defaults; and its parameters, in whatever form torch takes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from thinwire.compress.codecs import CodecName, make_codec
 from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
 from thinwire.optim.options import check_count
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["COMMUNICATES", "check_options", "cut_trained", "default_outer_lr"]
+__all__ = ["COMMUNICATES", "check_options", "cut_trained", "default_outer_lr", "listed", "names_of", "tensors_in"]
 
 _MANY_PARAMETERS = 335_000_000
 
@@ -79,3 +80,38 @@ def default_outer_lr(workers: int, parameters: int) -> float:
     if workers == 1:
         return 0.4 if parameters >= _MANY_PARAMETERS else 0.6
     return 0.6 if workers <= 4 else 0.8
+
+
+def listed(params: ParamsT) -> Any:
+    """`params`, which may be an iterator, as lists."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be parameters or groups of them, got a single tensor: put it into a list")
+    given = list(params)
+    if not given:
+        raise ValueError("the optimizer got no parameters")
+    return [
+        {**one, "params": [one["params"]] if isinstance(one["params"], Tensor) else list(one["params"])}
+        if isinstance(one, dict)
+        else one
+        for one in given
+    ]
+
+
+def tensors_in(given: Any) -> list[Tensor]:
+    """All parameters in what an optimizer takes."""
+    flat = [entry for one in given for entry in (one["params"] if isinstance(one, dict) else [one])]
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in flat]
+
+
+def names_of(
+    groups: Sequence[dict[str, Any]],
+    parameters: Iterable[Tensor],
+    named_parameters: Iterable[tuple[str, Tensor]] | None,
+) -> list[str]:
+    """What `parameters`, those of an optimizer's `groups`, are called, by whoever knows."""
+    known = {id(parameter): name for name, parameter in named_parameters or ()}
+    for number, group in enumerate(groups):
+        given = group.get("param_names") or [f"group{number}.{place}" for place in range(len(group["params"]))]
+        for parameter, name in zip(group["params"], given, strict=True):
+            known.setdefault(id(parameter), name)
+    return [known[id(parameter)] for parameter in parameters]

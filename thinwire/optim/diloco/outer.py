@@ -15,7 +15,7 @@ from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
-from thinwire.compress.low_memory_exchange import LowMemoryExchange
+from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exact_exchange import make_exact_exchange
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
+from thinwire.compress.light_exchanges import make_exact_exchange
 from thinwire.optim.algorithm import Algorithm, Clock, Send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup

@@ -12,10 +12,10 @@ from thinwire.comm import Communicator
 from thinwire.compress import kernels
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import EncodePart, Outcome
-from thinwire.compress.held_coordinates import held_coordinates
 from thinwire.compress.kernels import buckets
-from thinwire.compress.low_memory_exchange import LowMemoryExchange
+from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags, Header
+from thinwire.compress.parts import held_coordinates
 from thinwire.optim.algorithm import Clock, Linear, MembersByGroup
 from thinwire.optim.form import digest_of, part_of, segments_of
 from thinwire.optim.formulas import AdamSettings

@@ -11,10 +11,9 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import CodecName, make_codec
-from thinwire.compress.exact_exchange import make_exact_exchange
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.kernels.rounding import store_rounded
-from thinwire.compress.low_memory_exchange import LowMemoryExchange
+from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
 from thinwire.optim.algorithm import Algorithm, Clock, Keep, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements

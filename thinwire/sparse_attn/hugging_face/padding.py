@@ -1,7 +1,6 @@
-"""Inputs of a Hugging Face model padded to whole blocks, and its output cut back.
+"""Inputs of a Hugging Face model padded to whole blocks, and its output cut back; and the layout for shorter ones.
 
-The kernels take any length; this serves fixed shapes, as compiled graphs like them, and code written for DeepSpeed.
-"""
+The kernels take any length; this serves fixed shapes, as compiled graphs like them, and code written for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["PaddedInputs", "pad_to_block_size", "unpad_sequence_output"]
+from thinwire.sparse_attn.layouts.named import Dense, Layout
+
+__all__ = ["PaddedInputs", "layout_for", "pad_to_block_size", "unpad_sequence_output"]
 
 PaddedInputs = tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -103,3 +104,13 @@ def _padded_embeds(
         ids = torch.full((batch, pad_length), pad_token_id, dtype=torch.int64, device=embeds.device)
         added = model_embeddings(ids).to(embeds.dtype)
     return torch.cat([embeds, added], dim=1)
+
+
+def layout_for(layout: Layout, length: int) -> Layout:
+    """`layout`, or every block where `length` tokens are too few for its pattern: its window would hold them all.
+
+    Models meet short inputs in every last batch and at every first token, and must take them as they did before.
+    """
+    if layout.fits(length):
+        return layout
+    return Dense(1, layout.block, attention="unidirectional" if layout.causal else "bidirectional")

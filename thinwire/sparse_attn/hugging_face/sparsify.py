@@ -1,26 +1,106 @@
 """Block-sparse attention for Hugging Face models, in place: `sparsify` puts it in, `densify` takes it out again.
 
 Models on transformers' attention interface get a registered function; BERT and RoBERTa of transformers 4.x, which
-have none, get their attention modules swapped.
-"""
+have none, get their attention modules swapped, as do BERT's layers where no whole model is at hand. Longer position
+tables repeat the learned ones, as Longformer does (Beltagy et al., 2020, arXiv:2004.05150, section 5)."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.sparse_attn.attention import check_layout
-from thinwire.sparse_attn.hugging_face.interface import InterfacePlug
-from thinwire.sparse_attn.hugging_face.positions import extend_position_embedding
-from thinwire.sparse_attn.hugging_face.saved_layout import kept_layout
-from thinwire.sparse_attn.hugging_face.swap import SwapPlug
+from thinwire.sparse_attn.hugging_face.interface import InterfacePlug, kept_layout
+from thinwire.sparse_attn.hugging_face.swap import SwappedSelfAttention, SwapPlug
 from thinwire.sparse_attn.layouts.named import Layout
+from thinwire.sparse_attn.modules import BertSparseSelfAttention
 
-__all__ = ["densify", "replace_model_self_attention_with_sparse_self_attention", "sparsify"]
+__all__ = [
+    "densify",
+    "extend_position_embedding",
+    "replace_model_self_attention_with_sparse_self_attention",
+    "replace_self_attention_of_layers",
+    "sparsify",
+    "update_tokenizer_model_max_length",
+]
+
+_Tokenizer = TypeVar("_Tokenizer")
+
+
+def extend_position_embedding(model: _Model, max_positions: int) -> _Model:
+    """Let a Hugging Face model with BERT's embeddings read `max_positions` tokens; changes `model`, returns it.
+
+    The first rows stay; row i of the new ones is a copy of row i modulo the old length, in the table's dtype, on its
+    device. RoBERTa's first `padding_idx + 1` rows, which no token uses, stay as they are and are added to the length.
+    The buffers `position_ids` and `token_type_ids` and `config.max_position_embeddings` follow. Make the optimizer
+    afterwards: the table is a new parameter. Nothing happens when the model reads that many already.
+
+    Raises TypeError for a model without such a table (rotary and relative positions need none), ValueError for fewer
+    positions than it has.
+    """
+    tables = _position_tables(model)
+    old = min(_positions(embeddings.position_embeddings) for embeddings in tables)
+    if max_positions < old:
+        raise ValueError(f"max_positions is {max_positions}, but the model reads {old} tokens; a table only grows")
+    for embeddings in tables:
+        _extend(embeddings, max_positions)
+    model.config.max_position_embeddings = tables[0].position_embeddings.num_embeddings  # type: ignore[union-attr]
+    return model
+
+
+def update_tokenizer_model_max_length(tokenizer: _Tokenizer, max_positions: int) -> _Tokenizer:
+    """Let a Hugging Face tokenizer truncate at `max_positions` tokens, also once saved; returns it."""
+    if not hasattr(tokenizer, "model_max_length") or not hasattr(tokenizer, "init_kwargs"):
+        raise TypeError(f"expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
+    tokenizer.model_max_length = max_positions
+    tokenizer.init_kwargs["model_max_length"] = max_positions
+    return tokenizer
+
+
+def _position_tables(model: nn.Module) -> list[Any]:
+    """The modules that hold a `position_embeddings` table, as BERT's `embeddings` does."""
+    tables = [m for m in model.modules() if isinstance(getattr(m, "position_embeddings", None), nn.Embedding)]
+    if not tables or not hasattr(getattr(model, "config", None), "max_position_embeddings"):
+        raise TypeError(
+            f"{type(model).__name__} has no learned `position_embeddings` table with config.max_position_embeddings, "
+            f"as BERT and RoBERTa have; leave max_positions out where positions are rotary or relative"
+        )
+    return tables
+
+
+def _unused_rows(table: nn.Embedding) -> int:
+    """RoBERTa numbers tokens from `padding_idx + 1`."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+def _positions(table: nn.Embedding) -> int:
+    return table.num_embeddings - _unused_rows(table)
+
+
+def _extend(embeddings: Any, max_positions: int) -> None:
+    table: nn.Embedding = embeddings.position_embeddings
+    if max_positions == _positions(table):
+        return
+    unused = _unused_rows(table)
+    device = table.weight.device
+    source = unused + torch.arange(max_positions, device=device) % _positions(table)
+    with torch.no_grad():
+        weight = torch.cat([table.weight[:unused], table.weight[source]])
+    table.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)
+    table.num_embeddings = rows = len(weight)
+    for name, buffer in (
+        ("position_ids", torch.arange(rows, device=device)[None]),
+        ("token_type_ids", torch.zeros(1, rows, dtype=torch.int64, device=device)),
+    ):
+        if isinstance(getattr(embeddings, name, None), Tensor):
+            setattr(embeddings, name, buffer)
+
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _STATE = "_thinwire_sparse_attention"
@@ -155,3 +235,43 @@ _NO_ATTENTIONS = (
 def _refuse_attentions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(f"output_attentions=True was given. {_NO_ATTENTIONS}")
+
+
+def replace_self_attention_of_layers(config: Any, layers: Sequence[nn.Module], layout: Layout) -> Sequence[nn.Module]:
+    """Make the self-attention of BERT's `layers` attend over the blocks of `layout`; returns `layers`, changed.
+
+    `layers`: each has its self-attention, with `query`, `key` and `value`, at `attention.self`. `config`: the model's,
+    with `hidden_size` and `num_attention_heads`. Hugging Face's layers get what `sparsify` gives them; transformers
+    keeps the choice in the configuration, so that all layers of that model have to be given. Others, which call
+    `self(hidden_states, attention_mask)` and expect a tensor, get a `BertSparseSelfAttention` with their projections.
+
+    Raises TypeError for layers built otherwise, ValueError for a layout of another number of heads; no layer is
+    changed then.
+    """
+    check_layout(layout, config.num_attention_heads)
+    attentions = [getattr(layer, "attention", None) for layer in layers]
+    for layer, attention in zip(layers, attentions, strict=True):
+        own = getattr(attention, "self", None)
+        if not all(isinstance(getattr(own, name, None), nn.Module) for name in ("query", "key", "value")):
+            raise TypeError(
+                f"{type(layer).__name__} has no self-attention with query, key and value at attention.self, as BERT's "
+                "layers have; build its attention on SparseSelfAttention instead"
+            )
+    for attention in attentions:
+        _replace(attention, config, layout)
+    return layers
+
+
+def _replace(attention: Any, config: Any, layout: Layout) -> None:
+    own = attention.self
+    if InterfacePlug.serves_layer(own):
+        InterfacePlug.set_layout_of_layer(own, layout)
+        return
+    if SwapPlug.serves_layer(own):
+        swapped = own if isinstance(own, SwappedSelfAttention) else SwappedSelfAttention(own)
+        swapped.layout = layout
+        attention.self = swapped
+        return
+    sparse = BertSparseSelfAttention(config, layout)
+    sparse.query, sparse.key, sparse.value = own.query, own.key, own.value
+    attention.self = sparse.train(own.training)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
-from thinwire.sparse_attn.hugging_face.short_inputs import layout_for
+from thinwire.sparse_attn.hugging_face.padding import layout_for
 from thinwire.sparse_attn.layouts.named import Layout
 
 __all__ = ["SwapPlug", "SwappedSelfAttention"]

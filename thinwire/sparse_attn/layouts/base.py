@@ -1,13 +1,15 @@
-"""What every layout has: numbers of heads and tokens a block, the mask that users know, and the compact index that
-kernels read, made once for each length."""
+"""The base of every layout: numbers of heads and tokens a block, the mask that users know, and the compact index that
+kernels read, made once for each length; and the shapes that layouts are made of, as pairs of block rows and columns:
+each costs what it holds, not all blocks; and a picture of a pattern."""
 
 from __future__ import annotations
 
 import math
 import operator
+import random
 import reprlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,21 +17,122 @@ import torch
 from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex, BlockPairs
-from thinwire.sparse_attn.layouts.block_pairs import lower
-from thinwire.sparse_attn.layouts.plotting import draw
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = [
     "SUPPORTED_BLOCKS",
     "Layout",
+    "all_blocks",
     "at_least",
     "check_global_ranges",
+    "draw",
+    "global_columns",
     "global_ranges",
+    "global_rows",
+    "join",
     "known_attention",
+    "local_windows",
+    "lower",
+    "random_blocks",
+    "sliding",
     "whole_number",
 ]
+
+
+def join(parts: Iterable[BlockPairs]) -> BlockPairs:
+    """All pairs of all parts."""
+    rows, columns = zip(*parts, strict=True)
+    return torch.cat(rows), torch.cat(columns)
+
+
+def lower(pairs: BlockPairs) -> BlockPairs:
+    """Those on or below the diagonal: no block of the future."""
+    rows, columns = pairs
+    keep = columns <= rows
+    return rows[keep], columns[keep]
+
+
+def all_blocks(num_rows: int, num_columns: int) -> BlockPairs:
+    """Every block."""
+    rows, columns = torch.meshgrid(torch.arange(num_rows), torch.arange(num_columns), indexing="ij")
+    return rows.reshape(-1), columns.reshape(-1)
+
+
+def local_windows(blocks: int, sizes: Sequence[int]) -> BlockPairs:
+    """Squares along the diagonal, of these sizes in turn, the last of which repeats to the end."""
+    windows: list[torch.Tensor] = []
+    start = 0
+    while start < blocks:
+        size = sizes[min(len(windows), len(sizes) - 1)]
+        windows.append(torch.arange(start, min(start + size, blocks)))
+        start += size
+    rows = torch.cat([window.repeat_interleave(len(window)) for window in windows])
+    columns = torch.cat([window.repeat(len(window)) for window in windows])
+    return rows, columns
+
+
+def sliding(blocks: int, width: int) -> BlockPairs:
+    """A band of `width` blocks around the diagonal, one more where `width` is even, cut at the edges."""
+    half = width // 2
+    rows, shifts = torch.meshgrid(torch.arange(blocks), torch.arange(-half, half + 1), indexing="ij")
+    columns = rows + shifts
+    inside = (columns >= 0) & (columns < blocks)
+    return rows[inside], columns[inside]
+
+
+def global_columns(blocks: int, columns: Sequence[int]) -> BlockPairs:
+    """Columns that every row attends."""
+    return torch.arange(blocks).repeat_interleave(len(columns)), torch.tensor(columns, dtype=torch.int64).repeat(blocks)
+
+
+def global_rows(blocks: int, rows: Sequence[int]) -> BlockPairs:
+    """Rows that attend every column."""
+    columns, transposed = global_columns(blocks, rows)
+    return transposed, columns
+
+
+def random_blocks(blocks: int, count: int, taken: BlockPairs, generator: random.Random, *, causal: bool) -> BlockPairs:
+    """`count` blocks a row beside those `taken`, or as many as are left; none above the diagonal if `causal`."""
+    taken_rows, taken_columns = taken
+    order = torch.argsort(taken_rows)
+    counts = torch.bincount(taken_rows, minlength=blocks).tolist()
+    of_rows = torch.split(taken_columns[order], counts)
+    rows, columns = [], []
+    for row, of_row in enumerate(of_rows):
+        covered = set(of_row.tolist())
+        reachable = row + 1 if causal else blocks
+        # Of so many different ones at least `count`, or all that are left, are not covered.
+        drawn = generator.sample(range(reachable), min(reachable, count + len(covered)))
+        fresh = [column for column in drawn if column not in covered][:count]
+        rows += [row] * len(fresh)
+        columns += fresh
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64)
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw(index: BlockIndex, name: str, seq_len: int) -> Axes:
+    """The blocks of `seq_len` tokens of the layout called `name`: rows of queries down, columns of keys across, darker
+    where more heads attend.
+
+    Raises ImportError where matplotlib is missing.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("drawing a layout needs matplotlib: pip install matplotlib") from error
+    _, axes = plt.subplots(figsize=(5, 5))
+    axes.imshow(index.dense().float().mean(0).numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_xlabel(f"keys, blocks of {index.block}")
+    axes.set_ylabel(f"queries, blocks of {index.block}")
+    axes.set_title(f"{name} attends {100 * index.density():.1f}% of {seq_len} x {seq_len}")
+    return axes
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 SUPPORTED_BLOCKS = (16, 32, 64, 128)
 """Tokens a block that the kernels are written for."""

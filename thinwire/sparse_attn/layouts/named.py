@@ -16,20 +16,18 @@ from torch import Tensor
 from thinwire.sparse_attn.block_index import BlockPairs
 from thinwire.sparse_attn.layouts.base import (
     Layout,
+    all_blocks,
     at_least,
     check_global_ranges,
-    global_ranges,
-    known_attention,
-    whole_number,
-)
-from thinwire.sparse_attn.layouts.block_pairs import (
-    all_blocks,
     global_columns,
+    global_ranges,
     global_rows,
     join,
+    known_attention,
     local_windows,
     random_blocks,
     sliding,
+    whole_number,
 )
 
 __all__ = ["BSLongformer", "BigBird", "Custom", "Dense", "Fixed", "Layout", "LocalSlidingWindow", "Variable"]

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thinwire.compress.kernels.cpu.blocks import Range
-from thinwire.compress.kernels.cpu.runs import END, FIRST, Table, first_run
+from thinwire.compress.kernels.cpu.blocks import END, FIRST, Range, Table, first_run
 from thinwire.simd import floats, memory
 from thinwire.simd.compiling import inner, kernel
 from thinwire.simd.floats import LANES

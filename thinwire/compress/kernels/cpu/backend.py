@@ -13,11 +13,11 @@ from torch import Tensor
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, PacketCall, StoreRounded
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
-from thinwire.compress.kernels.cpu import momentum, rounding
+from thinwire.compress.kernels.cpu import momentum, small_floats
 from thinwire.compress.kernels.cpu.blocks import Layout, Range, form_of
-from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES, Values
-from thinwire.compress.kernels.header_reference import check_headers, write_headers
+from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.noise import keys
+from thinwire.compress.kernels.reference import check_headers, write_headers
 from thinwire.simd.workers import Workers
 
 __all__ = [
@@ -99,7 +99,7 @@ def store_rounded(call: StoreRounded) -> None:
 
     def work(first: int, last: int) -> None:
         elements = Range(first * _ROUNDED_BLOCK, min(last * _ROUNDED_BLOCK, numel))
-        rounding.store_rounded(*arguments, elements)
+        small_floats.store_rounded(*arguments, elements)
 
     share_blocks(work, -(-numel // _ROUNDED_BLOCK), _ROUNDED_BLOCK)
 

@@ -9,15 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part
+from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part, Segments
 from thinwire.compress.kernels.cpu import moving, payload
 from thinwire.compress.kernels.cpu.backend import array, share_blocks, values
-from thinwire.compress.kernels.cpu.blocks import Layout, Range, form_of
-from thinwire.compress.kernels.cpu.halves import FORMATS, NO_VALUES
-from thinwire.compress.kernels.cpu.runs import PartLayout
+from thinwire.compress.kernels.cpu.blocks import Layout, PartLayout, Range, form_of
+from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES
 from thinwire.compress.kernels.noise import keys
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
-from thinwire.compress.kernels.segments import Segments
 from thinwire.compress.packet_layout import HEADER_BYTES
 
 __all__ = ["average_and_encode", "decode_and_move", "encode_packed_payload", "encode_payload", "move_packed"]

@@ -11,6 +11,7 @@ from thinwire.compress.kernels.cpu.blocks import (
     INT8,
     SIGN1,
     STAT2,
+    STEP,
     Bytes,
     Floats,
     Layout,
@@ -18,8 +19,7 @@ from thinwire.compress.kernels.cpu.blocks import (
     Range,
     locate,
 )
-from thinwire.compress.kernels.cpu.steps import STEP
-from thinwire.compress.kernels.cpu.two_magnitudes import magnitudes_at
+from thinwire.compress.kernels.cpu.encode import magnitudes_at
 from thinwire.compress.packet_layout import SCALE_BYTES
 from thinwire.simd import floats, integers
 from thinwire.simd.compiling import helper, inner, kernel

@@ -11,8 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Range, locate
-from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, Values, round_and_store, some_of, widen
-from thinwire.compress.kernels.cpu.noise import random_bits
+from thinwire.compress.kernels.cpu.small_floats import (
+    ELEMENT_BYTES,
+    Values,
+    random_bits,
+    round_and_store,
+    some_of,
+    widen,
+)
 from thinwire.simd import floats, integers
 from thinwire.simd.compiling import helper, kernel
 from thinwire.simd.floats import LANES

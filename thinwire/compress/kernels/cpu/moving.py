@@ -8,22 +8,25 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Layout, Range
-from thinwire.compress.kernels.cpu.decode import decode_block
-from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, nearest_bits
-from thinwire.compress.kernels.cpu.momentum import Step, apply_signs
-from thinwire.compress.kernels.cpu.payload import DIVIDED
-from thinwire.compress.kernels.cpu.runs import (
+from thinwire.compress.kernels.cpu.blocks import (
     ADDRESS,
     END,
     FIRST,
     KIND,
+    Bytes,
+    Floats,
+    Layout,
     PartLayout,
+    Range,
     Table,
     first_run,
     place_in_part,
     start_of,
 )
+from thinwire.compress.kernels.cpu.decode import decode_block
+from thinwire.compress.kernels.cpu.momentum import Step, apply_signs
+from thinwire.compress.kernels.cpu.payload import DIVIDED
+from thinwire.compress.kernels.cpu.small_floats import ELEMENT_BYTES, NO_VALUES, Values, nearest_bits
 from thinwire.simd import floats, memory
 from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES

@@ -8,7 +8,27 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels.cpu.blocks import SIGN1, Bytes, Floats, Layout, Place, Range, locate
+from thinwire.compress.kernels.cpu.blocks import (
+    ADDRESS,
+    END,
+    FIRST,
+    KIND,
+    SIGN1,
+    STEP,
+    Bytes,
+    Floats,
+    Layout,
+    PartLayout,
+    Place,
+    Range,
+    Table,
+    covers,
+    first_run,
+    locate,
+    place_in_part,
+    start_of,
+    store_step,
+)
 from thinwire.compress.kernels.cpu.decode import decode_block, decode_signs, mean_of_signs
 from thinwire.compress.kernels.cpu.encode import (
     add_and_store,
@@ -20,21 +40,15 @@ from thinwire.compress.kernels.cpu.encode import (
     store_rounded_block,
     total_of,
 )
-from thinwire.compress.kernels.cpu.halves import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen_at, widen_some_at
 from thinwire.compress.kernels.cpu.momentum import Factors
-from thinwire.compress.kernels.cpu.runs import (
-    ADDRESS,
-    END,
-    FIRST,
-    KIND,
-    PartLayout,
-    Table,
-    covers,
-    first_run,
-    place_in_part,
-    start_of,
+from thinwire.compress.kernels.cpu.small_floats import (
+    ELEMENT_BYTES,
+    NO_VALUES,
+    Values,
+    some_of,
+    widen_at,
+    widen_some_at,
 )
-from thinwire.compress.kernels.cpu.steps import STEP, store_step
 from thinwire.simd import floats, integers, memory
 from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES

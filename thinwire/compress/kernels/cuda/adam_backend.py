@@ -4,7 +4,7 @@ asynchronous copy of a table that says where they lie."""
 from __future__ import annotations
 
 from thinwire.compress.kernels.adam_calls import AdamStep
-from thinwire.compress.kernels.cuda.adam_launches import adam_runs, adam_step_launch
+from thinwire.compress.kernels.cuda.bucket_launches import adam_runs, adam_step_launch
 from thinwire.compress.kernels.cuda.runner import Runner
 from thinwire.compress.kernels.cuda.toolkit import find_toolkit
 from thinwire.compress.kernels.tables import on_device

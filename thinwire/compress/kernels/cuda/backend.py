@@ -14,7 +14,7 @@ from thinwire.compress.kernels.cuda.launch import (
 )
 from thinwire.compress.kernels.cuda.runner import Runner
 from thinwire.compress.kernels.cuda.toolkit import Toolkit, find_toolkit
-from thinwire.compress.kernels.header_calls import CheckHeaders, WriteHeaders
+from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
 
 __all__ = ["CudaBackend", "make_backend"]
 

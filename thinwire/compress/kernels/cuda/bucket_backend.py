@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload
+from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, DigestGradients, EncodePayload
 from thinwire.compress.kernels.cuda.bucket_launches import (
     Runs,
     average_and_encode_launch,
     decode_and_move_launch,
+    digest_gradients_launch,
     encode_packed_payload_launch,
     encode_payload_launch,
     gradient_runs,
@@ -23,10 +24,8 @@ from thinwire.compress.kernels.cuda.bucket_launches import (
     payload_runs,
 )
 from thinwire.compress.kernels.cuda.runner import Runner
-from thinwire.compress.kernels.cuda.seal_launch import digest_gradients_launch
 from thinwire.compress.kernels.cuda.toolkit import find_toolkit
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
-from thinwire.compress.kernels.seal_calls import DigestGradients
 from thinwire.compress.kernels.tables import CapturedTables
 
 __all__ = ["CudaBuckets", "make_backend"]

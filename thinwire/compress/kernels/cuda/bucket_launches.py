@@ -1,5 +1,5 @@
-"""What the launches over a whole bucket consist of: tables of its runs, which have to lie on the device, and launches
-that are given where; nothing here needs a GPU."""
+"""Launches over many tensors, a whole bucket's or a step of Adam's: tables of its runs, which have to lie on the
+device, and launches that are given where; nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,37 +10,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part
-from thinwire.compress.kernels.cuda.arguments import (
+from thinwire.compress.kernels.adam_calls import AdamStep
+from thinwire.compress.kernels.bucket_calls import (
+    AverageAndEncode,
+    DecodeAndMove,
+    DigestGradients,
+    EncodePayload,
+    Part,
+    Segments,
+)
+from thinwire.compress.kernels.cuda.launch import (
+    ELEMENTS_PER_THREAD,
     MAX_ROWS,
+    MOMENTUM_THREADS,
+    NO_BLOCKS,
     STRUCTURES,
     TYPE_NAMES,
     Argument,
+    Launch,
     address,
     aligned,
-    integer,
-    structure,
-)
-from thinwire.compress.kernels.cuda.launch import (
-    MOMENTUM_THREADS,
-    Launch,
     averaged_rows,
     block_threads,
     exact_inverse,
+    integer,
     octets,
+    structure,
     write_headers_launch,
 )
-from thinwire.compress.kernels.header_calls import WriteHeaders, header_words
+from thinwire.compress.kernels.headers import WriteHeaders, header_words
 from thinwire.compress.kernels.noise import keys
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
-from thinwire.compress.kernels.seal_calls import DigestGradients
-from thinwire.compress.kernels.segments import Segments
 from thinwire.compress.kernels.tables import Table
 
 __all__ = [
     "Runs",
+    "adam_runs",
+    "adam_step_launch",
     "average_and_encode_launch",
     "decode_and_move_launch",
+    "digest_gradients_launch",
     "encode_packed_payload_launch",
     "encode_payload_launch",
     "gradient_runs",
@@ -236,3 +245,60 @@ def _part_launch(
     if not grid[0] and part.header is not None:
         return write_headers_launch(WriteHeaders(packets, *header_words(part.header), 0, None, 0))
     return Launch(source, function, part.block_size, grid, block_threads(part.block_size), tuple(arguments))
+
+
+_BLOCK_ELEMENTS = MOMENTUM_THREADS * ELEMENTS_PER_THREAD
+
+
+def adam_runs(call: AdamStep) -> Runs:
+    """Which thread blocks are about which tensor, and where it lies."""
+    runs = np.zeros(len(call.variances), dtype=STRUCTURES["AdamRun"])
+    runs["numel"] = [one.numel() for one in call.variances]
+    runs["end"] = np.cumsum(-(-runs["numel"] // _BLOCK_ELEMENTS))
+    runs["first"][1:] = runs["end"][:-1]
+    output = call.denominators if call.weights is None else call.weights
+    named = {"gradient": call.gradients, "momentum": call.momenta, "variance": call.variances, "output": output}
+    for name, tensors in named.items():
+        if tensors is not None:
+            runs[name] = _addresses(tensors)
+    return runs
+
+
+def adam_step_launch(call: AdamStep, runs: Tensor) -> Launch:
+    """Launch that does the step; `runs`: its table, as bytes on the device."""
+    blocks = sum(-(-one.numel() // _BLOCK_ELEMENTS) for one in call.variances)
+    arguments = (aligned("runs", runs), integer(len(call.variances)), _factors(call))
+    return Launch("adam", _name(call), NO_BLOCKS, (blocks, 1), MOMENTUM_THREADS, arguments)
+
+
+def _factors(call: AdamStep) -> Argument:
+    given = call.factors
+    ways = (given.from_momentum, given.eps_inside_root, given.holds_zero)
+    return structure("AdamFactors", float(given.weight), *given.others, *ways)
+
+
+def _name(call: AdamStep) -> str:
+    parts = ["adam"]
+    if call.gradients is not None:
+        parts.append("variances" if call.momenta is None else "moments")
+    if call.denominators is not None:
+        parts.append("denominators")
+    if call.weights is not None:
+        parts.append("weights")
+    return "_".join(parts)
+
+
+_THREADS = 256
+_NO_BLOCKS = 64  # the block size of a source that knows no blocks
+
+
+def digest_gradients_launch(call: DigestGradients, runs: Tensor) -> Launch:
+    """Launch of a thread block for each digest; `runs`: the gradients' table, as bytes on the device."""
+    segments = call.segments
+    arguments = (
+        aligned("runs", runs),
+        integer(len(segments)),
+        aligned("digests", call.digests),
+        integer(segments.end),
+    )
+    return Launch("seal", "digest_gradients", _NO_BLOCKS, (call.digests.numel(), 1), _THREADS, arguments)

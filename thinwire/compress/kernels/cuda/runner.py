@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from thinwire.compress.kernels.cuda.launch import Launch, architecture_option, compile_options, source_text
-from thinwire.compress.kernels.cuda.machine_code import machine_code
-from thinwire.compress.kernels.cuda.toolkit import Toolkit
+from thinwire.compress.kernels.cuda.toolkit import Toolkit, machine_code
 
 __all__ = ["Runner"]
 

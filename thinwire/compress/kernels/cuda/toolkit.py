@@ -1,21 +1,34 @@
-"""What compiles and launches CUDA kernels: NVRTC and the driver through `cuda.bindings`, which CUDA builds of torch
-bring, or through cupy where that is what there is. All of CUDA that the backend calls stands behind these few methods.
-"""
+"""Compiles and launches CUDA kernels: NVRTC and the driver through `cuda.bindings`, which CUDA builds of torch bring,
+or through cupy. All of CUDA that the backend calls stands behind these few methods. Machine code is kept on disk:
+compiling takes a good part of a second, each rank, each start."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
+import os
 import struct
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.compress.kernels.cuda.arguments import Argument
+from thinwire.compress.kernels.cuda.launch import Argument
 
-__all__ = ["BindingsToolkit", "CupyToolkit", "KernelCompilerError", "Toolkit", "find_toolkit"]
+__all__ = [
+    "BindingsToolkit",
+    "CupyToolkit",
+    "KernelCompilerError",
+    "Toolkit",
+    "cache_folder",
+    "find_toolkit",
+    "machine_code",
+]
 
 _PROGRAM = "thinwire.cu"
 
@@ -214,3 +227,37 @@ class CupyToolkit:
 def _by_value(argument: Argument) -> NDArray[np.void]:
     """What cupy hands to a kernel as it is: an array of one element."""
     return np.frombuffer(argument, dtype=np.dtype((np.void, len(argument))))
+
+
+def machine_code(toolkit: Toolkit, source: str, options: Sequence[str], folder: Path | None = None) -> bytes:
+    """`source` compiled with `options`: from `folder`, by default `cache_folder()`, else compiled and left there.
+
+    The key is everything it depends on: the text, headers pasted in, the options, architecture among them, and the
+    compiler. Where the folder cannot be written to, nothing is kept.
+    """
+    key = hashlib.sha256("\0".join([toolkit.compiler, *options, source]).encode()).hexdigest()
+    path = (cache_folder() if folder is None else folder) / f"{key}.cubin"
+    with suppress(OSError):
+        return path.read_bytes()
+    code = toolkit.compile(source, options)
+    with suppress(OSError):
+        _write_whole(path, code)
+    return code
+
+
+def cache_folder() -> Path:
+    """`thinwire/cuda` in XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / "cuda"
+
+
+def _write_whole(path: Path, code: bytes) -> None:
+    """At once: other ranks may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, written = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(code)
+        os.replace(written, path)
+    except OSError:
+        os.unlink(written)
+        raise

@@ -9,12 +9,19 @@ from thinwire.simd import floats
 from thinwire.simd.compiling import helper, kernel
 from thinwire.simd.floats import LANES
 from thinwire.simd.products import ROWS, Matrix, product, product_where_nonzero
-from thinwire.sparse_attn.kernels.cpu.arguments import Floats, Head, HeadDropout, Heads, Integers, Rows, Scores, Tile
 from thinwire.sparse_attn.kernels.cpu.tiles import (
     CHUNK,
     LARGEST_TILE,
     LOG2_E,
     LOWEST,
+    Floats,
+    Head,
+    HeadDropout,
+    Heads,
+    Integers,
+    Rows,
+    Scores,
+    Tile,
     add_masks,
     drop,
     fill_keys,

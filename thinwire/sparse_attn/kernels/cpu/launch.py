@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.simd.workers import Workers
-from thinwire.sparse_attn.dropout import head_keys, keep_threshold
-from thinwire.sparse_attn.kernels.cpu.arguments import Biases, Blocks, Dropout, Heads, Integers, Scores, Sizes
+from thinwire.sparse_attn.block_index import Pattern
 from thinwire.sparse_attn.kernels.cpu.backward import backward_heads
 from thinwire.sparse_attn.kernels.cpu.forward import forward_heads
-from thinwire.sparse_attn.pattern import Pattern
+from thinwire.sparse_attn.kernels.cpu.tiles import Biases, Blocks, Dropout, Heads, Integers, Scores, Sizes
+from thinwire.sparse_attn.reference import head_keys, keep_threshold
 
 __all__ = ["backward", "forward"]
 

@@ -1,27 +1,95 @@
-"""Block-sparse attention on GPUs: launches the Triton kernels over the items of a plan, then over its merges."""
+"""Block-sparse attention on GPUs: launches the Triton kernels over the items of a plan, then over its merges, on the
+GPU that holds the tensors, whichever is current.
+
+Tiles are so large, and shared by so many warps, that sums stay in registers and rows in shared memory; what every
+choice costs in registers is in docs/measurements: `python -m experiments.benchmarks.triton_resources`.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.sparse_attn.dropout import keep_threshold
-from thinwire.sparse_attn.kernels.triton.arguments import Biases, Config, Dropout, Heads, Sizes, Walk
-from thinwire.sparse_attn.kernels.triton.backward_keys import keys_kernel
-from thinwire.sparse_attn.kernels.triton.backward_queries import queries_kernel
-from thinwire.sparse_attn.kernels.triton.device import capability, where_its_tensor_is
+from thinwire.sparse_attn.block_index import Pattern
+from thinwire.sparse_attn.kernels.triton.backward import add_parts_kernel, keys_kernel, queries_kernel
 from thinwire.sparse_attn.kernels.triton.forward import forward_kernel, merge_kernel
-from thinwire.sparse_attn.kernels.triton.gradients import add_parts_kernel
-from thinwire.sparse_attn.kernels.triton.plan import Plans, Work
-from thinwire.sparse_attn.kernels.triton.shapes import Kernel, Shape, shape
-from thinwire.sparse_attn.pattern import Pattern
+from thinwire.sparse_attn.kernels.triton.plan import Biases, Config, Dropout, Heads, Plans, Sizes, Walk, Work
+from thinwire.sparse_attn.reference import keep_threshold
 
-__all__ = ["backward", "forward"]
+__all__ = ["Kernel", "Shape", "backward", "capability", "forward", "guard", "shape", "where_its_tensor_is"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_WITHOUT_A_GPU = (8, 0)  # for Triton's interpreter, which runs on CPU tensors
+
+
+def guard(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Makes `tensor`'s GPU the current one meanwhile: Triton launches there, and allocates and compiles for it."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def where_its_tensor_is(launch: Callable[P, R]) -> Callable[P, R]:
+    """Run `launch` on the GPU of its first argument."""
+
+    @functools.wraps(launch)
+    def guarded(*arguments: P.args, **settings: P.kwargs) -> R:
+        first = arguments[0]
+        assert isinstance(first, Tensor)
+        with guard(first):
+            return launch(*arguments, **settings)
+
+    return guarded
+
+
+def capability(tensor: Tensor) -> tuple[int, int]:
+    """Of the GPU that holds `tensor`: (8, 0) for sm_80."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else _WITHOUT_A_GPU
+
+
+Kernel = Literal["forward", "queries", "keys"]
+
+_WIDE_PRODUCTS = 9
+"""The major capability whose tensor cores read both factors from shared memory: a tile may be wide at once."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of a tile, how many of them are taken at a time, warps of a program, stages of its loads."""
+
+    tile: int
+    step: int
+    warps: int
+    stages: int = 2
+
+
+def shape(kernel: Kernel, dtype: torch.dtype, block: int, padded: int, capability: tuple[int, int]) -> Shape:
+    """For rows of `padded` elements, a power of two, and blocks of `block` tokens.
+
+    Tensor cores before sm_90 read factors from registers, where every warp holds the whole of one: fewer tokens at a
+    time make that smaller. In float32 each factor is held twice, as what tf32 keeps of it and what it loses, on every
+    GPU: Triton 3.7 fails to compile these products of 64 tokens for sm_90.
+    """
+    wide = capability[0] == _WIDE_PRODUCTS
+    if dtype == torch.float32:
+        tile = 16 if kernel == "keys" else max(16, min(32, 32 * 64 // padded))
+        return Shape(tile, 16, 4)
+    if capability[0] > _WIDE_PRODUCTS:
+        return Shape(32, 32, 4)  # Triton 3.7 fails to compile tiles of 64 for sm_100
+    if wide and kernel != "keys":
+        tile = 128 if kernel == "forward" and block >= 128 and padded <= 64 else 64
+        return Shape(tile, tile, 8 if tile * padded > 64 * 64 else 4)
+    step = 16 if kernel == "keys" and not wide else 32
+    return Shape(64, step, 4 if padded <= 64 else 8)
+
 
 _LOG2_E = 1.4426950408889634
 _SMALLEST_WIDTH = 16  # of a product on tensor cores

@@ -5,16 +5,183 @@ Packed blocks are [B, nnz, block, block] in the order of `BlockIndex.places`. In
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex
-from thinwire.sparse_attn.kernels.triton.device import where_its_tensor_is
-from thinwire.sparse_attn.kernels.triton.packed_products import Matrix, expanded_kernel, sampled_kernel
-from thinwire.sparse_attn.kernels.triton.packed_softmax import Scores, softmax_backward_kernel, softmax_kernel
+from thinwire.sparse_attn.kernels.triton.launch import where_its_tensor_is
 
-__all__ = ["expanded", "sampled", "softmax", "softmax_backward"]
+__all__ = [
+    "Matrix",
+    "Scores",
+    "expanded",
+    "expanded_kernel",
+    "sampled",
+    "sampled_kernel",
+    "softmax",
+    "softmax_backward",
+    "softmax_backward_kernel",
+    "softmax_kernel",
+]
+
+
+class Scores(NamedTuple):
+    """What scores are made of: packed blocks, `entries` a sample; a packed bias, `bias_entries` a sample, 0 where one
+    serves all; and a bias of `keys` keys, whose blocks `columns` says. What is not there is never read."""
+
+    packed: Any
+    bias: Any
+    key_bias: Any
+    columns: Any
+    entries: Any
+    bias_entries: Any
+    keys: Any
+    scale: Any
+
+
+@triton.jit
+def _block(scores, run, batch, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr):
+    """One block of scores, float32, -inf where nothing is attended, even where packed holds NaN."""
+    within = tl.arange(0, BLOCK)
+    place = within[:, None] * BLOCK + within[None, :]
+    first = (batch * scores.entries + run) * BLOCK * BLOCK
+    values = tl.load(scores.packed + first + place).to(tl.float32) * scores.scale
+    if HAS_BIAS:
+        first = (batch * scores.bias_entries + run) * BLOCK * BLOCK
+        added = tl.load(scores.bias + first + place).to(tl.float32)
+        values = tl.where(added == float("-inf"), added, values + added)
+    if HAS_KEY_BIAS:
+        column = tl.load(scores.columns + run) * BLOCK + within
+        of_keys = tl.load(scores.key_bias + batch * scores.keys + column)[None, :].to(tl.float32)
+        values = tl.where(of_keys == float("-inf"), of_keys, values + of_keys)
+    return values
+
+
+@triton.jit
+def softmax_kernel(scores, out, offsets, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr):
+    """One row of blocks of one sample: the largest score and the sum first, then the probabilities."""
+    line, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    within = tl.arange(0, BLOCK)
+    place = within[:, None] * BLOCK + within[None, :]
+    start, end = tl.load(offsets + line), tl.load(offsets + line + 1)
+    # Below every score that is no -inf, so that its difference to -inf is -inf and not NaN.
+    largest = tl.full([BLOCK], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for run in range(start, end):
+        values = _block(scores, run, batch, BLOCK, HAS_BIAS, HAS_KEY_BIAS)
+        top = tl.maximum(largest, tl.max(values, 1))
+        total = total * tl.exp(largest - top) + tl.sum(tl.exp(values - top[:, None]), 1)
+        largest = top
+    divisor = tl.where(total == 0.0, 1.0, total)
+    for run in range(start, end):
+        values = _block(scores, run, batch, BLOCK, HAS_BIAS, HAS_KEY_BIAS)
+        kept = tl.exp(values - largest[:, None]) / divisor[:, None]
+        tl.store(out + (batch * scores.entries + run) * BLOCK * BLOCK + place, kept.to(out.dtype.element_ty))
+
+
+@triton.jit
+def softmax_backward_kernel(d_out, out, d_scores, offsets, entries, BLOCK: tl.constexpr):
+    """One row of blocks of one sample: p (dp - Σ p dp), float32."""
+    line, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    within = tl.arange(0, BLOCK)
+    place = within[:, None] * BLOCK + within[None, :]
+    start, end = tl.load(offsets + line), tl.load(offsets + line + 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for run in range(start, end):
+        first = (batch * entries + run) * BLOCK * BLOCK
+        kept = tl.load(out + first + place).to(tl.float32)
+        total += tl.sum(kept * tl.load(d_out + first + place).to(tl.float32), 1)
+    for run in range(start, end):
+        first = (batch * entries + run) * BLOCK * BLOCK
+        kept = tl.load(out + first + place).to(tl.float32)
+        change = kept * (tl.load(d_out + first + place).to(tl.float32) - total[:, None])
+        tl.store(d_scores + first + place, change)
+
+
+class Matrix(NamedTuple):
+    """A tensor [B, H, M, N] with any strides: its memory, and its strides in elements."""
+
+    memory: Any
+    batch: Any
+    head: Any
+    row: Any
+    column: Any
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Matrix:
+        """`tensor` as kernels take it."""
+        return cls(tensor, *tensor.stride())
+
+
+@triton.jit
+def sampled_kernel(a, b, out, places, entries, inner, BLOCK: tl.constexpr, T: tl.constexpr, INNER: tl.constexpr):
+    """A tile T x T of one block of a b, of one sample. places: int32 [entries, 3], head, row and column of blocks."""
+    entry, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = BLOCK // T
+    rows = tl.program_id(2) // tiles * T + tl.arange(0, T)
+    columns = tl.program_id(2) % tiles * T + tl.arange(0, T)
+    place = places + entry * 3
+    head = tl.load(place).to(tl.int64)
+    row = tl.load(place + 1).to(tl.int64)
+    column = tl.load(place + 2).to(tl.int64)
+    a_rows = a.memory + batch * a.batch + head * a.head + (row * BLOCK + rows)[:, None] * a.row
+    b_columns = b.memory + batch * b.batch + head * b.head + (column * BLOCK + columns)[None, :] * b.column
+    result = tl.zeros([T, T], tl.float32)
+    for first in range(0, inner, INNER):
+        step = first + tl.arange(0, INNER)
+        left = tl.load(a_rows + step[None, :].to(tl.int64) * a.column, mask=(step < inner)[None, :], other=0.0)
+        right = tl.load(b_columns + step[:, None].to(tl.int64) * b.row, mask=(step < inner)[:, None], other=0.0)
+        result = tl.dot(left, right, result, input_precision="tf32x3")
+    target = out + (batch * entries + entry) * BLOCK * BLOCK + rows[:, None] * BLOCK + columns[None, :]
+    tl.store(target, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def expanded_kernel(
+    packed,
+    b,
+    out,
+    offsets,
+    others,
+    places,
+    lines,
+    entries,
+    width,
+    BLOCK: tl.constexpr,
+    T: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """T rows of one row of blocks of the result, and `WIDTH` columns, of one sample.
+
+    The blocks of a line are those from offsets[line] to offsets[line + 1]: `others` says which rows of b they multiply,
+    and `places`, where TRANSPOSED, which of the packed blocks they are.
+    """
+    tiles: tl.constexpr = BLOCK // T
+    line, batch = tl.program_id(0) // tiles, tl.program_id(2).to(tl.int64)
+    head = (line // lines).to(tl.int64)
+    rows = tl.program_id(0) % tiles * T + tl.arange(0, T)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = (columns < width)[None, :]
+    b_columns = b.memory + batch * b.batch + head * b.head + columns[None, :].to(tl.int64) * b.column
+    across, down = (1, BLOCK) if TRANSPOSED else (BLOCK, 1)
+    result = tl.zeros([T, WIDTH], tl.float32)
+    for run in range(tl.load(offsets + line), tl.load(offsets + line + 1)):
+        entry = tl.load(places + run) if TRANSPOSED else run
+        first = tl.load(others + run).to(tl.int64) * BLOCK
+        block = packed + (batch * entries + entry) * BLOCK * BLOCK
+        for part in range(tiles):
+            inner = part * T + tl.arange(0, T)
+            left = tl.load(block + rows[:, None] * across + inner[None, :] * down)
+            right = tl.load(b_columns + (first + inner)[:, None] * b.row, mask=inside, other=0.0)
+            result = tl.dot(left, right, result, input_precision="tf32x3")
+    target = out + ((batch * (tl.num_programs(0) // tiles) + line) * BLOCK + rows)[:, None] * width
+    tl.store(target + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
+
 
 _INNER = 32  # columns of a at a time
 _WIDEST = 64  # rows and columns of the result that a program makes

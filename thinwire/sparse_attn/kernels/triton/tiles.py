@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.sparse_attn.kernels.triton.arguments import Head, Item, Rows
+from thinwire.sparse_attn.kernels.triton.plan import Head, Item, Rows
 
 __all__ = [
     "add_product",
@@ -133,7 +133,7 @@ def _mix(word):
 
 @triton.jit
 def keep_mask(head, rows, columns):
-    """What dropout keeps of a tile of one head; `thinwire.sparse_attn.dropout` in 32 bits."""
+    """What dropout keeps of a tile of one head; `thinwire.sparse_attn.reference` in 32 bits."""
     value = tl.load(head.dropout.seed)
     low = (value & 0xFFFFFFFF).to(tl.uint32)
     high = ((value >> 32) & 0xFFFFFFFF).to(tl.uint32)

@@ -1,2 +1,0 @@
-"""Optimizers that torch lacks or that need whole parameters, uncompressed: torch optimizers, which ShardedOptimizer
-shards."""

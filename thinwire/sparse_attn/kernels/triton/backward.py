@@ -1,0 +1,255 @@
+"""Gradients in Triton: of queries and a bias along rows of tiles, of keys and values along columns.
+
+Probabilities are made again from the log-sum-exp (Dao et al., 2022, arXiv:2205.14135, algorithm 4); parts of long rows
+are added up in a fixed order, without atomics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from thinwire.sparse_attn.kernels.triton.tiles import (
+    add_product,
+    attended_scores,
+    first_of,
+    keep_mask,
+    load_finite_rows,
+    load_item,
+    load_rows,
+    mask_of,
+    not_finite,
+    part_of,
+    product,
+    rows_of,
+    store_rows,
+    this_head,
+)
+
+__all__ = ["add_parts_kernel", "keys_kernel", "queries_kernel", "row_statistics", "score_gradients"]
+
+
+@triton.jit
+def score_gradients(scores, d_powers, shift, delta, rows, columns, mask, head, config, MASKED: tl.constexpr):
+    """A tile's probabilities as the output has them, and the gradients of its scores.
+
+    scores: products of queries and keys. d_powers: of the output's gradients and values. Both are [queries, keys] or
+    their transpose; rows, columns: as `attended_scores` has them. shift, delta: as `row_statistics` gives them, shaped
+    like rows.
+    """
+    scores = attended_scores(scores * head.scale, rows, columns, mask, head, config, MASKED)
+    attends = scores != float("-inf")
+    powers = tl.where(attends, tl.exp2(scores - shift), 0.0)
+    seen = powers
+    if config.DROPOUT:
+        keep = keep_mask(head, rows, columns)
+        d_powers = tl.where(keep, d_powers * head.dropout.kept, 0.0)
+        seen = tl.where(keep, powers * head.dropout.kept, 0.0)
+    # Where a query does not attend a key, NaN in the one is none of the other's business.
+    d_scores = tl.where(attends, powers * (d_powers - delta), 0.0)
+    return seen, d_scores
+
+
+@triton.jit
+def row_statistics(lse, delta, head, rows):
+    """Of a tile's queries: log-sum-exp in exponents of two, and the inner product of output and its gradient."""
+    inside = rows < head.queries
+    place = head.number * head.queries + rows
+    shift = tl.load(lse + place, mask=inside, other=float("inf")) * 1.4426950408889634
+    return shift, tl.load(delta + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def add_parts_kernel(target, merges, slots, parts, length, width, config):
+    """Add up the parts of one long row or column of one sample, in their order. target: Heads."""
+    merge = merges + tl.program_id(0) * 4
+    batch = tl.program_id(1).to(tl.int64)
+    head = tl.load(merge).to(tl.int64)
+    first = tl.load(merge + 1) * config.T
+    slot, count = tl.load(merge + 2), tl.load(merge + 3)
+    result = tl.zeros([config.T, config.WIDTH], tl.float32)
+    for part in range(count):
+        result += load_rows(part_of(parts, batch * slots + slot + part, config), 0, config.T, config)
+    store_rows(rows_of(target, batch, head, length, width), result, first, config)
+
+
+@triton.jit
+def _along_row(
+    entry,
+    d_q,
+    queries,
+    d_out,
+    shift,
+    inner,
+    rows,
+    k,
+    v,
+    d_bias,
+    walk,
+    head,
+    config,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Add what one tile of keys does to the gradients of a row of queries."""
+    first = first_of(entry, walk, config)
+    columns = (first + tl.arange(0, config.STEP))[None, :]
+    keys = load_rows(k, first, config.STEP, config)
+    values = load_rows(v, first, config.STEP, config)
+    mask = mask_of(entry, walk, config) if MASKED else 0
+    scores, d_powers = product(queries, tl.trans(keys)), product(d_out, tl.trans(values))
+    _, d_scores = score_gradients(scores, d_powers, shift, inner, rows, columns, mask, head, config, MASKED)
+    if d_bias is not None:
+        place = d_bias + rows.to(tl.int64) * head.keys + columns
+        tl.store(place, d_scores, mask=(rows < head.queries) & (columns < head.keys))
+    if CAREFUL:
+        keys, bad = load_finite_rows(k, first, config.STEP, config)
+        reached = tl.max(tl.where(d_scores != 0.0, bad[None, :], 0), 1)
+        d_q = tl.where((reached > 0)[:, None], float("nan"), d_q)
+    return add_product(d_scores.to(keys.dtype), keys, d_q)
+
+
+@triton.jit
+def _along_whole_row(queries, d_out, shift, inner, rows, k, v, d_bias, item, walk, head, config, CAREFUL: tl.constexpr):
+    """The gradients of an item's queries. CAREFUL as in the forward."""
+    d_q = tl.zeros([config.T, config.WIDTH], tl.float32)
+    if CAREFUL:
+        for entry in tl.range(item.start, item.end, num_stages=1):
+            d_q = _along_row(
+                entry, d_q, queries, d_out, shift, inner, rows, k, v, d_bias, walk, head, config, True, True
+            )
+    else:
+        for entry in range(item.start, tl.minimum(item.end, item.unmasked)):
+            d_q = _along_row(
+                entry, d_q, queries, d_out, shift, inner, rows, k, v, d_bias, walk, head, config, True, False
+            )
+        for entry in range(tl.maximum(item.start, item.unmasked), item.end):
+            d_q = _along_row(
+                entry, d_q, queries, d_out, shift, inner, rows, k, v, d_bias, walk, head, config, False, False
+            )
+    return d_q
+
+
+@triton.jit
+def queries_kernel(d_out, q, k, v, lse, delta, d_q, d_bias, walk, parts, sizes, biases, dropout, scale, factor, config):
+    """Gradients of one item's queries, of one sample.
+
+    d_out, q, k, v, d_q: Heads. lse, delta: float32 [B, H, Sq]. d_bias: float32 [B, H, Sq, Sk], or None. parts:
+    float32 [B, slots, T, WIDTH]. scale: in exponents of two. factor: what scores were scaled by.
+    """
+    item = load_item(walk, config)
+    head = this_head(item, sizes, biases, dropout, scale)
+    rows = (item.first + tl.arange(0, config.T))[:, None]
+    queries = load_rows(rows_of(q, item.batch, item.head, sizes.queries, sizes.width), item.first, config.T, config)
+    of_out = load_rows(rows_of(d_out, item.batch, item.head, sizes.queries, sizes.width), item.first, config.T, config)
+    shift, inner = row_statistics(lse, delta, head, rows)
+    k_rows = rows_of(k, item.batch, item.head, sizes.keys, sizes.width)
+    v_rows = rows_of(v, item.batch, item.head, sizes.keys, sizes.width)
+    if d_bias is not None:
+        d_bias += head.number * sizes.queries * sizes.keys
+    result = _along_whole_row(
+        queries, of_out, shift, inner, rows, k_rows, v_rows, d_bias, item, walk, head, config, False
+    )
+    if not_finite(result):
+        result = _along_whole_row(
+            queries, of_out, shift, inner, rows, k_rows, v_rows, d_bias, item, walk, head, config, True
+        )
+    result *= factor
+    if item.slot < 0:
+        store_rows(rows_of(d_q, item.batch, item.head, sizes.queries, sizes.width), result, item.first, config)
+    else:
+        store_rows(part_of(parts, item.batch * walk.slots + item.slot, config), result, 0, config)
+
+
+@triton.jit
+def _along_column(
+    entry,
+    d_k,
+    d_v,
+    keys,
+    values,
+    columns,
+    q,
+    d_out,
+    lse,
+    delta,
+    walk,
+    head,
+    config,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Add what one tile of queries does to the gradients of a column of keys and their values."""
+    first = first_of(entry, walk, config)
+    rows = (first + tl.arange(0, config.STEP))[None, :]
+    queries = load_rows(q, first, config.STEP, config)
+    of_out = load_rows(d_out, first, config.STEP, config)
+    shift, inner = row_statistics(lse, delta, head, rows)
+    mask = mask_of(entry, walk, config) if MASKED else 0
+    # Transposed, so that what comes out of two products goes into two more as it lies in registers.
+    scores, d_powers = product(keys, tl.trans(queries)), product(values, tl.trans(of_out))
+    seen, d_scores = score_gradients(scores, d_powers, shift, inner, rows, columns, mask, head, config, MASKED)
+    if CAREFUL:
+        of_out, bad_out = load_finite_rows(d_out, first, config.STEP, config)
+        queries, bad_queries = load_finite_rows(q, first, config.STEP, config)
+        reached = tl.max(tl.where(seen != 0.0, bad_out[None, :], 0), 1)
+        d_v = tl.where((reached > 0)[:, None], float("nan"), d_v)
+        reached = tl.max(tl.where(d_scores != 0.0, bad_queries[None, :], 0), 1)
+        d_k = tl.where((reached > 0)[:, None], float("nan"), d_k)
+    d_v = add_product(seen.to(of_out.dtype), of_out, d_v)
+    d_k = add_product(d_scores.to(queries.dtype), queries, d_k)
+    return d_k, d_v
+
+
+@triton.jit
+def _along_whole_column(keys, values, columns, q, d_out, lse, delta, item, walk, head, config, CAREFUL: tl.constexpr):
+    """The gradients of an item's keys and values. CAREFUL as in the forward."""
+    d_k = tl.zeros([config.T, config.WIDTH], tl.float32)
+    d_v = tl.zeros([config.T, config.WIDTH], tl.float32)
+    if CAREFUL:
+        for entry in tl.range(item.start, item.end, num_stages=1):
+            d_k, d_v = _along_column(
+                entry, d_k, d_v, keys, values, columns, q, d_out, lse, delta, walk, head, config, True, True
+            )
+    else:
+        for entry in range(item.start, tl.minimum(item.end, item.unmasked)):
+            d_k, d_v = _along_column(
+                entry, d_k, d_v, keys, values, columns, q, d_out, lse, delta, walk, head, config, True, False
+            )
+        for entry in range(tl.maximum(item.start, item.unmasked), item.end):
+            d_k, d_v = _along_column(
+                entry, d_k, d_v, keys, values, columns, q, d_out, lse, delta, walk, head, config, False, False
+            )
+    return d_k, d_v
+
+
+@triton.jit
+def keys_kernel(
+    d_out, q, k, v, lse, delta, d_k, d_v, walk, k_parts, v_parts, sizes, biases, dropout, scale, factor, config
+):
+    """Gradients of one item's keys and values, of one sample.
+
+    d_out, q, k, v, d_k, d_v: Heads. lse, delta: float32 [B, H, Sq]. k_parts, v_parts: float32 [B, slots, T, WIDTH].
+    scale: in exponents of two. factor: what scores were scaled by.
+    """
+    item = load_item(walk, config)
+    head = this_head(item, sizes, biases, dropout, scale)
+    columns = (item.first + tl.arange(0, config.T))[:, None]
+    keys = load_rows(rows_of(k, item.batch, item.head, sizes.keys, sizes.width), item.first, config.T, config)
+    values = load_rows(rows_of(v, item.batch, item.head, sizes.keys, sizes.width), item.first, config.T, config)
+    q_rows = rows_of(q, item.batch, item.head, sizes.queries, sizes.width)
+    d_out_rows = rows_of(d_out, item.batch, item.head, sizes.queries, sizes.width)
+    of_keys, of_values = _along_whole_column(
+        keys, values, columns, q_rows, d_out_rows, lse, delta, item, walk, head, config, False
+    )
+    if not_finite(of_keys + of_values):
+        of_keys, of_values = _along_whole_column(
+            keys, values, columns, q_rows, d_out_rows, lse, delta, item, walk, head, config, True
+        )
+    of_keys *= factor
+    if item.slot < 0:
+        store_rows(rows_of(d_k, item.batch, item.head, sizes.keys, sizes.width), of_keys, item.first, config)
+        store_rows(rows_of(d_v, item.batch, item.head, sizes.keys, sizes.width), of_values, item.first, config)
+    else:
+        part = item.batch * walk.slots + item.slot
+        store_rows(part_of(k_parts, part, config), of_keys, 0, config)
+        store_rows(part_of(v_parts, part, config), of_values, 0, config)
