@@ -36,7 +36,7 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire import comm, compress, deepspeed, engine, hugging_face, optim, plan, pld, sparse_attn, zero
     from thinwire.comm import Elastic
-    from thinwire.engine import initialize
+    from thinwire.deepspeed.initialization import initialize
     from thinwire.optim import DiLoCo, ElasticSampler, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
     from thinwire.zero import ShardedOptimizer
 else:
@@ -56,7 +56,7 @@ else:
                 "zero",
             ),
             "comm": ("Elastic",),
-            "engine": ("initialize",),
+            "deepspeed.initialization": ("initialize",),
             "optim": ("DiLoCo", "ElasticSampler", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
             "zero": ("ShardedOptimizer",),
         },

@@ -19,8 +19,9 @@ from experiments.common.launching import launch
 from experiments.common.results import write_json
 from experiments.tasks.sizes import SIZES
 from experiments.training.optimizers import COMPRESSED, OPTIMIZERS, engine_section
+from thinwire import initialize
 from thinwire.comm import Communicator
-from thinwire.engine import Engine, initialize
+from thinwire.engine import Engine
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
 from thinwire.zero.memory import live_tensor_bytes, process_tensor_bytes
 

@@ -24,8 +24,8 @@ from experiments.common.results import write_json
 from experiments.tasks.batches import random_batch
 from experiments.tasks.sizes import SIZES
 from experiments.training.optimizers import engine_section
+from thinwire import initialize
 from thinwire.comm import Communicator
-from thinwire.engine import initialize
 
 __all__ = ["BASELINE", "REDUNDANCY", "main", "measure"]
 

@@ -167,7 +167,7 @@ def _onebit(stage: int, freeze_step: int = _FREEZE_STEP) -> Build:
 
 def _engine(stage: int) -> Build:
     def build(model: nn.Module) -> Step:
-        from thinwire.engine import initialize  # which needs pydantic
+        from thinwire import initialize  # which needs pydantic
 
         config = {
             "train_micro_batch_size_per_gpu": 1,  # which nothing is divided by: each step has one micro-batch

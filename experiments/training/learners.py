@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from experiments.training.optimizers import COMPRESSED, OUTER, build
 from experiments.training.plans import Plan
+from thinwire import initialize
 from thinwire.comm import Communicator
-from thinwire.engine import Engine, initialize, load_config
+from thinwire.engine import Engine, load_config
 
 __all__ = ["EngineLearner", "Learner", "LoopLearner", "in_evaluation", "parameter_groups"]
 

@@ -17,9 +17,8 @@ from tests.engine import parameter_access as behaviours
 from tests.engine import stage3_calls as calls
 from tests.engine.tiny import FEATURES, Layer, Tiny, batch, loss_of, make_engine, make_model, settings, train
 from thinwire import comm as communication
-from thinwire import zero
+from thinwire import initialize, zero
 from thinwire.comm import Communicator
-from thinwire.engine import initialize
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.memory import process_tensor_bytes
 

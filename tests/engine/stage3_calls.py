@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.engine.tiny import FEATURES, loss_of, make_engine, make_model, settings, train
-from thinwire import deepspeed, zero
+from thinwire import deepspeed, initialize, zero
 from thinwire.comm import Communicator
 from thinwire.deepspeed.files.fp32_weights import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
 from thinwire.deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules
-from thinwire.engine import initialize
 from thinwire.zero.fsdp import local_run
 
 

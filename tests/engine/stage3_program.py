@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.engine.tiny import Tiny, batch, loss_of, make_engine, settings, train
 from thinwire import comm as communication
+from thinwire import initialize
 from thinwire.comm import Communicator
-from thinwire.engine import CallError, Engine, NonFiniteError, initialize, optimizers
+from thinwire.engine import CallError, Engine, NonFiniteError, optimizers
 
 
 def main(folder: Path) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import Tiny, make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import CheckpointError, ConfigError, initialize
+from thinwire.engine import CheckpointError, ConfigError
 from thinwire.engine.checkpoint.store import TagError
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import FEATURES, MICRO, Tiny, batch, loss_of, make_engine, reference, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import initialize
 
 PRECISIONS = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 8}}
 

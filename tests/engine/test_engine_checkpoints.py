@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.engine.tiny import Tiny, loss_of, make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import CheckpointError, initialize
+from thinwire.engine import CheckpointError
 from thinwire.engine.checkpoint.manifest import _sealed
 
 SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 30, "warmup_num_steps": 5}}

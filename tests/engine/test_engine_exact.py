@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import Communicator, threads
-from thinwire.engine import ConfigError, initialize, load_config
+from thinwire.engine import ConfigError, load_config
 from thinwire.optim import Lamb, Lion, Muon
 
 PARAMS: dict[str, dict[str, Any]] = {

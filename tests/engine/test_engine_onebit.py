@@ -9,8 +9,9 @@ import torch
 
 from tests.engine.test_engine_checkpoints import train_same_data
 from tests.engine.tiny import make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import NonFiniteError, initialize
+from thinwire.engine import NonFiniteError
 
 ONEBIT = {"type": "OneBitAdam", "params": {"lr": 3e-3, "freeze_step": 8, "block_size": 64}}
 

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.tiny import Tiny, batch, make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import CallError, initialize
+from thinwire.engine import CallError
 
 
 def without_optimizer(stage=0, **changes):

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import MICRO, Tiny, loss_of, make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import ConfigError, initialize
+from thinwire.engine import ConfigError
 
 
 def without_optimizer(**changes):

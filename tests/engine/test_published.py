@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tests.engine.published import AS_TEXT, FILES
+from thinwire import initialize
 from thinwire.comm import Communicator, threads
-from thinwire.engine import initialize
 from thinwire.engine.config import load_config
 
 STEPS = 20

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire import initialize
 from thinwire.comm import Communicator
-from thinwire.engine import Engine, initialize
+from thinwire.engine import Engine
 
 MICRO = 6
 FEATURES = 16

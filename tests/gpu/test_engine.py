@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.tiny import loss_of, make_model, settings
+from thinwire import initialize
 from thinwire.comm import Communicator, threads
-from thinwire.engine import Engine, initialize
+from thinwire.engine import Engine
 
 pytestmark = [
     pytest.mark.gpu,

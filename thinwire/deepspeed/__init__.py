@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from thinwire.deepspeed.devices import get_accelerator
     from thinwire.deepspeed.engine import DeepSpeedEngine
     from thinwire.deepspeed.errors import NotOfferedError
-    from thinwire.deepspeed.initialization import add_config_arguments, initialize
+    from thinwire.deepspeed.initialization import add_config_arguments
+    from thinwire.deepspeed.initialization import initialize_as_deepspeed as initialize
     from thinwire.deepspeed.logs import log_dist
     from thinwire.deepspeed.ranks import init_distributed
     from thinwire.deepspeed.schedules import add_tuning_arguments

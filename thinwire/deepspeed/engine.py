@@ -1,24 +1,200 @@
-"""The engine by DeepSpeed's names, which refuses what DeepSpeed's asserts against."""
+"""The engine by DeepSpeed's names: `thinwire.initialize` returns the one, `thinwire.deepspeed.initialize` the other,
+which refuses what DeepSpeed's asserts against too."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from thinwire.comm import detect
 from thinwire.deepspeed.errors import NotOfferedError
+from thinwire.deepspeed.getters import LossScaleConfig, why_foreign, with_getters
 from thinwire.deepspeed.logs import logger
-from thinwire.engine import Engine
+from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.checkpoint.manifest import rank_file
+from thinwire.engine.data import ResumableLoader, make_loader, resized
 from thinwire.engine.errors import CallError
+from thinwire.engine.job import Job
+from thinwire.engine.job_checkpoints import JobCheckpoints
+from thinwire.engine.job_reports import JobReports
+from thinwire.zero.fsdp import free_gathered
 
-__all__ = ["DeepSpeedEngine"]
+__all__ = ["DeepSpeedEngine", "TrainingEngine"]
 
 
-class DeepSpeedEngine(Engine):
+@with_getters
+class TrainingEngine(Engine):
+    """The engine that `thinwire.initialize` returns, with DeepSpeed's names for it, its ranks and its configuration."""
+
+    def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
+        super().__init__(job, checkpoints, reports)
+        if self.optimizer is not None:
+            LossScaleConfig(job.loss_scale).show_on(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(why_foreign(name) or str(error)) from None
+
+    @property
+    def sparse_tensor_module_names(self) -> frozenset[str]:
+        """Modules whose gradients travel as indices and rows: none, all gradients travel dense."""
+        return frozenset()
+
+    def empty_partition_cache(self) -> None:
+        """At stage 3, free what layers have gathered and not used up, as after a forward without backward."""
+        free_gathered(self._module)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its host, by the launcher. Raises AttributeError where the launcher does not say."""
+        rank = detect(os.environ).local_rank
+        if rank is None:
+            raise AttributeError("the launcher does not say which ranks share a host: engine.local_rank is not known")
+        return rank
+
+    # The optimizer and its schedule
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's type as the configuration names it, or the class of what was passed; None for none."""
+        if self.optimizer is None:
+            return None
+        section = None if self._job.given_optimizer else self.settings.optimizer
+        name: str = self.optimizer.counters()["optimizer"] if section is None else section.type
+        return name
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's arguments in the configuration, defaults included; None where it is not named there."""
+        section = None if self._job.given_optimizer else self.settings.optimizer
+        return None if section is None else dict(section.params)
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's type as the configuration names it, or the class of the one that was passed; None for none."""
+        if self._job.schedule is None:
+            return None
+        section = None if self._job.given_schedule else self.settings.scheduler
+        return type(self._job.schedule).__name__ if section is None else section.type
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The schedule's arguments in the configuration; None where it is not named there."""
+        section = None if self._job.given_schedule else self.settings.scheduler
+        return None if section is None else dict(section.params)
+
+    def get_mom(self) -> list[Any]:
+        """Of every parameter group its momentum, or its betas; 0.0 where it has neither."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """Of every parameter group what it holds as "type"; 0.0 where it holds nothing by that name."""
+        return [group.get("type", 0.0) for group in self._optimizer.param_groups]
+
+    def get_pld_theta(self) -> float | None:
+        """Layer drop's θ of the last step; None where it is off."""
+        return None if self._job.layer_drop is None else self._job.layer_drop.theta
+
+    # Batches and data
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step by its micro-batches, between steps and alike on every rank.
+
+        Raises ValueError for what is no multiple of a micro-batch on every rank, CallError in mid-step.
+        """
+        self._resize(resized(self.settings, self.comm.size, train_batch_size=train_batch_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch, and so of a step, between steps and alike on every rank.
+
+        A data loader goes on with the size that it was built with: `deepspeed_io` builds another. Raises ValueError for
+        what is no size, CallError in mid-step.
+        """
+        self._resize(resized(self.settings, self.comm.size, micro_batch_size=micro_batch_size))
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: Literal["train", "eval", "predict"] = "train",
+        pin_memory: bool = True,
+        data_sampler: None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> ResumableLoader:
+        """A loader of this engine's ranks over `dataset`; construction is collective.
+
+        Args:
+            dataset: a map-style data set.
+            batch_size: of a rank; by default train_micro_batch_size_per_gpu.
+            route: "train" shuffles, "eval" and "predict" keep the data's order.
+            pin_memory: on GPUs, for faster copies.
+            data_sampler: none: the loader deals samples to ranks by itself.
+            collate_fn: by default the one that `initialize` was given.
+            num_local_io_workers: processes that fetch ahead, by default none.
+
+        Raises ValueError for a sampler or another route, and what ResumableLoader raises.
+        """
+        if data_sampler is not None:
+            raise ValueError(
+                "deepspeed_io() got a data_sampler, and its loader deals samples to the ranks by itself: leave it out, "
+                "or build a torch DataLoader with your sampler and loop over that"
+            )
+        if route not in ("train", "eval", "predict"):
+            raise ValueError(f'route is "train", "eval" or "predict", not {route!r}')
+        return make_loader(
+            dataset,
+            self.settings,
+            self.comm,
+            self.device,
+            batch_size=batch_size,
+            shuffle=route == "train",
+            collate_fn=collate_fn or self._job.collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+        )
+
+    # Weights
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model in 16 bits, fp32 values as bf16, to one file. Collective.
+
+        A name that ends with .safetensors is written in that format, for safetensors.torch.load_model; any other by
+        torch.save, for load_state_dict. Hugging Face's from_pretrained reads both. Above 50 GB there are several files
+        and an index.
+
+        Returns whether it is written: where the disk is full, say, rank 0 warns, and a file of that name that was there
+        before stays.
+        """
+        return self._checkpoints.export(save_dir, save_filename, exclude_frozen_parameters)
+
+    def _resize(self, settings: EngineConfig) -> None:
+        if not self._backwards.none_yet:
+            raise CallError(
+                "the batch size was changed in mid-step, after a backward(): change it after a step() at a gradient "
+                "accumulation boundary, or call zero_grad() first"
+            )
+        self.settings = settings
+        self._accumulation.set_steps(settings.gradient_accumulation_steps)
+        self._seen_batch = False
+
+    allreduce_gradients = Engine.end_backward
+    _backward_epilogue = (
+        Engine.end_backward
+    )  # what scripts call after one backward through several of DeepSpeed's engines
+    save_fp16_model = save_16bit_model
+    destroy = Engine.close
+
+
+class DeepSpeedEngine(TrainingEngine):
     """thinwire's engine, which refuses what DeepSpeed's asserts against, and has the methods that scripts override."""
 
     @contextmanager

@@ -11,18 +11,25 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import ParamsT
 
 from thinwire import comm as communication
-from thinwire.deepspeed.engine import DeepSpeedEngine
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import on_every_rank
+from thinwire.deepspeed.engine import DeepSpeedEngine, TrainingEngine
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.optimizers import DeepSpeedCPUAdam, FusedLion
 from thinwire.deepspeed.sections import ZeRORuntimeException
 from thinwire.engine import ConfigError, EngineConfig
 from thinwire.engine.config.json_file import read_json_object
 from thinwire.engine.config.models import FloatName
-from thinwire.engine.initialization import Given, build_engine, load_settings
+from thinwire.engine.data import ResumableLoader
+from thinwire.engine.initialization import BAD_INPUT, ConfigSource, Given, build_engine, load_settings
+from thinwire.engine.optimizers import EngineOptimizer
+from thinwire.engine.recipe import GivenOptimizer, GivenSchedule
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["add_config_arguments", "initialize", "initialize_as_deepspeed"]
 
 _TESTED = ("torch.", "thinwire.")
 _ALIGNMENT = 2  # elements: fp16 values that fill 4 bytes, at which NCCL likes to begin
@@ -30,6 +37,56 @@ _FLOAT_NAME: TypeAdapter[str | None] = TypeAdapter(FloatName | None)
 
 
 def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: GivenOptimizer | None = None,
+    model_parameters: ParamsT | None = None,
+    training_data: Any = None,
+    lr_scheduler: GivenSchedule | None = None,
+    distributed_port: int | None = None,
+    mpu: None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: None = None,
+    config_params: ConfigSource | None = None,
+    *,
+    comm: Communicator | None = None,
+) -> tuple[TrainingEngine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
+    """Build the engine that trains `model`; returns (engine, optimizer, data loader, schedule). Collective.
+
+    Arguments come in DeepSpeed's order. Without an optimizer, here or in the configuration, the engine evaluates only.
+
+    Args:
+        args: a command line's namespace; its `thinwire_config` or `deepspeed_config` is the configuration's path where
+            `config` is not given.
+        model: on this rank's device; under NCCL it is moved there. Rank 0's weights and buffers are given to all.
+        optimizer: an elementwise torch optimizer that has not stepped yet, whose class, groups and settings are taken
+            over, or a function from parameters to one; None for the configuration's, which gives way to it.
+        model_parameters: parameters or groups to train, by default all of the model's; beside an `optimizer`, which may
+            lack some of them, nothing that it does not say.
+        training_data: a data set for the loader; None for no loader.
+        lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
+            the configuration's, which gives way to it. It steps once a step that moves the weights.
+        distributed_port: changes nothing: ranks meet where their launcher says.
+        mpu: None: there is data parallelism alone.
+        dist_init_required: changes nothing: a torch process group is made where one is needed and there is none.
+        collate_fn: makes a batch of samples, as in torch.utils.data.DataLoader.
+        config: the path of a JSON file, or a dict.
+        mesh_param: None, as mpu.
+        config_params: the old name of `config`.
+        comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
+
+    Raises ValueError (ConfigError is one) or TypeError, on every rank, for what cannot work.
+    """
+    comm = comm if comm is not None else communication.init()
+    on_every_rank(comm, lambda: _check_foreign(distributed_port, mpu, mesh_param), "take its arguments", BAD_INPUT)
+    settings = load_settings(lambda: _source(args, config, config_params), comm)
+    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    return build_engine(TrainingEngine, given, settings, comm)
+
+
+def initialize_as_deepspeed(
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: Any = None,
@@ -71,7 +128,7 @@ def initialize(
         )
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
     comm = communication.init()
-    settings = load_settings(None, config, None, comm)
+    settings = load_settings(lambda: config, comm)
     tree = _tree(config)
     _check_optimizer(settings, tree, optimizer)
     _check_dtypes(settings, tree)
@@ -170,3 +227,32 @@ def _check_tested(optimizer: Any, tree: Mapping[str, Any]) -> None:
             f'"zero_allow_untested_optimizer" is false, and {type(optimizer).__name__} is none of torch\'s: delete the '
             "key where the class steps every element by itself, as any elementwise optimizer can be sharded"
         )
+
+
+def _check_foreign(port: object, mpu: object, mesh_param: object) -> None:
+    """Raise for arguments of DeepSpeed's that would change something here and cannot."""
+    if port is not None and (isinstance(port, bool) or not isinstance(port, int)):
+        raise TypeError(f"distributed_port is a number or None, not {port!r}; ranks meet where their launcher says")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(
+                f"{name} asks for model, pipeline or sequence parallelism, and thinwire has data parallelism alone: "
+                "leave it out, or give the ranks that hold the same part of a model as `comm`, a Communicator's split()"
+            )
+
+
+def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
+    if config is not None and config_params is not None:
+        raise ConfigError("there are two configurations: `config`, and `config_params`, its old name; remove one")
+    config = config if config is not None else config_params
+    on_command_line = [
+        (name, getattr(args, name, None)) for name in ("thinwire_config", "deepspeed_config") if hasattr(args, name)
+    ]
+    found = [path for _, path in on_command_line if path is not None]
+    if config is not None and found:
+        raise ConfigError(
+            "there are two configurations: initialize's `config`, and one on the command line; remove one"
+        )
+    if config is None and not found:
+        raise ConfigError("there is none: pass the path of a JSON file, or a dict, as `config`")
+    return config if config is not None else found[0]

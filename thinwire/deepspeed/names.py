@@ -58,7 +58,7 @@ _MONITORS = "MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "": {
-        ".initialization": "add_config_arguments initialize",
+        ".initialization": "add_config_arguments initialize=initialize_as_deepspeed",
         ".ranks": "init_distributed",
         ".errors": "NotOfferedError",
         ".devices": "get_accelerator",

@@ -28,7 +28,6 @@ __all__ = [
     "build_schedule",
     "export_weights",
     "get_model_profile",
-    "initialize",
     "load_config",
 ]
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from thinwire.engine.data import RepeatingLoader, ResumableLoader
     from thinwire.engine.engine import Engine
     from thinwire.engine.errors import CallError, NonFiniteError
-    from thinwire.engine.initialization import initialize
     from thinwire.engine.monitoring.flops_profiler import FlopsProfiler, get_model_profile
     from thinwire.engine.monitoring.monitor import Monitor
     from thinwire.engine.schedules import (
@@ -59,7 +57,6 @@ else:
             "data": ("RepeatingLoader", "ResumableLoader"),
             "engine": ("Engine",),
             "errors": ("CallError", "NonFiniteError"),
-            "initialization": ("initialize",),
             "monitoring.flops_profiler": ("FlopsProfiler", "get_model_profile"),
             "monitoring.monitor": ("Monitor",),
             "schedules": ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_schedule"),

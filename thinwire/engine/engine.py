@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.engine.backwards import StepBackwards
-from thinwire.engine.config import EngineConfig
-from thinwire.engine.data import resized, warn_of_another_size
-from thinwire.engine.errors import CallError, NonFiniteError
+from thinwire.engine.data import warn_of_another_size
+from thinwire.engine.errors import NonFiniteError
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.loss_scale import LossScale
-from thinwire.engine.loss_scale_names import LossScaleConfig
 from thinwire.engine.optimizers import NoOptimizer, check_trains, steps_alone
-from thinwire.engine.surface import EngineSurface
 
 __all__ = ["Engine"]
 
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps")
+_CHANGES_A_MODEL = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type"}
+_CHANGES_A_MODEL |= {"load_state_dict", "requires_grad_"}
+"""A model's methods that its optimizer, which holds the weights too, would not follow."""
 
 
-class Engine(EngineSurface):
-    """A model in training; `thinwire.initialize` makes it. DeepSpeed's names.
+class Engine:
+    """A model in training.
 
     Call it like the model. Every micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; the
     weights move at every `gradient_accumulation_steps`-th step(), on all ranks together. Attributes that the engine
@@ -74,15 +74,13 @@ class Engine(EngineSurface):
         self._losses = self._backwards.losses
         self._applied = False
         self._seen_batch = False
-        if self.optimizer is not None:
-            LossScaleConfig(job.loss_scale).show_on(self.optimizer)
         self._backwards.begin_step()
         self._data_position = self._position_of_data()  # as of the last step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, tensors among the inputs moved to its device and, floating-point ones, to its dtype."""
         if self._module.training and not self._accumulation.inside_no_sync and not self._seen_batch:
-            warn_of_another_size((args, kwargs), self.train_micro_batch_size_per_gpu(), self.comm.rank)
+            warn_of_another_size((args, kwargs), self.settings.train_micro_batch_size_per_gpu, self.comm.rank)
             self._seen_batch = True
         with self._timers("forward"):
             args, kwargs = self._precision.place((args, kwargs), self.device)
@@ -108,7 +106,7 @@ class Engine(EngineSurface):
         Raises TypeError, ValueError or CallError, before anything is sent, for what is no new loss, where gradients
         have left since the last step(), or where there is no optimizer.
         """
-        parts = self.gradient_accumulation_steps() if scale_wrt_gas else None
+        parts = self.settings.gradient_accumulation_steps if scale_wrt_gas else None
         start = self._backwards.begin(loss, parts, retain_graph)
         with self._timers("backward"):
             loss.backward(start, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -122,7 +120,7 @@ class Engine(EngineSurface):
         `loss` times fp16's loss scale, over `gradient_accumulation_steps`. In fp32 and bf16, `loss.backward()` will do
         too, and engine(batch) is not even needed; then no loss is logged. Raises what `backward` raises.
         """
-        start = self._backwards.begin(loss, self.gradient_accumulation_steps(), retain_graph)
+        start = self._backwards.begin(loss, self.settings.gradient_accumulation_steps, retain_graph)
         self._accumulation.end_backward()
         return loss * start
 
@@ -130,9 +128,6 @@ class Engine(EngineSurface):
         """Send what a backward that was not the engine's has left unsent; step() does it otherwise. Collective at the
         boundary."""
         self._optimizer.end_backward()
-
-    allreduce_gradients = end_backward  # DeepSpeed's name
-    _backward_epilogue = end_backward  # what scripts call after one backward through several of DeepSpeed's engines
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the accumulation boundary clip, move the weights, and forget the gradients. Collective.
@@ -146,7 +141,7 @@ class Engine(EngineSurface):
         """
         check_trains(self._optimizer, "step")
         if not self._accumulation.ready:
-            self._backwards.take_up(self.gradient_accumulation_steps())
+            self._backwards.take_up(self.settings.gradient_accumulation_steps)
         last = self._accumulation.end_micro_batch()
         self._applied = False
         self.micro_steps += 1
@@ -189,20 +184,58 @@ class Engine(EngineSurface):
         """
         self._accumulation.set_boundary(is_boundary)
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of a step by its micro-batches, between steps and alike on every rank.
+    # The model
 
-        Raises ValueError for what is no multiple of a micro-batch on every rank, CallError in mid-step.
+    def __getattr__(self, name: str) -> Any:
+        if name == "_module":  # not there yet: do not look for it in itself
+            raise AttributeError(name)
+        only_evaluates = self.optimizer is None and self.settings.zero_optimization.stage < 3
+        if name in _CHANGES_A_MODEL and not (name == "load_state_dict" and only_evaluates):
+            raise AttributeError(
+                f"an engine has no {name}(): its optimizer holds the weights too, and would not follow. Call it on the "
+                "model before thinwire.initialize, or load a checkpoint"
+            )
+        return getattr(self.module, name)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, all its weights there: with `overlap_comm` reach them through this, or through forward."""
+        self._optimizer.wait_for_weights()
+        return self._module
+
+    def train(self, mode: bool = True) -> nn.Module:
+        """Put the model into training mode, or, on all ranks at the same step, into evaluation mode: see `eval`."""
+        if steps_alone(self._optimizer):
+            (self._optimizer.train if mode else self._optimizer.eval)()
+        elif not mode:
+            self._optimizer.synchronize_weights()
+        return self.module.train(mode)
+
+    def eval(self) -> nn.Module:
+        """Put the model into evaluation mode, with the same weights on every rank.
+
+        Collective with ZeroOneAdam between two of its syncs, and then a sync more. With DiLoCo the model has the outer
+        weights until `train`, and nothing is sent. Returns the model.
         """
-        self._resize(resized(self.settings, self.world_size, train_batch_size=train_batch_size))
+        return self.train(False)
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch, and so of a step, between steps and alike on every rank.
+    # The last step
 
-        A data loader goes on with the size that it was built with: `deepspeed_io` builds another. Raises ValueError for
-        what is no size, CallError in mid-step.
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's averaged gradient before clipping; None if it is not known.
+
+        That is before the first step, without clipping once 1-bit Adam is frozen, since no rank sees the whole average,
+        and with 0/1 Adam. With DiLoCo it is of this rank's worker.
         """
-        self._resize(resized(self.settings, self.world_size, micro_batch_size=micro_batch_size))
+        return self._grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() moved the weights."""
+        return self._applied
 
     # Checkpoints
 
@@ -290,7 +323,7 @@ class Engine(EngineSurface):
             for name in _PROGRESS:
                 setattr(self, name, restored.progress[name])
             # Accumulation may be configured otherwise now; checkpoints lie on boundaries.
-            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+            self.micro_steps = self.global_steps * self.settings.gradient_accumulation_steps
             self._reports.resume(self.global_steps)
             if self._layer_drop is not None:
                 self._layer_drop.resume(self.global_steps)
@@ -303,25 +336,6 @@ class Engine(EngineSurface):
         """
         return self._checkpoints.whole_weights()
 
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole model in 16 bits, fp32 values as bf16, to one file. Collective.
-
-        A name that ends with .safetensors is written in that format, for safetensors.torch.load_model; any other by
-        torch.save, for load_state_dict. Hugging Face's from_pretrained reads both. Above 50 GB there are several files
-        and an index.
-
-        Returns whether it is written: where the disk is full, say, rank 0 warns, and a file of that name that was there
-        before stays.
-        """
-        return self._checkpoints.export(save_dir, save_filename, exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model
-
     def close(self) -> None:
         """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""
         self._losses.look_at_applied()
@@ -333,21 +347,9 @@ class Engine(EngineSurface):
         if self._recomputed is not None:
             self._recomputed.restore()
 
-    destroy = close
-
     def _begin_step(self) -> None:
         self._backwards.begin_step()
         self._data_position = self._position_of_data()
-
-    def _resize(self, settings: EngineConfig) -> None:
-        if not self._backwards.none_yet:
-            raise CallError(
-                "the batch size was changed in mid-step, after a backward(): change it after a step() at a gradient "
-                "accumulation boundary, or call zero_grad() first"
-            )
-        self.settings = settings
-        self._accumulation.set_steps(settings.gradient_accumulation_steps)
-        self._seen_batch = False
 
     def _position_of_data(self) -> dict[str, Any] | None:
         return None if self.training_dataloader is None else self.training_dataloader.state()
@@ -362,7 +364,9 @@ class Engine(EngineSurface):
         self._applied = outcome.applied
         self._grad_norm = None if outcome.applied and math.isnan(outcome.grad_norm) else outcome.grad_norm
         self.global_steps += 1
-        self.global_samples += self._accumulation.micro_batches * self.train_micro_batch_size_per_gpu() * self.comm.size
+        self.global_samples += (
+            self._accumulation.micro_batches * self.settings.train_micro_batch_size_per_gpu * self.comm.size
+        )
         alone = steps_alone(self._optimizer)
         self.skipped_steps += not outcome.applied
         if self.lr_scheduler is not None and (outcome.applied or alone):  # else a worker's rate would fall behind
@@ -382,4 +386,4 @@ class Engine(EngineSurface):
     def _summary(self) -> StepSummary:
         done = self.global_steps, self.global_samples, self.skipped_steps
         scale = None if self.loss_scaler is None else self.loss_scaler.value
-        return StepSummary(*done, self.train_batch_size(), self.get_lr(), self._grad_norm, scale)
+        return StepSummary(*done, self.settings.train_batch_size, self.get_lr(), self._grad_norm, scale)

@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine import CheckpointError, Engine, EngineConfig, initialize
+from thinwire.deepspeed.initialization import initialize
+from thinwire.engine import CheckpointError, Engine, EngineConfig
 from thinwire.engine.checkpoint import store
 from thinwire.engine.recipe import GivenSchedule
 from thinwire.hugging_face.acceleration import check_engine_arguments, never_wrap_models, refuse_clipping_by_value

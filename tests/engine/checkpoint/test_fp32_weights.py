@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.engine.checkpoint.jobs import Values, same, save
 from tests.engine.tiny import make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.deepspeed.files.fp32_weights import (
@@ -19,7 +20,6 @@ from thinwire.deepspeed.files.fp32_weights import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from thinwire.engine import initialize
 from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.exporting import file_size
 

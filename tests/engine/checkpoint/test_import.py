@@ -21,10 +21,10 @@ from tests.engine.checkpoint.deepspeed_files import (
     write_unsharded,
 )
 from tests.engine.checkpoint.jobs import missing, same
+from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.files.importing import Imported, import_checkpoint
 from thinwire.deepspeed.files.pickles import read_pickle, take_answers
-from thinwire.engine import initialize
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
 
 WORDS, WIDTH = 7, 5

@@ -12,8 +12,8 @@ import torch
 from tests.engine.checkpoint.deepspeed_files import DYNAMIC_SCALE, FIXED_SCALE, MOMENTS, Trained, write_unsharded
 from tests.engine.checkpoint.jobs import missing
 from tests.engine.checkpoint.test_import import check_bits, groups_of, imported, loss_of, make, make_trained, train
+from thinwire import initialize
 from thinwire.comm import Communicator, threads
-from thinwire.engine import initialize
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
 
 SCALE = 1024.0

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.engine import initialize
+from thinwire import initialize
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.explanation import explain_config
 from thinwire.engine.config.optimizer import uncompressed_class

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import settings
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import ConfigError, initialize
+from thinwire.engine import ConfigError
 
 SPARSE = {"mode": "bigbird", "block": 16, "num_random_blocks": 0}
 DROP = {"enabled": True, "theta": 0.5, "gamma": 1.0}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import initialize
 from thinwire.engine.model import UnusedParametersError
 
 

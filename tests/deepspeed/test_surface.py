@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from tests.engine.tiny import FEATURES, MICRO, batch, loss_of, make_engine, make_model, settings, train
+from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine import CallError, Engine, initialize
-from thinwire.engine.refused_names import why_foreign
+from thinwire.deepspeed.getters import why_foreign
+from thinwire.engine import CallError, Engine
 
 
 def test_getters_follow_the_configuration() -> None:

@@ -1,0 +1,281 @@
+"""Names by which DeepSpeed's engine says what it is configured as and which rank it runs on, what its optimizer says of
+its loss scale, and names of its that have nothing to say here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from thinwire.engine import Engine, EngineConfig
+from thinwire.engine.config.models import OffloadConfig
+from thinwire.engine.loss_scale import DynamicLossScale, LossScale
+from thinwire.engine.optimizers import EngineOptimizer
+
+__all__ = ["LossScaleConfig", "why_foreign", "with_getters"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_Engine = TypeVar("_Engine", bound=Engine)
+_Read = Callable[[EngineConfig], Any]
+
+
+def _communication_data_type(settings: EngineConfig) -> torch.dtype:
+    if settings.communication_data_type is not None:
+        return _DTYPES[settings.communication_data_type]
+    if settings.zero_optimization.stage == 3:
+        return torch.float32
+    if settings.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if settings.bf16.enabled else torch.float32
+
+
+def _dynamic_loss_scale_args(settings: EngineConfig) -> dict[str, float]:
+    fp16 = settings.fp16
+    of_stage = 2 if settings.zero_optimization.stage else 1
+    return {
+        "init_scale": 2.0**fp16.initial_scale_power,
+        "scale_window": fp16.loss_scale_window,
+        "min_scale": fp16.min_loss_scale,
+        "delayed_shift": of_stage if fp16.hysteresis is None else fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+    }
+
+
+def _pld_params(settings: EngineConfig) -> dict[str, Any] | bool:
+    section = settings.progressive_layer_drop
+    return {"theta": section.theta, "gamma": section.gamma} if section.enabled else False
+
+
+def _offload(section: OffloadConfig) -> OffloadConfig | None:
+    return None if section.device == "none" else section
+
+
+# Of the configuration as it is now: methods without arguments, and below them properties.
+_METHODS: Mapping[str, tuple[_Read, str]] = {
+    "train_batch_size": (lambda s: s.train_batch_size, "Samples of a step, over all ranks."),
+    "train_micro_batch_size_per_gpu": (
+        lambda s: s.train_micro_batch_size_per_gpu,
+        "Samples of one forward on one rank.",
+    ),
+    "gradient_accumulation_steps": (lambda s: s.gradient_accumulation_steps, "Micro-batches of a step."),
+    "get_batch_info": (
+        lambda s: (s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps),
+        "(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps), as numbers.",
+    ),
+    "dataloader_drop_last": (
+        lambda s: s.dataloader_drop_last,
+        "Whether loaders leave out what does not fill a batch.",
+    ),
+    "gradient_clipping": (
+        lambda s: s.gradient_clipping,
+        "What the averaged gradient's norm is clipped to; 0 for no clipping.",
+    ),
+    # Precision
+    "fp16_enabled": (lambda s: s.fp16.enabled, "Whether the model computes in fp16."),
+    "bfloat16_enabled": (lambda s: s.bf16.enabled, "Whether the model computes in bf16."),
+    "amp_enabled": (lambda _: False, "Whether apex casts: never."),
+    "loss_scale": (
+        lambda s: s.fp16.loss_scale,
+        "fp16's loss scale in the configuration; 0 for a dynamic one: `optimizer.cur_scale` is what it is now.",
+    ),
+    "dynamic_loss_scale": (lambda s: s.fp16.loss_scale == 0, "Whether fp16's loss scale follows from overflows."),
+    "initial_dynamic_scale": (lambda s: 2.0**s.fp16.initial_scale_power, "The loss scale that fp16 begins with."),
+    "dynamic_loss_scale_args": (_dynamic_loss_scale_args, "How fp16's loss scale follows from overflows."),
+    "postscale_gradients": (
+        lambda s: not s.prescale_gradients,
+        "Whether gradients are divided by the ranks after they are summed, and not before.",
+    ),
+    "gradient_predivide_factor": (
+        lambda s: s.gradient_predivide_factor,
+        "What gradients are divided by before they are summed.",
+    ),
+    "sparse_gradients_enabled": (lambda _: False, "Whether embeddings' gradients leave as their rows: never."),
+    # ZeRO
+    "zero_optimization": (lambda s: s.zero_optimization.stage > 0, "Whether anything is sharded."),
+    "zero_optimization_stage": (lambda s: s.zero_optimization.stage, "0 to 3."),
+    "zero_optimization_partition_gradients": (
+        lambda s: s.zero_optimization.stage >= 2,
+        "Whether gradients are sharded: from stage 2 on.",
+    ),
+    "zero_optimization_partition_weights": (
+        lambda s: s.zero_optimization.stage == 3,
+        "Whether parameters are sharded: at stage 3.",
+    ),
+    "zero_overlap_comm": (
+        lambda s: s.zero_optimization.overlap_comm,
+        "Whether step() returns while new weights are on their way.",
+    ),
+    "zero_reduce_bucket_size": (
+        lambda s: s.zero_optimization.reduce_bucket_size,
+        "Elements of gradients that leave together.",
+    ),
+    "zero_offload_optimizer": (
+        lambda s: _offload(s.zero_optimization.offload_optimizer),
+        "The section of the optimizer's state between steps; None if it stays on the device.",
+    ),
+    "zero_offload_param": (
+        lambda s: _offload(s.zero_optimization.offload_param),
+        "The section of stage 3's shards between steps; None if they stay on the device.",
+    ),
+    "zero_cpu_offload": (
+        lambda s: s.zero_optimization.offload_optimizer.device == "cpu",
+        "Whether the optimizer's state rests in CPU memory.",
+    ),
+    "zero_gather_16bit_weights_on_model_save": (
+        lambda _: True,
+        "Whether `save_16bit_model` writes whole weights at stage 3: always.",
+    ),
+    # Layer drop
+    "pld_enabled": (lambda s: s.progressive_layer_drop.enabled, "Whether layers are dropped while the model trains."),
+    "pld_params": (_pld_params, "Layer drop's `theta` and `gamma`; False if it is off."),
+    "pld_theta": (lambda s: s.progressive_layer_drop.theta, "What layer drop's θ falls to."),
+    "pld_gamma": (lambda s: s.progressive_layer_drop.gamma, "How fast layer drop's θ falls."),
+    # Checkpoints and reports
+    "checkpoint_tag_validation_enabled": (
+        lambda s: s.checkpoint.tag_validation != "Ignore",
+        "Whether ranks compare the tags that they save under.",
+    ),
+    "checkpoint_tag_validation_fail": (
+        lambda s: s.checkpoint.tag_validation == "Fail",
+        "Whether ranks that save under different tags are an error.",
+    ),
+    "flops_profiler_enabled": (lambda s: s.flops_profiler.enabled, "Whether one step is profiled."),
+    "flops_profiler_profile_step": (lambda s: s.flops_profiler.profile_step, "The step that is."),
+    "steps_per_print": (lambda s: s.steps_per_print, "Steps between two lines of rank 0; None if it prints none."),
+    "wall_clock_breakdown": (lambda s: s.wall_clock_breakdown, "Whether a step's times are printed."),
+    "memory_breakdown": (lambda s: s.memory_breakdown, "Whether memory is printed."),
+}
+_PROPERTIES: Mapping[str, tuple[_Read, str]] = {
+    "config": (lambda s: s.describe(), "The configuration with its defaults, by DeepSpeed's keys; a copy."),
+    "communication_data_type": (
+        _communication_data_type,
+        "In which gradients leave, unless they are compressed; at stage 3 they are summed in fp32.",
+    ),
+    "gradient_average": (
+        lambda s: s.gradient_allreduce_op != "sum",
+        "Whether gradients are averaged over the ranks, and not summed.",
+    ),
+}
+# Of the ranks, all of which hold the same model and take different data.
+_RANK_METHODS: Mapping[str, tuple[Callable[[Any], int], str]] = {
+    "get_data_parallel_rank": (lambda one: one.comm.rank, "This rank among those that take different data."),
+    "get_model_parallel_rank": (lambda _: 0, "This rank among those that share one model: 0."),
+    "get_tensor_parallel_rank": (lambda _: 0, "This rank among those that share one layer: 0."),
+}
+_RANK_PROPERTIES: Mapping[str, tuple[Callable[[Any], int], str]] = {
+    "world_size": (lambda one: one.comm.size, "Ranks that train together."),
+    "dp_world_size": (lambda one: one.comm.size, "Ranks that take different data: all."),
+    "mp_world_size": (lambda _: 1, "Ranks that share one model between them: 1."),
+    "global_rank": (lambda one: one.comm.rank, "This rank among all."),
+}
+
+
+def with_getters(kind: type[_Engine]) -> type[_Engine]:
+    """Give a class of engines the getters."""
+    methods = {name: (_of_settings(read), text) for name, (read, text) in _METHODS.items()}
+    for name, (read, text) in (methods | dict(_RANK_METHODS)).items():
+        setattr(kind, name, _method(name, read, text))
+    properties = {name: (_of_settings(read), text) for name, (read, text) in _PROPERTIES.items()}
+    for name, (read, text) in (properties | dict(_RANK_PROPERTIES)).items():
+        setattr(kind, name, property(read, doc=text))
+    return kind
+
+
+def _of_settings(read: _Read) -> Callable[[Any], Any]:
+    return lambda engine: read(engine.settings)
+
+
+def _method(name: str, read: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+    def getter(self: Any) -> Any:
+        return read(self)
+
+    getter.__name__, getter.__doc__ = name, text
+    return getter
+
+
+_NO_OTHER_PARALLELISM = "thinwire has data parallelism alone, over the ranks of engine.comm"
+_NO_GROUP = "thinwire's ranks need no torch process group: engine.comm has them"
+
+# DeepSpeed's attributes of an engine that would have nothing to say here -> what to use, or why there is none.
+_FOREIGN = {
+    "amp_params": "apex is not used; bf16 and fp16 are",
+    "autotuning_enabled": "`thinwire plan` says what suits a cluster, without trial runs",
+    "data_parallel_group": _NO_GROUP,
+    "expert_data_parallel_group": _NO_OTHER_PARALLELISM,
+    "expert_parallel_group": _NO_OTHER_PARALLELISM,
+    "get_sequence_parallel_group": _NO_OTHER_PARALLELISM,
+    "mpu": _NO_OTHER_PARALLELISM,
+    "seq_data_parallel_group": _NO_GROUP,
+    "zero_hpz_partition_size": "stage 3 gathers over all ranks",
+    "zero_max_live_parameters": "stage 3 gathers a layer at a time, and no number limits it",
+    "zero_max_reuse_distance": "stage 3 gathers a layer at a time, and no number limits it",
+    "zero_model_persistence_threshold": "stage 3 shards every parameter",
+    "zero_param_persistence_threshold": "stage 3 shards every parameter",
+    "zero_prefetch_bucket_size": "stage 3 gathers a layer at a time, the next one while it computes",
+    "zero_quantized_gradients": "what compresses gradients is the optimizer: OneBitAdam and its kin",
+    "zero_quantized_weights": "weights are gathered in the dtype that they compute in",
+    "zero_sub_group_size": "each bucket is stepped by itself; zero_reduce_bucket_size() is its size",
+}
+
+
+def why_foreign(name: str) -> str | None:
+    """Why an engine has no such attribute although DeepSpeed's has it; None for any other name."""
+    return f"an engine has no {name}: {_FOREIGN[name]}" if name in _FOREIGN else None
+
+
+class LossScaleConfig:
+    """`optimizer.loss_scale_config` and `.loss_scaler` of an engine: its loss scale as it is now, read only. Without
+    fp16 it is always 1.
+
+    What only a dynamic scale has is an AttributeError of others.
+    """
+
+    def __init__(self, loss_scale: LossScale | None) -> None:
+        self._loss_scale = loss_scale
+
+    def show_on(self, optimizer: EngineOptimizer) -> None:
+        """Have an engine's optimizer answer for its loss scale."""
+        optimizer.loss_scale_config = optimizer.loss_scaler = self
+        optimizer.dynamic_loss_scale = self.dynamic_loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether it follows from overflows."""
+        return isinstance(self._loss_scale, DynamicLossScale)
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale of the step to come."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
+    @property
+    def loss_scale(self) -> float:
+        """`cur_scale`, by its other name."""
+        return self.cur_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps that were noted, skipped ones included; 0 without fp16."""
+        return 0 if self._loss_scale is None else self._loss_scale.iterations
+
+    @property
+    def scale_factor(self) -> float:
+        """What it is multiplied and divided by."""
+        self._dynamic("scale_factor")
+        return 2.0
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without an overflow after which it grows."""
+        return self._dynamic("scale_window").window
+
+    @property
+    def min_loss_scale(self) -> float:
+        """What it does not fall below."""
+        return self._dynamic("min_loss_scale").minimum
+
+    def _dynamic(self, name: str) -> DynamicLossScale:
+        if not isinstance(self._loss_scale, DynamicLossScale):
+            raise AttributeError(f"a loss scale that is not dynamic has no {name}")
+        return self._loss_scale
