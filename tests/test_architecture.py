@@ -44,7 +44,6 @@ COMPILED = {"triton.jit"}
 # __init__.py that imports on first use, the modules of thinwire/ itself) and in these files only.
 LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
-    "deepspeed/files/command_line.py": "--help needs no torch",
     "engine/checkpoint/command_line.py": "--help needs no torch",
     "engine/config/rules.py": "layouts import what torch.compile needs, and most files have none",
     "engine/config_command.py": "--help needs no torch",

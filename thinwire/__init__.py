@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thinwire.lazy_imports import lazy_exports
+from thinwire.lazy_imports import PROVIDERS, lazy_exports
 from thinwire.version import __version__
 
 __all__ = [
@@ -31,6 +31,8 @@ __all__ = [
     "sparse_attn",
     "zero",
 ]
+
+PROVIDERS["dialect of configurations"] = "thinwire.deepspeed.config.translation"
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from thinwire.comm import CommunicationError
-from thinwire.deepspeed.files.command_line import add_deepspeed_commands
+from thinwire.deepspeed.files import add_deepspeed_commands
 from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.command_line import add_commands
 from thinwire.engine.checkpoint.errors import UsageError, printable

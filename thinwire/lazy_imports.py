@@ -6,7 +6,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["lazy_exports"]
+__all__ = ["PROVIDERS", "lazy_exports", "provided"]
+
+PROVIDERS: dict[str, str] = {}
+"""Modules of upper rooms that lower ones use if they are there, by what for; the door of the package names them."""
 
 
 def lazy_exports(
@@ -30,3 +33,8 @@ def lazy_exports(
         return sorted({*vars(importlib.import_module(package)), *modules})
 
     return get, names
+
+
+def provided(purpose: str) -> Any:
+    """The module that an upper room offers for `purpose`, imported when first asked for; None if there is none."""
+    return importlib.import_module(PROVIDERS[purpose]) if purpose in PROVIDERS else None

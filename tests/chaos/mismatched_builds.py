@@ -179,7 +179,7 @@ def build_kinds(subject: Subject) -> list[BuildKind]:
     found = list(_EVERYWHERE)
     if len(subject.entry.stages) > 1:
         found.append(BuildKind(another_stage, "stage"))
-    if "eps" in subject.entry.options:
+    if "eps" in subject.entry.options.model_fields:
         found.append(BuildKind(another_eps, "'eps'"))
     if subject.entry.freeze_option is not None:
         found.append(BuildKind(another_freeze, subject.entry.freeze_option))

@@ -54,7 +54,7 @@ class Subject:
 
     def build_on(self, params: Any, comm: Communicator, **options: Any) -> Any:
         """The optimizer on parameters or groups of them."""
-        known = self.entry.options
+        known = self.entry.options.model_fields
         defaults = {name: value for name, value in _SHORT.items() if name in known}
         if self.entry.freeze_option is not None:
             defaults[self.entry.freeze_option] = FREEZE

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.activation_checkpointing import recomputed_call
-from thinwire.engine.config.json_file import read_json_object
+from thinwire.engine.config.loading import read_json_object
 
 __all__ = [
     "RandomStates",

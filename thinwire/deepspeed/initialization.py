@@ -22,7 +22,7 @@ from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.optimizers import DeepSpeedCPUAdam, FusedLion
 from thinwire.deepspeed.sections import ZeRORuntimeException
 from thinwire.engine import ConfigError, EngineConfig
-from thinwire.engine.config.json_file import read_json_object
+from thinwire.engine.config.loading import read_json_object
 from thinwire.engine.config.models import FloatName
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.initialization import BAD_INPUT, ConfigSource, Given, build_engine, load_settings

@@ -16,10 +16,10 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from thinwire.deepspeed.errors import DeepSpeedUsageError
 from thinwire.engine import ConfigError as DeepSpeedConfigError
 from thinwire.engine import EngineConfig, load_config
-from thinwire.engine.config.batch import complete_batch_sizes
-from thinwire.engine.config.json_file import read_json_object
+from thinwire.engine.config.loading import read_json_object
 from thinwire.engine.config.models import Bf16Config, Fp16Config
-from thinwire.engine.config.optimizer import check_optimizer
+from thinwire.engine.config.rules import complete_batch_sizes
+from thinwire.engine.config.sections import refusal_of
 
 __all__ = [
     "DeepSpeedConfig",
@@ -244,7 +244,5 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether thinwire can shard this optimizer's class, which is so of every elementwise one."""
-    problems: list[str] = []
-    if type(optimizer).__module__.startswith("torch.optim"):
-        check_optimizer({"type": type(optimizer).__name__}, problems)
-    return not problems
+    kind = type(optimizer)
+    return not kind.__module__.startswith("torch.optim") or refusal_of(kind.__name__) is None

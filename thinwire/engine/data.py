@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.batch import complete_batch_sizes
+from thinwire.engine.config.rules import complete_batch_sizes
 from thinwire.engine.sample_order import Dealer, RankBatch, SampleOrder, seeded
 
 __all__ = ["RepeatingLoader", "ResumableLoader", "first_dimension", "make_loader", "resized", "warn_of_another_size"]

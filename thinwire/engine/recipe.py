@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import ParamsT
 
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.local_updates import is_local_updates
 from thinwire.engine.config.models import OptimizerConfig
-from thinwire.engine.config.optimizer import check_optimizer, uncompressed_class
+from thinwire.engine.config.sections import is_local_updates, refusal_of, uncompressed_class
 from thinwire.engine.schedules import build_schedule
 from thinwire.optim import registry
 from thinwire.optim.exact import EXACT, mark_matrices
@@ -130,10 +129,8 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
                 f"torch.optim.{name} takes nothing but matrices, and cannot be sharded: pass thinwire.optim.{name}, "
                 'which has AdamW for the rest, or name it in the configuration\'s "optimizer" section'
             )
-        problems: list[str] = []
-        check_optimizer({"type": name}, problems)
-        if problems:
-            raise ValueError(f"this optimizer cannot be sharded: {problems[0]}")
+        if (refusal := refusal_of(name)) is not None:
+            raise ValueError(f"this optimizer cannot be sharded: {refusal}")
     # Adagrad has state from the start, with a step count of zero.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ValueError(

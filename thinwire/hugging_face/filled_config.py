@@ -13,12 +13,9 @@ from typing import Any
 import torch
 
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.config.errors import shown
-from thinwire.engine.config.json_file import read_json_object
-from thinwire.engine.config.keys import AUTO
-from thinwire.engine.config.limits import check_limits
-from thinwire.engine.config.local_updates import is_local_updates, with_lr_inside
-from thinwire.engine.config.old_spellings import respell
+from thinwire.engine.config.errors import AUTO, expected, shown
+from thinwire.engine.config.loading import check_limits, read_json_object, respelled
+from thinwire.engine.config.sections import is_local_updates, with_lr_inside
 from thinwire.optim import registry
 
 __all__ = ["TrainerConfig"]
@@ -78,7 +75,7 @@ class TrainerConfig:
         Raises ConfigError with every contradiction, and all else that is wrong with it.
         """
         misspelt: list[str] = []
-        filling = _Filling(copy.deepcopy(respell(self._tree, misspelt)), arguments)
+        filling = _Filling(copy.deepcopy(respelled(self._tree, misspelt)), arguments)
         filling.problems += misspelt
         filling.fill_sizes()
         filling.fill_optimizer()
@@ -240,7 +237,7 @@ def _parameters_of(kind: str) -> frozenset[str]:
     """The parameters of an optimizer that a configuration names, in any case; none of an unknown one."""
     own = {name.lower(): name for name in registry.NAMES}
     if kind.lower() in own:
-        return frozenset(registry.entry(own[kind.lower()]).options)
+        return frozenset(registry.entry(own[kind.lower()]).options.model_fields)
     classes = {name.lower(): name for name in vars(torch.optim) if name[0].isupper()}
     if kind.lower() not in classes:
         return frozenset()
@@ -253,7 +250,7 @@ def _own_autos(kind: str) -> frozenset[str]:
     if kind.lower() not in own:
         return frozenset()
     options = registry.entry(own[kind.lower()]).options
-    return frozenset(name for name, option in options.items() if "'auto'" in option.kind)
+    return frozenset(name for name, field in options.model_fields.items() if '"auto"' in expected(field))
 
 
 def _is_auto(value: Any) -> bool:

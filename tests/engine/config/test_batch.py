@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.engine.config import ConfigError, load_config
-from thinwire.engine.config.batch import BatchSizes, complete_batch_sizes
+from thinwire.engine.config.rules import BatchSizes, complete_batch_sizes
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 sizes = st.integers(1, 64)

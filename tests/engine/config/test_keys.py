@@ -10,11 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from thinwire.deepspeed.config.keys import DECLINED, WITHOUT_EFFECT
 from thinwire.engine.config import ConfigError, load_config
-from thinwire.engine.config.declined import DECLINED
-from thinwire.engine.config.keys import AUTO
+from thinwire.engine.config.errors import AUTO
 from thinwire.engine.config.models import EngineConfig, Section
-from thinwire.engine.config.without_effect import WITHOUT_EFFECT
 
 WORKS: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "SGD"}}
 SECTIONS = (

@@ -331,7 +331,7 @@ def load_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[s
 
 
 class TagError(ValueError, AssertionError):
-    """Ranks give a checkpoint several names. An AssertionError too, which DeepSpeed raises."""
+    """Ranks give a checkpoint several names. An AssertionError too, which scripts of other libraries catch."""
 
 
 def one_tag(comm: Communicator, tag: str, validation: str) -> str:

@@ -1,17 +1,54 @@
-"""How a bad configuration is told: the full dotted path, what was given, what is expected, the nearest known name.
-Every check of the configuration speaks through this, so that all of them read alike."""
+"""Sentences about a bad configuration: the full dotted path, what was given, what is expected, the nearest known name.
+
+Pydantic's list of errors becomes such sentences here, in one place, so that all checks read alike.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-__all__ = ["CANNOT_WORK", "ConfigError", "did_you_mean", "dotted", "left_auto", "reason", "shown"]
+import annotated_types
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-CANNOT_WORK = (ValueError, TypeError, ArithmeticError, RuntimeError)
-"""What a class of torch's or of ours raises for values that it cannot work with."""
+__all__ = [
+    "AUTO",
+    "ConfigError",
+    "did_you_mean",
+    "dotted",
+    "expected",
+    "left_auto",
+    "reason",
+    "section_of",
+    "shown",
+    "validated",
+]
+
+AUTO = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fp16.enabled",
+        "bf16.enabled",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+    }
+)
+"""Keys that are "auto" in files for Hugging Face's Trainer, which fills them in; so are values in optimizer.params and
+scheduler.params."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "strings"}
 
 _LEAST_SIMILARITY = 0.6
 _LONGEST_VALUE = 80
@@ -32,6 +69,153 @@ class ConfigError(ValueError):
             rest = f"\n- and {more} more" if more else ""
             message = f"{source} has {len(self.problems)} problems:" + "".join(told) + rest
         super().__init__(message)
+
+
+def validated(
+    model: type[_Model],
+    tree: Mapping[str, Any],
+    path: str,
+    problems: list[str],
+    owner: str = "",
+    unlisted: frozenset[str] = frozenset(),
+) -> _Model | None:
+    """`tree`, which stands at `path`, as `model`; None with a sentence in `problems` for each thing that is wrong.
+
+    `owner`: of the parameters that `tree` holds, an optimizer or a schedule. `unlisted`: paths of further keys that
+    somebody may have meant.
+    """
+    try:
+        return model.model_validate(dict(tree))
+    except ValidationError as error:
+        reader = _Reader(model, tree, path, owner, unlisted)
+        problems += dict.fromkeys(reader.sentence(detail) for detail in error.errors(include_url=False))
+        return None
+
+
+class _Reader:
+    """Pydantic's errors about a tree, as sentences."""
+
+    def __init__(
+        self, model: type[BaseModel], tree: Mapping[str, Any], path: str, owner: str, unlisted: frozenset[str]
+    ) -> None:
+        self._model = model
+        self._tree = tree
+        self._path = path
+        self._owner = owner
+        self._unlisted = unlisted
+
+    def sentence(self, detail: ErrorDetails) -> str:
+        names, section, field = self._place(detail["loc"])
+        path = dotted(self._path, *names)
+        if detail["type"] == "value_error" and not names:
+            return f'"{path}" cannot work: {detail["msg"].removeprefix("Value error, ")}'
+        if detail["type"] in ("extra_forbidden", "invalid_key"):
+            return self._unknown(path, dotted(*names[:-1]), names[-1], section)
+        if detail["type"] == "missing" and len(names) == len(detail["loc"]):
+            return f'"{path}" is missing' + (f": {self._owner} needs it" if self._owner else "")
+        value: Any = self._tree
+        for name in names:
+            value = value[name]
+        if isinstance(value, str) and value == "auto" and (self._owner or path in AUTO):
+            return left_auto(path)
+        if field is None:
+            return f'"{path}" must be {detail["msg"]}, got {shown(value)}'
+        if field.description is not None:
+            return f'"{path}" can only be {expected(field)}, got {shown(value)}: {field.description}'
+        return f'"{path}" must be {expected(field)}, got {shown(value)}'
+
+    def _place(self, location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], FieldInfo | None]:
+        """(The names on the way to the field, the model of its section, the field); of an entry of a list, the list.
+
+        If a field takes one of several types, pydantic's location goes on with each type, which is no name.
+        """
+        inside: type[BaseModel] | None = self._model
+        section, field, names = self._model, None, list[str]()
+        for part in location:
+            if inside is None:
+                break
+            section, field = inside, inside.model_fields.get(str(part))
+            names.append(str(part))
+            inside = None if field is None else section_of(field)
+        return names, section, field
+
+    def _unknown(self, path: str, prefix: str, key: str, section: type[BaseModel]) -> str:
+        known = [name for name, field in section.model_fields.items() if field.description is None]
+        whole = dotted(self._path, prefix)
+        hidden = [other.rpartition(".")[2] for other in self._unlisted if other.rpartition(".")[0] == whole]
+        if self._owner:
+            return f'"{path}" is not a parameter of {self._owner}.{did_you_mean(key, known, hidden)}'
+        elsewhere = [one for one in _all_paths("", self._model) if one.rpartition(".")[2] == key and one != path]
+        if elsewhere:
+            return f'"{path}" is not a known key. It belongs at ' + " or ".join(f'"{one}"' for one in elsewhere) + "."
+        return f'"{path}" is not a known key.{did_you_mean(key, known, hidden)}'
+
+
+def expected(field: FieldInfo) -> str:
+    """Words for the values that a field takes, as "a whole number, at least 1"."""
+    return " or ".join(_words(one) for one in _alternatives(field.annotation)) + _bounds(field.metadata)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _words(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inside, *metadata = get_args(annotation)
+        return _words(inside) + _bounds(metadata)
+    if origin is Literal:
+        return " or ".join(shown(choice) for choice in get_args(annotation))
+    if origin is tuple:
+        first = get_args(annotation)[0]
+        bounds = _bounds(get_args(first)[1:]) if get_origin(first) is Annotated else ""
+        return f"a list of {len(get_args(annotation))} numbers{bounds}"
+    if origin is list:
+        kind = get_args(annotation)[0]
+        return f"a list of {_PLURALS[get_args(kind)[0] if get_origin(kind) is Annotated else kind]}"
+    if origin in (Mapping, dict) or (isinstance(annotation, type) and issubclass(annotation, BaseModel | Mapping)):
+        return "an object, {...}"
+    return _WORDS[annotation]
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    bounds = ""
+    for bound in metadata:
+        match bound:
+            case FieldInfo():
+                bounds += _bounds(bound.metadata)
+            case annotated_types.Ge(ge=low):
+                bounds += f", at least {low}"
+            case annotated_types.Gt(gt=low):
+                bounds += f", above {low}"
+            case annotated_types.Le(le=high):
+                bounds += f", at most {high}"
+            case annotated_types.Lt(lt=high):
+                bounds += f", below {high}"
+            case annotated_types.MultipleOf(multiple_of=unit):
+                bounds += f", a multiple of {unit}"
+            case annotated_types.MinLen():
+                bounds += ", not empty"
+            case annotated_types.MaxLen(max_length=most):
+                bounds += f", of at most {most}"
+    return bounds
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field's value, if that is an object of its own; `optimizer.params` and the like are not."""
+    for one in _alternatives(field.annotation):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            return one
+    return None
+
+
+def _all_paths(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    for key, field in model.model_fields.items():
+        path = dotted(prefix, key)
+        yield path
+        if (section := section_of(field)) is not None:
+            yield from _all_paths(path, section)
 
 
 def dotted(*parts: str) -> str:

@@ -1,32 +1,63 @@
-"""Reads a configuration and either returns one that can work, complete, or says everything that is wrong with it.
-DeepSpeed's users bring their files as they are; what in them changes nothing is listed, and nothing else is ignored."""
+"""A configuration, read within bounds and either complete and able to work, or refused with everything that is wrong.
+
+A dialect, if one is registered, first puts another library's keys and spellings into the words of the models.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pydantic import ValidationError
+from pydantic import BaseModel
 
-from thinwire.engine.config.batch import complete_batch_sizes
-from thinwire.engine.config.errors import ConfigError
-from thinwire.engine.config.idle import settle_idle_keys, take_idle_size
-from thinwire.engine.config.json_file import read_json_object
-from thinwire.engine.config.keys import keep_known_keys
-from thinwire.engine.config.limits import check_limits
-from thinwire.engine.config.models import EngineConfig
-from thinwire.engine.config.old_spellings import respell
-from thinwire.engine.config.optimizer import check_optimizer
-from thinwire.engine.config.remarks import Remarks
-from thinwire.engine.config.rules import check_combinations
-from thinwire.engine.config.scheduler import check_scheduler
-from thinwire.engine.config.types import explain
+from thinwire.engine.config.errors import AUTO, ConfigError, dotted, left_auto, section_of, shown, validated
+from thinwire.engine.config.models import EngineConfig, Remarks
+from thinwire.engine.config.rules import (
+    check_combinations,
+    complete_batch_sizes,
+    settle_idle_keys,
+    take_idle_size,
+)
+from thinwire.engine.config.sections import check_optimizer, check_scheduler
+from thinwire.lazy_imports import provided
+from thinwire.optim.settings import LARGEST_NUMBER
 
-__all__ = ["load_config"]
+__all__ = ["DEEPEST", "Dialect", "Notes", "check_limits", "load_config", "read_json_object", "respelled"]
 
+DEEPEST = 16
+"""Objects and lists inside one another; a configuration has four."""
+
+_LARGEST_FILE = 16 << 20
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# "auto" is a value like others there.
+_AUTO_VALUES = ("progressive_layer_drop.gamma", "optimizer.params", "scheduler.params", "sparse_attention")
+
+
+@dataclass
+class Notes:
+    """Findings of a dialect: `problems`; `without_effect`, what happens whatever the value is, by the path of each key;
+    `unlisted`, paths of all keys that the dialect knows and the models do not."""
+
+    problems: list[str] = field(default_factory=list)
+    without_effect: dict[str, str] = field(default_factory=dict)
+    unlisted: frozenset[str] = frozenset()
+
+
+class Dialect(Protocol):
+    """Translation of another library's configurations."""
+
+    def read(self, text: str) -> Any:
+        """The content of a file. Raises ValueError, with the place, for what cannot be read."""
+
+    def respell(self, tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        """A copy of `tree` in today's spellings."""
+
+    def translate(self, tree: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """A copy of `tree`, respelled, without the keys that have no effect; what it finds joins `notes`."""
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, world_size: int) -> EngineConfig:
@@ -48,27 +79,82 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfi
     raise ConfigError(f"a configuration is the path of a JSON file or a dict, not {type(source).__name__}")
 
 
+def read_json_object(path: Path) -> Mapping[str, Any]:
+    """The object that the file holds.
+
+    Raises ConfigError for a file that cannot be read, is larger than 16 MiB, is not JSON, nests too deeply, or holds
+    something else than an object.
+    """
+    dialect = _dialect()
+    try:
+        text = _read(path)
+        tree = json.loads(text) if dialect is None else dialect.read(text)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(str(error), str(path)) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"must hold a JSON object, {{...}}, not a {type(tree).__name__}", str(path))
+    return tree
+
+
+def respelled(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """A copy of `tree` in today's spellings."""
+    dialect = _dialect()
+    return dict(tree) if dialect is None else dialect.respell(tree, problems)
+
+
+def check_limits(tree: Mapping[Any, Any], source: str) -> None:
+    """Raise ConfigError, naming the key, for a value of `tree` that is nested too deeply, too large a number, or
+    another collection than a list: what reads it later would fail on it without naming the key."""
+    _check(tree, "", source, 1)
+
+
 def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
     check_limits(tree, label)
-    problems: list[str] = []
-    without_effect: dict[str, str] = {}
-    tree = keep_known_keys(respell(tree, problems), without_effect, problems)
-    if isinstance(section := tree.get("optimizer"), Mapping):
-        tree["optimizer"] = check_optimizer(section, problems, _stage(tree), without_effect)
-    if isinstance(section := tree.get("scheduler"), Mapping):
-        tree["scheduler"] = check_scheduler(section, problems)
-    take_idle_size(tree, without_effect, problems)
-    _fill_batch_sizes(tree, world_size, problems)
-    try:
-        config = EngineConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(problems + explain(error), label) from None
-    config = settle_idle_keys(config, without_effect)
-    problems += check_combinations(config)
-    if problems:
+    dialect, notes = _dialect(), Notes()
+    given = dict(tree) if dialect is None else dialect.translate(tree, notes)
+    problems = notes.problems
+    given = _meant(given, "", EngineConfig, problems)
+    if isinstance(section := given.get("optimizer"), Mapping):
+        given["optimizer"] = check_optimizer(section, problems, notes.unlisted)
+    if isinstance(section := given.get("scheduler"), Mapping):
+        given["scheduler"] = check_scheduler(section, problems, notes.unlisted)
+    take_idle_size(given, notes.without_effect, problems)
+    _fill_batch_sizes(given, world_size, problems)
+    config = validated(EngineConfig, given, "", problems, unlisted=notes.unlisted)
+    if config is not None:
+        config = settle_idle_keys(config, notes.without_effect)
+        problems += check_combinations(config)
+    if problems or config is None:
         raise ConfigError(problems, label)
     unclipped = "gradient_clipping" not in config.model_fields_set
-    return config.with_remarks(Remarks(without_effect, unclipped, own_peak=_leaves_peak_open(config)))
+    return config.with_remarks(Remarks(notes.without_effect, unclipped, own_peak=_leaves_peak_open(config)))
+
+
+def _dialect() -> Dialect | None:
+    found: Dialect | None = provided("dialect of configurations")
+    return found
+
+
+def _meant(tree: Mapping[str, Any], prefix: str, model: type[BaseModel], problems: list[str]) -> dict[str, Any]:
+    """A copy of `tree` without null sections, and without "auto" where it is no value, which joins `problems`."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = dotted(prefix, str(key))
+        field = model.model_fields.get(key) if isinstance(key, str) else None
+        section = None if field is None else section_of(field)
+        if isinstance(value, str) and value == "auto" and not path.startswith(_AUTO_VALUES) and field is not None:
+            problems.append(
+                left_auto(path)
+                if path in AUTO
+                else f'"{path}" cannot be "auto": write the value, or delete the key for the default'
+            )
+        elif section is not None and isinstance(value, Mapping):
+            kept[key] = _meant(value, path, section, problems)
+        elif section is None or value is not None:
+            kept[key] = value
+    return kept
 
 
 def _leaves_peak_open(config: EngineConfig) -> bool:
@@ -80,19 +166,14 @@ def _leaves_peak_open(config: EngineConfig) -> bool:
     )
 
 
-def _stage(tree: Mapping[str, Any]) -> Any:
-    """ZeRO's, as it was given: it has not been checked yet."""
-    section = tree.get("zero_optimization")
-    return section.get("stage", 0) if isinstance(section, Mapping) else 0
-
-
 def _fill_batch_sizes(tree: dict[str, Any], world_size: int, problems: list[str]) -> None:
     """Puts the sizes that follow into `tree`; where one is no positive number, the model is left to say so."""
-    train, micro, accumulation = (tree.get(key) for key in _BATCH_KEYS)
+    given = [tree.get(key) for key in _BATCH_KEYS]
     sizes = (1, 1, 1)
-    if all(size is None or _is_positive(size) for size in (train, micro, accumulation)):
+    if all(size is None or _is_positive(size) for size in given):
         try:
-            found = complete_batch_sizes(_whole(train), _whole(micro), _whole(accumulation), world_size)
+            train, micro, accumulation = (None if size is None else int(size) for size in given)
+            found = complete_batch_sizes(train, micro, accumulation, world_size)
             sizes = (found.train, found.micro, found.accumulation)
         except ConfigError as error:
             problems.extend(error.problems)
@@ -105,5 +186,34 @@ def _is_positive(size: Any) -> bool:
     return isinstance(size, int | float) and not isinstance(size, bool) and size >= 1 and float(size).is_integer()
 
 
-def _whole(size: Any) -> int | None:
-    return None if size is None else int(size)
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:  # a ValueError for a path that holds a null character
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", str(path)) from error
+    if len(content) > _LARGEST_FILE:
+        raise ConfigError("is larger than 16 MiB: a configuration takes a few KB; is this the right file?", str(path))
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 text, at byte {error.start}", str(path)) from error
+
+
+def _check(value: Any, path: str, source: str, depth: int) -> None:
+    if isinstance(value, int) and not -LARGEST_NUMBER <= value < LARGEST_NUMBER:
+        # A number of many bits cannot even be written out.
+        text = shown(value) if value.bit_length() <= _MOST_BITS_SHOWN else f"one of {value.bit_length()} bits"
+        raise ConfigError(f'"{path}" must be a number of at most 64 bits, got {text}', source)
+    if not isinstance(value, Mapping | list | tuple):
+        if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            raise ConfigError(f'"{path}" must be a list, where it holds several values, got {shown(value)}', source)
+        return
+    if depth > DEEPEST:
+        raise ConfigError(f'"{path}" is nested more than {DEEPEST} deep: nothing in a configuration is', source)
+    entries = value.items() if isinstance(value, Mapping) else [("", entry) for entry in value]
+    for key, entry in entries:
+        _check(entry, dotted(path, key if isinstance(key, str) else shown(key)), source, depth + 1)
+
+
+_MOST_BITS_SHOWN = 160

@@ -1,17 +1,21 @@
-"""What a configuration holds once it is loaded: frozen models whose attributes are DeepSpeed's keys.
-Every key in here has an effect in the engine; what has none is refused (keys.py)."""
+"""A loaded configuration: frozen models whose attributes are the keys of a file.
+
+Every key in here has an effect in the engine; any other is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from thinwire.engine.config.limits import LARGEST_NUMBER
-from thinwire.engine.config.remarks import Remarks
+from thinwire.optim.settings import WholeNumber
 
 __all__ = [
+    "OWN_PEAK",
+    "UNCLIPPED",
     "ActivationCheckpointingConfig",
     "Bf16Config",
     "CheckpointConfig",
@@ -25,18 +29,13 @@ __all__ = [
     "MonitorConfig",
     "OffloadConfig",
     "OptimizerConfig",
+    "Remarks",
     "SchedulerConfig",
     "Section",
     "ThinwireConfig",
     "WandbConfig",
     "ZeroConfig",
 ]
-
-
-def _without_exponent(value: Any) -> Any:
-    # DeepSpeed's users write 5e8 for a number of elements, which JSON reads as a float.
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_NUMBER
-    return int(value) if whole else value
 
 
 def _never(value: Any) -> Any:
@@ -49,7 +48,6 @@ def _capitalized(value: Any) -> Any:
 
 
 def _short_name(value: Any) -> Any:
-    # DeepSpeed's other names for the same types.
     return _OTHER_NAMES.get(value.lower(), value.lower()) if isinstance(value, str) else value
 
 
@@ -59,9 +57,16 @@ _OTHER_NAMES = {
     **{name: "bf16" for name in ("bfp16", "bfloat16", "torch.bfloat16")},
 }
 
-WholeNumber = Annotated[int, BeforeValidator(_without_exponent)]
-
 FloatName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_short_name)]
+
+UNCLIPPED = (
+    '"gradient_clipping" is not set, so gradients are not clipped (other libraries clip at 1.0 by default since June '
+    "2026, never before)"
+)
+OWN_PEAK = (
+    '"scheduler.params.warmup_max_lr" is not set, so the rate rises to that of each parameter group (elsewhere it may '
+    "rise to 0.001)"
+)
 
 _DEFAULT_BUCKET_ELEMENTS = 4 << 20  # 16 MiB of fp32: large enough for the wire, small enough to overlap with backward
 
@@ -69,7 +74,30 @@ _DEFAULT_BUCKET_ELEMENTS = 4 << 20  # 16 MiB of fp32: large enough for the wire,
 class Section(BaseModel):
     """A frozen object of the configuration: no other keys than its fields, no silent conversion of types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """`without_effect`: what happens whatever the value is, by the path of each key that changes nothing.
+    `unclipped`: whether nothing is said of clipping. `own_peak`: whether a warmup does not say where it ends."""
+
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    unclipped: bool = False
+    own_peak: bool = False
+
+    def line(self) -> str:
+        """All of it in one line; empty where there is nothing to say."""
+        parts = []
+        if self.without_effect:
+            parts.append(
+                f"without effect on the result are {', '.join(self.without_effect)} (`thinwire config check` says why)"
+            )
+        if self.unclipped:
+            parts.append(UNCLIPPED)
+        if self.own_peak:
+            parts.append(OWN_PEAK)
+        return "configuration: " + "; ".join(parts) if parts else ""
 
 
 class OptimizerConfig(Section):
@@ -93,12 +121,12 @@ class Fp16Config(Section):
     down to `min_loss_scale`. `consecutive_hysteresis`: only overflows in a row count."""
 
     enabled: bool = False
-    loss_scale: float = Field(default=0.0, ge=0, le=2.0**64, allow_inf_nan=False)
+    loss_scale: float = Field(default=0.0, ge=0, le=2.0**64)
     initial_scale_power: WholeNumber = Field(default=16, ge=0, le=64)
     loss_scale_window: WholeNumber = Field(default=1000, ge=1)
     hysteresis: WholeNumber | None = Field(default=None, ge=1)
     consecutive_hysteresis: bool = False
-    min_loss_scale: float = Field(default=1.0, gt=0, le=2.0**64, allow_inf_nan=False)
+    min_loss_scale: float = Field(default=1.0, gt=0, le=2.0**64)
 
 
 class Bf16Config(Section):
@@ -187,7 +215,7 @@ class FlopsProfilerConfig(Section):
     top_modules: WholeNumber = Field(default=1, ge=1)
     detailed: bool = True
     output_file: str | None = None
-    recompute_fwd_factor: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    recompute_fwd_factor: float = Field(default=0.0, ge=0)
 
 
 class CommsLoggerConfig(Section):
@@ -220,7 +248,7 @@ class LayerDropConfig(Section):
 
     enabled: bool = False
     theta: float = Field(default=0.5, ge=0, le=1)
-    gamma: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = 0.001
+    gamma: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.001
 
 
 class CheckpointConfig(Section):
@@ -234,7 +262,7 @@ class CheckpointConfig(Section):
 
 
 class ThinwireConfig(Section):
-    """What DeepSpeed has no key for. `resync_interval`: steps between re-gatherings of 16-bit weights."""
+    """Settings of compressed optimizers. `resync_interval`: steps between re-gatherings of 16-bit weights."""
 
     resync_interval: WholeNumber = Field(default=100, ge=1)
 
@@ -256,9 +284,9 @@ class EngineConfig(Section):
     data_types: DataTypesConfig = DataTypesConfig()
     communication_data_type: FloatName | None = None
     prescale_gradients: bool = False
-    gradient_predivide_factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    gradient_predivide_factor: float = Field(default=1.0, gt=0)
     gradient_allreduce_op: Literal["mean", "avg", "sum"] = "mean"
-    gradient_clipping: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    gradient_clipping: float = Field(default=0.0, ge=0)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()

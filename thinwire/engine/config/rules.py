@@ -1,18 +1,212 @@
-"""Options that each are fine and together are not: what excludes what, why, and what to do."""
+"""Rules over several keys: batch sizes, keys that others leave without effect, and what excludes what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from thinwire.comm.operation_log import OPERATION_NAMES
-from thinwire.engine.config.errors import CANNOT_WORK, did_you_mean, reason, shown
-from thinwire.engine.config.local_updates import LOCAL_UPDATES, is_local_updates
-from thinwire.engine.config.models import EngineConfig, ThinwireConfig
+from thinwire.engine.config.errors import ConfigError, did_you_mean, reason, shown
+from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ThinwireConfig, ZeroConfig
+from thinwire.engine.config.optimizers import LOCAL_UPDATES
+from thinwire.engine.config.sections import is_local_updates
 from thinwire.optim import registry
 from thinwire.optim.exact import needs_whole_parameters
 from thinwire.optim.registry import OptimizerEntry
 
-__all__ = ["check_combinations", "total_steps"]
+__all__ = [
+    "BatchSizes",
+    "check_combinations",
+    "complete_batch_sizes",
+    "settle_idle_keys",
+    "take_idle_size",
+    "total_steps",
+]
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """In samples: `train` a step over all ranks, `micro` a forward on one rank; `accumulation` forwards a step."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def complete_batch_sizes(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
+    """All three from those that are given, each at least 1, on `world_size` ranks.
+
+    Two give the third. `train` or `micro` alone means one forward a step.
+
+    Raises ConfigError where neither is given, or where they do not multiply out.
+    """
+    if train is None and micro is None:
+        raise ConfigError(
+            "the batch size is missing: give train_batch_size or train_micro_batch_size_per_gpu"
+            + (" beside gradient_accumulation_steps" if accumulation is not None else "")
+        )
+    if train is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+        return BatchSizes(micro * accumulation * world_size, micro, accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = _divide(train, accumulation, "gradient_accumulation_steps", world_size, "samples a micro-batch")
+        return BatchSizes(train, micro, accumulation)
+    if accumulation is None:
+        accumulation = _divide(train, micro, "train_micro_batch_size_per_gpu", world_size, "accumulation steps")
+        return BatchSizes(train, micro, accumulation)
+    if train != micro * accumulation * world_size:
+        raise ConfigError(_conflict(train, micro, accumulation, world_size))
+    return BatchSizes(train, micro, accumulation)
+
+
+def _divide(train: int, factor: int, factor_key: str, world_size: int, quotient: str) -> int:
+    unit = factor * world_size
+    if train % unit == 0:
+        return train // unit
+    below, above = train // unit * unit, (train // unit + 1) * unit
+    nearest = f"{below} or {above}" if below else f"{above}"
+    raise ConfigError(
+        f"train_batch_size {train} is not a multiple of {factor_key} {factor} x {_ranks(world_size)} = {unit}, which "
+        f"would make {train / unit:.4g} {quotient}: the nearest train_batch_size that works is {nearest}"
+    )
+
+
+def _conflict(train: int, micro: int, accumulation: int, world_size: int) -> str:
+    product = micro * accumulation * world_size
+    ways = [f"train_batch_size {product}"]
+    if train % (micro * world_size) == 0:
+        ways.append(f"gradient_accumulation_steps {train // (micro * world_size)}")
+    if train % (accumulation * world_size) == 0:
+        ways.append(f"train_micro_batch_size_per_gpu {train // (accumulation * world_size)}")
+    return (
+        f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
+        f"{accumulation} x {_ranks(world_size)} = {product}: give two of the three, or one of " + ", ".join(ways)
+    )
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+_SWITCHED = (
+    "fp16",
+    "bf16",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "comet",
+    "flops_profiler",
+    "comms_logger",
+    "progressive_layer_drop",
+)
+_DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_LOCAL_STEPS = frozenset(name for name in registry.NAMES if registry.entry(name).local_steps)
+_SomeSection = TypeVar("_SomeSection", bound=Section)
+
+_SIZE = "zero_optimization.reduce_bucket_size"
+
+
+def take_idle_size(tree: dict[str, Any], without_effect: dict[str, str], problems: list[str]) -> None:
+    """Take the bucket size out of `tree` at stage 3, where 0 is as good as any."""
+    zero = tree.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") != 3 or "reduce_bucket_size" not in zero:
+        return
+    size = zero.pop("reduce_bucket_size")
+    if isinstance(size, bool) or not isinstance(size, int | float) or not float(size).is_integer():
+        problems.append(f'"{_SIZE}" must be a whole number, got {shown(size)}')
+    else:
+        without_effect[_SIZE] = "stage 3 is FSDP2, which reduces and gathers one layer at a time"
+
+
+def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:
+    """`config` with its idle keys at their defaults, where that matters; paths and reasons join `without_effect`."""
+    without_effect |= _switched_off(config)
+    without_effect |= _beside_a_fixed_scale(config)
+    activations = config.activation_checkpointing
+    if activations.cpu_checkpointing and not activations.modules:
+        without_effect["activation_checkpointing.cpu_checkpointing"] = (
+            'nothing is recomputed; "modules" names what to recompute, by class or by name'
+        )
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        without_effect["gradient_predivide_factor"] = (
+            '"prescale_gradients" divides by the number of ranks before gradients are summed'
+        )
+        config = _with(config, gradient_predivide_factor=1.0)
+    config = _settled_accumulation(config, without_effect)
+    settled = _settled_unused(_settled_overlap(config, without_effect), without_effect)
+    settled = _settled_offload(settled, without_effect)
+    return config if settled == config.zero_optimization else _with(config, zero_optimization=settled)
+
+
+def _settled_accumulation(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:
+    """Gradients add up in the parameters' dtype or in fp32; another 16-bit dtype would hold no more."""
+    own = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    if config.data_types.grad_accum_dtype in (None, "fp32", own):
+        return config
+    without_effect["data_types.grad_accum_dtype"] = f"gradients of {own} parameters add up in {own}, or in fp32"
+    return _with(config, data_types=_with(config.data_types, grad_accum_dtype=None))
+
+
+def _switched_off(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Values in sections that never say "enabled"; with "enabled": false it is plain that they are off."""
+    for name in _SWITCHED:
+        section = getattr(config, name)
+        if "enabled" not in section.model_fields_set:
+            for key in sorted(section.model_fields_set):
+                yield f"{name}.{key}", f'"{name}.enabled" is false unless set to true'
+
+
+def _beside_a_fixed_scale(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    fp16 = config.fp16
+    if fp16.enabled and fp16.loss_scale:
+        for key in _DYNAMIC_SCALE:
+            if key in fp16.model_fields_set:
+                yield f"fp16.{key}", f'"fp16.loss_scale" {fp16.loss_scale:g} is a fixed scale; 0 is a dynamic one'
+
+
+def _settled_overlap(config: EngineConfig, without_effect: dict[str, str]) -> ZeroConfig:
+    zero = config.zero_optimization
+    name = config.optimizer.type if config.optimizer is not None else None
+    if zero.stage == 3 and "overlap_comm" in zero.model_fields_set:
+        why = "stage 3 is FSDP2, which always overlaps"
+    elif zero.stage == 0 and zero.overlap_comm:
+        why = "at stage 0 no weights are gathered; gradients leave during the backward anyway"
+    elif zero.overlap_comm and (is_local_updates(name) or name in _LOCAL_STEPS):
+        why = f"the steps of {name} gather no weights"
+    else:
+        return zero
+    without_effect["zero_optimization.overlap_comm"] = why
+    return _with(zero, overlap_comm=False)
+
+
+def _settled_unused(zero: ZeroConfig, without_effect: dict[str, str]) -> ZeroConfig:
+    if zero.ignore_unused_parameters or zero.stage in (1, 2):
+        return zero
+    without_effect["zero_optimization.ignore_unused_parameters"] = (
+        f"at stage {zero.stage} parameters without a gradient are left alone"
+    )
+    return _with(zero, ignore_unused_parameters=True)
+
+
+def _settled_offload(zero: ZeroConfig, without_effect: dict[str, str]) -> ZeroConfig:
+    if zero.stage < 3 and zero.offload_param != OffloadConfig():
+        without_effect["zero_optimization.offload_param"] = (
+            f"at stage {zero.stage} every rank computes with its own whole parameters"
+        )
+        zero = _with(zero, offload_param=OffloadConfig())
+    for key in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, key)
+        if offload.device == "none" and offload.pin_memory:
+            without_effect[f"zero_optimization.{key}.pin_memory"] = 'nothing is offloaded while "device" is "none"'
+            zero = _with(zero, **{key: OffloadConfig()})
+    return zero
+
+
+def _with(section: _SomeSection, **changes: Any) -> _SomeSection:
+    return section.model_copy(update=changes)
 
 
 def check_combinations(config: EngineConfig) -> list[str]:
@@ -118,7 +312,7 @@ def _sparse_attention(config: EngineConfig) -> Iterator[str]:
 
         try:
             layout_from_config(config.sparse_attention, num_heads=1)
-        except CANNOT_WORK as error:
+        except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
             yield reason(error)
 
 

@@ -1,5 +1,5 @@
-"""Reads JSON as people write configurations by hand, which DeepSpeed takes as Hjson: comments, commas that are missing
-at a line's end or left over at an object's, names and single words without quotes.
+"""JSON as people write configurations by hand, which DeepSpeed takes as Hjson: comments, commas that are missing at a
+line's end or left over at an object's, names and single words without quotes.
 
 Of Hjson it leaves out what hides mistakes: a string without quotes may hold no comma, bracket, quote or comment, which
 Hjson would take as its text, and none goes over several lines.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thinwire.engine.config.errors import shown
-from thinwire.engine.config.limits import DEEPEST, LONGEST_NUMBER, LongNumber
+from thinwire.engine.config.loading import DEEPEST
 
 __all__ = ["NotReadableError", "read_relaxed_json"]
 
@@ -25,16 +25,17 @@ _REST_OF_LINE = re.compile(r"[^\n]*")
 _PLAIN = re.compile(r"[^,\[\]{}'\"#\n]*?(?=[ \t\r]*(?:[,\]}#\n]|//|/\*|\Z))")
 _WHOLE = re.compile(r"-?(?:0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
+_MOST_DIGITS = 1000
 _NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
 _WORDS = {"true": True, "false": False, "null": None}
 
 
-class NotReadableError(Exception):
+class NotReadableError(ValueError):
     """A text that is no such JSON, or holds what no configuration does; the message has the place."""
 
 
 def read_relaxed_json(text: str) -> Any:
-    """What `text` holds; whole numbers too long to be read are `LongNumber`s. Braces around it all may be missing.
+    """The content of `text`. Braces around it all may be missing.
 
     Raises NotReadableError with line and column, also where a name stands twice in an object or the nesting is deeper
     than any configuration's.
@@ -146,7 +147,7 @@ class _Reader:
         if token in _WORDS:
             return _WORDS[token]
         if _WHOLE.match(token):
-            return int(token) if len(token) <= LONGEST_NUMBER else LongNumber(token)
+            return _whole(token)
         if _NUMBER.match(token):
             return float(token)
         if token in _NO_NUMBERS:
@@ -194,3 +195,11 @@ class _Reader:
     def _error(self, message: str) -> NotReadableError:
         column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + 1
         return NotReadableError(f"is not JSON, at line {self._line()} column {column}: {message}")
+
+
+def _whole(token: str) -> int:
+    """A whole number; of one with thousands of digits, which Python refuses to read, the first ones and the length."""
+    begin = int(token[:_MOST_DIGITS])
+    for _ in range(len(token) - _MOST_DIGITS):
+        begin *= 10
+    return begin

@@ -1,0 +1,1 @@
+"""DeepSpeed's dialect of configurations, put into the engine's words before anything is checked."""

@@ -1,0 +1,151 @@
+"""Values that a configuration can hold for each optimizer: a model an optimizer, with its defaults and bounds.
+
+Torch-free: plans, experiments and a configuration read them before a class is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+__all__ = [
+    "LARGEST_NUMBER",
+    "OPTIONS",
+    "Backend",
+    "Betas",
+    "BlockSize",
+    "Count",
+    "NotNegative",
+    "OptionModel",
+    "Positive",
+    "Share",
+    "WholeNumber",
+    "as_tuple",
+    "only",
+    "unset",
+    "without_exponent",
+]
+
+LARGEST_NUMBER = 2**63
+"""Bound of whole numbers, and of its negative: they become machine numbers."""
+
+
+def without_exponent(value: Any) -> Any:
+    """A whole float as an int."""
+    # People write 5e8 for a number of elements, which JSON reads as a float.
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_NUMBER
+    return int(value) if whole else value
+
+
+def as_tuple(value: Any) -> Any:
+    """A list as the tuple that a class takes."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+WholeNumber = Annotated[int, BeforeValidator(without_exponent)]
+Count = Annotated[WholeNumber, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Share, Share], BeforeValidator(as_tuple)]
+BlockSize = Annotated[WholeNumber, Field(ge=64, le=65536, multiple_of=64)]
+Backend = Literal["nccl", "gloo", "mpi"]
+
+
+def only(value: Any, instead: str) -> Any:
+    """A field that can only be `value`, and is not handed on; `instead`: what to do for another."""
+    return Field(default=value, exclude=True, description=instead)
+
+
+def unset() -> Any:
+    """A field that has no value of a file's where none is given: the class finds one."""
+    return Field(default=None)
+
+
+class OptionModel(BaseModel):
+    """Keyword arguments as a file can hold them: no others, of these types, finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    always: ClassVar[tuple[str, ...]] = ()
+    """Fields that are handed on where they are not given, since the class has another default."""
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were given, as the class takes them."""
+        return {**{name: getattr(self, name) for name in self.always}, **self.model_dump(exclude_unset=True)}
+
+
+_UPDATE = "every stage has it; the class takes the momentum too at stage 0"
+
+
+class OneBitOptions(OptionModel):
+    """Arguments of all compressed optimizers. `comm_backend_name`: of a communicator of the optimizer's own."""
+
+    lr: NotNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    weight_decay: NotNegative = 0.0
+    block_size: BlockSize = 2048
+    comm_backend_name: Backend = unset()
+    codec: Literal["sign1"] = only("sign1", "every stage has it; the class itself takes others at stage 0")
+
+
+class OneBitAdamOptions(OneBitOptions):
+    """Arguments of OneBitAdam."""
+
+    eps: Positive = 1e-8
+    bias_correction: bool = True
+    compress: Literal["update"] = only("update", _UPDATE)
+    freeze_step: Count | Literal["auto"] = "auto"
+
+
+class OneBitLambOptions(OneBitOptions):
+    """Arguments of OneBitLamb."""
+
+    eps: Positive = 1e-8
+    bias_correction: bool = True
+    compress: Literal["update"] = only("update", _UPDATE)
+    freeze_step: Count | Literal["auto"] = 100_000
+    max_coeff: Positive = 10.0
+    min_coeff: Positive = 0.01
+    coeff_beta: Share = 0.9
+    factor_max: Annotated[float, Field(ge=1)] = 4.0
+    factor_min: Annotated[float, Field(gt=0, le=1)] = 0.5
+    factor_threshold: Share = 0.1
+
+    @model_validator(mode="after")
+    def _coefficients(self) -> Self:
+        if self.min_coeff > self.max_coeff:
+            raise ValueError(
+                f"min_coeff must be above 0 and at most max_coeff, got {self.min_coeff} and {self.max_coeff}"
+            )
+        return self
+
+
+class ZeroOneAdamOptions(OneBitOptions):
+    """Arguments of ZeroOneAdam."""
+
+    eps: Positive = 1e-8
+    bias_correction: bool = True
+    compress: Literal["update"] = only("update", _UPDATE)
+    var_freeze_step: Count = 100_000
+    var_update_scaler: Count = 16
+    local_step_scaler: Count = 32_678
+    local_step_clipper: Count = 16
+
+
+class OneBitLionOptions(OneBitOptions):
+    """Arguments of OneBitLion."""
+
+    lr: NotNegative = 1e-4
+    betas: Betas = (0.9, 0.99)
+
+
+OPTIONS: Mapping[str, type[OptionModel]] = {
+    "OneBitAdam": OneBitAdamOptions,
+    "OneBitLamb": OneBitLambOptions,
+    "ZeroOneAdam": ZeroOneAdamOptions,
+    "OneBitLion": OneBitLionOptions,
+}
+"""By the names of the registry."""
