@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator
 from thinwire.optim import registry
 from thinwire.optim.algorithm import Clock, Send
+from thinwire.optim.algorithm import next_send as next_send_of
 from thinwire.optim.registry import OptimizerEntry
 
 FREEZE = 6
@@ -71,7 +72,7 @@ def next_send(optimizer: Any) -> Send:
     """What its next step sends."""
     home = optimizer._home
     algorithm = home.algorithms[0] if home.algorithms else home._recipe.algorithm()
-    return algorithm.next_send(Clock(optimizer.steps, optimizer.frozen_at))
+    return next_send_of(algorithm, Clock(optimizer.steps, optimizer.frozen_at))
 
 
 def dyadic(model: nn.Module, rank: int, step: int) -> list[Tensor]:

@@ -3,7 +3,8 @@ on, one bit an element; and its class, a drop-in torch optimizer that synchronis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal, Unpack
 
 import torch
@@ -11,97 +12,165 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire.optim.algorithm import Agreement, Clock, Contribution, Keep, Linear, Members
-from thinwire.optim.form import MoveRule, PayloadRule
-from thinwire.optim.formulas import (
-    AdamSettings,
-    apply_updates,
-    frozen_update,
-    hold_masked,
-    raise_smallest,
-    to_denominators,
-    warmup_step,
-)
+from thinwire.compress.kernels.adam import AdamFactors, adam_step
+from thinwire.optim.algorithm import AdamSettings, Agreement, Algorithm, Clock, Form, Keep, Members
 from thinwire.optim.freeze_rule import make_freeze_rule
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress
 
-__all__ = ["Adam", "Compressed", "OneBitAdam"]
+__all__ = [
+    "Adam",
+    "Compressed",
+    "OneBitAdam",
+    "bound_updates",
+    "decay",
+    "frozen_update",
+    "roots",
+    "to_denominators",
+    "track_moments",
+    "track_variances",
+    "warmup_step",
+]
 
 
 Compressed = Literal["update", "momentum"]
 
 
-class Adam(Linear):
+def warmup_step(
+    gradients: list[Tensor],
+    weights: list[Tensor],
+    momenta: list[Tensor],
+    variances: list[Tensor],
+    settings: AdamSettings,
+    step: int,
+) -> None:
+    """AdamW, in place: m ← β₁ m + (1 - β₁) g, v ← β₂ v + (1 - β₂) g², w -= lr · m̂ / (√v̂ + ε)."""
+    factors = replace(
+        _factors(settings, step),
+        decay=1 - settings.lr * settings.weight_decay,
+        rate=settings.lr / settings.first_correction(step),
+    )
+    adam_step(factors, gradients=gradients, momenta=momenta, variances=variances, weights=weights)
+
+
+def track_moments(
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    variances: list[Tensor],
+    denominators: list[Tensor],
+    settings: AdamSettings,
+    step: int,
+) -> None:
+    """m and v of `warmup_step`, in place, and √v̂ + ε into `denominators`, which may be the gradients."""
+    factors = _factors(settings, step)
+    adam_step(factors, gradients=gradients, momenta=momenta, variances=variances, denominators=denominators)
+
+
+def track_variances(
+    gradients: list[Tensor],
+    variances: list[Tensor],
+    settings: AdamSettings,
+    denominators: list[Tensor] | None = None,
+    step: int = 1,
+) -> None:
+    """v ← β₂ v + (1 - β₂) g², in place, and what the frozen stage divides by at `step` into `denominators`, if there
+    are any: see `to_denominators`."""
+    factors = replace(_factors(settings, step), holds_zero=True)
+    adam_step(factors, gradients=gradients, momenta=None, variances=variances, denominators=denominators)
+
+
+def frozen_update(
+    weights: list[Tensor], momenta: list[Tensor], denominators: list[Tensor], settings: AdamSettings, step: int
+) -> None:
+    """w -= lr · m̂ / (√v + ε) in place, with v frozen; weight decay is decoupled, as in AdamW."""
+    decay(weights, settings)
+    torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
+
+
+def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
+    """Turn v, in place, into what the frozen stage divides by: √v̂ + ε, and infinity where v is 0.
+
+    A coordinate whose gradient was always 0 would otherwise move by ± scale / ε at every step.
+    """
+    factors = replace(_factors(settings, step), holds_zero=True)
+    adam_step(factors, gradients=None, momenta=None, variances=variances, denominators=variances)
+
+
+def roots(variances: list[Tensor], settings: AdamSettings, step: int) -> list[Tensor]:
+    """√v̂ of each, new: rounded as all of a step is, where torch.sqrt is up to one unit in the last place off."""
+    factors = replace(_factors(settings, step), eps=0.0)
+    found = [torch.empty_like(variance) for variance in variances]
+    adam_step(factors, gradients=None, momenta=None, variances=variances, denominators=found)
+    return found
+
+
+def bound_updates(updates: Tensor, settings: AdamSettings, ranks: int) -> None:
+    """Clamp one rank's m / (√v̂ + ε), in place, to ±√ranks · max(1, (1 - β₁) / √(1 - β₂)); infinity becomes NaN.
+
+    That is the bound of an update where the variance follows every gradient (Kingma & Ba 2015, section 2.1); a rank's
+    own gradient is noisier than the average by up to √ranks. With a variance that waits for its next update, or is
+    frozen, nothing else stops gradients that grow by the very updates they cause.
+    """
+    bound = ranks**0.5 * max(1.0, (1 - settings.beta1) / (1 - settings.beta2) ** 0.5)
+    zero_or_nan = updates - updates
+    updates.clamp_(-bound, bound).add_(zero_or_nan)
+
+
+def decay(weights: list[Tensor], settings: AdamSettings) -> None:
+    """w ← (1 - lr λ) w, in place: decoupled weight decay, as in AdamW."""
+    if settings.weight_decay:
+        torch._foreach_mul_(weights, 1 - settings.lr * settings.weight_decay)
+
+
+def _factors(settings: AdamSettings, step: int) -> AdamFactors:
+    """Of the moments, and of √v̂ + ε, or √(v̂ + ε)."""
+    inside = settings.eps_inside_sqrt
+    correction = settings.second_correction(step)
+    return AdamFactors(
+        gain=1 - settings.beta1,
+        beta2=settings.beta2,
+        square_gain=1 - settings.beta2,
+        correction=correction if inside else correction**0.5,
+        eps=settings.eps,
+        eps_inside_root=inside,
+    )
+
+
+class Adam(Algorithm):
     """AdamW; once frozen `exp_avg` is what the ranks agreed on: m / (√v̂ + ε), or m with `compressed="momentum"`.
 
-    `denominator` is √v̂ + ε, infinite at coordinates that stay.
+    `denominator` is √v̂ + ε, infinite at coordinates that stay. The warmup's averages are taken into the moments as the
+    weights move, in one pass; frozen steps are what `form` says.
     """
 
     state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK, "exp_avg_sq": Keep.OWNER}
     frozen_state: ClassVar[Mapping[str, str | None]] = {"exp_avg": "exp_avg", "denominator": "exp_avg_sq"}
-    received_as: ClassVar[str | None] = "exp_avg"
 
     def __init__(self, compressed: Compressed) -> None:
         self._compressed = compressed
-        divides = compressed == "update"
-        self.payload_rule = PayloadRule("divided" if divides else "masked", "exp_avg", "denominator")
-        self.move_rule = MoveRule("plain" if divides else "divided", "denominator")
-
-    def payload(self, gradient: Tensor | None, own: Contribution, clock: Clock, out: Tensor) -> None:
-        """m_i = β₁ m + (1 - β₁) g_i, divided by √v̂ + ε where updates are compressed."""
-        momentum, beta1 = own.state["exp_avg"], own.settings.beta1
-        if gradient is None:
-            torch.mul(momentum, beta1, out=out)
-            return
-        if self._compressed == "update":
-            gradient = torch.div(gradient, own.state["denominator"], out=out)
-        torch.lerp(momentum, gradient, 1 - beta1, out=out)
-        if self._compressed == "momentum":
-            # A product and not a fill: an infinite gradient must become NaN, which every rank sees, and not 0.
-            out.mul_(torch.isfinite(own.state["denominator"]))
-
-    @override
-    def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        """`move` takes the averages into the moments, as it moves the weights, in one pass."""
-
-    @override
-    def absorb_compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        """The momentum is there already."""
-
-    @override
-    def freeze(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        for members in groups:
-            denominators = members["denominator"]
-            to_denominators(denominators, members.settings, clock.steps)
-            hold_masked(denominators, members.mask)
-            if self._compressed == "update":
-                raise_smallest(denominators)
-                torch._foreach_div_(members["exp_avg"], denominators)
+        if compressed == "update":
+            self.form = Form("exp_avg", "denominator", payload="divided", update="plain")
+        else:
+            self.form = Form("exp_avg", "denominator", payload="masked", update="divided")
 
     @override
     def move(self, groups: Sequence[Members], clock: Clock) -> None:
         for members in groups:
-            weights, momenta, settings = members.weights, members["exp_avg"], members.settings
-            if not clock.frozen:
-                warmup_step(members.averages, weights, momenta, members["exp_avg_sq"], settings, clock.steps)
-            elif self._compressed == "update":
-                apply_updates(weights, momenta, settings, clock.steps)
-            else:
-                frozen_update(weights, momenta, members["denominator"], settings, clock.steps)
+            momenta, variances = members["exp_avg"], members["exp_avg_sq"]
+            warmup_step(members.averages, members.weights, momenta, variances, members.settings, clock.steps)
+
+    @override
+    def freeze(
+        self, groups: Sequence[Members], clock: Clock, agree: Agreement, precondition: Callable[[], None]
+    ) -> None:
+        for members in groups:
+            to_denominators(members["denominator"], members.settings, clock.steps)
+        if self._compressed == "update":
+            precondition()
 
     @override
     def rates(self, parameter: int, settings: AdamSettings, clock: Clock) -> tuple[float, float]:
         return settings.lr / settings.first_correction(clock.steps), 1 - settings.lr * settings.weight_decay
-
-    @override
-    def hold_masked(self, state: Mapping[str, Tensor], mask: Tensor) -> None:
-        if "denominator" in state:
-            hold_masked([state["denominator"]], mask)
-
-    @override
-    def zero_variance(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        return torch.isinf(state["denominator"]) if "denominator" in state else None
 
 
 class OneBitAdam(CompressedOptimizer):

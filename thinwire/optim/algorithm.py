@@ -11,10 +11,57 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from thinwire.optim.form import MoveRule, PayloadRule
-from thinwire.optim.formulas import AdamSettings
+from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
 
-__all__ = ["Agreement", "Algorithm", "Clock", "Contribution", "Keep", "Linear", "Members", "MembersByGroup", "Send"]
+__all__ = [
+    "AdamSettings",
+    "Agreement",
+    "Algorithm",
+    "Clock",
+    "Contribution",
+    "Form",
+    "Keep",
+    "LocalSteps",
+    "Members",
+    "MembersByGroup",
+    "Send",
+    "next_send",
+]
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """The hyperparameters of one parameter group."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    eps_inside_sqrt: bool
+
+    @classmethod
+    def of_group(cls, group: dict[str, Any]) -> AdamSettings:
+        """Read them from an entry of `optimizer.param_groups`."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group.get("eps", 0.0),
+            group["weight_decay"],
+            group.get("bias_correction", True),
+            group.get("eps_inside_sqrt", False),
+        )
+
+    def first_correction(self, step: int) -> float:
+        """1 - β₁ᵗ, or 1 without bias correction."""
+        return 1 - self.beta1**step if self.bias_correction else 1.0
+
+    def second_correction(self, step: int) -> float:
+        """1 - β₂ᵗ, or 1 without bias correction."""
+        return 1 - self.beta2**step if self.bias_correction else 1.0
 
 
 @dataclass(frozen=True)
@@ -137,135 +184,76 @@ class Agreement(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Form:
+    """A compressed step as data, which one kernel executes for a whole bucket (`compress/kernels/buckets.py`; in plain
+    torch, `bucket_reference.py`).
+
+        u = β₁ m + (1 - β₁) x,  x = g  payload "plain"       w = decay · w - rate · u      update "plain"
+                                x = g / d  "divided"         w = decay · w - rate · u / d  "divided"
+        u, 0 where d is infinite       "masked"
+
+    What came back becomes m. `momentum`, `denominators`: the names of m and d, which is infinite where coordinates
+    stay, and None if there is none. `payload`, `update`: None for what the algorithm does by itself.
+    """
+
+    momentum: str
+    denominators: str | None
+    payload: PayloadForm | None
+    update: UpdateForm | None
+
+    @property
+    def packs(self) -> bool:
+        """Whether sharded state is packed once it is frozen: momentum as signs, 1 / d in 8 bits, weights moved by
+        `rates`."""
+        return self.payload == "divided"
+
+
 class Algorithm(ABC):
     """One optimizer's arithmetic on parameters that entered together; it may remember scalars between steps.
 
-    `groups`: the parameters by parameter group, changed in place. All is elementwise but for sums over whole
-    parameters, which go through `agree`, and `settle`.
+    `groups`: the parameters by parameter group, changed in place. `clock.steps` counts the step that is being applied.
+    All is elementwise but for sums over whole parameters, which go through `agree`.
     """
 
-    state: ClassVar[Mapping[str, Keep]]
-    """State from the first step on: fp32, zeros but for `fills`."""
+    form: Form
+    """Compressed steps, as far as they can be said as data."""
 
-    fills: ClassVar[Mapping[str, float]] = {}
-    """What a state begins with."""
+    state: ClassVar[Mapping[str, Keep]]
+    """State from the first step on: fp32, zeros, but for denominators, which begin infinite."""
 
     frozen_state: ClassVar[Mapping[str, str | None]] = {}
     """State from the freeze on: for each name, the state whose memory it takes over; None for new zeros."""
 
-    own_state: ClassVar[frozenset[str]] = frozenset()
-    """Of the frozen state, what differs from rank to rank, by local steps."""
-
-    published: ClassVar[tuple[str, ...]] = ()
-    """State of EVERY_RANK that owners write in `absorb_owned`; a sharded home then gathers it."""
-
-    received_as: ClassVar[str | None] = None
-    """The state that what a compressed step brought is written into; None for `averages`."""
-
     freezes: ClassVar[bool] = True
     """Whether there is a warmup of steps on exact averages, which a rule ends."""
 
-    local_steps: ClassVar[bool] = False
-    """Whether steps can be LOCAL and SYNC."""
-
-    settings_class: ClassVar[type[AdamSettings]] = AdamSettings
-
-    payload_rule: PayloadRule | None = None
-    """What `payload` writes in COMPRESSED steps, where one kernel can do it; None for a payload of its own."""
-
-    move_rule: MoveRule | None = None
-    """What `absorb_compressed` and `move` do in COMPRESSED steps, where one kernel can do it."""
-
-    def next_send(self, clock: Clock) -> Send:
-        """What the step after `clock.steps` sends."""
-        return Send.COMPRESSED if clock.frozen else Send.EXACT
-
-    # What a rank contributes
-
-    @abstractmethod
-    def payload(self, gradient: Tensor | None, own: Contribution, clock: Clock, out: Tensor) -> None:
-        """Write what one parameter contributes to the next step, if that is not EXACT, into `out`, fp32 [numel].
-
-        `gradient`: fp32 [numel], may be `out` itself; None counts as zero.
-        """
-
     def scale(self, parameter: int) -> float:
-        """What a parameter's gradient is multiplied by in steps that are not EXACT."""
+        """What a parameter's gradient is multiplied by in compressed steps."""
         return 1.0
 
-    def payload_settings(self, settings: AdamSettings, clock: Clock) -> AdamSettings | None:
-        """The settings that the next payload depends on, where a change after backward() has to be noticed."""
-        return None
-
-    # What a step does with what came back; `clock.steps` counts it
-
-    def absorb_owned(self, groups: Sequence[Members], clock: Clock) -> None:
-        """In an EXACT step, take averaged gradients into the state that owners hold."""
-
-    @abstractmethod
-    def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+    def exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         """In an EXACT step, take averaged gradients into the state, but for what `move` takes by itself."""
 
-    def settle(self, groups: Sequence[Members], clock: Clock) -> None:
-        """At the end of an EXACT step's absorbing: what takes whole parameters."""
-
-    @abstractmethod
-    def absorb_compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        """In a COMPRESSED or SYNC step, take what came back into the state."""
-
-    def absorb_local(self, groups: Sequence[Members], clock: Clock, finite: bool) -> None:
-        """In a LOCAL step, take this rank's own payload, in `averages`, into its state; nothing new unless `finite`."""
-
-    def freeze(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        """Turn the warmup's state, renamed already, into the frozen stage's."""
+    def compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+        """In a COMPRESSED or SYNC step, take what came back into the state; not called where the form moves weights."""
 
     @abstractmethod
     def move(self, groups: Sequence[Members], clock: Clock) -> None:
-        """Move `weights` by the state, or by what absorbing has left in `averages`."""
+        """Move `weights` by the state, or by what was left in `averages`; not called where the form moves them."""
 
     def rates(self, parameter: int, settings: AdamSettings, clock: Clock) -> tuple[float, float]:
-        """What u, that came back, is multiplied by to move a parameter, and what decay leaves of its weights; the step
-        is counted. For those with a `move_rule`, and `Linear` ones."""
+        """The form's rate, and what decay leaves of a parameter's weights."""
         raise NotImplementedError
 
-    # Local steps
+    def freeze(
+        self, groups: Sequence[Members], clock: Clock, agree: Agreement, precondition: Callable[[], None]
+    ) -> None:
+        """Turn the warmup's state, renamed and with zero variance where masks are zero, into the frozen stage's.
 
-    def count_local(self, settings: Mapping[int, AdamSettings], clock: Clock) -> None:
-        """Count a LOCAL or SYNC step, before it is absorbed; `settings` by parameter group."""
-
-    def decay_common(self, groups: Sequence[Members], clock: Clock) -> None:
-        """In a LOCAL step, decay the `weights` that all ranks have in common."""
-
-    def own_weight(self, common: Tensor, own: Contribution) -> Tensor:
-        """What a parameter shows between two syncs, fp32 like `common`, the weight that all ranks have."""
-        return common
-
-    def begin_meeting(self, own: Contribution, out: Tensor) -> None:
-        """Write into `out` what a sync between two steps sends for one parameter."""
-
-    def meet(self, groups: Sequence[Members], clock: Clock) -> None:
-        """Move `weights` after a sync between two steps."""
-
-    def end_sync(self) -> None:
-        """Note that all ranks hold the same weights."""
-
-    @property
-    def in_sync(self) -> bool:
-        """Whether they do."""
-        return True
-
-    # What else a home asks
-
-    def zero_variance(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        """A mask of the coordinates that do not move; None where there can be none."""
-        return None
-
-    def hold_masked(self, state: Mapping[str, Tensor], mask: Tensor) -> None:
-        """Hold one parameter where its `mask` is zero, in state that a checkpoint brought, whichever mask it had."""
-
-    def decision(self) -> object:
-        """Changes with every decision, but for the freeze, that all ranks have to take alike."""
-        return None
+        `precondition` raises the form's denominators, as this has made them, to a hundredth of their parameter's mean,
+        and divides the momentum by them as every rank will hold them.
+        """
 
     def scalars(self, names: Sequence[str]) -> dict[str, Any]:
         """What a checkpoint must hold besides the state, as plain values; `names` of parameters by number."""
@@ -275,17 +263,78 @@ class Algorithm(ABC):
         """Take over what `scalars` returned."""
 
 
-class Linear(Algorithm):
-    """An algorithm whose frozen stage the packed home serves: u ← β₁ u + (1 - β₁) g / (√v̂ + ε), w -= rate · u.
+class LocalSteps(ABC):
+    """What an algorithm adds whose ranks step on their own between two syncs, by payloads of their own making."""
 
-    There u is what everybody decoded, kept as signs, and 1 / (√v̂ + ε) is a constant that owners publish in 8 bits.
-    """
+    own_state: ClassVar[frozenset[str]]
+    """Of the frozen state, what differs from rank to rank."""
 
-    def scale_momenta(self, groups: Sequence[Members], agree: Agreement) -> None:
-        """Give u, in `exp_avg`, another scale for each parameter at the freeze."""
+    published: ClassVar[tuple[str, ...]]
+    """State of EVERY_RANK that owners write in `absorb_owned`; a sharded home then gathers it."""
 
-    def begin_frozen(self, groups: Sequence[Members], clock: Clock) -> None:
-        """Fill what `frozen_state` adds, besides momentum and denominators, at the freeze."""
+    @abstractmethod
+    def next_send(self, clock: Clock) -> Send:
+        """What the step after `clock.steps` sends."""
 
-    follows_variance: ClassVar[bool] = False
-    """Whether `absorb_compressed` needs u before and after, so that it has to be decoded."""
+    @abstractmethod
+    def payload(self, gradient: Tensor | None, own: Contribution, clock: Clock, out: Tensor) -> None:
+        """Write what one parameter contributes to the next step, if that is not EXACT, into `out`, fp32 [numel].
+
+        `gradient`: fp32 [numel], may be `out` itself; None counts as zero.
+        """
+
+    @abstractmethod
+    def payload_settings(self, settings: AdamSettings, clock: Clock) -> AdamSettings | None:
+        """The settings that the next payload depends on, where a change after backward() has to be noticed."""
+
+    @abstractmethod
+    def absorb_owned(self, groups: Sequence[Members], clock: Clock) -> None:
+        """In an EXACT step, take averaged gradients into the state that owners hold, and into what they publish."""
+
+    @abstractmethod
+    def settle(self, groups: Sequence[Members], clock: Clock) -> None:
+        """After `absorb_owned`: do with what was published what takes whole parameters."""
+
+    @abstractmethod
+    def count_local(self, settings: Mapping[int, AdamSettings], clock: Clock) -> None:
+        """Count a LOCAL or SYNC step, before it is absorbed; `settings` by parameter group."""
+
+    @abstractmethod
+    def absorb_local(self, groups: Sequence[Members], clock: Clock, finite: bool) -> None:
+        """In a LOCAL step, take this rank's own payload, in `averages`, into its state; nothing new unless `finite`."""
+
+    @abstractmethod
+    def decay_common(self, groups: Sequence[Members], clock: Clock) -> None:
+        """In a LOCAL step, decay the `weights` that all ranks have in common."""
+
+    @abstractmethod
+    def own_weight(self, common: Tensor, own: Contribution) -> Tensor:
+        """What a parameter shows between two syncs, fp32 like `common`, the weight that all ranks have."""
+
+    @abstractmethod
+    def sync_payload(self, own: Contribution, out: Tensor) -> None:
+        """Write into `out` what a sync between two steps sends for one parameter."""
+
+    @abstractmethod
+    def move_synced(self, groups: Sequence[Members], clock: Clock) -> None:
+        """Move `weights` after a sync between two steps."""
+
+    @abstractmethod
+    def end_sync(self) -> None:
+        """Note that all ranks hold the same weights."""
+
+    @property
+    @abstractmethod
+    def in_sync(self) -> bool:
+        """Whether they do."""
+
+    @abstractmethod
+    def decision(self) -> object:
+        """Changes with every decision, but for the freeze, that all ranks have to take alike."""
+
+
+def next_send(algorithm: Algorithm, clock: Clock) -> Send:
+    """What the step after `clock.steps` sends."""
+    if isinstance(algorithm, LocalSteps):
+        return algorithm.next_send(clock)
+    return Send.COMPRESSED if clock.frozen else Send.EXACT

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -13,9 +14,9 @@ from thinwire.compress.exchange import EncodePart, Exchange, Outcome
 from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags, all_finite
 from thinwire.compress.parts import held_coordinates, zero_held
-from thinwire.optim.algorithm import Algorithm, Clock, Contribution, Keep, Send
-from thinwire.optim.form import HeldGradients, MoveRule, PayloadRule, digest_of
-from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, Contribution, Keep, LocalSteps, Send
+from thinwire.optim.form import HeldGradients, PayloadFactors, digest_of
+from thinwire.optim.preconditioner import hold_masked, raise_smallest
 from thinwire.optim.step import Exchanges, Parameters, StepUnderWay, may_clip
 from thinwire.zero import BucketLayout, Slot
 
@@ -30,7 +31,7 @@ class AlgorithmBucket:
     are none. `stayed`: whether this step sent nothing, since every parameter was left out.
 
     Args:
-        new_state: makes a state by name: floats on the parameters' device, filled.
+        new_state: makes a state by name: zeros on the parameters' device.
         shards_state: whether state that the algorithm has its owner keep is of this rank's shard only.
     """
 
@@ -62,6 +63,7 @@ class AlgorithmBucket:
         self._parameters = parameters
         self._exchanges = exchanges
         self._algorithm = algorithm
+        self._local = algorithm if isinstance(algorithm, LocalSteps) else None
         self._clock = clock
         self._step = step
         self._new_state = new_state
@@ -78,6 +80,8 @@ class AlgorithmBucket:
     def begin(self) -> None:
         """Have the state that the algorithm begins with, and no residuals."""
         self.state = {name: self._new_state(name, self.layout) for name in self._algorithm.state}
+        if (denominators := self._algorithm.form.denominators) in self.state:
+            self.state[denominators][: self.layout.numel].fill_(math.inf)
         self._exact = self._compressed = None
         self.zero_variance = None
 
@@ -101,20 +105,36 @@ class AlgorithmBucket:
     @property
     def whole_state(self) -> dict[str, Tensor]:
         """The state of the whole bucket that this rank holds, where owners hold the rest."""
-        owned = [name for name, keep in self._algorithm.state.items() if keep is Keep.OWNER and self._shards_state]
-        return {name: values for name, values in self.state.items() if name not in owned}
+        return {name: values for name, values in self.state.items() if name not in self.owned}
 
-    def hold_masked(self) -> None:
-        """Hold what the parameter groups' masks say, in state that a checkpoint brought."""
-        for slot in (one for one in self.layout.slots if one.numel):
+    @property
+    def owned(self) -> list[str]:
+        """The names of state that this rank holds of its own shard only."""
+        keeps = self._algorithm.state.items() if self._shards_state else ()
+        return [name for name, keep in keeps if keep is Keep.OWNER and name in self.state]
+
+    def hold_masked(self, name: str | None, value: float) -> None:
+        """Fill the state `name`, if it is there, with `value` where the parameter groups' masks are zero."""
+        values = self.whole_state.get(name or "")
+        for slot in self.layout.slots if values is not None else ():
             mask = self._parameters.mask(self._parameters.group_number(slot.parameter))
-            if mask is not None:
-                state = {name: self.view(values, slot) for name, values in self.whole_state.items()}
-                self._algorithm.hold_masked(state, mask)
+            if mask is not None and slot.numel and values is not None:
+                hold_masked([self.view(values, slot)], mask, value)
+
+    def precondition(self) -> None:
+        """Raise each parameter's smallest denominators, and divide the momentum by them."""
+        momentum, denominators = self._algorithm.form.momentum, self._algorithm.form.denominators
+        assert denominators is not None
+        slots = [slot for slot in self.layout.slots if slot.numel]
+        divided, by = ([self.view(self.state[name], slot) for slot in slots] for name in (momentum, denominators))
+        raise_smallest(by)
+        if slots:
+            torch._foreach_div_(divided, by)
 
     def find_zero_variance(self) -> None:
         """Find the coordinates that stay, and forget what compression lost there."""
-        mask = self._algorithm.zero_variance(self.state)
+        denominators = self.state.get(self._algorithm.form.denominators or "")
+        mask = None if denominators is None else torch.isinf(denominators)
         self.zero_variance = held_coordinates(mask) if mask is not None and bool(mask.any()) else None
         if self.zero_variance is not None and self._compressed is not None:
             self._compressed.hold_zero(self.zero_variance)
@@ -266,8 +286,8 @@ class AlgorithmBucket:
             return
         if not self.stayed:
             self.exchange.commit()
-        name = self._algorithm.received_as
-        output = self.exchange.payload if name is None else self.state[name]
+        form = self._algorithm.form
+        output = self.exchange.payload if form.update is None else self.state[form.momentum]
         if self.stayed:
             output.copy_(self._payload_of_zeros())
         else:
@@ -277,24 +297,21 @@ class AlgorithmBucket:
             zero_held(output, self.zero_variance, slice(0, output.numel()))
             self.exchange.hold_zero(self.zero_variance)
 
-    @property
-    def moves_at_once(self) -> bool:
-        """Whether `receive_and_move` can be called: something was sent, through kernels over whole buckets."""
-        return not self.stayed and buckets.serves(self.device, self.exchange.codec.name)
-
-    def receive_and_move(self, rule: MoveRule, weights: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
-        """Do what `receive` and then the algorithm's `move` would, in a COMPRESSED step that sent something.
+    def receive_and_move(self, weights: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Do in a COMPRESSED step what the algorithm's form says, in one pass over memory if kernels read the codec.
 
         `weights`: of each slot, fp32, and the replica that is rounded from it, where there are any.
         """
-        assert self._algorithm.received_as is not None
-        exchange = self.exchange
-        exchange.commit()
-        rates = self.rates(self._clock)
-        output, holds = self.state[self._algorithm.received_as], self.zero_variance is not None
-        decode = self._held.mover(exchange, rule, output, self.state[rule.denominators], holds, weights, rates)
-        exchange.read_parts(decode)
-        if self.zero_variance is not None:
+        exchange: Exchange | None = self.exchange
+        assert exchange is not None
+        holds = self.zero_variance is not None
+        if self.stayed or not exchange.codec.has_kernels:
+            self.receive()
+            exchange = None
+        else:
+            exchange.commit()
+        self._held.move(exchange, self._algorithm.form, self.state, holds, weights, self.rates(self._clock))
+        if exchange is not None and self.zero_variance is not None:
             exchange.hold_zero(self.zero_variance)
 
     def rates(self, clock: Clock) -> list[tuple[float, float]]:
@@ -302,8 +319,8 @@ class AlgorithmBucket:
         them."""
         return [self._algorithm.rates(number, settings, clock) for number, settings in self._settings()]
 
-    def payload_factors(self) -> tuple[list[float], list[float]]:
-        """β₁, and what the gradient is divided by, of each slot, where one kernel makes the payload."""
+    def payload_factors(self) -> PayloadFactors:
+        """β₁, and what the gradient is divided by, of each slot."""
         settings = self._settings()
         divisors = [self._step.loss_scale / self._algorithm.scale(number) for number, _ in settings]
         return [one.beta1 for _, one in settings], divisors
@@ -323,14 +340,6 @@ class AlgorithmBucket:
 
     # Parts
 
-    @property
-    def _rule(self) -> PayloadRule | None:
-        """How this step's payload is made for the whole bucket at once; None where it is parameter by parameter."""
-        rule = self._algorithm.payload_rule
-        if rule is None or self.send is not Send.COMPRESSED or not self.compressed.takes_encoder:
-            return None
-        return rule if buckets.serves(self.device, self.compressed.codec.name) else None
-
     def _settings(self) -> list[tuple[int, AdamSettings]]:
         """Each parameter's number, and its hyperparameters now."""
         groups = [self._parameters.group_number(slot.parameter) for slot in self.layout.slots]
@@ -340,15 +349,16 @@ class AlgorithmBucket:
     @property
     def _holds_gradients(self) -> bool:
         """Whether gradients are held until this step's leg 1, which takes them as they are."""
-        return self.exchange.takes_gradients if self.send is Send.EXACT else self._rule is not None
+        return self.exchange.takes_gradients if self.send is Send.EXACT else self._local is None
 
     def _encoder(self) -> EncodePart | None:
         """What makes this step's packets of the gradients that are held; None where the payload has been written."""
         if self.send is Send.EXACT:
             exchange = self.exchange
             return self._held.caster(exchange, self._step.divide_first) if exchange.takes_gradients else None
-        rule = self._rule
-        return None if rule is None else self._held.encoder(self.compressed, rule, self.state, *self.payload_factors())
+        if self._local is not None:
+            return None
+        return self._held.encoder(self.compressed, self._algorithm.form, self.state, self.payload_factors())
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         out = self.exchange.payload[place_of(slot)]
@@ -358,6 +368,7 @@ class AlgorithmBucket:
             if self._step.divide_first != 1.0:
                 out.div_(self._step.divide_first)
             return
+        assert self._local is not None
         if gradient is not None:
             divisor = self._step.loss_scale / self._algorithm.scale(slot.parameter)
             if divisor != 1.0 or gradient.dtype != torch.float32:
@@ -365,17 +376,20 @@ class AlgorithmBucket:
             if divisor != 1.0:
                 gradient.div_(divisor)
         own = self.contribution(slot)
-        settings = self._algorithm.payload_settings(own.settings, self._clock)
+        settings = self._local.payload_settings(own.settings, self._clock)
         if settings is not None:
             self._step.settings_sent.setdefault(own.group, settings)
-        self._algorithm.payload(gradient, own, self._clock, out)
+        self._local.payload(gradient, own, self._clock, out)
 
     def _payload_of_zeros(self) -> Tensor:
         """What would be sent if every gradient were 0, fp32 [padded_numel]."""
         payload = torch.zeros_like(self.exchange.payload)
-        for slot in self.layout.slots:
+        for slot, beta1 in zip(self.layout.slots, self.payload_factors()[0], strict=True):
             out = payload[place_of(slot)]
-            self._algorithm.payload(None, self.contribution(slot), self._clock, out)
+            if self._local is None:
+                torch.mul(self.state[self._algorithm.form.momentum][place_of(slot)], beta1, out=out)
+            else:
+                self._local.payload(None, self.contribution(slot), self._clock, out)
         return payload
 
 

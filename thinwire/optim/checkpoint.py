@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Keep
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.zero import BucketLayout
@@ -228,8 +227,7 @@ def load(
 
 
 def _load_owned(group: FreezeGroup, bucket: AlgorithmBucket, names: Sequence[str], source: SliceSource) -> None:
-    for kind in set(bucket.state) - set(bucket.whole_state):
-        assert group.algorithm.state[kind] is Keep.OWNER
+    for kind in bucket.owned:
         for run in runs_in(bucket.layout, bucket.compressed.owner_place):
             bucket.state[kind][run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
 
@@ -246,5 +244,5 @@ def _load_residuals(bucket: AlgorithmBucket, names: Sequence[str], source: Slice
 
 def _common(group: FreezeGroup, bucket: AlgorithmBucket) -> list[str]:
     """The state that every rank has alike, or its owner alone."""
-    own = group.algorithm.own_state if group.clock.frozen else frozenset()
+    own = group.local.own_state if group.local is not None and group.clock.frozen else frozenset()
     return [kind for kind in bucket.state if kind not in own]

@@ -1,11 +1,10 @@
-"""The form of a compressed step, which one kernel executes for a whole bucket: what an algorithm says of it, and how a
-bucket's gradients, held from the moment each arrives until all are there, go through it without a copy in between."""
+"""Execute the form of a compressed step for a whole bucket: its gradients, held from the moment each arrives until all
+are there, become packets without a copy in between, and packets that came back move the weights in one pass."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,35 +12,15 @@ from torch import Tensor
 from thinwire.compress.codecs import CastCodec
 from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.kernels import buckets
-from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
 from thinwire.compress.packet import Header, write_headers
+from thinwire.optim.algorithm import Form
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.gradient_seal import gradient_of
 
-__all__ = ["HeldGradients", "MoveRule", "PayloadRule", "digest_of", "part_of", "segments_of"]
+__all__ = ["HeldGradients", "PayloadFactors", "digest_of", "part_of", "segments_of"]
 
-
-@dataclass(frozen=True)
-class PayloadRule:
-    """That `payload` writes what `kernels.buckets.encode_payload` encodes, with β₁ and `scale` of each parameter.
-
-    `momentum`, `denominators`: names of the state that it takes; `payload_settings` is None.
-    """
-
-    form: PayloadForm
-    momentum: str
-    denominators: str | None
-
-
-@dataclass(frozen=True)
-class MoveRule:
-    """That `absorb_compressed` does nothing, and `move` what `kernels.buckets.decode_and_move` does with `rates`.
-
-    `denominators`: the name of the state that is infinite where coordinates stay.
-    """
-
-    form: UpdateForm
-    denominators: str
+PayloadFactors = tuple[Sequence[float], Sequence[float]]
+"""β₁, and what the gradient is divided by, of each slot."""
 
 
 class HeldGradients:
@@ -66,26 +45,35 @@ class HeldGradients:
         self._gradients = {}
 
     def encoder(
-        self,
-        exchange: Exchange,
-        rule: PayloadRule,
-        state: Mapping[str, Tensor],
-        beta1: Sequence[float],
-        divisors: Sequence[float],
-    ) -> EncodePart:
-        """What encodes a part of the bucket into packets; β₁, and what the gradient is divided by, of each slot."""
+        self, exchange: Exchange, form: Form, state: Mapping[str, Tensor], factors: PayloadFactors
+    ) -> EncodePart | None:
+        """What makes a part of the payload and encodes it into packets; None, with all of the payload written, if the
+        exchange takes nothing else."""
+        assert form.payload is not None
+        momentum = state[form.momentum]
+        denominators = None if form.denominators is None else state[form.denominators]
         gradients = [self._gradients.get(number) for number in self._parameters]
-        denominators = None if rule.denominators is None else state[rule.denominators]
-
-        def encode(place: slice, packets: Tensor, header: Header) -> None:
-            buckets.encode_payload(
-                exchange.codec.name,
-                rule.form,
+        if not exchange.takes_encoder:
+            buckets.write_payload(
+                form.payload,
                 self.segments,
                 gradients,
-                beta1,
-                divisors,
-                momentum=state[rule.momentum],
+                *factors,
+                momentum=momentum,
+                denominators=denominators,
+                output=exchange.payload,
+            )
+            return None
+
+        def encode(place: slice, packets: Tensor, header: Header) -> None:
+            assert form.payload is not None
+            buckets.encode_payload(
+                exchange.codec.name,
+                form.payload,
+                self.segments,
+                gradients,
+                *factors,
+                momentum=momentum,
                 denominators=denominators,
                 residual=exchange.worker_residual,
                 lost=exchange.next_residual,
@@ -135,35 +123,57 @@ class HeldGradients:
                 return
         yield begin, end, None, 0
 
-    def mover(
+    def move(
         self,
-        exchange: Exchange,
-        rule: MoveRule,
-        output: Tensor,
-        denominators: Tensor,
+        exchange: Exchange | None,
+        form: Form,
+        state: Mapping[str, Tensor],
         holds: bool,
         weights: Sequence[tuple[Tensor | None, Tensor | None]],
         rates: Sequence[tuple[float, float]],
-    ) -> Callable[[slice, Tensor], None]:
-        """What decodes packets of a part of the bucket into `output` and moves `weights`, by `rates` and decays."""
+    ) -> None:
+        """Decode what `exchange` brought into the momentum, and move `weights` and their replicas by it.
+
+        Without an exchange the momentum is there. `holds`: whether some denominators are infinite. `rates`: with what
+        decay leaves, of each slot.
+        """
+        assert form.update is not None
+        momentum = state[form.momentum]
+        denominators = None if form.denominators is None else state[form.denominators]
+        kept = [weight for weight, _ in weights]
+        replicas = [replica for _, replica in weights]
+        rate, decay = [rate for rate, _ in rates], [decay for _, decay in rates]
+        if exchange is None:
+            buckets.move_weights(
+                form.update,
+                self.segments,
+                updates=momentum,
+                denominators=denominators,
+                weights=kept,
+                replicas=replicas,
+                rates=rate,
+                decays=decay,
+            )
+            return
 
         def decode(place: slice, packets: Tensor) -> None:
+            assert form.update is not None
             buckets.decode_and_move(
                 exchange.codec.name,
-                rule.form,
+                form.update,
                 self.segments,
                 packets=packets,
-                output=output,
+                output=momentum,
                 denominators=denominators,
                 holds=holds,
-                weights=[weight for weight, _ in weights],
-                replicas=[replica for _, replica in weights],
-                rates=[rate for rate, _ in rates],
-                decays=[decay for _, decay in rates],
+                weights=kept,
+                replicas=replicas,
+                rates=rate,
+                decays=decay,
                 part=part_of(exchange, place),
             )
 
-        return decode
+        exchange.read_parts(decode)
 
 
 def digest_of(segments: buckets.Segments, parameters: Iterable[Tensor]) -> Callable[[], Tensor] | None:

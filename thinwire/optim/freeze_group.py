@@ -3,16 +3,16 @@ exchanged into steps of an algorithm, wherever their state lives."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Members, Send
+from thinwire.optim.algorithm import AdamSettings, Agreement, Algorithm, Clock, LocalSteps, Members, Send, next_send
 from thinwire.optim.bucket import AlgorithmBucket, place_of
-from thinwire.optim.formulas import AdamSettings, variance_norm
-from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.freeze_rule import FreezeRule, variance_norm
 from thinwire.optim.group_weights import GroupWeights, slots_with_elements
 from thinwire.optim.options import check_same_freeze
 from thinwire.optim.step import Parameters
@@ -47,6 +47,7 @@ class FreezeGroup:
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.algorithm = algorithm
+        self.local = algorithm if isinstance(algorithm, LocalSteps) else None
         self.rule = rule
         self.clock = clock
         self.buckets = list(buckets)
@@ -63,17 +64,17 @@ class FreezeGroup:
     @property
     def send(self) -> Send:
         """What the step under way, or that comes next, sends."""
-        return self.algorithm.next_send(self.clock)
+        return next_send(self.algorithm, self.clock)
 
     @property
     def shows_own_weights(self) -> bool:
         """Whether parameters may show other weights than those that all ranks have in common."""
-        return self.algorithm.local_steps and self.clock.frozen
+        return self.local is not None and self.clock.frozen
 
     @property
     def compresses(self) -> bool:
         """Whether there are residuals, or will be at the next step."""
-        return self.clock.frozen or self.algorithm.local_steps
+        return self.clock.frozen or self.local is not None
 
     # One step
 
@@ -87,7 +88,7 @@ class FreezeGroup:
 
         Averages of an EXACT step are there already: see `receive_averages`.
         """
-        send, decision = self.send, self.algorithm.decision()
+        send, decision = self.send, None if self.local is None else self.local.decision()
         self.take_over_written()
         self.clock.steps += 1
         if send is Send.EXACT:
@@ -101,17 +102,24 @@ class FreezeGroup:
         self.prepare()
 
     @property
-    def moves_at_once(self) -> bool:
-        """Whether a COMPRESSED step moves the weights in one pass over each bucket."""
-        weights_lie_so = all(self.weights.to_move(bucket) is not None for bucket in self.buckets)
-        return self.algorithm.move_rule is not None and weights_lie_so
+    def in_sync(self) -> bool:
+        """Whether all ranks hold the same weights."""
+        return self.local is None or self.local.in_sync
+
+    @property
+    def moves_in_place(self) -> bool:
+        """Whether the form moves the weights where they lie."""
+        kernels = all(bucket.compressed.codec.has_kernels for bucket in self.buckets)
+        return (
+            kernels and self.algorithm.form.update is not None and all(map(self.weights.moves_in_place, self.buckets))
+        )
 
     def count_replay(self) -> None:
         """Count a COMPRESSED step whose weights a graph has moved, and take its residuals over."""
         self.clock.steps += 1
         for bucket in self.buckets:
             bucket.exchange.commit()
-            pairs = self.weights.to_move(bucket) or ()
+            pairs = self.weights.to_move(bucket)
             torch.autograd.graph.increment_version([one for pair in pairs for one in pair if one is not None])
             self.weights.moved(bucket)
         self.weights.end_step(True, False, self.clock.steps)
@@ -129,49 +137,41 @@ class FreezeGroup:
                 torch._foreach_div_(members.averages, loss_scale)
             if clip < 1.0:
                 torch._foreach_mul_(members.averages, clip)
-        self.weights.absorb_owned(self.algorithm, self.clock, groups, absent)
-        self.algorithm.absorb_exact(groups, self.clock, self._agreement(_settings(groups)))
-        self.weights.settle(self.algorithm, self.clock, groups, absent)
+        if self.local is not None:
+            self.weights.absorb_owned(self.local, self.clock, groups, absent)
+        self.algorithm.exact(groups, self.clock, self._agreement(_settings(groups)))
+        if self.local is not None:
+            self.weights.settle(self.local, self.clock, groups, absent)
         self._move(groups)
-        if self.algorithm.published:
+        if self.local is not None and self.local.published:
             for bucket in self.buckets:
                 bucket.find_zero_variance()
 
     def _compressed_step(self, send: Send) -> None:
+        if self.algorithm.form.update is not None:
+            for bucket in self.buckets:
+                bucket.receive_and_move(self.weights.to_move(bucket))
+                self.weights.moved(bucket)
+            return
         if send is Send.SYNC:
             self._count_local()
-        elif self._receive_and_move():
-            return
         for bucket in self.buckets:
             bucket.receive()
         everyone = self.weights.members()
         trained = everyone if self._all_train() else self.weights.members(trained=True)
-        self.algorithm.absorb_compressed(everyone, self.clock, self._agreement(_settings(trained)))
+        self.algorithm.compressed(everyone, self.clock, self._agreement(_settings(trained)))
         self._move(trained)
         if send is Send.SYNC:
             self._end_sync()
 
-    def _receive_and_move(self) -> bool:
-        """Do all of a compressed step bucket by bucket in one pass each, if the algorithm and the weights allow it."""
-        rule = self.algorithm.move_rule
-        if rule is None or not all(bucket.moves_at_once for bucket in self.buckets):
-            return False
-        weights = [self.weights.to_move(bucket) for bucket in self.buckets]
-        if any(of_bucket is None for of_bucket in weights):
-            return False
-        for bucket, of_bucket in zip(self.buckets, weights, strict=True):
-            assert of_bucket is not None
-            bucket.receive_and_move(rule, of_bucket)
-            self.weights.moved(bucket)
-        return True
-
     def _local_step(self) -> None:
+        assert self.local is not None
         finite = self._own_is_finite()
         self._count_local()
         trained = self.weights.members(trained=True)
         if any(members.settings.weight_decay for members in trained):
-            self._change(self.algorithm.decay_common, trained)
-        self.algorithm.absorb_local(self.weights.members(), self.clock, finite)
+            self._change(self.local.decay_common, trained)
+        self.local.absorb_local(self.weights.members(), self.clock, finite)
         self.show_own_weights(True)
 
     def _move(self, groups: Sequence[Members]) -> None:
@@ -187,7 +187,8 @@ class FreezeGroup:
 
     def _count_local(self) -> None:
         numbers = {self._parameters.group_number(slot.parameter) for one in self.buckets for slot in one.layout.slots}
-        self.algorithm.count_local({one: self._parameters.settings(one) for one in sorted(numbers)}, self.clock)
+        assert self.local is not None
+        self.local.count_local({one: self._parameters.settings(one) for one in sorted(numbers)}, self.clock)
 
     def _own_is_finite(self) -> bool:
         """Whether this rank can take its local step; warns where it cannot."""
@@ -209,13 +210,13 @@ class FreezeGroup:
     def meet(self, step: int) -> None:
         """Meet the other ranks now, as a sync would, without a gradient of its own; `step` is for the packets' headers.
         Collective unless the ranks are in sync."""
-        if self.algorithm.in_sync:
+        if self.local is None or self.local.in_sync:
             return
         self.take_over_written()
         for bucket in self.buckets:
             exchange = bucket.compressed
             for slot in bucket.layout.slots:
-                self.algorithm.begin_meeting(bucket.contribution(slot), exchange.payload[place_of(slot)])
+                self.local.sync_payload(bucket.contribution(slot), exchange.payload[place_of(slot)])
             exchange.start(step)
             exchange.advance()
             exchange.wait()
@@ -223,15 +224,15 @@ class FreezeGroup:
         for bucket in self.buckets:
             bucket.prepare(Send.SYNC)
             bucket.receive()
-        self.algorithm.absorb_compressed(self.weights.members(), self.clock, self._agreement({}))
-        self._change(self.algorithm.meet, self.weights.members(trained=True))
+        self.algorithm.compressed(self.weights.members(), self.clock, self._agreement({}))
+        self._change(self.local.move_synced, self.weights.members(trained=True))
         self._end_sync()
         self.prepare()
 
     @torch.no_grad()
     def show_own_weights(self, own: bool) -> None:
         """Show this rank's own weights, or those of the last sync."""
-        if not self.shows_own_weights:
+        if self.local is None or not self.shows_own_weights:
             return
         if not own:
             self.weights.show_common()
@@ -239,7 +240,7 @@ class FreezeGroup:
             for slot in slots_with_elements(bucket):
                 if self._parameters.parameters[slot.parameter].requires_grad:
                     common = self.weights.common(bucket, slot)
-                    own_weight = self.algorithm.own_weight(common, bucket.contribution(slot))
+                    own_weight = self.local.own_weight(common, bucket.contribution(slot))
                     self.weights.show(bucket, slot, own_weight)
 
     def begin_frozen_state(self) -> None:
@@ -251,7 +252,7 @@ class FreezeGroup:
     def restore(self) -> None:
         """Go on with what a checkpoint put into the state and the clock."""
         for bucket in self.buckets:
-            bucket.hold_masked()
+            bucket.hold_masked(self.algorithm.form.denominators, math.inf)
             bucket.find_zero_variance()
         if self.shows_own_weights:
             self.weights.stand_apart()
@@ -259,16 +260,28 @@ class FreezeGroup:
         self.prepare()
 
     def _end_sync(self) -> None:
+        assert self.local is not None
         self.weights.show_common()
-        self.algorithm.end_sync()
+        self.local.end_sync()
+
+    def drop_local_progress(self) -> None:
+        """Take the weights that the parameters show for those of a sync."""
+        if self.local is None:
+            return
+        self.local.end_sync()
+        begun = [name for name in self.local.own_state if self.algorithm.frozen_state[name] is None]
+        for bucket in self.buckets:
+            for name in bucket.state.keys() & begun:
+                bucket.state[name].zero_()
 
     def take_over_written(self) -> None:
         """Take over weights that somebody wrote into the parameters.
 
         Raises RuntimeError where those were this rank's own: what was written need not be the same on other ranks.
         """
-        for bucket, slot in self.weights.take_over_written(self.algorithm.in_sync):
-            own = self.algorithm.own_weight(self.weights.common(bucket, slot), bucket.contribution(slot))
+        for bucket, slot in self.weights.take_over_written(self.in_sync):
+            assert self.local is not None
+            own = self.local.own_weight(self.weights.common(bucket, slot), bucket.contribution(slot))
             if not self.weights.holds(bucket, slot, own):
                 raise RuntimeError(
                     f"{self._parameters.describe(slot.parameter)} was changed between local steps, in which ranks hold "
@@ -286,24 +299,37 @@ class FreezeGroup:
                 check_same_freeze(self._comm, froze, self._rates())
             if froze:
                 self._freeze()
-        if decision is not None and (froze or decision != self.algorithm.decision()):
+        if self.local is not None and (froze or decision != self.local.decision()):
             check_same_freeze(self._comm, self.clock.frozen, self._rates())
 
     def _freeze(self) -> None:
+        for bucket in self.buckets:
+            bucket.hold_masked(self._variance, 0.0)
         self.begin_frozen_state()
         groups = self.weights.members()
-        self.algorithm.freeze(groups, self.clock, self._agreement(_settings(groups)))
+        self.algorithm.freeze(groups, self.clock, self._agreement(_settings(groups)), self._precondition)
         self.clock.frozen_at = self.clock.steps
         for bucket in self.buckets:
             bucket.begin_compression()
-        if self.algorithm.local_steps:
+        if self.local is not None:
             self.weights.stand_apart()
+
+    def _precondition(self) -> None:
+        for bucket in self.buckets:
+            bucket.precondition()
+
+    @property
+    def _variance(self) -> str | None:
+        """The state that becomes denominators at the freeze."""
+        denominators = self.algorithm.form.denominators
+        variance = self.algorithm.frozen_state.get(denominators or "")
+        return None if variance == denominators else variance
 
     def _variance_norms(self) -> list[float]:
         """Of each parameter, by their numbers. The host waits once."""
         norms: dict[int, torch.Tensor] = {}
         for members in self.weights.members():
-            for parameter, variance in zip(members.parameters, members["exp_avg_sq"], strict=True):
+            for parameter, variance in zip(members.parameters, members[self._variance or ""], strict=True):
                 norm = variance_norm(variance, members.settings, self.clock.steps)
                 norms[parameter] = norms[parameter] + norm if parameter in norms else norm
         return [float(one) for one in read_together([norms[parameter] for parameter in sorted(norms)])]

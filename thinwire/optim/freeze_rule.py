@@ -8,7 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-__all__ = ["FixedFreeze", "FreezeRule", "SettledVariance", "make_freeze_rule"]
+import torch
+from torch import Tensor
+
+from thinwire.optim.algorithm import AdamSettings
+
+__all__ = ["FixedFreeze", "FreezeRule", "SettledVariance", "make_freeze_rule", "variance_norm"]
 
 
 class FreezeRule(Protocol):
@@ -155,3 +160,8 @@ def make_freeze_rule(freeze_step: int | Literal["auto"], beta2: float) -> Freeze
             f"freeze_step must be 'auto' or a whole number of warmup steps of at least 1, got {freeze_step!r}"
         )
     return FixedFreeze(freeze_step)
+
+
+def variance_norm(variance: Tensor, settings: AdamSettings, step: int) -> Tensor:
+    """The 1-norm of the bias-corrected variance, a float64 scalar, summed in float64."""
+    return variance.sum(dtype=torch.float64) / (1 - settings.beta2**step)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from thinwire.optim.algorithm import Algorithm, Clock, Members, MembersByGroup
+from thinwire.optim.algorithm import Clock, LocalSteps, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.step import Parameters
 from thinwire.zero import Slot
@@ -52,12 +52,12 @@ class GroupWeights(ABC):
         return members.in_order()
 
     def absorb_owned(
-        self, algorithm: Algorithm, clock: Clock, groups: Sequence[Members], absent: Collection[int]
+        self, algorithm: LocalSteps, clock: Clock, groups: Sequence[Members], absent: Collection[int]
     ) -> None:
         """Have the algorithm take averages into the state of owners, and give what they publish to every rank."""
         algorithm.absorb_owned(groups, clock)
 
-    def settle(self, algorithm: Algorithm, clock: Clock, groups: Sequence[Members], absent: Collection[int]) -> None:
+    def settle(self, algorithm: LocalSteps, clock: Clock, groups: Sequence[Members], absent: Collection[int]) -> None:
         """Have the algorithm do what takes whole parameters."""
         algorithm.settle(groups, clock)
 
@@ -65,13 +65,18 @@ class GroupWeights(ABC):
     def change(self, change: Change, groups: Sequence[Members], steps: int) -> None:
         """Have the common weights of `groups` changed, the same bits on every rank, after so many steps."""
 
-    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]] | None:
-        """The weights of each slot that trains, fp32, whole and contiguous, and the 16-bit replica that shows them;
-        None where they do not lie like that."""
-        return None
+    @abstractmethod
+    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]]:
+        """The weights of each slot that trains, fp32 and contiguous, and the 16-bit replica that shows them, for the
+        form to move; copies of those that lie otherwise, which `moved` takes back."""
 
+    @abstractmethod
     def moved(self, bucket: AlgorithmBucket) -> None:
-        """Note that weights of `to_move`, and the replicas, were changed together."""
+        """Take over what was done to the last `to_move`'s weights and replicas."""
+
+    @abstractmethod
+    def moves_in_place(self, bucket: AlgorithmBucket) -> bool:
+        """Whether `to_move` copies nothing."""
 
     @abstractmethod
     def show_common(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from thinwire.optim.algorithm import Algorithm, Clock
+from thinwire.optim.algorithm import Algorithm, Clock, LocalSteps
 from thinwire.zero.home import Home
 
 __all__ = ["AlgorithmHome", "check_averages", "check_in_sync", "check_may_leave_out", "check_may_write", "check_plain"]
@@ -31,7 +31,7 @@ class AlgorithmHome(Home):
 
 def check_may_leave_out(algorithm: Algorithm) -> None:
     """Raise RuntimeError where a step cannot leave parameters out."""
-    if algorithm.local_steps:
+    if isinstance(algorithm, LocalSteps):
         raise RuntimeError(
             "an optimizer with local steps leaves no parameters out of a step: to agree on what to leave out takes a "
             "message, and local steps send none. Without a gradient on any rank they count as zero by themselves"
@@ -40,7 +40,7 @@ def check_may_leave_out(algorithm: Algorithm) -> None:
 
 def check_plain(algorithm: Algorithm, clock: Clock, kind: str) -> None:
     """Raise RuntimeError where state of this kind has another meaning, or other values on every rank, by now."""
-    if clock.frozen and (algorithm.frozen_state or kind in algorithm.own_state):
+    if clock.frozen and algorithm.frozen_state:
         raise RuntimeError(
             f"the optimizer has been frozen since step {clock.frozen_at}: what it keeps instead of {kind!r} is what "
             "compressed steps send and move by, no moment of the gradients. Read and set optimizer state before the "
@@ -51,7 +51,7 @@ def check_plain(algorithm: Algorithm, clock: Clock, kind: str) -> None:
 def check_may_write(algorithm: Algorithm, clock: Clock, kind: str) -> None:
     """Raise RuntimeError where state of this kind cannot be written without other state that follows from it."""
     check_plain(algorithm, clock, kind)
-    if algorithm.published:
+    if isinstance(algorithm, LocalSteps) and algorithm.published:
         raise RuntimeError(
             f"{kind!r} of this optimizer cannot be set: it keeps {', '.join(algorithm.published)} beside it, found at "
             "an earlier step, which would not follow. Set weights, or load a checkpoint"

@@ -3,8 +3,8 @@ follow a variance found again from the momentum, on the exchange of 1-bit Adam."
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire.optim.adam import Adam, Compressed
-from thinwire.optim.algorithm import Agreement, Clock, Members
-from thinwire.optim.formulas import AdamSettings, roots, track_moments, track_variances
+from thinwire.optim.adam import Adam, Compressed, roots, track_moments, track_variances
+from thinwire.optim.algorithm import AdamSettings, Agreement, Clock, Members
 from thinwire.optim.freeze_rule import make_freeze_rule
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_group
@@ -143,13 +142,10 @@ class Lamb(Adam):
     """
 
     frozen_state: ClassVar[Mapping[str, str | None]] = {**Adam.frozen_state, "exp_avg_sq_fresh": None}
-    received_as = None
-    settings_class = LambSettings
-    follows_variance = True
 
     def __init__(self, compressed: Compressed) -> None:
         super().__init__(compressed)
-        self.move_rule = None  # norms of the updates come first
+        self.form = replace(self.form, update=None)  # norms of the updates come first
         self.coefficients: dict[int, float] = {}
         self._layers: dict[int, Layer] = {}
         self._rows_of: dict[tuple[int, ...], Tensor] = {}
@@ -161,7 +157,7 @@ class Lamb(Adam):
     # The warmup: LAMB
 
     @override
-    def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+    def exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         """Leaves m̂ / (√v̂ + ε) + λw in the averages' memory."""
         squares = agree.zeros(2)
         for members in groups:
@@ -188,17 +184,15 @@ class Lamb(Adam):
     # The freeze
 
     @override
-    def freeze(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        super().freeze(groups, clock, agree)
-        self.begin_frozen(groups, clock)
-        self.scale_momenta(groups, agree)
-
-    @override
-    def begin_frozen(self, groups: Sequence[Members], clock: Clock) -> None:
+    def freeze(
+        self, groups: Sequence[Members], clock: Clock, agree: Agreement, precondition: Callable[[], None]
+    ) -> None:
+        super().freeze(groups, clock, agree, precondition)
         for members in groups:
             begin_fresh(members["exp_avg_sq_fresh"], members["denominator"], members.settings, clock.steps)
+        self._scale_momenta(groups, agree)
 
-    def scale_momenta(self, groups: Sequence[Members], agree: Agreement) -> None:
+    def _scale_momenta(self, groups: Sequence[Members], agree: Agreement) -> None:
         """Give the layers' momenta their mean RMS; one that is zero altogether stays so."""
         squares = agree.zeros(1)
         for members in groups:
@@ -216,7 +210,7 @@ class Lamb(Adam):
     # The frozen stage
 
     @override
-    def absorb_compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+    def compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         """Leaves m̂ / (√v̂ + ε) + λw, with v frozen, in the averages' memory."""
         squares, growths = agree.zeros(2), agree.zeros(1)[:, 0]
         for members in groups:
@@ -376,6 +370,7 @@ class OneBitLamb(CompressedOptimizer):
             stages=(0, 1),
             check=lambda: check_compress(amsgrad, compress, options.get("stage", 0)),
             check_group=_check_group,
+            hyperparameters=LambSettings,
         )
         super().__init__(params, defaults, recipe, options)
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
-from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Contribution, Keep, Members
-from thinwire.optim.form import PayloadRule
-from thinwire.optim.formulas import decay
+from thinwire.optim.adam import decay
+from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Form, Keep, Members
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_group
 
@@ -27,21 +27,10 @@ class Lion(Algorithm):
 
     state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK}
     freezes = False
-    payload_rule = PayloadRule("plain", "exp_avg", None)
+    form = Form("exp_avg", None, payload="plain", update=None)
 
-    def payload(self, gradient: Tensor | None, own: Contribution, clock: Clock, out: Tensor) -> None:
-        """c_i = β₁ m + (1 - β₁) g_i."""
-        momentum, beta1 = own.state["exp_avg"], own.settings.beta1
-        if gradient is None:
-            torch.mul(momentum, beta1, out=out)
-        else:
-            torch.lerp(momentum, gradient, 1 - beta1, out=out)
-
-    def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
-        """There are no exact steps."""
-        raise AssertionError("Lion compresses from the first step on")
-
-    def absorb_compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+    @override
+    def compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         """m ← β₂ m + (1 - β₂) g, with g = (c - β₁ m) / (1 - β₁)."""
         for members in groups:
             beta1, beta2 = members.settings.beta1, members.settings.beta2
@@ -49,6 +38,7 @@ class Lion(Algorithm):
             torch._foreach_mul_(members["exp_avg"], beta2 - weight * beta1)
             torch._foreach_add_(members["exp_avg"], members.averages, alpha=weight)
 
+    @override
     def move(self, groups: Sequence[Members], clock: Clock) -> None:
         """w ← (1 - lr λ) w - lr · sign(c)."""
         for members in groups:

@@ -18,7 +18,6 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.compress.kernels import prepare
-from thinwire.optim.algorithm import Linear
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe
@@ -130,7 +129,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
         chosen = HomeOptions(**options)
         try:
             recipe.check()
-            chosen.check(name, recipe.stages, isinstance(recipe.algorithm(), Linear))
+            chosen.check(name, recipe.stages, recipe.algorithm().form.packs)
             recipe.check_group({"params": [], **defaults})
             defaults["betas"] = tuple(defaults["betas"])
             recipe.rule(defaults["betas"][1])
@@ -192,7 +191,6 @@ class CompressedOptimizer(SynchronizedOptimizer):
         return ReplicatedHome(self, self.comm, options, recipe, self._rule(recipe))
 
     def _sharded(self, recipe: Recipe, options: HomeOptions) -> AlgorithmHome:
-        algorithm = recipe.algorithm()
         agreed = {**options.compared(), **recipe.settings, **recipe.schedule}
         parameters = ShardedParameters(
             self.comm,
@@ -202,7 +200,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
             optimizer=type(self).__name__,
             settings=agreed,
         )
-        home = PackedHome if isinstance(algorithm, Linear) else FullHome
+        home = PackedHome if recipe.algorithm().form.packs else FullHome
         return home(parameters, options, recipe, self._rule(recipe))
 
     def _rule(self, recipe: Recipe) -> Callable[[], FreezeRule | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.packet import SettingsError
-from thinwire.optim.algorithm import Algorithm
+from thinwire.optim.algorithm import AdamSettings, Algorithm
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
@@ -316,6 +316,7 @@ class Recipe:
         stages: those that the algorithm has.
         check: raises ValueError for options that cannot work.
         check_group: the same for a parameter group, or the defaults of one.
+        hyperparameters: the class of a parameter group's.
     """
 
     algorithm: Callable[[], Algorithm]
@@ -325,3 +326,4 @@ class Recipe:
     stages: Sequence[int]
     check: Callable[[], None]
     check_group: Callable[[Mapping[str, Any]], None] = check_group
+    hyperparameters: type[AdamSettings] = AdamSettings

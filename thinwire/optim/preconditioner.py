@@ -1,5 +1,5 @@
-"""Adam's frozen preconditioner 1 / (√v + ε) in 8 bits an element, so that every worker can hold all of it although the
-variance is sharded; and saved state that crosses between homes: packed as plain, plain as packed."""
+"""Denominators of the frozen stage, and their inverses in 8 bits an element, so that every worker can hold all of them
+although the variance is sharded; and saved state that crosses between homes: packed as plain, plain as packed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from torch import Tensor
 from thinwire.zero.saved_state import SliceSource
 
 __all__ = [
-    "LEVELS",
     "PACKED_MOMENTUM",
     "PACKED_PRECONDITIONER",
     "PRECONDITIONER_HIGH",
     "PRECONDITIONER_LOW",
+    "SMALLEST_OF_MEAN",
     "as_packed",
     "as_plain",
+    "hold_masked",
     "quantize",
+    "raise_smallest",
+    "shaped_mask",
     "table",
 ]
+
+SMALLEST_OF_MEAN = 0.01
+"""The least frozen denominator of a parameter, as a part of their mean."""
 
 LEVELS = 256
 """Code 0 stands for 0, a coordinate that does not move; codes 1 to 255 are evenly spaced logarithms."""
@@ -42,6 +48,30 @@ def quantize(values: Tensor, low: float, high: float) -> Tensor:
     scale = (LEVELS - 2) / max(torch.tensor(high / low, dtype=torch.float64).log().item(), 1e-12)
     steps = (values / low).clamp_(min=1e-30).log_().mul_(scale).round_().clamp_(0, LEVELS - 2)
     return torch.where(values > 0, steps + 1, 0.0).to(torch.uint8)
+
+
+def raise_smallest(denominators: list[Tensor]) -> None:
+    """Raise each tensor's denominators, in place, to a hundredth of their mean; those that are infinite do not count.
+
+    A frozen variance next to nothing, of a unit that was asleep until the freeze, would otherwise turn the first
+    gradient after it into an update a million times the others', and with it the scale of its whole block.
+    """
+    for denominator in denominators:
+        finite = torch.isfinite(denominator)
+        mean = torch.where(finite, denominator, 0.0).sum() / finite.sum().clamp(min=1)
+        denominator.clamp_(min=SMALLEST_OF_MEAN * mean)
+
+
+def hold_masked(values: list[Tensor], mask: Tensor | None, value: float = float("inf")) -> None:
+    """Fill denominators, in place, where a group's `exp_avg_mask` is zero: with infinity, so that coordinates stay."""
+    if mask is not None:
+        for one in values:
+            one.masked_fill_(shaped_mask(mask, one.shape).to(one.device) == 0, value)
+
+
+def shaped_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    """`mask` in a parameter's shape: it broadcasts to it, or is flat, as DeepSpeed's is."""
+    return mask.reshape(shape) if mask.numel() == shape.numel() else mask.expand(shape)
 
 
 PACKED_MOMENTUM, PACKED_PRECONDITIONER = "momentum", "preconditioner"

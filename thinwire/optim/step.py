@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.exchange import Exchange, bring_headers
-from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.algorithm import AdamSettings
 from thinwire.zero import BucketLayout
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import settings_digest

@@ -3,7 +3,7 @@ bit an element almost from the start; then local steps, which send nothing, betw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -12,20 +12,23 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire.optim.adam import Compressed
-from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Contribution, Keep, Members, Send
-from thinwire.optim.formulas import (
+from thinwire.optim.adam import Compressed, bound_updates, decay, frozen_update, track_variances
+from thinwire.optim.algorithm import (
     AdamSettings,
-    bound_updates,
-    decay,
-    frozen_update,
-    hold_masked,
-    raise_smallest,
-    track_variances,
+    Agreement,
+    Algorithm,
+    Clock,
+    Contribution,
+    Form,
+    Keep,
+    LocalSteps,
+    Members,
+    Send,
 )
 from thinwire.optim.freeze_rule import FixedFreeze
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_count
+from thinwire.optim.preconditioner import hold_masked, raise_smallest
 
 __all__ = ["ZeroOne", "ZeroOneAdam", "ZeroOneSchedule"]
 
@@ -106,7 +109,7 @@ class _LocalProgress:
         return (1 - settings.lr * settings.weight_decay) * self.distance(group) + moved
 
 
-class ZeroOne(Algorithm):
+class ZeroOne(LocalSteps, Algorithm):
     """Adam whose variance is updated now and then, and stays from the freeze on.
 
     `denominator` is √v̂ + ε at the last update of the variance, infinite where coordinates stay. What is compressed is
@@ -117,12 +120,12 @@ class ZeroOne(Algorithm):
     rate that has changed since does not rescale.
     """
 
+    form = Form("exp_avg", "denominator", payload=None, update=None)
     state: ClassVar[Mapping[str, Keep]] = {
         "exp_avg": Keep.EVERY_RANK,
         "exp_avg_sq": Keep.OWNER,
         "denominator": Keep.EVERY_RANK,
     }
-    fills: ClassVar[Mapping[str, float]] = {"denominator": float("inf")}
     frozen_state: ClassVar[Mapping[str, str | None]] = {
         "exp_avg": "exp_avg",
         "denominator": "denominator",
@@ -130,7 +133,6 @@ class ZeroOne(Algorithm):
     }
     own_state = frozenset({"exp_avg", "mean_momentum"})
     published = ("denominator",)
-    local_steps = True
 
     def __init__(self, compressed: Compressed, schedule: ZeroOneSchedule) -> None:
         self._compressed = compressed
@@ -183,7 +185,7 @@ class ZeroOne(Algorithm):
             track_variances(members.averages, variances, settings, denominators, self._variance_updates)
 
     @override
-    def absorb_exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+    def exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         for members in groups:
             torch._foreach_lerp_(members["exp_avg"], members.averages, 1 - members.settings.beta1)
 
@@ -195,7 +197,7 @@ class ZeroOne(Algorithm):
                 raise_smallest(members["denominator"])
 
     @override
-    def absorb_compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+    def compressed(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         for members in groups:
             averages, momenta, denominators = members.averages, members["exp_avg"], members["denominator"]
             if not clock.frozen and self._compressed == "update":
@@ -210,7 +212,9 @@ class ZeroOne(Algorithm):
                 torch._foreach_lerp_(momenta, averages, 1 - members.settings.beta1)
 
     @override
-    def freeze(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
+    def freeze(
+        self, groups: Sequence[Members], clock: Clock, agree: Agreement, precondition: Callable[[], None]
+    ) -> None:
         """The variance goes, the denominators are what they were."""
         for members in groups:
             momenta, denominators = members["exp_avg"], members["denominator"]
@@ -230,7 +234,7 @@ class ZeroOne(Algorithm):
                     members.weights, members["exp_avg"], members["denominator"], members.settings, clock.steps
                 )
         if clock.frozen:
-            self.meet(groups, clock)
+            self.move_synced(groups, clock)
 
     # Local steps
 
@@ -264,11 +268,11 @@ class ZeroOne(Algorithm):
         return moved.add_(common)
 
     @override
-    def begin_meeting(self, own: Contribution, out: Tensor) -> None:
+    def sync_payload(self, own: Contribution, out: Tensor) -> None:
         out.copy_(own.state["mean_momentum"])
 
     @override
-    def meet(self, groups: Sequence[Members], clock: Clock) -> None:
+    def move_synced(self, groups: Sequence[Members], clock: Clock) -> None:
         for members in groups:
             distance = self._progress.distance(members.group)
             if self._compressed == "update":
@@ -286,14 +290,6 @@ class ZeroOne(Algorithm):
         return not self._progress
 
     # What else a home asks
-
-    @override
-    def hold_masked(self, state: Mapping[str, Tensor], mask: Tensor) -> None:
-        hold_masked([state["denominator"]], mask)
-
-    @override
-    def zero_variance(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        return torch.isinf(state["denominator"])
 
     @override
     def decision(self) -> object:

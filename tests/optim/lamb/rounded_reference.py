@@ -9,22 +9,25 @@ import thinwire
 from tests.optim.training import buckets_of
 from thinwire.compress import make_codec
 from thinwire.compress.parts import zero_held
-from thinwire.optim.adam import Adam
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.preconditioner import quantize, table
 
 
 class _RoundedLamb(Lamb):
-    def freeze(self, groups, clock, agree) -> None:
+    def freeze(self, groups, clock, agree, precondition) -> None:
         momenta = [[momentum.clone() for momentum in members["exp_avg"]] for members in groups]
-        Adam.freeze(self, groups, clock, agree)
-        for members, before in zip(groups, momenta, strict=True):
-            for momentum, exact, denominator in zip(members["exp_avg"], before, members["denominator"], strict=True):
-                inverse = _in_8_bits(1 / denominator)
-                denominator.copy_(1 / inverse)
-                torch.mul(exact, inverse, out=momentum)
-        self.begin_frozen(groups, clock)
-        self.scale_momenta(groups, agree)
+
+        def precondition_in_8_bits() -> None:
+            precondition()
+            for members, before in zip(groups, momenta, strict=True):
+                for momentum, exact, denominator in zip(
+                    members["exp_avg"], before, members["denominator"], strict=True
+                ):
+                    inverse = _in_8_bits(1 / denominator)
+                    denominator.copy_(1 / inverse)
+                    torch.mul(exact, inverse, out=momentum)
+
+        super().freeze(groups, clock, agree, precondition_in_8_bits)
 
 
 def _in_8_bits(inverse: torch.Tensor) -> torch.Tensor:

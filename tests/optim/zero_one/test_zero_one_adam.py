@@ -13,7 +13,8 @@ from tests.optim.training import loss_of, make_model, train, weights
 from tests.optim.zero_one.reference import ReferenceZeroOneAdam
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import threads
-from thinwire.optim.formulas import AdamSettings, bound_updates
+from thinwire.optim.adam import bound_updates
+from thinwire.optim.algorithm import AdamSettings
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 2.0, "betas": (0.8, 0.99), "eps": 1e-6}])

@@ -16,6 +16,8 @@ from thinwire.compress.kernels.bucket_calls import (
     DecodeAndMove,
     DigestGradients,
     EncodePayload,
+    PayloadForm,
+    UpdateForm,
 )
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
 from thinwire.compress.kernels.headers import WriteHeaders, header_words
@@ -23,10 +25,12 @@ from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePack
 
 __all__ = [
     "average_and_encode",
+    "contribute",
     "decode_and_move",
     "digest_gradients",
     "encode_packed_payload",
     "encode_payload",
+    "move",
     "move_packed",
 ]
 
@@ -38,7 +42,7 @@ def encode_payload(call: EncodePayload) -> None:
     for (first, numel), gradient, beta1, divisor in runs:
         place = slice(first, first + numel)
         denominator = None if call.denominators is None else call.denominators[place]
-        payload[place] = _contribution(call.form, call.momentum[place], gradient, denominator, beta1, divisor)
+        contribute(call.form, call.momentum[place], gradient, denominator, beta1, divisor, payload[place])
     part = call.part
     for row, place in enumerate(part.places(call.packets.size(0))):
         call.lost[place] = payload[place]
@@ -49,26 +53,30 @@ def encode_payload(call: EncodePayload) -> None:
     _write_header(call)
 
 
-def _contribution(
-    form: str,
+def contribute(
+    form: PayloadForm,
     momentum: Tensor,
     gradient: Tensor | None,
-    denominator: Tensor | None,
+    denominators: Tensor | None,
     beta1: float,
     divisor: float,
-) -> Tensor:
+    output: Tensor,
+) -> None:
+    """Write u of one run into `output`, fp32 [numel]."""
     if gradient is None:
-        return momentum * beta1
-    new = gradient.reshape(-1).float() / torch.tensor(divisor, dtype=torch.float32, device=gradient.device)
+        torch.mul(momentum, beta1, out=output)
+        return
+    output.copy_(gradient.reshape(-1))
+    if divisor != 1.0:
+        output.div_(torch.tensor(divisor, dtype=torch.float32, device=output.device))
     if form == "divided":
-        assert denominator is not None
-        new = new / denominator
-    u = torch.lerp(momentum, new, 1 - beta1)
+        assert denominators is not None
+        output.div_(denominators)
+    torch.lerp(momentum, output, 1 - beta1, out=output)
     if form == "masked":
-        assert denominator is not None
+        assert denominators is not None
         # A product and not a fill: an infinite gradient must become NaN, which every rank sees, and not 0.
-        u = u * torch.isfinite(denominator)
-    return u
+        output.mul_(torch.isfinite(denominators))
 
 
 def decode_and_move(call: DecodeAndMove) -> None:
@@ -92,15 +100,23 @@ def _move(call: DecodeAndMove, number: int, place: slice, of_run: slice) -> None
     if weights is None:
         return
     moved = weights.view(-1)[of_run]
-    moved.mul_(call.decays[number])
-    if call.form == "divided":
-        assert call.denominators is not None
-        # Not addcdiv_, which divides first on a GPU.
-        moved.add_((call.output[place] * -call.rates[number]) / call.denominators[place])
-    else:
-        moved.add_(call.output[place], alpha=-call.rates[number])
+    denominators = None if call.denominators is None else call.denominators[place]
+    move(call.form, moved, call.output[place], denominators, call.rates[number], call.decays[number])
     if replica is not None:
         replica.view(-1)[of_run].copy_(moved)
+
+
+def move(
+    form: UpdateForm, weights: Tensor, updates: Tensor, denominators: Tensor | None, rate: float, decay: float
+) -> None:
+    """Move the weights of one run by u, all of them fp32 [numel]."""
+    weights.mul_(decay)
+    if form == "divided":
+        assert denominators is not None
+        # Not addcdiv_, which divides first on a GPU.
+        weights.add_((updates * -rate) / denominators)
+    else:
+        weights.add_(updates, alpha=-rate)
 
 
 def average_and_encode(call: AverageAndEncode) -> None:

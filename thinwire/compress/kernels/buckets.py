@@ -1,7 +1,7 @@
 """Fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie apart.
 
-Plain functions and not torch operators: for a hundred tensors the dispatcher costs more than the check of them. A
-backend serves a codec on a device or does not (`serves`): the callers then go tensor by tensor.
+Plain functions and not torch operators: for a hundred tensors the dispatcher costs more than the check of them. On a
+device without compiled kernels the specification in plain torch runs in their place.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.bucket_calls import (
     AverageAndEncode,
     DecodeAndMove,
@@ -43,15 +44,16 @@ __all__ = [
     "encode_packed_payload",
     "encode_payload",
     "move_packed",
+    "move_weights",
     "renew_factors",
     "serves",
     "serves_digests",
+    "write_payload",
 ]
 
 
 def serves(device: torch.device, codec: str) -> bool:
-    """Whether there are kernels over whole buckets for this codec on this device; what lacks them, or a compiler,
-    goes another way."""
+    """Whether there are compiled kernels over whole buckets for this codec on this device."""
     return codec in CODE_BITS and _backend(device.type) is not None
 
 
@@ -89,7 +91,7 @@ def encode_payload(
     call = EncodePayload(
         codec, form, segments, gradients, beta1, divisors, momentum, denominators, residual, lost, packets, part
     )
-    _run(call, packets.device, codec)
+    _run(call, packets.device)
 
 
 def decode_and_move(
@@ -122,9 +124,53 @@ def decode_and_move(
     call = DecodeAndMove(
         codec, form, segments, packets, output, denominators, holds, weights, replicas, rates, decays, part
     )
-    _run(call, packets.device, codec)
+    _run(call, packets.device)
     written = [one for one in (*weights, *replicas) if one is not None]
     torch.autograd.graph.increment_version(written)
+
+
+def write_payload(
+    form: PayloadForm,
+    segments: Segments,
+    gradients: Sequence[Tensor | None],
+    beta1: Sequence[float],
+    divisors: Sequence[float],
+    *,
+    momentum: Tensor,
+    denominators: Tensor | None,
+    output: Tensor,
+) -> None:
+    """Write u of `encode_payload` into `output`, fp32 [padded_numel], where no packets are made of it at once: in plain
+    torch, on every device. The padding is left as it is."""
+    runs = zip(segments.places, gradients, beta1, divisors, strict=True)
+    for (first, numel), gradient, beta, divisor in runs:
+        place = slice(first, first + numel)
+        denominator = None if denominators is None else denominators[place]
+        bucket_reference.contribute(form, momentum[place], gradient, denominator, beta, divisor, output[place])
+
+
+def move_weights(
+    form: UpdateForm,
+    segments: Segments,
+    *,
+    updates: Tensor,
+    denominators: Tensor | None,
+    weights: Sequence[Tensor | None],
+    replicas: Sequence[Tensor | None],
+    rates: Sequence[float],
+    decays: Sequence[float],
+) -> None:
+    """Move weights, and replicas, by u in `updates`, fp32 [padded_numel], as `decode_and_move` does: in plain torch, on
+    every device, for what no packets have brought."""
+    runs = zip(segments.places, weights, replicas, rates, decays, strict=True)
+    for (first, numel), weight, replica, rate, decay in runs:
+        place = slice(first, first + numel)
+        denominator = None if denominators is None else denominators[place]
+        if weight is None:
+            continue
+        bucket_reference.move(form, weight.view(-1), updates[place], denominator, rate, decay)
+        if replica is not None:
+            replica.copy_(weight)
 
 
 def average_and_encode(
@@ -144,7 +190,7 @@ def average_and_encode(
     overwritten except for the header. numel: valid elements of the shard. Raises TypeError or ValueError for arguments
     that do not fit together.
     """
-    _run(AverageAndEncode(codec, received, residual, lost, packets, numel, block_size), packets.device, codec)
+    _run(AverageAndEncode(codec, received, residual, lost, packets, numel, block_size), packets.device)
 
 
 def encode_packed_payload(
@@ -173,7 +219,7 @@ def encode_packed_payload(
     headers where the part has none. Raises TypeError or ValueError for arguments that do not fit together.
     """
     call = EncodePackedPayload(state, segments, gradients, beta1, divisors, tables, residual, lost, packets, part)
-    _run(call, packets.device, "sign1")
+    _run(call, packets.device)
 
 
 def move_packed(
@@ -193,7 +239,7 @@ def move_packed(
     e. weights: fp32, bf16 or fp16 [n], elements `first` to `first` + n of the bucket. moves: whether a run's weights
     move. Their version is counted up. Raises TypeError or ValueError for arguments that do not fit together.
     """
-    _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device, "sign1")
+    _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device)
     torch.autograd.graph.increment_version(weights)
 
 
@@ -230,11 +276,9 @@ def digest_gradients(segments: Segments, gradients: Sequence[Tensor | None], dev
     return digests
 
 
-def _run(call: Any, device: torch.device, codec: str) -> None:
+def _run(call: Any, device: torch.device) -> None:
     call.check()
-    if not serves(device, codec):
-        raise RuntimeError(f"there are no kernels over whole buckets for {codec} on {device}: ask serves() first")
-    getattr(_backend(device.type), call.kernel)(call)
+    getattr(_backend(device.type) or bucket_reference, call.kernel)(call)
 
 
 _DEVICES = loaders("bucket_backend")

@@ -221,7 +221,7 @@ class StepCapture:
             bool(layout.groups)
             and not layout.trainable_unplaced
             and not self._synchronizer.watcher.in_step
-            and all(group.clock.frozen and group.moves_at_once for group in layout.groups)
+            and all(group.clock.frozen and group.moves_in_place for group in layout.groups)
         )
 
     def forget(self) -> None:
@@ -330,7 +330,7 @@ class StepCapture:
 def check_can_be_captured(optimizer: str, algorithm: Algorithm, by_node: bool, clips: bool) -> None:
     """Raise TypeError for an optimizer whose steps no graph can hold."""
     why = ""
-    if algorithm.payload_rule is None or algorithm.move_rule is None:
+    if algorithm.form.payload is None or algorithm.form.update is None:
         why = "it does not send and move whole buckets by one kernel each: use OneBitAdam"
     elif by_node:
         why = 'the host takes part in adding up the ranks of a node: build it with nodes="flat"'

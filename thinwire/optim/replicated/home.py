@@ -17,7 +17,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, agree_on_nodes, raise_together
 from thinwire.compress.codecs import make_codec
 from thinwire.optim import checkpoint
-from thinwire.optim.algorithm import Algorithm
+from thinwire.optim.algorithm import Algorithm, LocalSteps
 from thinwire.optim.checkpoint import LEFT_OUT_STEPS, ranks_to_resume, read_left_out_steps
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
@@ -58,9 +58,7 @@ class ReplicatedHome(AlgorithmHome):
         self._recipe = recipe
         self._settings = {**recipe.settings, "codec": options.codec, "block_size": options.block_size}
         self._optimizer_name = type(optimizer).__name__
-        self._table = ParameterTable(
-            optimizer, recipe.algorithm().settings_class, options.named_parameters, options.param_dtype
-        )
+        self._table = ParameterTable(optimizer, recipe.hyperparameters, options.named_parameters, options.param_dtype)
         self._nodes = agree_on_nodes(comm, None if isinstance(options.nodes, str) else options.nodes)
         by_node = self._nodes.hierarchical and options.nodes != "flat"
         self._links = NodeLinks(comm, self._nodes) if by_node else None
@@ -119,7 +117,7 @@ class ReplicatedHome(AlgorithmHome):
     @property
     @override
     def in_sync(self) -> bool:
-        return all(group.algorithm.in_sync for group in self.groups)
+        return all(group.in_sync for group in self.groups)
 
     @property
     @override
@@ -335,7 +333,7 @@ class ReplicatedHome(AlgorithmHome):
                 for group in saved["freeze_groups"]
             ]
         )
-        local = self._recipe.algorithm().local_steps
+        local = isinstance(self._recipe.algorithm(), LocalSteps)
         compresses = any(local or group["frozen_at"] is not None for group in saved["freeze_groups"])
         nodes = None if self._links is None else list(self._nodes.node_of)
         ranks = ranks_to_resume(source, self.comm, nodes, saved_by, compresses)
@@ -354,7 +352,7 @@ class ReplicatedHome(AlgorithmHome):
     def load_weights(self, source: SliceSource) -> None:
         self._table.read_weights(source)
         for group in self.groups:
-            group.algorithm.end_sync()
+            group.drop_local_progress()
 
     @override
     def reset_state(self) -> None:

@@ -3,7 +3,7 @@ which codecs, a bucket is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.light_exchanges import make_exact_exchange
-from thinwire.optim.algorithm import Algorithm, Clock, Send
+from thinwire.optim.algorithm import Algorithm, Clock, Send, next_send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
@@ -43,11 +43,9 @@ class Wire:
         shards = self.ranks if self._links is None else self._links.lanes * self._links.num_nodes
         return shards * shard_numel(layout.numel, shards, layout.block_size)
 
-    def new_state(self, fills: Mapping[str, float], device: torch.device, name: str, layout: BucketLayout) -> Tensor:
-        """A state as an exchange of this bucket pads it."""
-        values = torch.zeros(self.padded_numel(layout), device=device)
-        values[: layout.numel].fill_(fills.get(name, 0.0))
-        return values
+    def new_state(self, device: torch.device, name: str, layout: BucketLayout) -> Tensor:
+        """A state, zeros, as an exchange of this bucket pads it."""
+        return torch.zeros(self.padded_numel(layout), device=device)
 
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""
@@ -110,7 +108,7 @@ class FreezeGroups:
     def sends_of_unplaced(self) -> set[Send]:
         """What the first step sends of the parameters that lie in no bucket yet."""
         algorithm = self._make_algorithm()
-        return {algorithm.next_send(_new_clock(algorithm))} if self.trainable_unplaced else set()
+        return {next_send(algorithm, _new_clock(algorithm))} if self.trainable_unplaced else set()
 
     def place(self, order: Sequence[int]) -> FreezeGroup:
         """Add a freeze group of the parameters `order`, in buckets of `bucket_bytes`."""
@@ -158,7 +156,7 @@ class FreezeGroups:
                 algorithm,
                 clock,
                 self.under_way,
-                new_state=partial(self._wire.new_state, algorithm.fills, self._parameters[0].device),
+                new_state=partial(self._wire.new_state, self._parameters[0].device),
                 shards_state=False,
             )
             for index, layout in enumerate(layouts, len(self.buckets))

@@ -41,7 +41,7 @@ class ReplicatedParameterState(ParameterState):
 
     @override
     def weights(self, number: int) -> Held:
-        check_in_sync(all(group.algorithm.in_sync for group in self._layout.groups))
+        check_in_sync(all(group.in_sync for group in self._layout.groups))
         return Held([Fragment(0, self._table.weight(number).detach().reshape(-1))], everywhere=True)
 
     @override

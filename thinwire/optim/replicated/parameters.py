@@ -11,9 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Algorithm, Members
+from thinwire.optim.algorithm import AdamSettings, Algorithm, Members
 from thinwire.optim.bucket import AlgorithmBucket
-from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.group_weights import Change, GroupWeights
 from thinwire.zero import Slot
 from thinwire.zero.master_weights import Run
@@ -211,6 +210,7 @@ class ReplicatedWeights(GroupWeights):
     def __init__(self, table: ParameterTable, buckets: Sequence[AlgorithmBucket]) -> None:
         super().__init__(table, buckets)
         self._table = table
+        self._copies: list[tuple[int, Tensor]] = []  # by number, of weights that a kernel cannot move where they lie
 
     @override
     def weight(self, bucket: AlgorithmBucket, slot: Slot) -> Tensor:
@@ -221,8 +221,9 @@ class ReplicatedWeights(GroupWeights):
         change(groups)
 
     @override
-    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]] | None:
+    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]]:
         found: list[tuple[Tensor | None, Tensor | None]] = []
+        self._copies = []
         for slot in bucket.layout.slots:
             parameter = self._table.parameters[slot.parameter]
             if not parameter.requires_grad:
@@ -230,10 +231,9 @@ class ReplicatedWeights(GroupWeights):
                 continue
             weight = self._table.weight(slot.parameter)
             replica = None if weight is parameter else parameter
-            if not (weight.is_contiguous() and parameter.is_contiguous()):
-                return None
-            if replica is not None and replica.dtype not in (torch.bfloat16, torch.float16):
-                return None
+            if not (weight.is_contiguous() and parameter.is_contiguous() and _rounds(replica)):
+                weight, replica = weight.detach().clone(memory_format=torch.contiguous_format), None
+                self._copies.append((slot.parameter, weight))
             found.append((weight, replica))
         return found
 
@@ -241,6 +241,15 @@ class ReplicatedWeights(GroupWeights):
     def moved(self, bucket: AlgorithmBucket) -> None:
         for slot in bucket.layout.slots:
             self._table.accept(slot.parameter)
+        for number, weight in self._copies:
+            self._table.weight(number).copy_(weight)
+            self._table.accept(number)
+            self._table.publish(number)
+
+    @override
+    def moves_in_place(self, bucket: AlgorithmBucket) -> bool:
+        self.to_move(bucket)
+        return not self._copies
 
     @override
     def show_common(self) -> None:
@@ -295,6 +304,11 @@ class ReplicatedWeights(GroupWeights):
                 for name in shown - set(bucket.state):
                     entry.pop(name, None)
                 entry |= {name: bucket.view(values, slot) for name, values in bucket.state.items()}
+
+
+def _rounds(replica: Tensor | None) -> bool:
+    """Whether a kernel that moves weights rounds them into this, too."""
+    return replica is None or replica.dtype in (torch.bfloat16, torch.float16)
 
 
 def weight_and_master(table: ParameterTable, index: int, own: bool) -> tuple[Tensor, Tensor | None]:

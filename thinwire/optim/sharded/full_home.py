@@ -13,10 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.optim import checkpoint
-from thinwire.optim.algorithm import Keep, Send
+from thinwire.optim.algorithm import AdamSettings, Keep, LocalSteps, Send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.checkpoint import LEFT_OUT_STEPS, read_left_out_steps
-from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import check_may_leave_out
@@ -206,12 +205,10 @@ class FullHome(AlgorithmShardedHome):
 
     def _new_state(self, bucket: FlatBucket, name: str, layout: BucketLayout) -> Tensor:
         owned = self._algorithm.state.get(name) is Keep.OWNER
-        published = name in self._algorithm.published
+        published = isinstance(self._algorithm, LocalSteps) and name in self._algorithm.published
         dtype = torch.bfloat16 if published and bucket.dtype != torch.float32 else torch.float32
         numel = layout.shard if owned else layout.padded_numel
-        values = torch.zeros(numel, dtype=dtype, device=bucket.flat.device)
-        values[: numel if owned else layout.numel].fill_(self._algorithm.fills.get(name, 0.0))
-        return values
+        return torch.zeros(numel, dtype=dtype, device=bucket.flat.device)
 
     def _state_of_buckets(self) -> StateOfBuckets:
         return GroupState(self._group, self._parameters.buckets, self._common_weights)
@@ -253,11 +250,9 @@ class FullHome(AlgorithmShardedHome):
     def load_weights(self, source: SliceSource) -> None:
         """Local progress is dropped: all ranks hold what was saved."""
         super().load_weights(source)
-        self._algorithm.end_sync()
-        for bucket, weights in zip(self._group.buckets, self._common_weights, strict=True):
+        self._group.drop_local_progress()
+        for weights in self._common_weights:
             weights.adopt()
-            if "mean_momentum" in bucket.state:
-                bucket.state["mean_momentum"].zero_()
 
     @override
     def reset_state(self) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.compress.exchange import Exchange
-from thinwire.optim.algorithm import Algorithm, Clock
+from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, LocalSteps
 from thinwire.optim.checkpoint import check_settings, ranks_to_resume
-from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions, Recipe, check_same_freeze
@@ -74,7 +73,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     @property
     @override
     def in_sync(self) -> bool:
-        return self._algorithm.in_sync
+        return not isinstance(self._algorithm, LocalSteps) or self._algorithm.in_sync
 
     # One step
 
@@ -97,7 +96,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     @property
     def _scales_apart(self) -> bool:
         """Whether GradScalers' scales may differ: local steps leave each alone with its overflows."""
-        return bool(self.scaled) and self._algorithm.local_steps and self._clock.frozen
+        return bool(self.scaled) and isinstance(self._algorithm, LocalSteps) and self._clock.frozen
 
     def _begin_step(self) -> Vote:
         if self._scales_apart:
@@ -185,7 +184,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     def _ranks_to_resume(self, source: SliceSource) -> list[int] | None:
         """The ranks whose own tensors this one goes on with; None where they cannot be had."""
         saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
-        compresses = self._clock.frozen or self._algorithm.local_steps
+        compresses = self._clock.frozen or isinstance(self._algorithm, LocalSteps)
         return ranks_to_resume(source, self.comm, None, saved_by, compresses)
 
     def _load_weights_of(self, source: SliceSource) -> None:
@@ -207,7 +206,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         self._clock = Clock(frozen_at=None if self._algorithm.freezes else 0)
 
     def _settings(self, group: int) -> AdamSettings:
-        return self._algorithm.settings_class.of_group(dict(self._parameters.groups[group]))
+        return self._recipe.hyperparameters.of_group(dict(self._parameters.groups[group]))
 
     def _settings_of(self, parameter: int) -> AdamSettings:
         return self._settings(self._parameters.order.group_of[parameter])

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress import kernels
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import EncodePart, Outcome
 from thinwire.compress.kernels import buckets
 from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags, Header
 from thinwire.compress.parts import held_coordinates
-from thinwire.optim.algorithm import Clock, Linear, MembersByGroup
+from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, MembersByGroup
 from thinwire.optim.form import digest_of, part_of, segments_of
-from thinwire.optim.formulas import AdamSettings
 from thinwire.optim.preconditioner import table
 from thinwire.optim.sharded.packing import FrozenState
 from thinwire.optim.step import StepUnderWay, may_clip
@@ -75,7 +73,7 @@ class PackedBucket:
         masters: MasterWeights,
         comm: Communicator,
         codec: Codec,
-        algorithm: Linear,
+        algorithm: Algorithm,
         clock: Clock,
         step: StepUnderWay,
         settings: Callable[[int], AdamSettings],
@@ -89,8 +87,7 @@ class PackedBucket:
         self.momentum = state.momentum
         self.codes = state.codes
         self.ranges = state.ranges
-        added = [name for name in algorithm.frozen_state if name not in ("exp_avg", "denominator")]
-        self.extra = {name: torch.zeros(self.layout.shard, device=bucket.flat.device) for name in added}
+        self.extra = state.extra
         self._masters = masters
         self._comm = comm
         self._algorithm = algorithm
@@ -101,8 +98,7 @@ class PackedBucket:
         self._table_of = {slot.parameter: one for slot, one in zip(self.layout.slots, self._tables, strict=True)}
         self._segments = segments_of(self.layout)
         self.digest = digest_of(self._segments, bucket.parameters)
-        self._at_once = buckets.serves(bucket.flat.device, "sign1")
-        self._gradients: dict[int, Tensor] = {}  # held until all are there, where one kernel serves them all
+        self._gradients: dict[int, Tensor] = {}  # held until all are there
         masked = self.codes == 0
         self._has_zero_variance = bool(masked[: self.layout.numel].any())
         # Padding is held too, as it is zero. A mask is made again when it is needed: it would take a byte an element.
@@ -132,22 +128,17 @@ class PackedBucket:
 
     @torch.no_grad()
     def take(self, slot: Slot, parameter: Tensor) -> None:
-        """Write β₁ u + (1 - β₁) g / (√v̂ + ε) into the payload."""
+        """Hold the gradient until leg 1."""
         assert parameter.grad is not None
         gradient = parameter.grad.contiguous().view(-1)
         if self._step.sketch is not None:
             self._step.sketch.add(gradient, slot.parameter)
-        if self._at_once:
-            self._gradients[slot.parameter] = gradient
-        else:
-            self._write_payload(slot, gradient)
+        self._gradients[slot.parameter] = gradient
         if self._step.frees_gradients:
             parameter.grad = None
 
     def leave_out(self, slot: Slot, expected: bool) -> None:
         """Count a parameter that has no gradient on this rank as zero; `expected`: nor on any other."""
-        if not self._at_once:
-            self._write_payload(slot, None)
         self._incomplete |= not expected
 
     @property
@@ -162,7 +153,7 @@ class PackedBucket:
     def start(self) -> None:
         """Leg 1."""
         flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
-        self.exchange.start(self._clock.steps, flags, self._step.settings, self._encoder() if self._at_once else None)
+        self.exchange.start(self._clock.steps, flags, self._step.settings, self._encoder())
         self._gradients = {}
         self._incomplete = False
 
@@ -219,7 +210,7 @@ class PackedBucket:
 
     @torch.no_grad()
     def take_over_into(self, members: MembersByGroup, group_of: Sequence[int]) -> None:
-        """Take the new u over, and add the own shard's cuts: `exp_avg` is u before, the averages u after."""
+        """Take the new u over, and add the own shard's cuts: the momentum is u before, the averages u after."""
         before = self.own_momentum()
         self.take_over()
         after = self.own_momentum()
@@ -229,31 +220,29 @@ class PackedBucket:
 
     def add_cuts(self, members: MembersByGroup, group_of: Sequence[int], momentum: Tensor, average: Tensor) -> None:
         """Add the own shard's runs, with these momenta and averages, fp32 [shard]."""
+        form = self._algorithm.form
+        assert form.denominators is not None
         # They move only after the host has waited for what is found with them.
         weights = self._masters.weights.to(average.device, non_blocking=True)
         for run in self.bucket.own_runs:
-            state = {"exp_avg": momentum[run.place], "denominator": self._denominator(run)}
+            state = {form.momentum: momentum[run.place], form.denominators: self._denominator(run)}
             state |= {name: values[run.place] for name, values in self.extra.items()}
             members.add(group_of[run.parameter], run.parameter, weights[run.place], average[run.place], state)
 
     @torch.no_grad()
     def move(self, seed: int) -> None:
         """Move master weights and replica by u; `seed` of the replica's stochastic rounding."""
-        if self._masters.separate:
-            if self._beside is not None:
-                own, codes = self._beside.packets(self.exchange.codec), self._beside.codes
-                self._apply_signs(self._masters.weights, self._masters.runs, own, codes, seed=0)
-            elif self._at_once:
-                self._move_at_once(self._masters.weights, self._comm.rank * self.layout.shard, seed=0)
-            else:
-                rank = self._comm.rank
-                own, codes = self.momentum[rank : rank + 1], self.bucket.shard_of(self.codes)
-                self._apply_signs(self._masters.weights, self._masters.runs, own, codes, seed=0)
-        if self._at_once:
-            self._move_at_once(self.bucket.flat[: self.layout.numel], 0, seed)
-        else:
-            runs = self.bucket.runs(0, self.layout.numel)
-            self._apply_signs(self.bucket.flat, runs, self.momentum, self.codes, seed)
+        layout, first = self.layout, self._comm.rank * self.layout.shard
+        if self._beside is not None:
+            low, high = self.bucket.own_range
+            own = self._beside.packets(self.exchange.codec)
+            state = buckets.PackedState(own, self._beside.codes, layout.shard, high - low, layout.block_size)
+            runs = self._masters.runs
+            segments = buckets.Segments((run.place.start, run.numel) for run in runs)
+            self._move(state, segments, [run.parameter for run in runs], self._masters.weights, 0, 0)
+        elif self._masters.separate:
+            self._move_at(first, self._masters.weights, 0)
+        self._move_at(0, self.bucket.flat[: layout.numel], seed)
 
     def own_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard]."""
@@ -294,37 +283,35 @@ class PackedBucket:
 
         return encode
 
-    def _move_at_once(self, weights: Tensor, first: int, seed: int) -> None:
+    def _move_at(self, first: int, weights: Tensor, seed: int) -> None:
         """Move `weights`, which begin at element `first` of the bucket, by this step's u."""
-        moves = [parameter.requires_grad and bool(slot.numel) for slot, parameter in self.bucket.members()]
+        numbers = [slot.parameter for slot in self.layout.slots]
+        self._move(self._packed_state(), self._segments, numbers, weights, first, seed)
+
+    def _move(
+        self,
+        state: buckets.PackedState,
+        segments: buckets.Segments,
+        numbers: Sequence[int],
+        weights: Tensor,
+        first: int,
+        seed: int,
+    ) -> None:
+        """`numbers`: of the parameters of `segments`."""
+        trained = {slot.parameter for slot, one in self.bucket.members() if one.requires_grad and slot.numel}
         rates = [
-            self._algorithm.rates(slot.parameter, self._settings(slot.parameter), self._clock) if moved else (0.0, 1.0)
-            for slot, moved in zip(self.layout.slots, moves, strict=True)
+            self._algorithm.rates(number, self._settings(number), self._clock) if number in trained else (0.0, 1.0)
+            for number in numbers
         ]
         buckets.move_packed(
-            self._packed_state(),
-            self._segments,
+            state,
+            segments,
             weights=weights,
             first=first,
-            moves=moves,
+            moves=[number in trained for number in numbers],
             rates=[rate for rate, _ in rates],
             decays=[decay for _, decay in rates],
             seed=seed,
-        )
-
-    def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
-        place = slice(slot.offset, slot.offset + slot.numel)
-        kernels.momentum_payload(
-            self.momentum,
-            gradient,
-            self.codes[place],
-            self._table_of[slot.parameter],
-            self.exchange.payload[place],
-            first=slot.offset,
-            shard=self.layout.shard,
-            block_size=self.layout.block_size,
-            beta1=self._settings(slot.parameter).beta1,
-            loss_scale=self._step.loss_scale / self._algorithm.scale(slot.parameter),
         )
 
     def _decayed_momentum(self) -> Tensor:
@@ -339,20 +326,3 @@ class PackedBucket:
         codes = self.bucket.shard_of(self.codes)[run.place]
         inverse: Tensor = self._table_of[run.parameter][codes.int()]
         return inverse.reciprocal_()
-
-    def _apply_signs(self, weights: Tensor, runs: Sequence[Run], packets: Tensor, codes: Tensor, seed: int) -> None:
-        """Move `weights` by what `packets` say of u, and `codes` of who stays: all of the same elements."""
-        trained = {slot.parameter for slot, parameter in self.bucket.members() if parameter.requires_grad}
-        for run in (one for one in runs if one.parameter in trained):
-            lr, decay = self._algorithm.rates(run.parameter, self._settings(run.parameter), self._clock)
-            kernels.apply_signs(
-                weights[run.place],
-                packets,
-                codes[run.place],
-                first=run.place.start,
-                shard=self.layout.shard,
-                block_size=self.layout.block_size,
-                lr=lr,
-                decay=decay,
-                seed=seed,
-            )

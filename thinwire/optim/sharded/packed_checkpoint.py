@@ -82,11 +82,11 @@ def rank_tensors(packed: Sequence[PackedBucket], names: Sequence[str]) -> dict[s
 
 
 def read_states(
-    buckets: Sequence[FlatBucket], names: Sequence[str], source: SliceSource, codec: Codec
+    buckets: Sequence[FlatBucket], names: Sequence[str], source: SliceSource, codec: Codec, extra: Sequence[str]
 ) -> list[FrozenState]:
-    """Each bucket's frozen state for this number of ranks, without residuals; KeyError where something was not
-    saved."""
-    return [_read_state(bucket, names, as_packed(source), codec) for bucket in buckets]
+    """Each bucket's frozen state for this number of ranks, without residuals and with zeros for `extra`; KeyError where
+    something was not saved."""
+    return [_read_state(bucket, names, as_packed(source), codec, extra) for bucket in buckets]
 
 
 def load(
@@ -107,7 +107,9 @@ def load(
             owner.add_(saved)
 
 
-def _read_state(bucket: FlatBucket, names: Sequence[str], source: SliceSource, codec: Codec) -> FrozenState:
+def _read_state(
+    bucket: FlatBucket, names: Sequence[str], source: SliceSource, codec: Codec, extra: Sequence[str]
+) -> FrozenState:
     layout, device = bucket.layout, bucket.flat.device
     codes = torch.zeros(layout.padded_numel, dtype=torch.uint8, device=device)
     u = torch.zeros(layout.padded_numel, device=device)
@@ -122,7 +124,8 @@ def _read_state(bucket: FlatBucket, names: Sequence[str], source: SliceSource, c
         low, high = (source.read(kind, name, 0, 1) for kind in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH))
         ranges[number] = torch.cat([low, high]).to(device)
     momentum, lost = _pack(u, layout.numel, codec, layout.world_size)
-    return FrozenState(codes, ranges, momentum, bucket.shard_of(lost).clone())
+    zeros = {name: torch.zeros(layout.shard, device=device) for name in extra}
+    return FrozenState(codes, ranges, momentum, bucket.shard_of(lost).clone(), zeros)
 
 
 def _pack(u: Tensor, numel: int, codec: Codec, ranks: int) -> tuple[Tensor, Tensor]:

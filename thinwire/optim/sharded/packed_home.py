@@ -4,25 +4,25 @@ owners, one bit an element on the wire, and momentum and preconditioner packed o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from thinwire.compress.codecs import make_codec
-from thinwire.optim.algorithm import Linear, Members, MembersByGroup
-from thinwire.optim.formulas import AdamSettings
+from thinwire.optim.algorithm import AdamSettings, Members, MembersByGroup
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.options import HomeOptions, Recipe, naming_differences
 from thinwire.optim.sharded import packed_checkpoint
 from thinwire.optim.sharded.home import AlgorithmShardedHome, ShardAgreement
 from thinwire.optim.sharded.packed_bucket import PackedBucket
-from thinwire.optim.sharded.packing import FrozenSettings, FrozenState, freeze, hold_masked, variance_norms
+from thinwire.optim.sharded.packing import FrozenState, Packing, hold_masked, variance_norms
 from thinwire.optim.sharded.parameter_state import WarmupState
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, StepResult
-from thinwire.zero.master_weights import bring_beside
+from thinwire.zero.master_weights import FlatBucket, bring_beside
 from thinwire.zero.rank_checks import compare_replicas
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, StateOfBuckets, Vote, clip_coefficient
@@ -33,8 +33,6 @@ __all__ = ["PackedHome"]
 
 class PackedHome(AlgorithmShardedHome):
     """Sharded state until the freeze, packed state from then on; see PackedBucket for what that is."""
-
-    _algorithm: Linear
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class PackedHome(AlgorithmShardedHome):
             number: self._members(number, average, absent) for number, average in zip(filled, beside, strict=True)
         }
         groups = [members for one in of_bucket.values() for members in one]
-        self._algorithm.absorb_exact(groups, self._clock, self._agreement(absent))
+        self._algorithm.exact(groups, self._clock, self._agreement(absent))
         self._parameters.move_and_publish(filled, lambda number: self._algorithm.move(of_bucket[number], self._clock))
 
     def _members(self, number: int, average: Tensor, absent: frozenset[int]) -> list[Members]:
@@ -110,11 +108,11 @@ class PackedHome(AlgorithmShardedHome):
         return members.in_order()
 
     def _frozen_step(self) -> None:
-        if self._algorithm.follows_variance:
+        if self._algorithm.form.update is None:
             members = MembersByGroup(self._settings)
             for bucket in self._packed:
                 bucket.take_over_into(members, self._group_of)
-            self._algorithm.absorb_compressed(members.in_order(), self._clock, self._agreement())
+            self._algorithm.compressed(members.in_order(), self._clock, self._agreement())
         else:
             for bucket in self._packed:
                 bucket.take_over()
@@ -144,28 +142,46 @@ class PackedHome(AlgorithmShardedHome):
         self._watcher.use(self._gradients, self._keeps_gradients)
 
     def _freeze(self) -> None:
-        states = freeze(
-            self._parameters.exchange_comm,
-            self._parameters.masters,
-            self._state,
-            FrozenSettings(self._settings_of, self._mask_of, self.steps, len(self._parameters.order.parameters)),
-            self._codec,
-            self._scale_momenta,
+        buckets, algorithm = self._parameters.buckets, self._algorithm
+        for bucket, state in zip(buckets, self._state, strict=True):
+            hold_masked(bucket, bucket.own_runs, state[self._variance], self._mask_of)
+        renamed = [self._renamed(*one) for one in zip(buckets, self._state, strict=True)]
+        packing = Packing(
+            self._parameters.exchange_comm, buckets, renamed, algorithm.form, len(self._parameters.order.parameters)
         )
+        members = MembersByGroup(self._settings)
+        for bucket, state in zip(buckets, renamed, strict=True):
+            for run in bucket.own_runs:
+                of_run = {name: values[run.place] for name, values in state.items()}
+                nothing = bucket.flat[:0]
+                members.add(self._group_of[run.parameter], run.parameter, nothing, nothing, of_run)
+        algorithm.freeze(members.in_order(), self._clock, self._agreement(), packing.precondition)
         self._clock.frozen_at = self.steps
-        self._begin_frozen_stage(states)
+        self._begin_frozen_stage(packing.publish(self._codec))
+
+    def _renamed(self, bucket: FlatBucket, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The own shard's state under the names of the frozen stage, on the parameters' device."""
+        device = bucket.flat.device
+        zeros = partial(torch.zeros, bucket.layout.shard, device=device)
+        return {
+            new: zeros() if old is None else state[old].to(device) for new, old in self._algorithm.frozen_state.items()
+        }
+
+    @property
+    def _variance(self) -> str:
+        """The state that becomes denominators."""
+        name = self._algorithm.frozen_state[self._algorithm.form.denominators or ""]
+        assert name is not None
+        return name
+
+    @property
+    def _added(self) -> list[str]:
+        """The state that the freeze adds."""
+        return [name for name, old in self._algorithm.frozen_state.items() if old is None]
 
     def _mask_of(self, number: int) -> Tensor | None:
         of_group: Tensor | None = self._parameters.group(number).get("exp_avg_mask")
         return of_group
-
-    def _scale_momenta(self, shards: Sequence[Tensor]) -> None:
-        members = MembersByGroup(self._settings)
-        for masters, u in zip(self._parameters.masters, shards, strict=True):
-            for run in masters.runs:
-                cut = u[run.place]
-                members.add(self._group_of[run.parameter], run.parameter, cut, cut, {"exp_avg": cut})
-        self._algorithm.scale_momenta(members.in_order(), self._agreement())
 
     def _begin_frozen_stage(self, states: Sequence[FrozenState]) -> None:
         options = self._options
@@ -186,11 +202,6 @@ class PackedHome(AlgorithmShardedHome):
             )
             for masters, state in zip(self._parameters.masters, states, strict=True)
         ]
-        members = MembersByGroup(self._settings)
-        for bucket in self._packed if self._algorithm.follows_variance else ():
-            momentum = bucket.own_momentum()
-            bucket.add_cuts(members, self._group_of, momentum, momentum)
-        self._algorithm.begin_frozen(members.in_order(), self._clock)
         self._state = []
         for gradients in self._gradients:
             gradients.release()
@@ -204,6 +215,7 @@ class PackedHome(AlgorithmShardedHome):
             self._parameters.exchange_comm,
             self._parameters.masters,
             self._state,
+            self._variance,
             lambda number: self._settings_of(number).beta2,
             self.steps,
             len(self._parameters.order.parameters),
@@ -247,9 +259,9 @@ class PackedHome(AlgorithmShardedHome):
         if not self.frozen:
             packed_checkpoint.load_warmup(self._parameters.masters, self._state, names, source)
             return
-        states = packed_checkpoint.read_states(self._parameters.buckets, names, source, self._codec)
+        states = packed_checkpoint.read_states(self._parameters.buckets, names, source, self._codec, self._added)
         for bucket, state in zip(self._parameters.buckets, states, strict=True):
-            hold_masked(bucket, state.codes, self._mask_of)
+            hold_masked(bucket, bucket.runs(0, bucket.layout.numel), state.codes, self._mask_of)
         self._begin_frozen_stage(states)
         ranks = self._ranks_to_resume(source)
         packed_checkpoint.load(self._packed, names, source, ranks)
@@ -263,8 +275,6 @@ class PackedHome(AlgorithmShardedHome):
     def model_state_bytes(self) -> dict[str, float]:
         size, ranks, stage = self._parameters.buckets[0].dtype.itemsize, self.comm.size, self._parameters.sharding.stage
         if self.frozen:
-            return frozen_state_formula(
-                self._numel, ranks, element_bytes=size, fresh_variance=self._algorithm.follows_variance
-            )
+            return frozen_state_formula(self._numel, ranks, element_bytes=size, fresh_variance=bool(self._added))
         held = self._parameters.gradient_bytes
         return model_state_formula(stage, self._numel, ranks, element_bytes=size, state_bytes=8, gradient_bytes=held)

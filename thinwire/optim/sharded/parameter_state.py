@@ -72,7 +72,7 @@ class GroupState(StateOfBuckets):
 
     @override
     def check_weights(self) -> None:
-        check_in_sync(self._group.algorithm.in_sync)
+        check_in_sync(self._group.in_sync)
 
     @override
     def weights_rewritten(self, bucket: int) -> None:

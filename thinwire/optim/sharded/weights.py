@@ -14,7 +14,7 @@ from thinwire.compress.codecs import CodecName, make_codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.kernels.rounding import store_rounded
 from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
-from thinwire.optim.algorithm import Algorithm, Clock, Keep, Members, MembersByGroup
+from thinwire.optim.algorithm import Clock, LocalSteps, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements
 from thinwire.optim.step import Parameters
@@ -124,14 +124,14 @@ class FullWeights(GroupWeights):
 
     @override
     def absorb_owned(
-        self, algorithm: Algorithm, clock: Clock, groups: Sequence[Members], absent: Collection[int]
+        self, algorithm: LocalSteps, clock: Clock, groups: Sequence[Members], absent: Collection[int]
     ) -> None:
         owned = MembersByGroup(self._parameters.settings)
         published: dict[int, dict[str, Tensor]] = {}
         for bucket in self._buckets:
             masters = self.of_bucket[bucket.index].masters
             average = bucket.exchange.payload[masters.held]
-            state = {name: bucket.state[name] for name, keep in algorithm.state.items() if keep is Keep.OWNER}
+            state = {name: bucket.state[name] for name in bucket.owned}
             published[bucket.index] = {
                 name: bucket.state[name][masters.held].to(torch.float32, copy=True) for name in algorithm.published
             }
@@ -148,7 +148,7 @@ class FullWeights(GroupWeights):
                 comm.all_gather(bucket.state[name], values.to(bucket.state[name].dtype))
 
     @override
-    def settle(self, algorithm: Algorithm, clock: Clock, groups: Sequence[Members], absent: Collection[int]) -> None:
+    def settle(self, algorithm: LocalSteps, clock: Clock, groups: Sequence[Members], absent: Collection[int]) -> None:
         """Of published state, in fp32 and the parameters' shapes."""
         for bucket in self._buckets:
             for slot in slots_with_elements(bucket, absent):
@@ -182,6 +182,18 @@ class FullWeights(GroupWeights):
                 change(members.in_order())
 
             self.of_bucket[bucket.index].move(move, moving, (steps << 20) + bucket.index)
+
+    @override
+    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]]:
+        raise NotImplementedError("whole sharded state has no form that moves weights: give `compressed` and `move`")
+
+    @override
+    def moved(self, bucket: AlgorithmBucket) -> None:
+        raise NotImplementedError
+
+    @override
+    def moves_in_place(self, bucket: AlgorithmBucket) -> bool:
+        return False
 
     @override
     def show_common(self) -> None:
