@@ -32,7 +32,7 @@ from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.engine.checkpoint.store import one_tag
 from thinwire.engine.job import Job
 from thinwire.engine.optimizers import steps_alone
-from thinwire.engine.saved_job import KeptWeights, ModelNames, fault_of_saved_job
+from thinwire.engine.saved_job import KeptWeights, ModelNames, SavedJob, fault_of_saved_job
 from thinwire.engine.schedules import load_schedule_state, schedule_state
 from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.fsdp import fill, local_run, whole
@@ -224,18 +224,18 @@ class JobCheckpoints:
         left_out: Collection[str],
     ) -> Snapshot:
         job = self._job
-        shared = {
-            "progress": progress,
-            "optimizer": job.optimizer.counters(),
-            "schedule": self._schedule(),
-            "loss_scale": None if job.loss_scale is None else job.loss_scale.state(),
-            "data": data_position,
-            "client_state": client_state.plain,
-            "client_values": [one.model_dump() for one in client_state.special],
-            "tied": {alias: name for alias, name in self._names.tied.items() if name not in left_out},
-            "frozen": self._frozen(),
-            "left_out": list(left_out),
-        }
+        shared = SavedJob.plain(
+            progress=progress,
+            optimizer=job.optimizer.counters(),
+            schedule=self._schedule(),
+            loss_scale=None if job.loss_scale is None else job.loss_scale.state(),
+            data=data_position,
+            client_state=client_state.plain,
+            client_values=client_state.special,
+            tied={alias: name for alias, name in self._names.tied.items() if name not in left_out},
+            frozen=self._frozen(),
+            left_out=list(left_out),
+        )
         own = client_state.tensors if job.comm.rank == 0 else {}
         return Snapshot(
             slices=[*job.optimizer.saved_slices(), *(one for one in self._other_slices() if one.name not in left_out)],

@@ -18,7 +18,7 @@ from thinwire.engine.model import Precision
 from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.saved_state import OwnSlices
 
-__all__ = ["KeptWeights", "ModelNames", "fault_of_saved_job"]
+__all__ = ["KeptWeights", "ModelNames", "SavedJob", "fault_of_saved_job"]
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 class _Part(BaseModel):
     """Values as they are, of no other type; what is not named here is let be."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
 class _Progress(_Part):
@@ -99,20 +99,31 @@ class _Counters(_Part):
     resynchronized_at: Count = 0
 
 
-_PARTS: dict[str, TypeAdapter[Any]] = {
-    "progress": TypeAdapter(_Progress),
-    "optimizer": TypeAdapter(_Counters),
-    "schedule": TypeAdapter(_Schedule | None),
-    "loss_scale": TypeAdapter(_LossScale | None),
-    "data": TypeAdapter(_Data | None),
-    "client_state": TypeAdapter(dict[str, Any]),
-    "client_values": TypeAdapter(list[SpecialValue]),
-    "frozen": TypeAdapter(list[str]),
-    "left_out": TypeAdapter(list[str]),
-}
+class SavedJob(_Part):
+    """Values of a whole job, the same on every rank, as an engine writes them into a manifest and reads them."""
 
-# Without which a checkpoint is of an earlier version, and has nothing to say there.
-_MAY_LACK: dict[str, Any] = {"client_values": [], "frozen": [], "left_out": []}
+    progress: _Progress
+    optimizer: _Counters
+    schedule: _Schedule | None
+    loss_scale: _LossScale | None
+    data: _Data | None
+    client_state: dict[str, Any]
+    # Checkpoints of earlier versions have none.
+    client_values: list[SpecialValue] = []
+    tied: dict[str, str] = {}
+    frozen: list[str] = []
+    left_out: list[str] = []
+
+    @classmethod
+    def plain(cls, **values: Any) -> dict[str, Any]:
+        """These values, checked as a reader will check them, for a snapshot's `shared`.
+
+        Raises ValueError for what could not be read back.
+        """
+        return cls.model_validate(values).model_dump(exclude_unset=True)
+
+
+_LOSS_SCALE = TypeAdapter(_LossScale | None)
 
 
 def fault_of_saved_job(
@@ -123,12 +134,13 @@ def fault_of_saved_job(
     `counters`: of this job's optimizer. `schedule`: its schedule as a checkpoint holds it.
     """
     for name in used:
-        if name not in manifest.shared and name not in _MAY_LACK:
+        if name not in manifest.shared and SavedJob.model_fields[name].is_required():
             return f"shared.{name} is missing"
-        try:
-            _PARTS[name].validate_python(manifest.shared.get(name, _MAY_LACK.get(name)))
-        except ValidationError as error:
-            return first_fault(error, f"shared.{name}")
+    try:
+        SavedJob.model_validate(manifest.shared)
+    except ValidationError as error:
+        if fault := first_fault(error, "shared", used):
+            return fault
     shared = manifest.shared
     if "optimizer" in used and (fault := _fault_of_counters(counters, shared["optimizer"])):
         return f"shared.optimizer{fault}"
@@ -140,7 +152,7 @@ def fault_of_saved_job(
         if "random" in file.values and (fault := check_random_values(file.values["random"])):
             return f"values.random of {file.name}: {fault}"
         try:
-            _PARTS["loss_scale"].validate_python(file.values.get("loss_scale"))
+            _LOSS_SCALE.validate_python(file.values.get("loss_scale"))
         except ValidationError as error:
             return first_fault(error, f"values.loss_scale of {file.name}")
     return None

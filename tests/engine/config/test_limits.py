@@ -120,6 +120,7 @@ def test_a_long_value_is_not_echoed(tmp_path: Path, length: int) -> None:
         {"scheduler": {"type": text}},
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": text}}},
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.5] * length + ["x"]}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": ["x"] * length}}},
         {"sparse_attention": {"mode": text}},
         {"sparse_attention": {text: 1}},
         {"sparse_attention": {"block": text}},

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from thinwire.comm import threads
 from thinwire.deepspeed.files.fields import (
     Entry,
@@ -25,8 +27,10 @@ from thinwire.deepspeed.files.sharded_state import read_sharded, read_universal,
 from thinwire.deepspeed.files.unsharded_state import read_unsharded
 from thinwire.engine.checkpoint.errors import CheckpointError, UsageError, printable
 from thinwire.engine.checkpoint.job_values import ClientState, pack_client_state
+from thinwire.engine.checkpoint.manifest import first_fault
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.writing import Snapshot
+from thinwire.engine.saved_job import SavedJob
 
 __all__ = ["Imported", "import_checkpoint", "import_deepspeed"]
 
@@ -76,7 +80,10 @@ def import_checkpoint(
     with tempfile.TemporaryDirectory(prefix=".import.", dir=output) as work:
         files = find_files(source)
         model, state = _read(files, Path(work), read, weights_only)
-        imported, snapshot = _snapshot(model, state, optimizer, scheduler, weights_only)
+        try:
+            imported, snapshot = _snapshot(model, state, optimizer, scheduler, weights_only)
+        except ValidationError as error:
+            raise CheckpointError(f"{source} holds values that no job goes on from: {first_fault(error)}") from None
         imported.path = output / source.name
         store = CheckpointStore(output, threads.single(_ALONE_SECONDS))
         try:
@@ -148,17 +155,17 @@ def _snapshot(
         imported.notes.append("the schedule's state is left out: DeepSpeed's configuration names none. Use --scheduler")
     client = _client_state(model, imported.notes)
     held = {name for group in model.groups or () for name in group}
-    shared = {
-        "progress": {name: int(number_of(first.get(name, 0), first.where(name))) for name in _COUNTERS},
-        "optimizer": counters,
-        "schedule": schedule,
-        "loss_scale": loss_scale_of(state.loss_scale),
-        "data": None,
-        "client_state": client.plain,
-        "client_values": [one.model_dump() for one in client.special],
-        "tied": {alias: name for alias, name in model.tied.items() if name in description.parameters},
-        "frozen": [name for name in description.parameters if name not in held] if held else [],
-    }
+    shared = SavedJob.plain(
+        progress={name: int(number_of(first.get(name, 0), first.where(name))) for name in _COUNTERS},
+        optimizer=counters,
+        schedule=schedule,
+        loss_scale=loss_scale_of(state.loss_scale),
+        data=None,
+        client_state=client.plain,
+        client_values=client.special,
+        tied={alias: name for alias, name in model.tied.items() if name in description.parameters},
+        frozen=[name for name in description.parameters if name not in held] if held else [],
+    )
     return imported, Snapshot(
         slices, description, rank_tensors=client.tensors, shared=shared, buffers=dict(model.buffers)
     )

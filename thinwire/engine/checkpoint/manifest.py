@@ -1,5 +1,8 @@
-"""What a checkpoint says of itself: which file holds which run of which parameter, and every file's checksum. It
-carries its own checksum, and its bytes are the only ones that spell its content, so no flipped bit goes unseen."""
+"""A checkpoint's manifest: which file holds which run of which parameter, and every file's checksum.
+
+The same models write it, read it and check it. It carries its own checksum, and its bytes are the only ones that spell
+its content, so no flipped bit goes unseen.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as saved
+from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.files import NotAFileError, read_file
@@ -30,7 +36,9 @@ __all__ = [
     "first_fault",
     "manifest_bytes",
     "rank_file",
+    "rank_file_bytes",
     "read_manifest",
+    "read_rank_file",
     "values_of_kind",
 ]
 
@@ -50,10 +58,15 @@ def _known_dtype(name: str) -> str:
     return name
 
 
-# Fields of what is read from a file; nothing is converted.
+# Nothing is converted.
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Text = Annotated[str, Strict()]
 Dtype = Annotated[str, Strict(), AfterValidator(_known_dtype)]
+
+
+class _Parameter(TypedDict):
+    shape: list[Count]
+    dtype: Dtype
 
 
 def _in_words(parameter: tuple[tuple[int, ...], torch.dtype]) -> str:
@@ -72,18 +85,23 @@ class ModelDescription:
         """The description of `model.named_parameters()`."""
         return cls({name: (tuple(parameter.shape), parameter.dtype) for name, parameter in named_parameters})
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ModelDescription:
-        """The inverse of `to_json`."""
-        return cls(
-            {name: (tuple(map(int, one["shape"])), dtype_from_name(one["dtype"])) for name, one in value.items()}
-        )
-
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {
             name: {"shape": list(shape), "dtype": dtype_name(dtype)} for name, (shape, dtype) in self.parameters.items()
         }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def to_saved(value: object) -> object:
+            return value.to_json() if isinstance(value, cls) else value
+
+        def of_saved(saved: dict[str, _Parameter]) -> ModelDescription:
+            return cls({name: (tuple(one["shape"]), dtype_from_name(one["dtype"])) for name, one in saved.items()})
+
+        saved = core_schema.no_info_after_validator_function(of_saved, handler.generate_schema(dict[Text, _Parameter]))
+        as_json = core_schema.plain_serializer_function_ser_schema(cls.to_json)
+        return core_schema.no_info_before_validator_function(to_saved, saved, serialization=as_json)
 
     def numel(self, name: str) -> int:
         """Elements of one parameter."""
@@ -113,7 +131,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True)
+@saved(frozen=True)
 class SliceEntry:
     """Where elements `start` to `start + numel` of a parameter in one of its roles are: under `key` in `file`."""
 
@@ -126,7 +144,7 @@ class SliceEntry:
     key: Text
 
 
-@dataclass(frozen=True)
+@saved(frozen=True)
 class RankFile:
     """One rank's file: `size` in bytes, `sha256`, what is in it, and the JSON values that belong to the rank.
 
@@ -141,17 +159,8 @@ class RankFile:
     buffers: dict[Text, Text]
     values: dict[Any, Any]
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> RankFile:
-        """The inverse of `to_json`."""
-        return cls(**{**value, "slices": [SliceEntry(**entry) for entry in value["slices"]]})
-
-
-@dataclass(frozen=True)
+@saved(frozen=True)
 class Run:
     """The job that saved a checkpoint, under a `name` drawn at random.
 
@@ -172,16 +181,16 @@ class Run:
         return Run(self.name, {**self.ancestors, **inherited})
 
 
-@dataclass(frozen=True)
+@saved(frozen=True)
 class Manifest:
     """A checkpoint's content. `serial` grows by one with every save of a folder; `files` has one entry a rank."""
 
-    tag: str
-    serial: int
+    tag: Text
+    serial: Annotated[Count, Field(ge=1)]
     run: Run
     model: ModelDescription
-    files: list[RankFile]
-    shared: dict[str, Any]
+    files: Annotated[list[RankFile], Field(min_length=1)]
+    shared: dict[Any, Any]
 
     @property
     def world_size(self) -> int:
@@ -195,30 +204,23 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The file's content."""
-        body = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "tag": self.tag,
-            "serial": self.serial,
-            "run": asdict(self.run),
-            "world_size": self.world_size,
-            "shared": self.shared,
-            "model": self.model.to_json(),
-            "files": [file.to_json() for file in self.files],
-        }
-        return _sealed(json.loads(json.dumps(body)))
+        head = {"format": _FORMAT, "version": _VERSION, "world_size": self.world_size}
+        return _sealed(json.loads(json.dumps(head | _MANIFEST.dump_python(self))))
 
     @classmethod
     def decode(cls, content: bytes) -> Manifest:
         """The inverse of `encode`. Raises CheckpointError for anything that `encode` did not write."""
+        body = _unsealed(content)
+        if body["version"] == _VERSION_WITHOUT_RUN:
+            body.setdefault("run", {"name": "", "ancestors": {}})
         try:
-            body = _BODY.validate_python(_unsealed(content))
+            manifest = _MANIFEST.validate_python(body)
         except ValidationError as error:
             raise CheckpointError(f"{MANIFEST} does not hold what its version has: {first_fault(error)}") from None
-        if body.world_size != len(body.files):
-            raise CheckpointError(f"{MANIFEST} is of {body.world_size} ranks and has files of {len(body.files)}")
-        model = {name: (tuple(one.shape), dtype_from_name(one.dtype)) for name, one in body.model.items()}
-        manifest = cls(body.tag, body.serial, body.run, ModelDescription(model), body.files, body.shared)
+        if body.get("world_size") != manifest.world_size:
+            raise CheckpointError(
+                f"{MANIFEST} is of {body.get('world_size')!r} ranks and has files of {manifest.world_size}"
+            )
         for rank, file in enumerate(manifest.files):
             # Names from a file must not lead out of its folder.
             if {file.name, *(entry.file for entry in file.slices)} != {rank_file(rank)}:
@@ -242,26 +244,18 @@ class Manifest:
         return None
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    shape: list[Count]
-    dtype: Dtype
+_MANIFEST = TypeAdapter(Manifest)
+_RANK_FILE = TypeAdapter(RankFile)
 
 
-@dataclass(frozen=True)
-class _Body:
-    """What a manifest's file holds beside its format, version and checksum."""
-
-    tag: Text
-    serial: Annotated[Count, Field(ge=1)]
-    world_size: Count
-    shared: dict[Any, Any]
-    model: dict[Text, _Parameter]
-    files: Annotated[list[RankFile], Field(min_length=1)]
-    run: Run = field(default_factory=lambda: Run("", {}))
+def rank_file_bytes(file: RankFile) -> bytes:
+    """A rank's entry as a file of its own; `read_rank_file` reads it."""
+    return json.dumps(_RANK_FILE.dump_python(file)).encode()
 
 
-_BODY = TypeAdapter(_Body)
+def read_rank_file(content: bytes) -> RankFile:
+    """The inverse of `rank_file_bytes`."""
+    return _RANK_FILE.validate_python(json.loads(content))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -284,13 +278,14 @@ def manifest_bytes(path: Path, folder: int | None = None) -> bytes:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
 
 
-def first_fault(error: ValidationError, whole: str = "") -> str:
-    """The first thing that is wrong, and where in `whole` it is."""
-    detail = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    # Keys come from the file too, and may hold anything.
-    parts = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
-    place = ".".join(part for part in (whole, *parts) if part)
-    return f"{place[:_LONGEST_PLACE]}: {detail['msg']}"
+def first_fault(error: ValidationError, whole: str = "", parts: Collection[str] | None = None) -> str | None:
+    """The first thing that is wrong, and where in `whole` it is; among these `parts` of it, None if nothing is."""
+    for detail in error.errors(include_input=False, include_url=False, include_context=False):
+        if parts is None or (detail["loc"] and detail["loc"][0] in parts):
+            # Keys come from the file too, and may hold anything.
+            names = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
+            return f"{'.'.join(part for part in (whole, *names) if part)[:_LONGEST_PLACE]}: {detail['msg']}"
+    return None
 
 
 def _fault(entries: list[SliceEntry], whole: int) -> str | None:

@@ -24,6 +24,8 @@ from thinwire.engine.checkpoint.manifest import (
     RankFile,
     SliceEntry,
     rank_file,
+    rank_file_bytes,
+    read_rank_file,
     values_of_kind,
 )
 from thinwire.engine.checkpoint.tensor_file import CODES, TensorToWrite, dtype_name, write_tensors
@@ -180,7 +182,7 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
     tensors |= {buffer_keys[key]: TensorToWrite.of(tensor) for key, tensor in buffers.items()}
     size, sha256 = write_tensors(folder / name, tensors)
     file = RankFile(name, size, sha256, entries, rank_keys, buffer_keys, snapshot.rank_values)
-    write_whole(_receipt(folder, rank), json.dumps(file.to_json()).encode())
+    write_whole(_receipt(folder, rank), rank_file_bytes(file))
 
 
 def await_receipts(
@@ -220,7 +222,7 @@ def _await_receipt(
     pause = _POLL_SECONDS
     while True:
         try:
-            file = RankFile.from_json(json.loads(_receipt(folder, rank).read_bytes()))
+            file = read_rank_file(_receipt(folder, rank).read_bytes())
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} did not finish writing its file in time") from None

@@ -88,7 +88,9 @@ def validated(
         return model.model_validate(dict(tree))
     except ValidationError as error:
         reader = _Reader(model, tree, path, owner, unlisted)
-        problems += dict.fromkeys(reader.sentence(detail) for detail in error.errors(include_url=False))
+        # One for each field: a long list has an error for each entry.
+        first = {reader.field_of(detail): detail for detail in reversed(error.errors(include_url=False))}
+        problems += [reader.sentence(detail) for detail in reversed(first.values())]
         return None
 
 
@@ -104,7 +106,12 @@ class _Reader:
         self._owner = owner
         self._unlisted = unlisted
 
+    def field_of(self, detail: ErrorDetails) -> tuple[str, ...]:
+        """The names on the way to the field that an error is about."""
+        return tuple(self._place(detail["loc"])[0])
+
     def sentence(self, detail: ErrorDetails) -> str:
+        """One error as a sentence."""
         names, section, field = self._place(detail["loc"])
         path = dotted(self._path, *names)
         if detail["type"] == "value_error" and not names:
