@@ -15,6 +15,7 @@ from thinwire.comm import detect
 from thinwire.deepspeed.errors import NotOfferedError
 from thinwire.deepspeed.getters import LossScaleConfig, why_foreign, with_getters
 from thinwire.deepspeed.logs import logger
+from thinwire.deepspeed.parameters.sharded import PREPARED
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.checkpoint.manifest import rank_file
 from thinwire.engine.data import ResumableLoader, make_loader, resized
@@ -30,6 +31,8 @@ __all__ = ["DeepSpeedEngine", "TrainingEngine"]
 @with_getters
 class TrainingEngine(Engine):
     """The engine that `thinwire.initialize` returns, with DeepSpeed's names for it, its ranks and its configuration."""
+
+    prepared = PREPARED
 
     def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
         super().__init__(job, checkpoints, reports)

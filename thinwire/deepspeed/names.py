@@ -44,12 +44,6 @@ _ENGINES_SHARDING = Instead(
 )
 _PLAN = Instead("`thinwire plan --model MODEL` estimates memory and time of every stage")
 
-_SAFE = " ".join(
-    f"safe_{verb}_{part}_{what}"
-    for verb in ("get", "set")
-    for part in ("full", "local")
-    for what in ("fp32_param", "grad", "optimizer_state")
-)
 _LAYOUTS = (
     "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
     "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig"
@@ -182,8 +176,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".sections": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
     },
     "runtime.zero.partition_parameters": {
-        "thinwire.zero": "GatheredParameters Init ZeroParamStatus register_external_parameter "
-        "unregister_external_parameter",
+        ".parameters.gathering": "GatheredParameters",
+        ".parameters.building": "Init",
+        ".parameters.placeholders": "ZeroParamStatus",
+        ".parameters.marks": "register_external_parameter unregister_external_parameter",
         ".sections": "partitioned_param_data_shape",
     },
     "runtime.zero.stage3": {
@@ -197,12 +193,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.zero.tiling": {_NO_TILES: "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {".sections": "ZeRORuntimeException is_zero_supported_optimizer"},
     "utils": {
-        ".leaf_modules": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules "
+        ".parameters.marks": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules "
         "z3_leaf_module",
         "thinwire.engine": "RepeatingLoader",
         ".utilities": "OnDevice instrument_w_nvtx",
         ".logs": "log_dist log_dist_once logger set_log_level_from_string",
-        "thinwire.zero": f"{_SAFE} safe_update_full_grad_vectorized",
+        ".parameters.fragments": ALL,
     },
     "utils.groups": {
         ".ranks": "get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank "
@@ -211,10 +207,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.init_on_device": {".utilities": "OnDevice"},
     "utils.logging": {".logs": ALL},
     "utils.nvtx": {".utilities": "instrument_w_nvtx"},
-    "utils.tensor_fragment": {"thinwire.zero": f"{_SAFE} safe_update_full_grad_vectorized"},
+    "utils.tensor_fragment": {".parameters.fragments": ALL},
     "utils.timer": {_NO_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},
     "utils.torch": {".utilities": "required_torch_version"},
-    "utils.z3_leaf_module": {".leaf_modules": ALL},
+    "utils.z3_leaf_module": {
+        ".parameters.marks": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules "
+        "z3_leaf_module"
+    },
     "utils.zero_to_fp32": {
         ".files.fp32_weights": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "load_state_dict_from_zero_checkpoint"

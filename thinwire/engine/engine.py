@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.job_reports import JobReports, StepSummary
 from thinwire.engine.loss_scale import LossScale
 from thinwire.engine.optimizers import NoOptimizer, check_trains, steps_alone
+from thinwire.zero.fsdp import Preparation
 
 __all__ = ["Engine"]
 
@@ -43,6 +44,8 @@ class Engine:
     your own, `engine.monitor.write_events([(name, value, engine.global_samples)])`. `flops_profiler`: of the step that
     the configuration names, else None.
     """
+
+    prepared: ClassVar[Preparation] = Preparation()  # what models that it is given may have noted on them
 
     def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
         self._job = job

@@ -31,7 +31,7 @@ from thinwire.engine.model import LayerDropping, Precision, UsedParameters, chec
 from thinwire.engine.optimizers import EngineOptimizer, NoOptimizer, build_optimizer, shard_for_evaluation, steps_alone
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.sparse_attn import densify
-from thinwire.zero.built_model import gather_model, hide_shapes, show_shapes
+from thinwire.zero.fsdp import Preparation
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
 __all__ = ["BAD_INPUT", "AnyEngine", "ConfigSource", "Given", "build_engine", "load_settings"]
@@ -63,7 +63,7 @@ def build_engine(
     """
     comm = _logged(comm, settings.comms_logger)
     if settings.zero_optimization.stage < 3:
-        gather_model(given.model)
+        kind.prepared.gather(given.model)
     trained, device = on_every_rank(comm, lambda: check_model(given.model), "train this model", BAD_INPUT)
     agree_on_model(comm, trained)
     recipe = on_every_rank(comm, lambda: _asked_for(given, trained, settings), "build its optimizer", BAD_INPUT)
@@ -72,11 +72,13 @@ def build_engine(
     precision = Precision.of(settings)
     device = _prepare(trained, recipe, precision, comm, device)
     with ExitStack() as undo:
-        show_shapes(trained)
-        undo.callback(hide_shapes, trained)
+        kind.prepared.show_shapes(trained)
+        undo.callback(kind.prepared.hide_shapes, trained)
         names = ModelNames.of(trained, precision)
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
-        sharded, schedule = _build_steps(recipe, given.lr_scheduler, trained, comm, device, settings, precision)
+        sharded, schedule = _build_steps(
+            recipe, given.lr_scheduler, trained, comm, device, settings, precision, kind.prepared
+        )
         if not isinstance(sharded, NoOptimizer):
             _watch_for_unused(trained, sharded, settings, comm, undo)
         loader = None
@@ -124,11 +126,12 @@ def _build_steps(
     device: torch.device,
     settings: EngineConfig,
     precision: Precision,
+    prepared: Preparation,
 ) -> tuple[EngineOptimizer | NoOptimizer, LRScheduler | None]:
     """What moves the weights, and the schedule that steers it, if there is one."""
     if recipe is None:
-        return NoOptimizer(shard_for_evaluation(model, comm, device, settings, precision)), None
-    sharded = build_optimizer(recipe, model, comm, device, settings, precision)
+        return NoOptimizer(shard_for_evaluation(model, comm, device, settings, precision, prepared)), None
+    sharded = build_optimizer(recipe, model, comm, device, settings, precision, prepared)
     schedule = on_every_rank(
         comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", BAD_INPUT
     )

@@ -29,10 +29,8 @@ from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
 from thinwire.zero.home import NOT_STEPPED
 from thinwire.zero.optimizer import OptimizerClass
-from thinwire.zero.parameter_shard import shard_of
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice, SliceSource
-from thinwire.zero.sharded_model import describe_sharded
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = [
@@ -102,6 +100,7 @@ def build_optimizer(
     device: torch.device,
     config: EngineConfig,
     precision: Precision,
+    prepared: stage3.Preparation,
 ) -> EngineOptimizer:
     """The recipe's optimizer, sharded as `config` says; at stage 3 the model with it, in place. Collective.
 
@@ -114,7 +113,7 @@ def build_optimizer(
     if isinstance(recipe.optimizer, OptimizerEntry):
         optimizer = _build_own(recipe, recipe.optimizer, model, comm, device, config, precision)
     elif zero.stage == 3:
-        return _build_stage_3(recipe, recipe.optimizer, model, comm, device, config, precision)
+        return _build_stage_3(recipe, recipe.optimizer, model, comm, device, config, precision, prepared)
     else:
         shared = _common_options(model, config, precision, comm) | _clipping(config) | _offloading(config)
         optimizer = ShardedOptimizer(recipe.parameters, recipe.optimizer, comm=comm, **shared, **recipe.options)
@@ -130,7 +129,12 @@ def steps_alone(optimizer: object) -> TypeGuard[SynchronizedOptimizer]:
 
 
 def shard_for_evaluation(
-    model: nn.Module, comm: Communicator, device: torch.device, config: EngineConfig, precision: Precision
+    model: nn.Module,
+    comm: Communicator,
+    device: torch.device,
+    config: EngineConfig,
+    precision: Precision,
+    prepared: stage3.Preparation,
 ) -> Traffic | None:
     """At stage 3, shard a model that no optimizer trains, in place; what counts the bytes that it sends. Collective.
 
@@ -148,9 +152,9 @@ def shard_for_evaluation(
     joined = stage3.join_process_group(comm, device)
     offload = config.zero_optimization.offload_param
     traffic = stage3.shard_model(
-        model, dtype, device, PLAIN_AVERAGING, offload=offload.device == "cpu", pin=offload.pin_memory
+        model, dtype, device, PLAIN_AVERAGING, prepared, offload=offload.device == "cpu", pin=offload.pin_memory
     )
-    describe_sharded(model, joined)
+    prepared.describe(model, joined)
     return traffic
 
 
@@ -229,12 +233,13 @@ def _build_stage_3(
     device: torch.device,
     config: EngineConfig,
     precision: Precision,
+    prepared: stage3.Preparation,
 ) -> FullyShardedOptimizer:
     zero = config.zero_optimization
     offload = zero.offload_param
     groups = recipe.groups()
     held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-    broadcast_from_rank_0(comm, [parameter for parameter in held if shard_of(parameter) is None])
+    broadcast_from_rank_0(comm, [parameter for parameter in held if not prepared.is_placeholder(parameter)])
 
     averaging = _averaging(config, comm)
 
@@ -246,12 +251,12 @@ def _build_stage_3(
     dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
     joined = stage3.join_process_group(comm, device)
     traffic = stage3.shard_model(
-        model, dtype, device, averaging, offload=offload.device == "cpu", pin=offload.pin_memory
+        model, dtype, device, averaging, prepared, offload=offload.device == "cpu", pin=offload.pin_memory
     )
     sharded = dict(model.named_parameters())
     for group, names_in_group in zip(groups, names, strict=True):
         group["params"] = [sharded[name] for name in names_in_group]
-    describe_sharded(model, joined)
+    prepared.describe(model, joined)
     return FullyShardedOptimizer(
         model,
         groups,

@@ -4,8 +4,8 @@ it computes. It moves bytes over a torch process group, whatever the other stage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -14,27 +14,30 @@ from torch import Tensor, nn
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.traffic import Traffic, sent_bytes
-from thinwire.zero.built_model import stand_ins, values_of
-from thinwire.zero.external import external_parameters
-from thinwire.zero.gathered_shards import gathered
 from thinwire.zero.gradients import Averaging
 from thinwire.zero.home import Fragment, Held, ParameterState
-from thinwire.zero.leaf_modules import complete_gradients, is_leaf_module
-from thinwire.zero.parameter_shard import shard_of
-from thinwire.zero.shard_comparison import compare_shards
-from thinwire.zero.shard_marks import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "WHOLE",
+    "Preparation",
     "ShardState",
     "computing_dtype",
     "count_traffic",
     "fill",
     "free_gathered",
+    "gathered",
+    "is_sharded",
     "join_process_group",
     "local_run",
     "shard_model",
     "whole",
 ]
+
+WHOLE = "_thinwire_whole"
+"""Attribute of a sharded parameter that answers as its value for a while."""
 
 # FSDP2's collectives, which no Communicator carries: what they send is counted here
 
@@ -97,6 +100,50 @@ class _ReduceScatter(_Collective):
         return work
 
 
+class Preparation:
+    """What a user has said of a model before it is sharded; here nothing."""
+
+    def gather(self, model: Any) -> None:
+        """Make every placeholder an ordinary parameter that is whole on every rank. Collective."""
+
+    def show_shapes(self, model: nn.Module) -> None:
+        """Have placeholders show the shapes of what they stand for."""
+
+    def hide_shapes(self, model: nn.Module) -> None:
+        """Undo `show_shapes`."""
+
+    def is_placeholder(self, parameter: Tensor) -> bool:
+        """Whether its values lie on all ranks already."""
+        return False
+
+    def stand_ins(self, model: nn.Module) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """Put parameters without memory in the place of placeholders; returns, by name, what reads the values of one in
+        the dtype of its new parameter. Reading is collective."""
+        return {}
+
+    def is_unit(self, module: nn.Module) -> bool:
+        """Whether a module is gathered as one, and nothing inside of it apart."""
+        return False
+
+    def external_parameters(self, module: nn.Module) -> Iterable[Tensor]:
+        """Parameters of other modules that a module's forward uses."""
+        return ()
+
+    def describe(self, model: nn.Module, comm: Communicator) -> None:
+        """Note on a model that has been sharded what users ask of it."""
+
+
+def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Whether a rank has a part of it only."""
+    return hasattr(parameter, "device_mesh")
+
+
+def gathered(parameter: Tensor) -> Tensor | None:
+    """The whole tensor that a sharded parameter answers as for a while; None if it does not."""
+    whole: Tensor | None = parameter.__dict__.get(WHOLE)
+    return whole
+
+
 def join_process_group(comm: Communicator, device: torch.device) -> Communicator:
     """The ranks of `comm` as a torch process group that FSDP2 can use, made where there is none. Collective.
 
@@ -146,28 +193,33 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
 
 @torch.no_grad()
 def shard_model(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, averaging: Averaging, *, offload: bool, pin: bool
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    averaging: Averaging,
+    prepared: Preparation,
+    *,
+    offload: bool,
+    pin: bool,
 ) -> Traffic:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
-    Layers, the elements of repeated lists and leaf modules, are gathered one at a time; the rest of the model as one.
-    Nothing inside of a leaf module is a layer, see leaf_modules.complete_gradients. Gradients are
-    averaged over the ranks as soon as a layer's are complete, and add up in fp32; they travel in fp32 unless
-    `averaging` says otherwise. Every rank must use the same parameters in a backward. `offload` keeps the shards in CPU
-    memory, page-locked with `pin`. What zero.Init has built comes here one parameter at a time. Returns what counts the
-    bytes sent.
+    Layers, the elements of repeated lists and the units of `prepared`, are gathered one at a time; the rest of the
+    model as one. Nothing inside of a unit is a layer. Gradients are averaged over the ranks as soon as a layer's are
+    complete, and add up in fp32; they travel in fp32 unless `averaging` says otherwise. Every rank must use the same
+    parameters in a backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Placeholders get their
+    values here, one parameter at a time. Returns what counts the bytes sent.
     """
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    compare_shards()
     for parameter in model.parameters():
-        if shard_of(parameter) is None:
+        if not prepared.is_placeholder(parameter):
             whole_dtype = torch.float32 if parameter.requires_grad else parameter.dtype
             parameter.data = parameter.to(whole_dtype).contiguous()
-    layers = _layers(model)
-    placeholders = stand_ins(model)
+    layers = _layers(model, prepared)
+    readers = prepared.stand_ins(model)
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=averaging.wire_dtype or torch.float32,
@@ -179,19 +231,17 @@ def shard_model(
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
-    for module in filter(is_leaf_module, model.modules()):
-        complete_gradients(module)
-    if placeholders:
-        _bring_in(model, placeholders, torch.device("cpu") if offload else device)
+    if readers:
+        _read_in(model, readers, torch.device("cpu") if offload else device)
     return count_traffic(model, averaging.divide_first)
 
 
-def _bring_in(model: nn.Module, placeholders: Mapping[str, nn.Parameter], device: torch.device) -> None:
+def _read_in(model: nn.Module, readers: Mapping[str, Callable[[Tensor], Tensor]], device: torch.device) -> None:
     """Give sharded parameters without memory their values."""
     model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
-        if name in placeholders:
-            values = values_of(placeholders, name, parameter).view(-1)
+        if name in readers:
+            values = readers[name](parameter).view(-1)
             fill(parameter, lambda start, numel, values=values: values[start : start + numel])  # type: ignore[misc]
 
 
@@ -233,21 +283,21 @@ def whole(parameter: Tensor, device: torch.device) -> Tensor:
     return on_device.full_tensor().detach()
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def _layers(model: nn.Module, prepared: Preparation) -> list[nn.Module]:
     """The modules to gather one at a time: elements of lists, alike and not simple, that share nothing with others."""
     uses = Counter(
         id(parameter)
         for module in model.modules()
-        for parameter in (*module._parameters.values(), *external_parameters(module))
+        for parameter in (*module._parameters.values(), *prepared.external_parameters(module))
         if parameter is not None
     )
-    found = () if is_leaf_module(model) else _repeated(model)
-    return [layer for layer in dict.fromkeys(found) if _is_closed(layer, uses)]
+    found = () if prepared.is_unit(model) else _repeated(model, prepared)
+    return [layer for layer in dict.fromkeys(found) if _is_closed(layer, uses, prepared)]
 
 
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+def _repeated(module: nn.Module, prepared: Preparation) -> Iterator[nn.Module]:
     for child in module.children():
-        if is_leaf_module(child):
+        if prepared.is_unit(child):
             if _runs(child):
                 yield child
             continue
@@ -256,7 +306,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
         if alike and all(list(element.children()) and _runs(element) for element in elements):
             yield from elements
         else:
-            yield from _repeated(child)
+            yield from _repeated(child, prepared)
 
 
 def _runs(module: nn.Module) -> bool:
@@ -264,12 +314,12 @@ def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _is_closed(layer: nn.Module, uses: Counter[int]) -> bool:
+def _is_closed(layer: nn.Module, uses: Counter[int], prepared: Preparation) -> bool:
     """Whether no parameter of the layer is used outside of it, where it would not be gathered."""
     inside = Counter(
         id(parameter)
         for module in layer.modules()
-        for parameter in (*module._parameters.values(), *external_parameters(module))
+        for parameter in (*module._parameters.values(), *prepared.external_parameters(module))
         if parameter is not None
     )
     return all(uses[one] == count for one, count in inside.items()) and bool(inside)

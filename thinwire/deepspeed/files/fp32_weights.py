@@ -20,8 +20,7 @@ from thinwire.engine.checkpoint.exporting import file_size, write_state_dict
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite
-from thinwire.zero.gathered_shards import gathered
-from thinwire.zero.shard_marks import is_sharded
+from thinwire.zero.fsdp import gathered, is_sharded
 
 __all__ = [
     "LazyWeight",

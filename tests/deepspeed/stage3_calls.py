@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.engine.tiny import FEATURES, loss_of, make_engine, make_model, settings, train
-from thinwire import deepspeed, initialize, zero
+from thinwire import deepspeed, initialize
 from thinwire.comm import Communicator
+from thinwire.deepspeed import utils, zero
 from thinwire.deepspeed.files.fp32_weights import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
@@ -67,7 +68,7 @@ def a_checkpoint_is_loaded_into_gathered_parameters(comm: Communicator) -> None:
         comm.barrier()
     for name, one in engine.module.named_parameters():
         if one.requires_grad:
-            assert torch.equal(zero.safe_get_full_fp32_param(one), expected[name]), name
+            assert torch.equal(utils.safe_get_full_fp32_param(one), expected[name]), name
 
 
 def the_torch_optimizer_is_shown(comm: Communicator) -> None:
@@ -153,7 +154,7 @@ def leaf_modules_average_what_ranks_use_apart(comm: Communicator) -> None:
             one.backward(loss_of(one, comm.rank, step))
             one.step()
     for name, one in engine.module.named_parameters():
-        found = zero.safe_get_full_fp32_param(one)
+        found = utils.safe_get_full_fp32_param(one)
         if any(f"experts.{rank}." in name for rank in range(comm.size)) or "experts" not in name:
             torch.testing.assert_close(found, expected.get_parameter(name).detach(), rtol=1e-5, atol=1e-6, msg=name)
     with pytest.raises(RuntimeError, match="no input of the leaf module Routed requires a gradient"):

@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 
-from tests.engine import parameter_access as behaviours
+from tests.deepspeed import parameter_access as behaviours
 from tests.engine.tiny import loss_of, make_engine, settings, train
-from thinwire import zero
 from thinwire.comm import threads
+from thinwire.deepspeed import utils
 from thinwire.engine import NonFiniteError
 
 STAGES = (0, 1, 2)
@@ -47,7 +47,7 @@ def test_weights_that_are_on_their_way() -> None:
             engine = make_engine(comm, settings(1, zero_optimization={"stage": 1, "overlap_comm": overlap}))
             weight = engine.module.mix.weight
             train(engine, range(3))
-            found[overlap] = zero.safe_get_full_fp32_param(weight)
+            found[overlap] = utils.safe_get_full_fp32_param(weight)
         assert torch.equal(found[False], found[True])
 
     threads.run(body, 2)
@@ -57,7 +57,7 @@ def test_below_stage_3_there_are_no_local_forms() -> None:
     def body(comm):
         engine = make_engine(comm, settings(1))
         with pytest.raises(ValueError, match="the local forms are for parameters of stage 3"):
-            zero.safe_get_local_fp32_param(engine.module.mix.weight)
+            utils.safe_get_local_fp32_param(engine.module.mix.weight)
 
     threads.run(body, 1)
 
@@ -66,10 +66,10 @@ def test_update_of_several_gradients() -> None:
     def body(comm):
         engine = make_engine(comm, settings(2))
         engine.backward(loss_of(engine, comm.rank, 0))
-        before = {name: zero.safe_get_full_grad(one) for name, one in behaviours.trained(engine).items()}
-        zero.safe_update_full_grad_vectorized(behaviours.trained(engine).values(), lambda gradient, _: gradient * 3)
+        before = {name: utils.safe_get_full_grad(one) for name, one in behaviours.trained(engine).items()}
+        utils.safe_update_full_grad_vectorized(behaviours.trained(engine).values(), lambda gradient, _: gradient * 3)
         for name, one in behaviours.trained(engine).items():
-            assert torch.equal(zero.safe_get_full_grad(one), before[name] * 3)
+            assert torch.equal(utils.safe_get_full_grad(one), before[name] * 3)
 
     threads.run(body, 2)
 
@@ -81,11 +81,11 @@ def test_a_gradient_that_was_set_and_is_not_finite_skips_the_step() -> None:
         train(engine, range(1))
         weight = engine.module.mix.weight
         engine.backward(loss_of(engine, comm.rank, 1))
-        before = zero.safe_get_full_fp32_param(weight)
-        zero.safe_set_full_grad(weight, torch.full((16, 16), float("inf")))
+        before = utils.safe_get_full_fp32_param(weight)
+        utils.safe_set_full_grad(weight, torch.full((16, 16), float("inf")))
         with pytest.raises(NonFiniteError, match="every rank's loss was finite, but the averaged gradient is not"):
             engine.step()
-        assert torch.equal(zero.safe_get_full_fp32_param(weight), before)
+        assert torch.equal(utils.safe_get_full_fp32_param(weight), before)
         assert torch.tensor(train(engine, range(2, 4))).isfinite().all()
 
     onebit = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 50}}}
@@ -112,37 +112,37 @@ def test_one_bit_optimizers(name, stage) -> None:
         warms_up = name in ("OneBitAdam", "OneBitLamb")
         if name != "OneBitLion":
             engine.backward(loss_of(engine, comm.rank, 0))
-            average = zero.safe_get_full_grad(weight)
+            average = utils.safe_get_full_grad(weight)
             of_ranks = average.clone()
             comm.broadcast(of_ranks)
             assert torch.equal(of_ranks, average)
             assert average.abs().sum() > 0
-            zero.safe_set_full_grad(weight, torch.zeros(16, 16))
+            utils.safe_set_full_grad(weight, torch.zeros(16, 16))
             engine.step()
             # What was set is what was stepped.
-            assert torch.equal(zero.safe_get_full_optimizer_state(weight, "exp_avg"), torch.zeros(16, 16))
+            assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.zeros(16, 16))
         if warms_up:
             moments = behaviours.values(weight, 3)
-            zero.safe_set_full_optimizer_state(weight, moments, "exp_avg")
-            assert torch.equal(zero.safe_get_full_optimizer_state(weight, "exp_avg"), moments)
+            utils.safe_set_full_optimizer_state(weight, moments, "exp_avg")
+            assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), moments)
         train(engine, range(1, 8))
         if name == "OneBitLion":
-            assert zero.safe_get_full_optimizer_state(weight, "exp_avg").abs().sum() > 0
+            assert utils.safe_get_full_optimizer_state(weight, "exp_avg").abs().sum() > 0
         else:
             with pytest.raises(RuntimeError, match=r"frozen since step|cannot be set"):
-                zero.safe_set_full_optimizer_state(weight, torch.ones(16, 16), "exp_avg")
+                utils.safe_set_full_optimizer_state(weight, torch.ones(16, 16), "exp_avg")
         if not engine.optimizer.in_sync:
             with pytest.raises(RuntimeError, match="between two syncs"):
-                zero.safe_get_full_fp32_param(weight)
+                utils.safe_get_full_fp32_param(weight)
             engine.optimizer.synchronize_weights()
         value = behaviours.values(weight, 4)
-        zero.safe_set_full_fp32_param(weight, value)
-        assert torch.equal(zero.safe_get_full_fp32_param(weight), value)
+        utils.safe_set_full_fp32_param(weight, value)
+        assert torch.equal(utils.safe_get_full_fp32_param(weight), value)
         assert torch.equal(weight, value.to(weight.dtype))
         engine.backward(loss_of(engine, comm.rank, 20))
         if engine.optimizer.frozen:
             with pytest.raises(RuntimeError, match="ranks send momenta instead of gradients"):
-                zero.safe_get_full_grad(weight)
+                utils.safe_get_full_grad(weight)
         engine.step()
         train(engine, range(21, 24))
 
@@ -155,7 +155,7 @@ def test_a_model_that_is_pickled_knows_no_optimizer_any_more() -> None:
         weight = engine.module.mix.weight
         again = pickle.loads(pickle.dumps(weight))
         assert torch.equal(again, weight)
-        assert zero.safe_get_full_fp32_param(again) is None
+        assert utils.safe_get_full_fp32_param(again) is None
 
     threads.run(body, 1)
 
@@ -166,6 +166,6 @@ def test_parameters_outlive_their_engine() -> None:
         model = engine.module
         engine.close()
         del engine
-        assert zero.safe_get_full_grad(model.mix.weight) is None
+        assert utils.safe_get_full_grad(model.mix.weight) is None
 
     threads.run(body, 1)

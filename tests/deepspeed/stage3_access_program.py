@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import skip_init
 
-from tests.engine import parameter_access as behaviours
-from tests.engine import stage3_calls as calls
+from tests.deepspeed import parameter_access as behaviours
+from tests.deepspeed import stage3_calls as calls
 from tests.engine.tiny import FEATURES, Layer, Tiny, batch, loss_of, make_engine, make_model, settings, train
 from thinwire import comm as communication
-from thinwire import initialize, zero
+from thinwire import initialize
 from thinwire.comm import Communicator
+from thinwire.deepspeed import utils, zero
 from thinwire.zero.fsdp import local_run
 from thinwire.zero.memory import process_tensor_bytes
 
@@ -76,22 +77,22 @@ def every_rank_sets_its_shard(comm: Communicator) -> None:
     engine.backward(loss_of(engine, comm.rank, 3))
     for seed, one in enumerate(behaviours.trained(engine).values()):
         generator = torch.Generator().manual_seed(100 * seed + comm.rank)
-        before = [zero.safe_get_local_fp32_param(one), zero.safe_get_local_grad(one)]
+        before = [utils.safe_get_local_fp32_param(one), utils.safe_get_local_grad(one)]
         assert all(found.shape == one.ds_tensor.shape for found in before)
         value = torch.rand(one.ds_tensor.shape, generator=generator)
-        zero.safe_set_local_fp32_param(one, value)
-        zero.safe_set_local_grad(one, value)
+        utils.safe_set_local_fp32_param(one, value)
+        utils.safe_set_local_grad(one, value)
         for key in ("exp_avg", "exp_avg_sq"):
-            zero.safe_set_local_optimizer_state(one, value, key)
-            assert torch.equal(zero.safe_get_local_optimizer_state(one, key), value)
-        assert torch.equal(zero.safe_get_local_fp32_param(one), value)
-        assert torch.equal(zero.safe_get_local_grad(one), value)
-        whole = zero.safe_get_full_fp32_param(one)
-        assert torch.equal(zero.safe_get_full_grad(one), whole)
-        assert torch.equal(zero.safe_get_full_optimizer_state(one, "exp_avg"), whole)
+            utils.safe_set_local_optimizer_state(one, value, key)
+            assert torch.equal(utils.safe_get_local_optimizer_state(one, key), value)
+        assert torch.equal(utils.safe_get_local_fp32_param(one), value)
+        assert torch.equal(utils.safe_get_local_grad(one), value)
+        whole = utils.safe_get_full_fp32_param(one)
+        assert torch.equal(utils.safe_get_full_grad(one), whole)
+        assert torch.equal(utils.safe_get_full_optimizer_state(one, "exp_avg"), whole)
         with pytest.raises(ValueError, match="the value must be of shape"):
-            zero.safe_set_local_fp32_param(one, torch.ones(one.ds_tensor.numel() + 1))
-    assert zero.safe_get_local_fp32_param(engine.module.frozen) is None
+            utils.safe_set_local_fp32_param(one, torch.ones(one.ds_tensor.numel() + 1))
+    assert utils.safe_get_local_fp32_param(engine.module.frozen) is None
     engine.step()
     train(engine, range(4, 6))
 
@@ -146,10 +147,10 @@ def gathered_parameters_are_plain_tensors(comm: Communicator) -> None:
     assert comm.rank > 0 or all((one == 0.125).all() for name, one in found.items() if name != "calls")
     # Between backward and step, and the gradients stay.
     engine.backward(loss_of(engine, comm.rank, 0))
-    before = zero.safe_get_full_grad(weight)
+    before = utils.safe_get_full_grad(weight)
     with zero.GatheredParameters(weight, modifier_rank=0):
         pass
-    assert torch.equal(zero.safe_get_full_grad(weight), before)
+    assert torch.equal(utils.safe_get_full_grad(weight), before)
     engine.step()
     train(engine, range(1, 3))
 
@@ -162,21 +163,21 @@ def what_a_forward_has_left_gathered(comm: Communicator) -> None:
     shown = engine.module.mix.weight
     assert type(shown.data) is Tensor
     assert shown.ds_status is zero.ZeroParamStatus.AVAILABLE
-    assert torch.equal(zero.safe_get_full_fp32_param(shown), shown)
+    assert torch.equal(utils.safe_get_full_fp32_param(shown), shown)
     with zero.GatheredParameters(shown, modifier_rank=0), torch.no_grad():
         shown.fill_(comm.rank + 3.0)
-    assert torch.equal(zero.safe_get_full_fp32_param(engine.module.mix.weight), torch.full((16, 16), 3.0))
+    assert torch.equal(utils.safe_get_full_fp32_param(engine.module.mix.weight), torch.full((16, 16), 3.0))
     train(engine, range(1, 2))
 
 
 def changes_that_nobody_keeps(comm: Communicator) -> None:
     engine = make_engine(comm, settings(3))
     weight = engine.module.mix.weight
-    before = zero.safe_get_full_fp32_param(weight)
+    before = utils.safe_get_full_fp32_param(weight)
     dropped = pytest.warns(RuntimeWarning, match=r"a change of 1 parameters .* is dropped")
     with dropped, zero.GatheredParameters(weight), torch.no_grad():
         weight.zero_()
-    assert torch.equal(zero.safe_get_full_fp32_param(weight), before)
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), before)
 
     checks = {"zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
     with zero.Init(config_dict_or_path=checks):
@@ -209,7 +210,7 @@ def built_models_train_as_others_do(comm: Communicator) -> None:
         assert engines[0].module.mix.weight is engines[0].module.unmix.weight
         mine, theirs = (dict(engine.module.named_parameters()) for engine in engines)
         for name in behaviours.trained(engines[0]):
-            found, expected = (zero.safe_get_full_fp32_param(one[name]) for one in (mine, theirs))
+            found, expected = (utils.safe_get_full_fp32_param(one[name]) for one in (mine, theirs))
             assert torch.equal(found, expected)
         assert train(engines[0], range(2)) == train(engines[1], range(2))
 
@@ -326,7 +327,7 @@ def built_from_a_model(comm: Communicator) -> None:
         initialize(model=scaled, comm=comm, config=settings(3))
     assert scaled.mix.weight.numel() == 0  # as it was, so that another stage can have it
     engine = initialize(model=scaled, comm=comm, config=settings(1))[0]
-    assert zero.safe_get_full_fp32_param(scaled.scale) == 2
+    assert utils.safe_get_full_fp32_param(scaled.scale) == 2
     assert not hasattr(scaled.scale, "ds_id")
     train(engine, range(2))
 
@@ -357,7 +358,7 @@ def built_without_values(comm: Communicator) -> None:
         with zero.GatheredParameters(one, modifier_rank=0), torch.no_grad():
             one.fill_(0.1 + comm.rank)
     engine = initialize(model=model, comm=comm, config=settings(3))[0]
-    assert torch.equal(zero.safe_get_full_fp32_param(model.second.weight), torch.full((FEATURES, 7), 0.1))
+    assert torch.equal(utils.safe_get_full_fp32_param(model.second.weight), torch.full((FEATURES, 7), 0.1))
     train(engine, range(1))
 
 

@@ -1,27 +1,85 @@
-"""Whole weights for as long as somebody looks at them, and changes of theirs for all ranks, at every ZeRO stage."""
+"""Whole weights for a while, and changes of theirs for all ranks, at every ZeRO stage.
+
+A stage 3 parameter answers as the whole tensor meanwhile, although this rank has a shard of it: the object that scripts
+hold stays the same, and so does what FSDP2 finds in it.
+"""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
-from thinwire.zero.external import register_external_parameter
-from thinwire.zero.fragments import safe_set_full_fp32_param
-from thinwire.zero.fsdp import local_run, whole
-from thinwire.zero.gathered_shards import gathered, show_shard, show_whole
+from thinwire.deepspeed.parameters.fragments import safe_set_full_fp32_param
+from thinwire.deepspeed.parameters.marks import communicator_of, register_external_parameter
+from thinwire.deepspeed.parameters.placeholders import ParameterShard, ZeroParamStatus, set_status, shard_of
+from thinwire.zero.fsdp import WHOLE, gathered, is_sharded, local_run, whole
 from thinwire.zero.home import find_state
-from thinwire.zero.parameter_shard import ParameterShard, ZeroParamStatus, set_status, shard_of
-from thinwire.zero.shard_marks import communicator_of, is_sharded
 
-__all__ = ["GatheredParameters"]
+__all__ = ["GatheredParameters", "show_shard", "show_whole"]
+
+_tensor: Any = Tensor  # whose attributes are declared as their values' types, and are descriptors
+_OF_THE_SHARD = frozenset(
+    {
+        _tensor.grad.__get__,
+        _tensor.grad.__set__,
+        _tensor.grad.__delete__,
+        _tensor.requires_grad.__get__,
+        _tensor.requires_grad.__set__,
+        _tensor.requires_grad_,
+        _tensor.is_leaf.__get__,
+    }
+)
+"""What autograd and optimizers ask of the parameter itself."""
+
+
+@cache
+def _class() -> type[Tensor]:
+    # Imported here: it takes half a second that only stage 3 should cost.
+    from torch.distributed.tensor import DTensor
+
+    class GatheredShards(DTensor):
+        """A DTensor whose operations are those of the whole tensor that was gathered from it."""
+
+        __slots__ = ()  # so that a DTensor can become one
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                if func in _OF_THE_SHARD:
+                    return func(*args, **(kwargs or {}))
+                plain_args, plain_kwargs = tree_map_only(cls, gathered, (args, kwargs or {}))
+                result = func(*plain_args, **plain_kwargs)
+            # What writes to its first argument returns it.
+            return args[0] if args and isinstance(args[0], cls) and result is plain_args[0] else result
+
+        def __repr__(self) -> str:  # type: ignore[override]
+            return f"GatheredShards({gathered(self)!r})"
+
+    return GatheredShards
+
+
+def show_whole(parameter: Tensor, whole: Tensor) -> None:
+    """Have a sharded parameter answer as `whole`, which writes to it go to, until `show_shard`."""
+    setattr(parameter, WHOLE, whole)
+    parameter.__class__ = _class()
+
+
+def show_shard(parameter: Tensor) -> None:
+    """Have it be the shards again, which have not changed meanwhile."""
+    parameter.__class__ = _class().__bases__[0]
+    delattr(parameter, WHOLE)
+
 
 _DROPPED = (
     "is dropped: the shards keep what they had. Name the rank whose values count, "
@@ -40,7 +98,7 @@ class GatheredParameters:
 
     Args:
         params: a parameter or several; others are left alone.
-        modifier_rank: whose values count at the end; None for nobody's.
+        modifier_rank: whose values count at the end; None for none.
         fwd_module: a module that uses the parameters although they are another's: see register_external_parameter.
         enabled: False does nothing.
 
@@ -133,7 +191,7 @@ class _Gathering(ABC):
         return True
 
     def drops_a_change(self) -> bool:
-        """Whether there is a change that nobody keeps."""
+        """Whether there is a change that is not kept."""
         return False
 
     @abstractmethod
@@ -155,22 +213,22 @@ class _Placeholder(_Gathering):
         self._shard = shard
         self._opened = False
 
+    @override
     def open(self, writes: bool) -> None:
-        """See _Gathering."""
         self._opened = self.parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
         if self._opened:
             self._shard.gather(self.parameter)
 
+    @override
     def drops_a_change(self) -> bool:
-        """See _Gathering."""
         return self._opened and self._shard.changed(self.parameter)
 
+    @override
     def keep(self, comm: Communicator, root: int) -> None:
-        """See _Gathering."""
         self._shard.keep(self.parameter, root)
 
+    @override
     def close(self) -> None:
-        """See _Gathering."""
         if self._opened:
             self._shard.release(self.parameter)
 
@@ -184,20 +242,20 @@ class _Sharded(_Gathering):
         self._opened = False
         self._version = 0
 
+    @override
     def open(self, writes: bool) -> None:
-        """See _Gathering."""
         self._opened = gathered(self.parameter) is None
         if self._opened:
             show_whole(self.parameter, whole(self.parameter, self.parameter.device).clone())
             set_status(self.parameter, ZeroParamStatus.AVAILABLE)
         self._version = self._whole()._version
 
+    @override
     def drops_a_change(self) -> bool:
-        """See _Gathering."""
         return self._opened and self._whole()._version != self._version
 
+    @override
     def keep(self, comm: Communicator, root: int) -> None:
-        """See _Gathering."""
         values = self._whole()
         comm.broadcast(values, root)
         start, own = local_run(self.parameter)
@@ -207,8 +265,8 @@ class _Sharded(_Gathering):
         if found is not None:
             found[0].after_writing_weights(found[1], None)
 
+    @override
     def close(self) -> None:
-        """See _Gathering."""
         if self._opened:
             show_shard(self.parameter)
             set_status(self.parameter, ZeroParamStatus.NOT_AVAILABLE)
@@ -228,26 +286,27 @@ class _Whole(_Gathering):
         self.comm = None if self._found is None else self._found[0].comm
         self._before: Tensor | None = None
 
+    @override
     def open(self, writes: bool) -> None:
-        """See _Gathering."""
         if self._found is not None:
             self._found[0].weights(self._found[1])  # waits for new ones that are on their way
         self._before = self.parameter.detach().clone() if writes else None
 
+    @override
     def may_have_changed(self) -> bool:
-        """See _Gathering; what has not keeps the bits that its master weight has more."""
+        # What has not keeps the bits that its master weight has more.
         return self._before is None or not torch.equal(self._before, self.parameter.detach())
 
+    @override
     def keep(self, comm: Communicator, root: int) -> None:
-        """See _Gathering."""
         values = self.parameter.detach().clone(memory_format=torch.contiguous_format)
         comm.broadcast(values, root)
         self.parameter.copy_(values)
         if self._found is not None and self._found[0].cuts_parameters:  # what a forward has left gathered
             safe_set_full_fp32_param(self.parameter, values)
 
+    @override
     def close(self) -> None:
-        """See _Gathering."""
         self._before = None
 
 

@@ -1,5 +1,4 @@
-"""A parameter's fp32 weight, gradient and optimizer state, read and written whole, wherever its ZeRO stage keeps them.
-DeepSpeed's names."""
+"""A parameter's fp32 weight, gradient and optimizer state, read and written whole, wherever its ZeRO stage keeps them."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 @torch.no_grad()
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The gradient of the step under way, between backward() and step(): a new tensor. Collective.
+    """The gradient of the step in flight, between backward() and step(): a new tensor. Collective.
 
     After a backward that was synchronised it is the average over the ranks, in fp32; while gradients only add up, it is
     what this rank's `.grad` holds. In fp16 it is times the loss scale. None where there is none. Raises RuntimeError

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire import zero
 from thinwire.comm import threads
+from thinwire.deepspeed import zero
 
-PROGRAM = ("-m", "tests.engine.stage3_access_program")
+PROGRAM = ("-m", "tests.deepspeed.stage3_access_program")
 
 
 @pytest.mark.launch

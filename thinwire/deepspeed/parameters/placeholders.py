@@ -86,7 +86,7 @@ class ParameterShard:
         self.seen = parameter._version, parameter.data_ptr()
 
     def changed(self, parameter: nn.Parameter) -> bool:
-        """Whether somebody has written to it since, as far as its count of versions tells."""
+        """Whether it was written to since, as far as its count of versions tells."""
         return self.seen != (parameter._version, parameter.data_ptr())
 
     def keep(self, parameter: nn.Parameter, root: int) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.tiny import loss_of, make_engine, make_model, settings, train
-from thinwire import zero
 from thinwire.comm import Communicator
+from thinwire.deepspeed import utils, zero
 from thinwire.engine import Engine
 
 CLIP = 0.7
@@ -41,13 +41,13 @@ def what_was_set_is_what_is_stepped(comm: Communicator, stage: int, **changes: A
     for seed, (mine, (name, one)) in enumerate(zip(reference, parameters.items(), strict=True)):
         gradient, first, second = values(one, 100 + seed, 0.5), values(one, 200 + seed), values(one, 300 + seed)
         gradient = gradient.to(torch.bfloat16).float()  # the same in every precision
-        zero.safe_set_full_grad(one, gradient * scale)
-        assert torch.equal(zero.safe_get_full_grad(one), gradient * scale)
-        zero.safe_set_full_fp32_param(one, expected[name])
-        assert torch.equal(zero.safe_get_full_fp32_param(one), expected[name])
+        utils.safe_set_full_grad(one, gradient * scale)
+        assert torch.equal(utils.safe_get_full_grad(one), gradient * scale)
+        utils.safe_set_full_fp32_param(one, expected[name])
+        assert torch.equal(utils.safe_get_full_fp32_param(one), expected[name])
         for key, state in (("exp_avg", first), ("exp_avg_sq", second)):
-            zero.safe_set_full_optimizer_state(one, state, key)
-            assert torch.equal(zero.safe_get_full_optimizer_state(one, key), state)
+            utils.safe_set_full_optimizer_state(one, state, key)
+            assert torch.equal(utils.safe_get_full_optimizer_state(one, key), state)
         mine.grad = gradient
         optimizer.state[mine] = {"step": torch.tensor(2.0), "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
     norm = nn.utils.clip_grad_norm_(reference, CLIP)
@@ -56,10 +56,10 @@ def what_was_set_is_what_is_stepped(comm: Communicator, stage: int, **changes: A
     # The unused parameter has no gradient on any rank.
     assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-4)
     for mine, one in zip(reference, parameters.values(), strict=True):
-        torch.testing.assert_close(zero.safe_get_full_fp32_param(one), mine.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(utils.safe_get_full_fp32_param(one), mine.detach(), rtol=1e-5, atol=1e-6)
         if stage < 3:
-            assert torch.equal(one, zero.safe_get_full_fp32_param(one).to(one.dtype))
-        assert zero.safe_get_full_grad(one) is None
+            assert torch.equal(one, utils.safe_get_full_fp32_param(one).to(one.dtype))
+        assert utils.safe_get_full_grad(one) is None
     assert torch.tensor(train(engine, range(3, 6))).isfinite().all()
 
 
@@ -69,41 +69,41 @@ def gradients_are_averages(comm: Communicator, stage: int) -> None:
     model = make_model()
     for micro in range(2):
         engine.backward(loss_of(engine, comm.rank, micro))
-        assert all(zero.safe_get_full_grad(one) is not None for one in trained(engine).values())
+        assert all(utils.safe_get_full_grad(one) is not None for one in trained(engine).values())
         engine.step() if micro == 0 else None
         for rank in range(comm.size):
             (loss_of(model, rank, micro) / (2 * comm.size)).backward()
     for name, one in model.named_parameters():
-        found = zero.safe_get_full_grad(engine.module.get_parameter(name))
+        found = utils.safe_get_full_grad(engine.module.get_parameter(name))
         if one.grad is not None:
             torch.testing.assert_close(found, one.grad, rtol=1e-4, atol=1e-6)
     engine.step()
     frozen = engine.module.frozen
-    assert zero.safe_get_full_fp32_param(frozen) is None
-    assert zero.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    assert utils.safe_get_full_fp32_param(frozen) is None
+    assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
     # Never stepped, beside others that were.
-    assert torch.equal(zero.safe_get_full_optimizer_state(engine.module.unused, "exp_avg"), torch.zeros(4))
+    assert torch.equal(utils.safe_get_full_optimizer_state(engine.module.unused, "exp_avg"), torch.zeros(4))
 
 
 def bad_values(comm: Communicator, stage: int) -> None:
     engine = make_engine(comm, settings(stage))
     weight = engine.module.mix.weight
     with pytest.raises(ValueError, match="none yet: an optimizer's state begins with its first step"):
-        zero.safe_get_full_optimizer_state(weight, "momentum_buffer")
+        utils.safe_get_full_optimizer_state(weight, "momentum_buffer")
     # Adam's moments begin with zeros.
-    assert torch.equal(zero.safe_get_full_optimizer_state(weight, "exp_avg_sq"), torch.zeros(16, 16))
+    assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg_sq"), torch.zeros(16, 16))
     with pytest.raises(ValueError, match="the parameter has no gradient to set"):
-        zero.safe_set_full_grad(weight, torch.ones(16, 16))
+        utils.safe_set_full_grad(weight, torch.ones(16, 16))
     train(engine, range(1))
     # On every rank, whichever gave the other shape.
     with pytest.raises(ValueError, match=r"the value to set has shape \(3,\), and the parameter \(16, 16\)"):
-        zero.safe_set_full_fp32_param(weight, torch.ones(3) if comm.rank == comm.size - 1 else torch.ones(16, 16))
+        utils.safe_set_full_fp32_param(weight, torch.ones(3) if comm.rank == comm.size - 1 else torch.ones(16, 16))
     with pytest.raises(TypeError, match=r"must be a torch.Tensor, got float"):
-        zero.safe_set_full_fp32_param(weight, 1.0)  # type: ignore[arg-type]
+        utils.safe_set_full_fp32_param(weight, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no optimizer state 'momentum' of this parameter; there is exp_avg, exp_avg_"):
-        zero.safe_get_full_optimizer_state(weight, "momentum")
+        utils.safe_get_full_optimizer_state(weight, "momentum")
     with pytest.raises(ValueError, match="no weight to set: no optimizer of thinwire's holds it"):
-        zero.safe_set_full_fp32_param(nn.Parameter(torch.ones(2)), torch.ones(2))
+        utils.safe_set_full_fp32_param(nn.Parameter(torch.ones(2)), torch.ones(2))
 
 
 def one_rank_changes_gathered_weights(comm: Communicator, stage: int, **changes: Any) -> None:
@@ -111,7 +111,7 @@ def one_rank_changes_gathered_weights(comm: Communicator, stage: int, **changes:
     engine = make_engine(comm, settings(stage, **changes))
     train(engine, range(2))
     layer, other = engine.module.layers[0], engine.module.layers[1]
-    before = zero.safe_get_full_fp32_param(other.up.weight)
+    before = utils.safe_get_full_fp32_param(other.up.weight)
     root = comm.size - 1
     with zero.GatheredParameters(engine.module.layers.parameters(), modifier_rank=root):
         assert layer.up.weight.detach().clone().shape == (130, 16)
@@ -120,9 +120,9 @@ def one_rank_changes_gathered_weights(comm: Communicator, stage: int, **changes:
             layer.up.weight.fill_(0.5 + comm.rank)
             if comm.rank == root:
                 layer.up.bias.data[1:3] = 0.25
-    assert torch.equal(zero.safe_get_full_fp32_param(layer.up.weight), torch.full((130, 16), 0.5 + root))
-    assert torch.equal(zero.safe_get_full_fp32_param(layer.up.bias)[1:3], torch.full((2,), 0.25))
-    assert torch.equal(zero.safe_get_full_fp32_param(other.up.weight), before)
+    assert torch.equal(utils.safe_get_full_fp32_param(layer.up.weight), torch.full((130, 16), 0.5 + root))
+    assert torch.equal(utils.safe_get_full_fp32_param(layer.up.bias)[1:3], torch.full((2,), 0.25))
+    assert torch.equal(utils.safe_get_full_fp32_param(other.up.weight), before)
     with pytest.raises(ValueError, match=f"modifier_rank must be a rank, 0 to {comm.size - 1}, or None, got 9"):
         zero.GatheredParameters(layer.parameters(), modifier_rank=9)
 
