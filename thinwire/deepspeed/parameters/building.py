@@ -1,4 +1,4 @@
-"""Build a model shard by shard, as each of its modules is constructed, so that one too large for a rank's memory can be constructed for stage 3."""
+"""Build a model shard by shard, as its modules are constructed: one too large for a rank's memory, for stage 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parameter's fp32 weight, gradient and optimizer state, read and written whole, wherever its ZeRO stage keeps them."""
+"""A parameter's fp32 weight, gradient and optimizer state, read and written whole, wherever its ZeRO stage has them."""
 
 from __future__ import annotations
 
