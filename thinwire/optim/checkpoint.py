@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.optim.algorithm import Algorithm, Clock
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.zero import BucketLayout
 from thinwire.zero.home import TRAFFIC
 from thinwire.zero.master_weights import Run
@@ -23,6 +25,7 @@ __all__ = [
     "check_settings",
     "counters",
     "load",
+    "load_counters",
     "load_owner_residual",
     "load_worker_residual",
     "mean_over_ranks",
@@ -172,15 +175,24 @@ def rank_tensors(group: FreezeGroup, names: Sequence[str]) -> dict[str, Tensor]:
     return found
 
 
-def counters(group: FreezeGroup, names: Sequence[str]) -> dict[str, Any]:
-    """Where a freeze group is, and the parameters of its buckets, as plain values."""
+def counters(clock: Clock, rule: FreezeRule | None, algorithm: Algorithm, names: Sequence[str]) -> dict[str, Any]:
+    """Where parameters that entered together are, as plain values."""
     return {
-        "steps": group.clock.steps,
-        "frozen_at": group.clock.frozen_at,
-        "rule": None if group.rule is None else group.rule.state(),
-        "scalars": group.algorithm.scalars(names),
-        "buckets": [[names[slot.parameter] for slot in bucket.layout.slots] for bucket in group.buckets],
+        "steps": clock.steps,
+        "frozen_at": clock.frozen_at,
+        "rule": None if rule is None else rule.state(),
+        "scalars": algorithm.scalars(names),
     }
+
+
+def load_counters(
+    clock: Clock, rule: FreezeRule | None, algorithm: Algorithm, saved: Mapping[str, Any], names: Sequence[str]
+) -> None:
+    """Take over what `counters` returned, but for the freeze."""
+    clock.steps = saved["steps"]
+    if rule is not None and saved["rule"] and saved["rule"].keys() == rule.state().keys():
+        rule.load(saved["rule"])  # else freeze_step was changed: the new rule starts afresh
+    algorithm.load_scalars(saved["scalars"], names)
 
 
 def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
@@ -205,10 +217,7 @@ def load(
     `ranks`: whose residuals and own state to take the mean of, the averages that the next exchange makes of which are
     what they would have been; None where they cannot be had.
     """
-    group.clock.steps = saved["steps"]
-    if group.rule is not None and saved["rule"] and saved["rule"].keys() == group.rule.state().keys():
-        group.rule.load(saved["rule"])  # else freeze_step was changed: the new rule starts afresh
-    group.algorithm.load_scalars(saved["scalars"], names)
+    load_counters(group.clock, group.rule, group.algorithm, saved, names)
     if saved["frozen_at"] is not None and group.algorithm.freezes:
         group.begin_frozen_state()
     group.clock.frozen_at = saved["frozen_at"]

@@ -22,8 +22,7 @@ from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe
 from thinwire.optim.replicated.home import ReplicatedHome
-from thinwire.optim.sharded.full_home import FullHome
-from thinwire.optim.sharded.packed_home import PackedHome
+from thinwire.optim.sharded.home import AlgorithmShardedHome
 from thinwire.zero.home import ring_bytes
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.sharded_parameters import ShardedParameters
@@ -200,8 +199,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
             optimizer=type(self).__name__,
             settings=agreed,
         )
-        home = PackedHome if recipe.algorithm().form.packs else FullHome
-        return home(parameters, options, recipe, self._rule(recipe))
+        return AlgorithmShardedHome(parameters, options, recipe, self._rule(recipe))
 
     def _rule(self, recipe: Recipe) -> Callable[[], FreezeRule | None]:
         return lambda: recipe.rule(max(group["betas"][1] for group in self.param_groups))

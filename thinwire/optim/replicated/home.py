@@ -311,7 +311,13 @@ class ReplicatedHome(AlgorithmHome):
             "step": self.steps,
             "shared_at": self._comparisons.shared_at,
             "loss_scale": self.loss_scale,
-            "freeze_groups": [checkpoint.counters(group, self._table.names) for group in self.groups],
+            "freeze_groups": [
+                {
+                    **checkpoint.counters(group.clock, group.rule, group.algorithm, self._table.names),
+                    "buckets": [[self._table.names[slot.parameter] for slot in b.layout.slots] for b in group.buckets],
+                }
+                for group in self.groups
+            ],
         }
 
     @override

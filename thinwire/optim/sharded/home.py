@@ -1,35 +1,33 @@
-"""What both sharded homes of algorithms have in common: one freeze group, counters that cross homes, and replicas that
-are compared and taken from the master weights again."""
+"""The sharded home of algorithms: one freeze group of parameters in flat buckets, whose state a storage holds, whole or
+packed; counters that cross homes."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.exchange import Exchange
-from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, LocalSteps
-from thinwire.optim.checkpoint import check_settings, ranks_to_resume
+from thinwire.optim.algorithm import Algorithm
+from thinwire.optim.checkpoint import check_settings, counters
 from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.home import AlgorithmHome
-from thinwire.optim.options import HomeOptions, Recipe, check_same_freeze
-from thinwire.optim.step import StepUnderWay, clip_by_sketch, hear
-from thinwire.zero.norm_sketch import NormSketch, read_together
-from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.saved_state import SliceSource
-from thinwire.zero.sharded_home import ShardedHome, Vote
+from thinwire.optim.home import AlgorithmHome, check_may_leave_out
+from thinwire.optim.options import HomeOptions, Recipe
+from thinwire.optim.sharded.packed import PackedStorage
+from thinwire.optim.sharded.storage import ShardedRun, Storage
+from thinwire.optim.sharded.whole import WholeStorage
+from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, StateOfBuckets, Vote
 from thinwire.zero.sharded_parameters import ShardedParameters
 
-__all__ = ["AlgorithmShardedHome", "ShardAgreement"]
+__all__ = ["AlgorithmShardedHome"]
 
 
 class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
-    """An algorithm's parameters, all of which entered together."""
+    """An algorithm's parameters, all of which entered together, at ZeRO stages 1 and 2."""
 
     def __init__(
         self,
@@ -39,41 +37,46 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         make_rule: Callable[[], FreezeRule | None],
     ) -> None:
         super().__init__(parameters)
-        self._options = options
         self._recipe = recipe
-        self._make_rule = make_rule
-        self._begin_again()
-        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.clips_to else None
-        self._under_way = StepUnderWay(parameters.groups, divide_first=options.averaging.divide_first)
+        self._run = ShardedRun(parameters, options, recipe, make_rule, self._watcher, self._vote_on_averages)
         options.averaging.prepare(self.parameters)
         self._loss_scale = 1.0
-        self._norm = math.nan  # of the averaged gradient, times the loss scale, where a sketch found it
+        self._storage = self._begin()
         self._watcher.follow(lambda: not self._scales_apart)
+
+    def _begin(self) -> Storage:
+        """State as at step 0."""
+        return PackedStorage(self._run) if self._run.algorithm.form.packs else WholeStorage(self._run)
 
     @property
     @override
     def algorithms(self) -> list[Algorithm]:
-        return [self._algorithm]
+        return [self._run.algorithm]
 
     @property
     @override
     def steps(self) -> int:
-        return self._clock.steps
+        return self._run.clock.steps
 
     @property
     @override
     def frozen(self) -> bool:
-        return self._clock.frozen
+        return self._run.clock.frozen
 
     @property
     @override
     def frozen_at(self) -> int | None:
-        return self._clock.frozen_at
+        return self._run.clock.frozen_at
 
     @property
     @override
     def in_sync(self) -> bool:
-        return not isinstance(self._algorithm, LocalSteps) or self._algorithm.in_sync
+        return self._run.local is None or self._run.local.in_sync
+
+    @property
+    @override
+    def left_out_steps(self) -> int:
+        return self._storage.left_out_steps
 
     # One step
 
@@ -86,77 +89,119 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     def loss_scale(self, scale: float) -> None:
         self._loss_scale = scale
         if not self._watcher.in_step:
-            self._under_way.loss_scale = scale
+            self._run.step.loss_scale = scale
 
-    @property
-    @abstractmethod
-    def _sends_payloads(self) -> bool:
-        """Whether this step sends what an algorithm makes of gradients, and not the gradients."""
+    @override
+    def step(self) -> StepResult:
+        vote = self._begin_step()
+        applied = self._storage.applies(vote)
+        if applied:
+            self._run.scaled = bool(self.scaled)
+            self._storage.apply(vote)
+        norm = self._run.norm / self.loss_scale if vote.finite else math.inf
+        self._end_step()
+        return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
     @property
     def _scales_apart(self) -> bool:
         """Whether GradScalers' scales may differ: local steps leave each alone with its overflows."""
-        return bool(self.scaled) and isinstance(self._algorithm, LocalSteps) and self._clock.frozen
+        return bool(self.scaled) and self._run.local is not None and self._run.clock.frozen
 
+    @override
+    def _find_vote(self) -> Vote:
+        return self._storage.vote()
+
+    @override
     def _begin_step(self) -> Vote:
+        step = self._run.step
         if self._scales_apart:
-            self._under_way.loss_scale = self._loss_scale
+            step.loss_scale = self._loss_scale
         vote = super()._begin_step()
-        if vote.finite and self._under_way.loss_scale != self._loss_scale and self._sends_payloads:
+        if vote.finite and step.loss_scale != self._loss_scale and self._storage.sends_payloads:
             # They left as if gradients were times the scale before. It changes rarely, and alike on every rank;
             # nothing is committed yet, so all is simply sent again.
-            self._under_way.loss_scale = self._loss_scale
-            self._under_way.begin_sending()
+            step.loss_scale = self._loss_scale
+            step.begin_sending()
             self._vote = None
             self._watcher.send_again()
             vote = self._finish()
-        self._under_way.loss_scale = self._loss_scale
+        step.loss_scale = self._loss_scale
         return vote
 
+    @override
     def _end_step(self) -> None:
         super()._end_step()
-        if self._sketch is not None:
-            self._sketch.begin(self.steps)
-        self._under_way.begin()
-        self._under_way.number = self.steps
+        self._prepare()
         # A GradScaler has to see them, and may change its scale: then they are sent again.
-        self._under_way.frees_gradients = self.scaled is False
+        self._run.step.frees_gradients = self.scaled is False
 
-    def _clip_by_sketch(self) -> None:
-        clip_by_sketch(self._under_way, self._options.clips_to, self._loss_scale)
-
-    def _hear(self, exchanges: Iterable[Exchange]) -> None:
-        """Bring to the host what packets' headers, and the sketch, have said."""
-        norm = hear(self._under_way, exchanges)
-        if norm is not None:
-            self._norm = norm
+    def _prepare(self) -> None:
+        run = self._run
+        if run.sketch is not None:
+            run.sketch.begin(self.steps)
+        run.norm = math.nan
+        run.step.begin()
+        run.step.number = self.steps
+        self._storage.prepare()
 
     @override
     def drop(self) -> None:
         super().drop()
-        if self._sketch is not None:
-            self._sketch.begin(self.steps)
+        if self._run.sketch is not None:
+            self._run.sketch.begin(self.steps)
+
+    @override
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        check_may_leave_out(self._run.algorithm)
+        super().leave_out(parameters)
+
+    @override
+    def synchronize_weights(self) -> None:
+        if self._watcher.in_step and self._run.local is not None:
+            raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
+        self._storage.synchronize_weights()
+
+    @override
+    def show_own_weights(self, own: bool) -> None:
+        self._storage.show_own_weights(own)
+
+    @override
+    def _state_of_buckets(self) -> StateOfBuckets:
+        return self._storage
 
     # Checkpoints
 
     @override
+    def saved_slices(self) -> list[SavedSlice]:
+        return self._storage.slices()
+
+    @override
+    def rank_tensors(self) -> dict[str, Tensor]:
+        return self._storage.rank_tensors()
+
+    @override
     def counters(self) -> dict[str, Any]:
         """As a replicated home's, with one freeze group."""
-        group = {
-            "steps": self._clock.steps,
-            "frozen_at": self._clock.frozen_at,
-            "rule": None if self._rule is None else self._rule.state(),
-            "scalars": self._algorithm.scalars(self._parameters.names),
-            "buckets": None,
-        }
+        run, names = self._run, self._parameters.names
+        block_size = run.options.block_size
         return {
-            "names": list(self._parameters.names),
-            "settings": {**self._recipe.settings, "codec": "sign1", "block_size": self._options.block_size},
+            "names": list(names),
+            "settings": {**self._recipe.settings, "codec": "sign1", "block_size": block_size},
             "nodes": None,
-            "step": self._clock.steps,
+            "step": self.steps,
             "loss_scale": self.loss_scale,
-            "freeze_groups": [group],
+            "freeze_groups": [{**counters(run.clock, run.rule, run.algorithm, names), "buckets": None}],
+            **self._storage.counters(),
         }
+
+    @override
+    def load(self, source: SliceSource) -> None:
+        saved = source.counters()
+        group = self._check_saved(saved)
+        self.reset_state()
+        self._load_weights_of(source)
+        self._storage.load(saved, group, source)
+        self._prepare()
 
     def _check_saved(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
         """The saved freeze group, None where a run had not begun; raises ValueError where it cannot go on here."""
@@ -169,24 +214,6 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
             )
         return {**groups[0], "scalars": _merged(groups)} if groups else None
 
-    def _load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Take over where a run was."""
-        group = self._check_saved(saved)
-        self.reset_state()
-        if group is not None:
-            self._clock.steps = group["steps"]
-            self._clock.frozen_at = group["frozen_at"]
-            self._algorithm.load_scalars(group["scalars"], self._parameters.names)
-            # Else freeze_step was changed: the new rule starts afresh.
-            if self._rule is not None and group["rule"] and group["rule"].keys() == self._rule.state().keys():
-                self._rule.load(group["rule"])
-
-    def _ranks_to_resume(self, source: SliceSource) -> list[int] | None:
-        """The ranks whose own tensors this one goes on with; None where they cannot be had."""
-        saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
-        compresses = self._clock.frozen or isinstance(self._algorithm, LocalSteps)
-        return ranks_to_resume(source, self.comm, None, saved_by, compresses)
-
     def _load_weights_of(self, source: SliceSource) -> None:
         """Take the weights over where they were saved; else the parameters have them, and the source the masters."""
         if "weight" in source.kinds():
@@ -197,63 +224,22 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
                 view.copy_(source.read("master", self._parameters.names[run.parameter], run.start, run.numel))
         self._parameters.accept_written()
 
-    # Parts
+    @override
+    def load_weights(self, source: SliceSource) -> None:
+        """Local progress is dropped: all ranks hold what was saved."""
+        super().load_weights(source)
+        self._storage.weights_loaded()
 
-    def _begin_again(self) -> None:
-        """Be at step 0."""
-        self._algorithm = self._recipe.algorithm()
-        self._rule = self._make_rule()
-        self._clock = Clock(frozen_at=None if self._algorithm.freezes else 0)
+    @override
+    def reset_state(self) -> None:
+        """The weights are those of the last sync."""
+        self._storage.release()
+        self._run.begin_again()
+        self._storage = self._begin()
 
-    def _settings(self, group: int) -> AdamSettings:
-        return self._recipe.hyperparameters.of_group(dict(self._parameters.groups[group]))
-
-    def _settings_of(self, parameter: int) -> AdamSettings:
-        return self._settings(self._parameters.order.group_of[parameter])
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._parameters.groups]
-
-    def _has_ended_warmup(self, variance_norms: Callable[[], list[float]]) -> bool:
-        """Whether the step that was counted last is the last one before the freeze. Collective."""
-        if self._rule is None or self._clock.frozen:
-            return False
-        reached = self._rule.reached(self._clock.steps, self._rates(), variance_norms)
-        if self._rule.looks_at(self._clock.steps):
-            check_same_freeze(self._parameters.exchange_comm, reached, self._rates())
-        return reached
-
-
-class ShardAgreement:
-    """An Agreement on sums over shards."""
-
-    def __init__(self, parameters: ShardedParameters, settings: Callable[[], Mapping[int, AdamSettings]]) -> None:
-        """`settings`: of every parameter that takes part, by number."""
-        self._comm = parameters.exchange_comm
-        self._device = parameters.device
-        self._settings = settings
-        self.numels = [parameter.numel() for parameter in parameters.order.parameters]
-
-    @property
-    def settings(self) -> Mapping[int, AdamSettings]:
-        """See Agreement."""
-        return self._settings()
-
-    def zeros(self, kinds: int) -> Tensor:
-        """See Agreement."""
-        return torch.zeros(len(self.numels), kinds, dtype=torch.float64, device=self._device)
-
-    def __call__(self, sums: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See Agreement."""
-        adding = self._comm.all_reduce(sums, async_op=True)
-        if greatest is None:
-            greatest = sums.new_zeros(())
-        else:
-            greatest = greatest.contiguous()
-            self._comm.all_reduce(greatest, "max")
-        adding.wait()
-        sums, greatest = read_together([sums, greatest])
-        return sums, greatest
+    @override
+    def model_state_bytes(self) -> dict[str, float]:
+        return self._storage.model_state_bytes()
 
 
 def _merged(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class PackedBucket:
         self.exchange.commit()
 
     @torch.no_grad()
-    def take_over_into(self, members: MembersByGroup, group_of: Sequence[int]) -> None:
+    def take_over_into(self, members: MembersByGroup, group_of: Callable[[int], int]) -> None:
         """Take the new u over, and add the own shard's cuts: the momentum is u before, the averages u after."""
         before = self.own_momentum()
         self.take_over()
@@ -218,7 +218,9 @@ class PackedBucket:
             after.mul_(self.bucket.shard_of(self.codes).ne(0))
         self.add_cuts(members, group_of, before, after)
 
-    def add_cuts(self, members: MembersByGroup, group_of: Sequence[int], momentum: Tensor, average: Tensor) -> None:
+    def add_cuts(
+        self, members: MembersByGroup, group_of: Callable[[int], int], momentum: Tensor, average: Tensor
+    ) -> None:
         """Add the own shard's runs, with these momenta and averages, fp32 [shard]."""
         form = self._algorithm.form
         assert form.denominators is not None
@@ -227,7 +229,7 @@ class PackedBucket:
         for run in self.bucket.own_runs:
             state = {form.momentum: momentum[run.place], form.denominators: self._denominator(run)}
             state |= {name: values[run.place] for name, values in self.extra.items()}
-            members.add(group_of[run.parameter], run.parameter, weights[run.place], average[run.place], state)
+            members.add(group_of(run.parameter), run.parameter, weights[run.place], average[run.place], state)
 
     @torch.no_grad()
     def move(self, seed: int) -> None:
