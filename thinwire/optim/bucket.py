@@ -17,7 +17,8 @@ from thinwire.compress.parts import held_coordinates, zero_held
 from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, Contribution, Keep, LocalSteps, Send
 from thinwire.optim.form import HeldGradients, PayloadFactors, digest_of
 from thinwire.optim.preconditioner import hold_masked, raise_smallest
-from thinwire.optim.step import Exchanges, Parameters, StepUnderWay, may_clip
+from thinwire.optim.step import Parameters, Step, may_clip
+from thinwire.optim.wire import Exchanges
 from thinwire.zero import BucketLayout, Slot
 
 __all__ = ["AlgorithmBucket", "place_of"]
@@ -47,7 +48,7 @@ class AlgorithmBucket:
         exchanges: Exchanges,
         algorithm: Algorithm,
         clock: Clock,
-        step: StepUnderWay,
+        step: Step,
         *,
         new_state: Callable[[str, BucketLayout], Tensor],
         shards_state: bool,

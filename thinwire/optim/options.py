@@ -4,8 +4,7 @@ checked before anything is sent, so that no collective can mismatch later."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
@@ -14,12 +13,10 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
-from thinwire.compress.packet import SettingsError
 from thinwire.optim.algorithm import AdamSettings, Algorithm
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
-from thinwire.zero.rank_checks import check_same_on_every_rank
 from thinwire.zero.sharded_parameters import Sharding
 
 __all__ = [
@@ -33,7 +30,6 @@ __all__ = [
     "check_count",
     "check_group",
     "check_same_freeze",
-    "naming_differences",
 ]
 
 Backend = Literal["nccl", "gloo", "mpi"]
@@ -289,19 +285,6 @@ def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequenc
                 f"rank 0 has {first[1]} and {'freezes' if first[0] else 'does not'}: every rank must use the same "
                 "learning rates. A scheduler that looks at the loss must look at the average over the ranks"
             )
-
-
-@contextmanager
-def naming_differences(comm: Communicator, groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Where packets say that ranks have other hyperparameters, raise ValueError, on every rank, that names the first.
-
-    Wraps what hears of all packets of a step, after the last has come. Collective only where they differ.
-    """
-    try:
-        yield
-    except SettingsError:
-        check_same_on_every_rank(comm, [], groups, {})
-        raise
 
 
 @dataclass(frozen=True, kw_only=True)

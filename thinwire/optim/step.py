@@ -1,8 +1,8 @@
-"""The step in flight: what its buckets share, what they ask of their home, and what its exchanges and a sketched norm
-have said, with one wait for an accelerator."""
+"""The step in flight: what its buckets share and ask of their home, and what its packets and a sketched norm said."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,26 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.compress.exchange import Exchange, bring_headers
+from thinwire.comm import Communicator
+from thinwire.compress.exchange import Exchange, Outcome, bring_headers
+from thinwire.compress.packet import SettingsError
 from thinwire.optim.algorithm import AdamSettings
-from thinwire.zero import BucketLayout
 from thinwire.zero.norm_sketch import NormSketch
-from thinwire.zero.rank_checks import settings_digest
+from thinwire.zero.rank_checks import check_same_on_every_rank, settings_digest
 from thinwire.zero.sharded_home import clip_of_norm
 
-__all__ = ["Exchanges", "Parameters", "StepUnderWay", "clip_by_sketch", "hear", "may_clip"]
-
-
-class Exchanges(Protocol):
-    """Makes what a bucket goes through."""
-
-    ranks: int
-
-    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """An exact average."""
-
-    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """One through the codec, with error feedback."""
+__all__ = ["Parameters", "Step", "clip_by_sketch", "may_clip", "read_outcomes"]
 
 
 class Parameters(Protocol):
@@ -53,12 +42,13 @@ class Parameters(Protocol):
 
 
 @dataclass
-class StepUnderWay:
-    """What every bucket of a step shares.
+class Step:
+    """One step in flight, which all of its buckets share.
 
     `number`: of steps that were sent. `loss_scale`: what gradients are taken to be times. `sketch`: where gradients are
     counted whose averaged norm is wanted before leg 2. `sketched`: that norm, before the host has it. `clip`: what they
-    are multiplied by because of it, until then perhaps fp32 [] on an accelerator. `unplaced`: whether a trainable
+    are multiplied by because of it, until then perhaps fp32 [] on an accelerator. `norm`: of the averaged gradient,
+    times the loss scale; NaN where it was not found. `unplaced`: whether a trainable
     parameter lies in no bucket yet. `divide_first`: what gradients that are averaged exactly are divided by before they
     leave. `settings_sent`: by parameter group, those that payloads depend on. `frees_gradients`: let each gradient go
     once it is in the payload, so that it cannot be sent again. `groups`: the parameter groups.
@@ -72,6 +62,7 @@ class StepUnderWay:
     sketch: NormSketch | None = None
     sketched: Tensor | None = None
     clip: float | Tensor = 1.0
+    norm: float = math.nan
     settings_sent: dict[int, AdamSettings] = field(default_factory=dict)
     frees_gradients: bool = False
     _digest: int | None = None
@@ -79,6 +70,7 @@ class StepUnderWay:
     def begin(self) -> None:
         """Forget what the last step has found and sent."""
         self.clip = 1.0
+        self.norm = math.nan
         self.sketched = None
         self.begin_sending()
 
@@ -100,20 +92,28 @@ def may_clip(clip: float | Tensor) -> bool:
     return isinstance(clip, Tensor) or clip < 1.0
 
 
-def clip_by_sketch(step: StepUnderWay, max_norm: float, loss_scale: float) -> None:
-    """Between the legs: clip `step` by the averaged gradient's norm. Collective; on an accelerator nobody waits."""
+def clip_by_sketch(step: Step, max_norm: float, loss_scale: float) -> None:
+    """Between the legs: clip `step` by the averaged gradient's norm. Collective; on an accelerator nothing waits."""
     assert step.sketch is not None
     step.sketched = step.sketch.norm()
     step.clip = clip_of_norm(max_norm, step.sketched / loss_scale)
 
 
-def hear(step: StepUnderWay, exchanges: Iterable[Exchange]) -> float | None:
-    """Bring the headers of `exchanges` to the host, and `step`'s clip; return the norm, times the loss scale, that it
-    was clipped by, once. None where there is none that was not returned."""
+def read_outcomes(
+    step: Step, comm: Communicator, exchanges: Iterable[Exchange], outcomes: Callable[[], Iterable[Outcome | None]]
+) -> list[Outcome]:
+    """Copy the headers of `exchanges` to the host, with `step`'s norm and clip if a sketch found them, in one wait;
+    return the outcomes of those that were sent.
+
+    Where packets say that ranks have other hyperparameters, raises ValueError, on every rank, that names the first;
+    collective only then.
+    """
     sketched = [] if step.sketched is None else [step.sketched, torch.as_tensor(step.clip, dtype=torch.float64)]
-    found = bring_headers(exchanges, sketched)
-    if not found:
-        return None
-    norm, step.clip = map(float, found)
-    step.sketched = None
-    return norm
+    try:
+        if found := bring_headers(exchanges, sketched):
+            step.norm, step.clip = map(float, found)
+            step.sketched = None
+        return [one for one in outcomes() if one is not None]
+    except SettingsError:
+        check_same_on_every_rank(comm, [], step.groups, {})
+        raise

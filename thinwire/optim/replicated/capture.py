@@ -26,9 +26,8 @@ from thinwire.compress.packet import step_and_settings
 from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.replicated.layout import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
-from thinwire.optim.replicated.synchronizer import Synchronizer
+from thinwire.optim.replicated.synchronizer import FreezeGroups, Synchronizer
 
 __all__ = ["CudaGraphs", "Graph", "Graphs", "StepCapture", "check_can_be_captured"]
 
@@ -299,7 +298,7 @@ class StepCapture:
         return _Turn(arena, on_host, captured, self._graphs.new())
 
     def _replay(self, turn: _Turn) -> None:
-        under_way = self._layout.under_way
+        step_in_flight = self._layout.step
         for captured in turn.buckets:
             captured.renew()
         self._number(turn)
@@ -307,14 +306,16 @@ class StepCapture:
         turn.exchanging.replay()
         self._comm.note_replay(turn.traffic)
         for captured in turn.buckets:
-            captured.arrive_again(under_way.number, under_way.settings)
+            captured.arrive_again(step_in_flight.number, step_in_flight.settings)
         for parameter, gradient in zip(self._table.parameters, turn.gradients, strict=True):
             parameter.grad = gradient
         self._synchronizer.finish_replay()
 
     def _number(self, turn: _Turn) -> None:
-        under_way = self._layout.under_way
-        turn.numbers[:] = np.frombuffer(step_and_settings(under_way.number, under_way.settings), dtype=np.uint8)
+        step_in_flight = self._layout.step
+        turn.numbers[:] = np.frombuffer(
+            step_and_settings(step_in_flight.number, step_in_flight.settings), dtype=np.uint8
+        )
 
     def _places(self) -> tuple[int, ...]:
         """Changes with whatever is baked into a captured step: addresses, and what is done at all."""

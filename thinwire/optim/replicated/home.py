@@ -25,10 +25,10 @@ from thinwire.optim.home import AlgorithmHome, check_may_leave_out
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.preconditioner import as_plain
 from thinwire.optim.replicated.capture import Graphs, StepCapture, check_can_be_captured
-from thinwire.optim.replicated.layout import FreezeGroups, Wire
 from thinwire.optim.replicated.parameter_state import ReplicatedParameterState, frozen_bytes
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
-from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
+from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
+from thinwire.optim.wire import Wire
 from thinwire.zero import rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult, ring_bytes
@@ -100,7 +100,7 @@ class ReplicatedHome(AlgorithmHome):
     @property
     @override
     def steps(self) -> int:
-        return self._layout.under_way.number
+        return self._layout.step.number
 
     @property
     @override
@@ -189,13 +189,13 @@ class ReplicatedHome(AlgorithmHome):
             group.receive_averages()
         synchronizer.find_clip(backward.absent)
         self.mover(partial(self._move, backward.absent))
-        self._layout.under_way.number += 1
+        self._layout.step.number += 1
         self._compare_replicas()
-        return StepResult(True, synchronizer.norm)
+        return StepResult(True, self._layout.step.norm / self.loss_scale)
 
     def _move(self, absent: frozenset[int]) -> None:
         for group in self.groups:
-            group.update(absent, self.loss_scale, float(self._layout.under_way.clip))
+            group.update(absent, self.loss_scale, float(self._layout.step.clip))
 
     def _compare_replicas(self) -> None:
         """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
@@ -345,7 +345,7 @@ class ReplicatedHome(AlgorithmHome):
         ranks = ranks_to_resume(source, self.comm, nodes, saved_by, compresses)
         for group, of_group in zip(self.groups, saved["freeze_groups"], strict=True):
             checkpoint.load(group, self._table.names, of_group, source, ranks)
-        self._layout.under_way.number = saved["step"]
+        self._layout.step.number = saved["step"]
         self._comparisons.shared_at = saved.get("shared_at", saved["step"])
         self.loss_scale = saved["loss_scale"]
         if ranks == [self.comm.rank]:
@@ -364,7 +364,7 @@ class ReplicatedHome(AlgorithmHome):
     def reset_state(self) -> None:
         self._layout.restore([])
         self._synchronizer.prepare()
-        self._layout.under_way.number = 0
+        self._layout.step.number = 0
         self._comparisons.shared_at = 0
         for index, parameter in enumerate(self.parameters):
             self._table.state(index).clear()

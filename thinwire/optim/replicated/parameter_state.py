@@ -13,9 +13,8 @@ from thinwire.optim.algorithm import Send
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import check_averages, check_in_sync, check_may_write, check_plain
-from thinwire.optim.replicated.layout import FreezeGroups
 from thinwire.optim.replicated.parameters import ParameterTable
-from thinwire.optim.replicated.synchronizer import Synchronizer
+from thinwire.optim.replicated.synchronizer import FreezeGroups, Synchronizer
 from thinwire.zero import Slot
 from thinwire.zero.home import Fragment, Held, ParameterState
 
@@ -83,7 +82,7 @@ class ReplicatedParameterState(ParameterState):
         found = self._find(number)
         assert found is not None, "a parameter without a place has no averaged gradient"
         found[1].average_rewritten()
-        self._synchronizer.hear_again()
+        self._synchronizer.read_again()
 
     @override
     def kinds(self) -> list[str]:

@@ -1,30 +1,149 @@
-"""The synchronised backward of parameters whose state every rank holds: what becomes of it, the same on every rank, and
-how it is clipped."""
+"""The synchronised backward of parameters whose state every rank holds: which of them lie in which bucket of which
+freeze group, what becomes of it, the same on every rank, and how it is clipped."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.exchange import Outcome
-from thinwire.optim.algorithm import Send
+from thinwire.optim.algorithm import Algorithm, Clock, Send, next_send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.options import naming_differences
-from thinwire.optim.replicated.layout import FreezeGroups
-from thinwire.optim.replicated.parameters import ParameterTable
-from thinwire.optim.step import clip_by_sketch, hear, may_clip
+from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.options import HomeOptions
+from thinwire.optim.replicated.parameters import ParameterTable, RankZeros, ReplicatedWeights
+from thinwire.optim.step import Step, clip_by_sketch, may_clip, read_outcomes
+from thinwire.optim.wire import Wire
+from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.sharded_home import clip_coefficient, clip_of_norm
 
-__all__ = ["SynchronizedBackward", "Synchronizer"]
+__all__ = ["FreezeGroups", "SynchronizedBackward", "Synchronizer"]
+
+_FP32_BYTES = 4
+
+
+class FreezeGroups:
+    """`groups`, in the order in which they entered, and `unplaced`: the parameters that lie in no bucket yet.
+
+    `step`: what the buckets of a step share.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        table: ParameterTable,
+        wire: Wire,
+        options: HomeOptions,
+        make_algorithm: Callable[[], Algorithm],
+        make_rule: Callable[[], FreezeRule | None],
+    ) -> None:
+        self.groups: list[FreezeGroup] = []
+        self.unplaced: list[int] = []
+        self.step = Step(table.groups(), lambda: bool(self.trainable_unplaced))
+        self.step.divide_first = options.averaging.divide_first
+        self.comm = comm
+        self._table = table
+        self._wire = wire
+        self._options = options
+        self._make_algorithm = make_algorithm
+        self._make_rule = make_rule
+
+    @property
+    def buckets(self) -> list[AlgorithmBucket]:
+        """Of all freeze groups, in the order in which they leave."""
+        return [bucket for group in self.groups for bucket in group.buckets]
+
+    @property
+    def trainable_unplaced(self) -> list[int]:
+        """The parameters that lie in no bucket yet and require a gradient."""
+        return [index for index in self.unplaced if self._parameters[index].requires_grad]
+
+    def sends_of_unplaced(self) -> set[Send]:
+        """What the first step sends of the parameters that lie in no bucket yet."""
+        algorithm = self._make_algorithm()
+        return {next_send(algorithm, _new_clock(algorithm))} if self.trainable_unplaced else set()
+
+    def place(self, order: Sequence[int]) -> FreezeGroup:
+        """Add a freeze group of the parameters `order`, in buckets of `bucket_bytes`."""
+        self.unplaced = [index for index in self.unplaced if index not in set(order)]
+        return self._add(self._cut(order))
+
+    def restore(self, freeze_groups: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Lay parameters out anew: for each freeze group, each bucket's parameters; others wait for a gradient."""
+        placed = {index for group in freeze_groups for order in group for index in order}
+        self.unplaced = [index for index in range(len(self._table)) if index not in placed]
+        self.groups.clear()
+        for buckets in freeze_groups:
+            self._add([self._cut(order, whole=True)[0] for order in buckets])
+
+    def all_trainable(self) -> list[list[int]]:
+        """Buckets of all trainable parameters, last ones first, as backward is likely to bring them."""
+        order = [index for index in reversed(range(len(self._table))) if self._parameters[index].requires_grad]
+        return [[slot.parameter for slot in layout.slots] for layout in self._cut(order)]
+
+    @property
+    def _parameters(self) -> Sequence[Tensor]:
+        return self._table.parameters
+
+    def _cut(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
+        """Buckets of the parameters `order`; one of all of them where they stay `whole`."""
+        numels = [parameter.numel() for parameter in self._parameters]
+        numel = sum(numels[parameter] for parameter in order)
+        return partition(
+            numels,
+            order,
+            world_size=self.comm.size,
+            block_size=self._options.block_size,
+            bucket_numel=numel + 1 if whole else bucket_numel(self._options.bucket_bytes, numel, _FP32_BYTES),
+        )
+
+    def _add(self, layouts: Sequence[BucketLayout]) -> FreezeGroup:
+        algorithm = self._make_algorithm()
+        clock = _new_clock(algorithm)
+        made = [
+            AlgorithmBucket(
+                index,
+                layout,
+                self._table,
+                self._wire,
+                algorithm,
+                clock,
+                self.step,
+                new_state=partial(self._wire.new_state, self._parameters[0].device),
+                shards_state=False,
+            )
+            for index, layout in enumerate(layouts, len(self.buckets))
+        ]
+        weights = ReplicatedWeights(self._table, made)
+        numels = [parameter.numel() for parameter in self._parameters]
+        group = FreezeGroup(
+            self.comm,
+            self._table,
+            algorithm,
+            self._make_rule(),
+            clock,
+            made,
+            weights,
+            agreement=partial(RankZeros, self.comm, numels, device=self._parameters[0].device),
+            rates=lambda: [float(one["lr"]) for one in self._table.groups()],
+            changed=lambda: weights.show_state(algorithm),
+        )
+        self.groups.append(group)
+        return group
+
+
+def _new_clock(algorithm: Algorithm) -> Clock:
+    return Clock(frozen_at=None if algorithm.freezes else 0)
 
 
 @dataclass(frozen=True)
@@ -46,8 +165,7 @@ class Synchronizer:
     Buckets hold parameters in the order in which rank 0 saw their gradients arrive: early buckets are then whole early,
     whatever order the parameter groups list them in. The first backward is therefore exchanged as a whole, at its end.
 
-    `norm`: of the averaged gradient, loss scale divided out, NaN where nobody
-    found it out. `loss_scale`: what gradients are times.
+    `loss_scale`: what gradients are times.
 
     Args:
         max_norm: what the averaged gradient's norm is clipped to; 0 does not clip.
@@ -60,19 +178,18 @@ class Synchronizer:
         layout: FreezeGroups,
         max_norm: float,
     ) -> None:
-        self.norm = math.nan
         self.outcome: SynchronizedBackward | None = None  # of the step under way, once it is known
         self.scaled: bool | None = None  # see Home
-        self.capturing = False  # into a graph: nothing can be heard at the end of a backward
+        self.capturing = False  # into a graph: nothing can be read at the end of a backward
         self.watcher = BackwardWatcher(table.describe, self._on_whole)
         self.watcher.follow(lambda: not self.scales_apart)
         self._comm = comm
         self._table = table
         self._layout = layout
-        self._under_way = layout.under_way
+        self._step = layout.step
         self._max_norm = max_norm
         self._loss_scale = 1.0
-        self._heard = 0
+        self._read = 0
         self._sketch: NormSketch | None = None
         self._watched: tuple[list[AlgorithmBucket], Callable[[], None] | None] = ([], None)
 
@@ -86,7 +203,7 @@ class Synchronizer:
     def loss_scale(self, scale: float) -> None:
         self._loss_scale = scale
         if not self.watcher.in_step or self.scales_apart:
-            self._under_way.loss_scale = scale
+            self._step.loss_scale = scale
 
     @property
     def scales_apart(self) -> bool:
@@ -103,11 +220,11 @@ class Synchronizer:
             return self.outcome
         try:
             self.watcher.finish()
-            outcomes = self._hear()
+            outcomes = self._read_outcomes()
             if not self._layout.buckets or any(outcome.unplaced for outcome in outcomes):
                 self._place_in_order_of_arrival()
                 self.watcher.finish()
-                outcomes += self._hear()
+                outcomes += self._read_outcomes()
             found = self._judge(outcomes, set(self.watcher.arrived))
         except BaseException:
             self.end_step()
@@ -121,7 +238,7 @@ class Synchronizer:
         Collective, and raises, as `finish`."""
         try:
             brought = {index for index, one in enumerate(self._table.parameters) if one.grad is not None}
-            self.outcome = self._judge(self._hear(), brought)
+            self.outcome = self._judge(self._read_outcomes(), brought)
         except BaseException:
             self.end_step()
             raise
@@ -146,39 +263,38 @@ class Synchronizer:
         """
         outcome = self.finish()
         if outcome.finite and self._is_outdated():
-            self._under_way.loss_scale = self._loss_scale
-            self._under_way.begin_sending()
+            self._step.loss_scale = self._loss_scale
+            self._step.begin_sending()
             self.outcome = None
-            self._heard = 0
+            self._read = 0
             self.watcher.send_again()
             outcome = self.finish()
-        self._under_way.loss_scale = self._loss_scale
+        self._step.loss_scale = self._loss_scale
         return outcome
 
-    def hear_again(self) -> None:
+    def read_again(self) -> None:
         """Find out once more what became of this backward, whose averages somebody has written to."""
         self.outcome = None
-        self._heard = 0
+        self._read = 0
 
     def end_step(self) -> None:
         """Forget the step; the next backward begins another."""
         self.watcher.end_step()
         self.outcome = None
-        self._heard = 0
-        self._under_way.loss_scale = self._loss_scale
+        self._read = 0
+        self._step.loss_scale = self._loss_scale
         self.prepare()
 
     def prepare(self) -> None:
         """Be ready for the next step: where its averaged gradient's norm has to be known before leg 2, hold that."""
-        self._under_way.begin()
-        self.norm = math.nan
+        self._step.begin()
         sends = {group.send for group in self._layout.groups} | self._layout.sends_of_unplaced()
         sketched = bool(self._max_norm) and bool(sends - {Send.EXACT})
         if sketched and self._sketch is None:
             self._sketch = NormSketch(self._layout.comm, self._table.parameters[0].device)
         if self._sketch is not None:
-            self._sketch.begin(self._under_way.number)
-        self._under_way.sketch = self._sketch if sketched else None
+            self._sketch.begin(self._step.number)
+        self._step.sketch = self._sketch if sketched else None
         between_legs = self._sketch_clip if sketched and Send.LOCAL not in sends else None
         if (buckets := self._layout.buckets, between_legs) != self._watched:
             self._watched = (buckets, between_legs)
@@ -193,8 +309,9 @@ class Synchronizer:
         if exact and len(exact) + len(local) == len(self._layout.groups):
             square = _square_of_averages(exact, absent).to(self._table.parameters[0].device)
             self._layout.comm.broadcast(square)
-            self.norm = math.sqrt(float(square)) / self._loss_scale
-            self._under_way.clip = clip_coefficient(self._max_norm, self.norm) if math.isfinite(self.norm) else 1.0
+            self._step.norm = math.sqrt(float(square))
+            norm = self._step.norm / self._loss_scale
+            self._step.clip = clip_coefficient(self._max_norm, norm) if math.isfinite(norm) else 1.0
         if local:
             assert self._sketch is not None
             clip = clip_of_norm(self._max_norm, self._sketch.own_norm() / self._loss_scale)
@@ -212,16 +329,12 @@ class Synchronizer:
                     gradient[(0,) * gradient.dim()] = math.inf
                     return
 
-    def _hear(self) -> list[Outcome]:
-        """The outcomes of the buckets not heard of yet."""
-        with naming_differences(self._comm, self._under_way.groups):
-            buckets = self._layout.buckets[self._heard :]
-            norm = hear(self._under_way, (one.sent for one in buckets if one.sent is not None))
-            heard = [bucket.outcome() for bucket in buckets]
-        if norm is not None:
-            self.norm = norm / self._loss_scale
-        self._heard = len(self._layout.buckets)
-        return [outcome for outcome in heard if outcome is not None]
+    def _read_outcomes(self) -> list[Outcome]:
+        """The outcomes of the buckets not read yet."""
+        buckets = self._layout.buckets[self._read :]
+        sent = (one.sent for one in buckets if one.sent is not None)
+        self._read = len(self._layout.buckets)
+        return read_outcomes(self._step, self._comm, sent, lambda: [bucket.outcome() for bucket in buckets])
 
     def _judge(self, outcomes: Sequence[Outcome], arrived: set[int]) -> SynchronizedBackward:
         absent: frozenset[int] = frozenset()
@@ -233,8 +346,8 @@ class Synchronizer:
 
     def _is_outdated(self) -> bool:
         """Whether what left is not what would be sent now, on every rank alike."""
-        changed = self._under_way.loss_scale != self._loss_scale
-        sent = self._under_way.settings_sent.items()
+        changed = self._step.loss_scale != self._loss_scale
+        sent = self._step.settings_sent.items()
         return (changed and any(group.send is not Send.EXACT for group in self._layout.groups)) or any(
             settings != self._table.settings(group) for group, settings in sent
         )
@@ -246,7 +359,7 @@ class Synchronizer:
             self.watcher.add(self._layout.place(order).buckets)
 
     def _sketch_clip(self) -> None:
-        clip_by_sketch(self._under_way, self._max_norm, self._loss_scale)
+        clip_by_sketch(self._step, self._max_norm, self._loss_scale)
 
 
 def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int]) -> Tensor:

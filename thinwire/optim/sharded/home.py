@@ -98,7 +98,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         if applied:
             self._run.scaled = bool(self.scaled)
             self._storage.apply(vote)
-        norm = self._run.norm / self.loss_scale if vote.finite else math.inf
+        norm = self._run.step.norm / self.loss_scale if vote.finite else math.inf
         self._end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
@@ -139,7 +139,6 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         run = self._run
         if run.sketch is not None:
             run.sketch.begin(self.steps)
-        run.norm = math.nan
         run.step.begin()
         run.step.number = self.steps
         self._storage.prepare()
@@ -157,8 +156,6 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
 
     @override
     def synchronize_weights(self) -> None:
-        if self._watcher.in_step and self._run.local is not None:
-            raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
         self._storage.synchronize_weights()
 
     @override

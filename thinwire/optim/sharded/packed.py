@@ -62,7 +62,7 @@ class PackedStorage(Storage):
             sent = [bucket.exchange for bucket in self._packed]
             return self.run.read_headers(sent, lambda: [bucket.outcome() for bucket in self._packed])
         vote = self.run.vote_on_averages(self._gradients)
-        self.run.norm = vote.norm
+        self.run.step.norm = vote.norm
         return vote
 
     @override

@@ -19,7 +19,7 @@ from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, MembersByGr
 from thinwire.optim.form import digest_of, part_of, segments_of
 from thinwire.optim.preconditioner import table
 from thinwire.optim.sharded.packing import FrozenState
-from thinwire.optim.step import StepUnderWay, may_clip
+from thinwire.optim.step import Step, may_clip
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import MasterWeights, Run
 
@@ -75,7 +75,7 @@ class PackedBucket:
         codec: Codec,
         algorithm: Algorithm,
         clock: Clock,
-        step: StepUnderWay,
+        step: Step,
         settings: Callable[[int], AdamSettings],
         state: FrozenState,
         *,

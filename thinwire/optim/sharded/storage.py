@@ -3,7 +3,6 @@ for them, and sums over shards; and what a storage does for the home."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from thinwire.optim.algorithm import AdamSettings, Clock, LocalSteps
 from thinwire.optim.checkpoint import ranks_to_resume
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import check_may_write
-from thinwire.optim.options import HomeOptions, Recipe, naming_differences
-from thinwire.optim.step import StepUnderWay, clip_by_sketch, hear
+from thinwire.optim.options import HomeOptions, Recipe
+from thinwire.optim.step import Step, clip_by_sketch, read_outcomes
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.norm_sketch import NormSketch, read_together
@@ -33,8 +32,7 @@ __all__ = ["ShardAgreement", "ShardedRun", "Storage"]
 class ShardedRun:
     """Parameters, all of which entered together, and where their algorithm is.
 
-    `norm`: of the averaged gradient, times the loss scale; NaN where it was not found. `scaled`: whether a GradScaler
-    steps the optimizer.
+    `scaled`: whether a GradScaler steps the optimizer.
     """
 
     def __init__(
@@ -53,8 +51,7 @@ class ShardedRun:
         self.watcher = watcher
         self.vote_on_averages = vote_on_averages
         self.sketch = NormSketch(self.comm, parameters.device) if options.clips_to else None
-        self.step = StepUnderWay(parameters.groups, divide_first=options.averaging.divide_first)
-        self.norm = math.nan
+        self.step = Step(parameters.groups, divide_first=options.averaging.divide_first)
         self.scaled = False
         self._recipe = recipe
         self._make_rule = make_rule
@@ -105,16 +102,13 @@ class ShardedRun:
         """Between the legs: clip by the averaged gradient's norm. Collective."""
         clip_by_sketch(self.step, self.options.clips_to, self.step.loss_scale)
 
-    def read_headers(self, exchanges: Iterable[Exchange], outcomes: Callable[[], Iterable[Outcome]]) -> Vote:
+    def read_headers(self, exchanges: Iterable[Exchange], outcomes: Callable[[], Iterable[Outcome | None]]) -> Vote:
         """The vote on what packets' headers, and the sketch, have said; `outcomes`: of the buckets that sent."""
-        with naming_differences(self.sharded.comm, self.sharded.groups):
-            norm = hear(self.step, exchanges)
-            found = list(outcomes())
-        self.norm = self.norm if norm is None else norm
+        found = read_outcomes(self.step, self.sharded.comm, exchanges, outcomes)
         absent = self.watcher.left_out
         if any(outcome.incomplete for outcome in found):
             absent |= self.sharded.agree_on_absent(self.watcher.missing)
-        return Vote(all(outcome.finite for outcome in found), self.norm, absent)
+        return Vote(all(outcome.finite for outcome in found), self.step.norm, absent)
 
     def ranks_to_resume(self, source: SliceSource) -> list[int] | None:
         """The ranks whose own tensors this one goes on with; None where they cannot be had."""

@@ -1,5 +1,5 @@
 """Weights that all ranks have in common, moved alike on every rank, with the fp32 master weights of 16-bit ones on
-their owners; and the exchanges of their buckets."""
+their owners."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm import Communicator
-from thinwire.compress.codecs import CodecName, make_codec
-from thinwire.compress.exchange import Exchange
 from thinwire.compress.kernels.rounding import store_rounded
-from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
 from thinwire.optim.algorithm import Clock, LocalSteps, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements
 from thinwire.optim.step import Parameters
-from thinwire.zero import BucketLayout, Slot
+from thinwire.zero import Slot
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run
 
-__all__ = ["CommonWeights", "FullWeights", "LowMemoryWire"]
+__all__ = ["CommonWeights", "FullWeights"]
 
 ChangeOfRun = Callable[[int, slice, Tensor], None]
 """Changes fp32 weights, those of a run of one parameter, in place; given the parameter's number and the run's place in
@@ -247,31 +243,3 @@ class FullWeights(GroupWeights):
             wait()
         for weights in rounded:
             weights.adopt()
-
-
-class LowMemoryWire:
-    """Exchanges of buckets, with residuals in bf16 for parameters in 16 bits; exact averages go through `exact`."""
-
-    def __init__(self, comm: Communicator, buckets: Sequence[FlatBucket], block_size: int, exact: CodecName) -> None:
-        self.ranks = comm.size
-        self._comm = comm
-        self._buckets = buckets
-        self._codec = make_codec("sign1", block_size)
-        self._exact = make_codec(exact, block_size)
-
-    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """See Exchanges."""
-        return make_exact_exchange(self._comm, layout.numel, self._exact, bucket=index, device=device)
-
-    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """See Exchanges."""
-        fp32 = self._buckets[index].dtype == torch.float32
-        return LowMemoryExchange(
-            self._comm,
-            layout.numel,
-            self._codec,
-            bucket=index,
-            device=device,
-            residual_dtype=torch.float32 if fp32 else torch.bfloat16,
-            reversible=True,
-        )

@@ -18,8 +18,9 @@ from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import check_averages, check_in_sync, check_plain
 from thinwire.optim.sharded.storage import ShardAgreement, ShardedRun, Storage
-from thinwire.optim.sharded.weights import CommonWeights, FullWeights, LowMemoryWire
+from thinwire.optim.sharded.weights import CommonWeights, FullWeights
 from thinwire.optim.step import may_clip
+from thinwire.optim.wire import LowMemoryWire
 from thinwire.zero import BucketLayout
 from thinwire.zero.home import Held
 from thinwire.zero.master_weights import FlatBucket
@@ -101,7 +102,7 @@ class WholeStorage(Storage):
             return Vote(True, math.nan, frozenset())
         buckets = self._group.buckets
         sent = [bucket.sent for bucket in buckets if bucket.sent is not None]
-        return self.run.read_headers(sent, lambda: filter(None, [bucket.outcome() for bucket in buckets]))
+        return self.run.read_headers(sent, lambda: [bucket.outcome() for bucket in buckets])
 
     @override
     def applies(self, vote: Vote) -> bool:
@@ -126,8 +127,8 @@ class WholeStorage(Storage):
                 own = bucket.exchange.payload[masters.held]
                 square += torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
             run.comm.all_reduce(square)
-            run.norm = math.sqrt(float(square))
-            norm = torch.tensor(run.norm / scale, dtype=torch.float64)
+            run.step.norm = math.sqrt(float(square))
+            norm = torch.tensor(run.step.norm / scale, dtype=torch.float64)
             run.step.clip = clip_of_norm(run.options.clips_to, norm)
         elif self._group.send is Send.LOCAL:
             clip = clip_of_norm(run.options.clips_to, run.sketch.own_norm() / scale)
@@ -155,6 +156,8 @@ class WholeStorage(Storage):
     @override
     @torch.no_grad()
     def synchronize_weights(self) -> None:
+        if self.run.watcher.in_step:
+            raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
         self._group.meet(self.run.clock.steps)
 
     @override
