@@ -114,15 +114,20 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".operations": "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder FusedLambBuilder OpBuilder SparseAttnBuilder"
     },
     "ops.sparse_attention": {
-        "thinwire.sparse_attn": "BertSparseSelfAttention MatMul Softmax SparseAttentionUtils SparseSelfAttention "
-        + _LAYOUTS
+        ".ops.sparse_attention.sparsity_config": _LAYOUTS,
+        ".sparse_attention": "MatMul Softmax SparseAttentionUtils",
+        "thinwire.sparse_attn": "BertSparseSelfAttention SparseSelfAttention",
     },
     "ops.sparse_attention.bert_sparse_self_attention": {"thinwire.sparse_attn": "BertSparseSelfAttention"},
-    "ops.sparse_attention.matmul": {"thinwire.sparse_attn": "MatMul"},
-    "ops.sparse_attention.softmax": {"thinwire.sparse_attn": "Softmax"},
-    "ops.sparse_attention.sparse_attention_utils": {"thinwire.sparse_attn": "SparseAttentionUtils"},
+    "ops.sparse_attention.matmul": {".sparse_attention": "MatMul"},
+    "ops.sparse_attention.softmax": {".sparse_attention": "Softmax"},
+    "ops.sparse_attention.sparse_attention_utils": {".sparse_attention": "SparseAttentionUtils"},
     "ops.sparse_attention.sparse_self_attention": {"thinwire.sparse_attn": "SparseSelfAttention"},
-    "ops.sparse_attention.sparsity_config": {"thinwire.sparse_attn": _LAYOUTS},
+    "ops.sparse_attention.sparsity_config": {
+        ".sparse_attention": "LocalSlidingWindowSparsityConfig",
+        "thinwire.sparse_attn": "BSLongformerSparsityConfig=BSLongformer BigBirdSparsityConfig=BigBird "
+        "DenseSparsityConfig=Dense FixedSparsityConfig=Fixed SparsityConfig VariableSparsityConfig=Variable",
+    },
     "ops.transformer": {_NO_LAYERS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "pipe": {_NO_PIPELINES: "LayerSpec PipelineModule TiedLayerSpec"},
     "profiling.flops_profiler": {"thinwire.engine": "FlopsProfiler get_model_profile"},

@@ -1,23 +1,10 @@
 """Block-sparse attention, apart from the rest of thinwire: layouts, the function over them with its kernels, and the
-plugs that put it into DeepSpeed-style modules and Hugging Face models."""
+plugs that put it into modules and Hugging Face models."""
 
 from __future__ import annotations
 
 from thinwire.sparse_attn.attention import block_sparse_attention
 from thinwire.sparse_attn.block_index import BlockIndex
-from thinwire.sparse_attn.deepspeed_names import (
-    BertSparseSelfAttention,
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    FixedSparsityConfig,
-    LocalSlidingWindowSparsityConfig,
-    MatMul,
-    Softmax,
-    SparseAttentionUtils,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
 from thinwire.sparse_attn.hugging_face.interface import register_with_transformers
 from thinwire.sparse_attn.hugging_face.padding import pad_to_block_size, unpad_sequence_output
 from thinwire.sparse_attn.hugging_face.sparsify import (
@@ -28,7 +15,7 @@ from thinwire.sparse_attn.hugging_face.sparsify import (
     sparsify,
     update_tokenizer_model_max_length,
 )
-from thinwire.sparse_attn.layouts.made import layout_from_config, layout_to_config
+from thinwire.sparse_attn.layouts.made import SparsityConfig, layout_from_config, layout_to_config
 from thinwire.sparse_attn.layouts.named import (
     BigBird,
     BSLongformer,
@@ -39,34 +26,23 @@ from thinwire.sparse_attn.layouts.named import (
     LocalSlidingWindow,
     Variable,
 )
-from thinwire.sparse_attn.modules import SparseSelfAttention
-from thinwire.sparse_attn.packed.blocks import pack_blocks, unpack_blocks
-from thinwire.sparse_attn.packed.matmul import block_sparse_matmul
-from thinwire.sparse_attn.packed.softmax import block_sparse_softmax
+from thinwire.sparse_attn.modules import BertSparseSelfAttention, SparseSelfAttention
+from thinwire.sparse_attn.packed import block_sparse_matmul, block_sparse_softmax, pack_blocks, unpack_blocks
 from thinwire.sparse_attn.reference import reference_attention
 
 __all__ = [
     "BSLongformer",
-    "BSLongformerSparsityConfig",
     "BertSparseSelfAttention",
     "BigBird",
-    "BigBirdSparsityConfig",
     "BlockIndex",
     "Custom",
     "Dense",
-    "DenseSparsityConfig",
     "Fixed",
-    "FixedSparsityConfig",
     "Layout",
     "LocalSlidingWindow",
-    "LocalSlidingWindowSparsityConfig",
-    "MatMul",
-    "Softmax",
-    "SparseAttentionUtils",
     "SparseSelfAttention",
     "SparsityConfig",
     "Variable",
-    "VariableSparsityConfig",
     "block_sparse_attention",
     "block_sparse_matmul",
     "block_sparse_softmax",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.sparse_attn import BigBird, SparseAttentionUtils, densify, sparsify
+from thinwire.deepspeed.ops.sparse_attention import SparseAttentionUtils
+from thinwire.sparse_attn import BigBird, densify, sparsify
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.sparse_attn.cases import relative_error
+from tests.sparse_attn.packed.reference import reference_block_sparse_matmul, reference_block_sparse_softmax
 from thinwire.sparse_attn.layouts.named import Custom
-from thinwire.sparse_attn.packed.blocks import gather
-from thinwire.sparse_attn.packed.reference import reference_block_sparse_matmul, reference_block_sparse_softmax
+from thinwire.sparse_attn.packed import gather
 
 HEADS, ROWS, COLUMNS = 2, 3, 4
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.sparse_attn.cases import relative_error
 from tests.sparse_attn.packed.body import HEADS, ROWS, check_products, check_softmax, masks, random_layout
+from tests.sparse_attn.packed.reference import reference_block_sparse_matmul, reference_block_sparse_softmax
 from thinwire.sparse_attn import (
     BigBird,
     Custom,
@@ -23,7 +24,6 @@ from thinwire.sparse_attn import (
     unpack_blocks,
 )
 from thinwire.sparse_attn.kernels import batched
-from thinwire.sparse_attn.packed.reference import reference_block_sparse_matmul, reference_block_sparse_softmax
 
 CASES = list(itertools.product(("sdd", "dsd", "dds"), (False, True), (False, True)))
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -1,4 +1,4 @@
-"""Sparse attention under the names, and with the calling forms, of DeepSpeed: thin layers over this package's own."""
+"""Sparse attention with the calling forms of DeepSpeed: thin layers over thinwire.sparse_attn."""
 
 from __future__ import annotations
 
@@ -17,42 +17,16 @@ from thinwire.sparse_attn.hugging_face.sparsify import (
 )
 from thinwire.sparse_attn.layouts.made import SparsityConfig, layout_of
 from thinwire.sparse_attn.layouts.named import (
-    BigBird,
-    BSLongformer,
     Custom,
-    Dense,
-    Fixed,
     Layout,
     LocalSlidingWindow,
-    Variable,
 )
-from thinwire.sparse_attn.modules import BertSparseSelfAttention, MaskMode, SparseSelfAttention, mask_by_mode
-from thinwire.sparse_attn.packed.matmul import MODES, block_sparse_matmul
-from thinwire.sparse_attn.packed.softmax import block_sparse_softmax
+from thinwire.sparse_attn.modules import MaskMode, mask_by_mode
+from thinwire.sparse_attn.packed import MODES, block_sparse_matmul, block_sparse_softmax
 
-__all__ = [
-    "BSLongformerSparsityConfig",
-    "BertSparseSelfAttention",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "MatMul",
-    "Softmax",
-    "SparseAttentionUtils",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
+__all__ = ["LocalSlidingWindowSparsityConfig", "MatMul", "Softmax", "SparseAttentionUtils"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_Tokenizer = TypeVar("_Tokenizer")
-
-DenseSparsityConfig = Dense
-FixedSparsityConfig = Fixed
-VariableSparsityConfig = Variable
-BigBirdSparsityConfig = BigBird
-BSLongformerSparsityConfig = BSLongformer
 
 
 class LocalSlidingWindowSparsityConfig(LocalSlidingWindow):
@@ -142,30 +116,24 @@ class Softmax:
 
 
 class SparseAttentionUtils:
-    """This package's functions for Hugging Face models, as static methods with DeepSpeed's arguments."""
+    """thinwire.sparse_attn's functions for Hugging Face models, as static methods with DeepSpeed's arguments."""
 
-    @staticmethod
-    def extend_position_embedding(model: _Model, max_position: int) -> _Model:
-        """See `thinwire.sparse_attn.extend_position_embedding`."""
-        return extend_position_embedding(model, max_position)
-
-    @staticmethod
-    def update_tokenizer_model_max_length(tokenizer: _Tokenizer, max_position: int) -> _Tokenizer:
-        """See `thinwire.sparse_attn.update_tokenizer_model_max_length`."""
-        return update_tokenizer_model_max_length(tokenizer, max_position)
+    extend_position_embedding = staticmethod(extend_position_embedding)
+    update_tokenizer_model_max_length = staticmethod(update_tokenizer_model_max_length)
+    unpad_sequence_output = staticmethod(unpad_sequence_output)
 
     @staticmethod
     def replace_model_self_attention_with_sparse_self_attention(
         model: _Model, max_position: int, sparsity_config: Layout | SparsityConfig
     ) -> _Model:
-        """See `thinwire.sparse_attn.sparsify`, which lengthens the position table too where that has not been done."""
+        """`thinwire.sparse_attn.sparsify`, which lengthens the position table too unless that has been done."""
         return replace_model_self_attention_with_sparse_self_attention(model, max_position, layout_of(sparsity_config))
 
     @staticmethod
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Sequence[nn.Module], sparsity_config: Layout | SparsityConfig
     ) -> Sequence[nn.Module]:
-        """See `thinwire.sparse_attn.replace_self_attention_of_layers`."""
+        """`thinwire.sparse_attn.replace_self_attention_of_layers`, of a layout or a configuration."""
         return replace_self_attention_of_layers(config, layers, layout_of(sparsity_config))
 
     @staticmethod
@@ -179,7 +147,7 @@ class SparseAttentionUtils:
         pad_token_id: int,
         model_embeddings: Callable[[Tensor], Tensor] | None,
     ) -> PaddedInputs:
-        """See `thinwire.sparse_attn.pad_to_block_size`; `input_ids` may be given beside `inputs_embeds`, and are padded
+        """`thinwire.sparse_attn.pad_to_block_size`; `input_ids` may be given beside `inputs_embeds`, and are padded
         too."""
         rest = attention_mask, token_type_ids, position_ids
         if input_ids is None or inputs_embeds is None:
@@ -189,11 +157,6 @@ class SparseAttentionUtils:
             -1
         ]
         return (*padded[:5], embeds)
-
-    @staticmethod
-    def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """See `thinwire.sparse_attn.unpad_sequence_output`."""
-        return unpad_sequence_output(pad_len, sequence_output)
 
 
 def _layout_of_mask(layout: Tensor, block: int) -> Custom:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.sparse_attn.layouts.named import Layout
-from thinwire.sparse_attn.packed.blocks import Blocks, unpack_blocks
+from thinwire.sparse_attn.packed import Blocks, unpack_blocks
 
 __all__ = ["reference_block_sparse_matmul", "reference_block_sparse_softmax"]
 

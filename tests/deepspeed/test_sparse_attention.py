@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.sparse_attn.cases import relative_error
-from thinwire.sparse_attn import (
+from thinwire.deepspeed.ops.sparse_attention import (
     BertSparseSelfAttention,
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
-    Custom,
-    Dense,
     DenseSparsityConfig,
     FixedSparsityConfig,
-    LocalSlidingWindow,
     LocalSlidingWindowSparsityConfig,
     MatMul,
     Softmax,
@@ -25,10 +22,8 @@ from thinwire.sparse_attn import (
     SparseSelfAttention,
     SparsityConfig,
     VariableSparsityConfig,
-    layout_to_config,
-    pack_blocks,
-    reference_attention,
 )
+from thinwire.sparse_attn import Custom, Dense, LocalSlidingWindow, layout_to_config, pack_blocks, reference_attention
 
 
 class Diagonal(SparsityConfig):
