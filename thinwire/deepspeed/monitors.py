@@ -1,12 +1,16 @@
-"""Monitors as DeepSpeed's scripts make them, each of its section of a configuration alone; and their defaults."""
+"""Monitors as DeepSpeed's scripts make them, each of its section of a configuration alone, their defaults, and its
+profiler's arguments."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import nn
+
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine.config.models import EngineConfig, MonitorConfig, WandbConfig
+from thinwire.engine.monitoring.flops_profiler import FlopsProfiler
 from thinwire.engine.monitoring.monitor import Monitor, log_folder
 
 __all__ = [
@@ -21,10 +25,18 @@ __all__ = [
     "WANDB_PROJECT_NAME_DEFAULT",
     "WANDB_TEAM_NAME_DEFAULT",
     "CsvMonitor",
+    "DeepSpeedFlopsProfiler",
     "MonitorMaster",
     "TensorBoardMonitor",
     "WandbMonitor",
 ]
+
+
+class DeepSpeedFlopsProfiler(FlopsProfiler):
+    """thinwire's, with DeepSpeed's arguments in its order; `ds_engine` is not needed."""
+
+    def __init__(self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0) -> None:
+        super().__init__(model, recompute_fwd_factor)
 
 
 class _SectionMonitor(Monitor):

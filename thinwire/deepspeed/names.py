@@ -130,7 +130,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "ops.transformer": {_NO_LAYERS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "pipe": {_NO_PIPELINES: "LayerSpec PipelineModule TiedLayerSpec"},
-    "profiling.flops_profiler": {"thinwire.engine": "FlopsProfiler get_model_profile"},
+    "profiling.flops_profiler": {
+        ".monitors": "FlopsProfiler=DeepSpeedFlopsProfiler",
+        "thinwire.engine": "get_model_profile",
+    },
     "runtime.activation_checkpointing.checkpointing": {".checkpointing": ALL},
     "runtime.bf16_optimizer": {_ENGINES_PRECISION: "BF16_Optimizer"},
     "runtime.comm.mpi": {_NO_BACKENDS: "MpiBackend"},

@@ -6,8 +6,8 @@ __all__ = ["CallError", "NonFiniteError"]
 
 
 class CallError(RuntimeError, AssertionError):
-    """A call that cannot come here, as step() before backward(). An AssertionError too: that is what scripts written
-    for DeepSpeed catch. Nothing has changed."""
+    """A call that cannot come here, as step() before backward(). An AssertionError too, as scripts written for
+    other engines catch. Nothing has changed."""
 
 
 class NonFiniteError(FloatingPointError):

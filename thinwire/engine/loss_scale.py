@@ -83,7 +83,7 @@ class FixedLossScale:
 
 
 class DynamicLossScale:
-    """Doubles after `window` steps in a row without an overflow, the first of which does not count, as in DeepSpeed;
+    """Doubles after `window` steps in a row without an overflow, the first of which does not count;
     halves at overflows, the first `hysteresis` - 1 of which are let pass. What was let pass is forgiven when the scale
     doubles, or at every step without an overflow where `forgives_at_once`.
 
@@ -172,8 +172,8 @@ class DynamicLossScale:
 def make_loss_scale(config: Fp16Config, stage: int) -> LossScale | None:
     """The scale that `config` describes; None where fp16 is off, so that nothing is scaled.
 
-    As in DeepSpeed, at ZeRO stage 0 the first overflow halves the scale, unless the configuration says otherwise, and
-    the smallest scale is no error.
+    At ZeRO stage 0 the first overflow halves the scale, unless the configuration says otherwise, and the smallest scale
+    is no error.
     """
     if not config.enabled:
         return None

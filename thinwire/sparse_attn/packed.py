@@ -78,7 +78,7 @@ class Blocks:
 def pack_blocks(dense: Tensor, layout: Layout) -> Tensor:
     """The layout's blocks of dense [B, H, M, N]: [B, blocks of all heads, block, block], differentiable.
 
-    The order is DeepSpeed's, and that of `layout.make_layout(n).nonzero()`: head by head, row by row, column by column.
+    The order is that of `layout.make_layout(n).nonzero()`: head by head, row by row, column by column.
     M and N are multiples of the layout's block. Raises ValueError or TypeError where tensor and layout do not fit.
     """
     if dense.dim() != 4:

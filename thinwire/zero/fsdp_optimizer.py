@@ -138,7 +138,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """`loss_scale`, by DeepSpeed's name."""
+        """`loss_scale`, by its other name."""
         return self.loss_scale
 
     @property
@@ -149,7 +149,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
     @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
         """By group's number, this rank's shards of the gradients that have been averaged, flat, in the groups' order;
-        times `loss_scale`. Parameters without one have no place. DeepSpeed's name."""
+        times `loss_scale`. Parameters without one have no place."""
         found: dict[int, list[Tensor]] = {number: [] for number in range(len(self.param_groups))}
         for shard in self._shards:
             gradient = _gradient(shard.parameter)

@@ -106,7 +106,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """`loss_scale`, by DeepSpeed's name."""
+        """`loss_scale`, by its other name."""
         return self.loss_scale
 
     @property

@@ -23,7 +23,6 @@ SECTIONS = (
     "tensorboard",
     "csv_monitor",
     "wandb",
-    "comet",
     "flops_profiler",
     "comms_logger",
     "checkpoint",
@@ -147,7 +146,8 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("trackio", {"enabled": True}, 'use "tensorboard", "csv_monitor", "wandb" or "comet"'),
+        ("trackio", {"enabled": True}, 'use "tensorboard", "csv_monitor" or "wandb"'),
+        ("comet", {"enabled": True}, 'use "tensorboard", "csv_monitor" or "wandb"'),
         ("flops_profiler.step", 2, 'can only be 1, got 2: write "profile_step"'),
         ("autotuning", {"enabled": True}, "`thinwire plan` predicts step time and memory"),
         ("zero_optimization.zero_quantized_weights", True, "can only be false, got true: ZeRO++ is not supported"),

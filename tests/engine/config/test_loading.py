@@ -260,7 +260,6 @@ def test_every_problem_is_told_at_once() -> None:
             '"comms_logger.prof_ops" names "all_redcue", which is no collective. Did you mean "all_reduce"?',
         ),
         ({"comms_logger": {"enabled": True, "prof_all": False}}, "nothing would be counted"),
-        ({"comet": {"enabled": True, "mode": "new"}}, '"comet.mode" must be "get" or "create" or "get_or_create"'),
         (
             {
                 "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},

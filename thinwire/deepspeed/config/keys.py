@@ -105,7 +105,8 @@ DECLINED: Mapping[str, Declined] = {
     "nebula": Declined('use "checkpoint": {"async_save": true}'),
     "datastates_ckpt": Declined('use "checkpoint": {"async_save": true}'),
     # Logs and measurements
-    "trackio": Declined('use "tensorboard", "csv_monitor", "wandb" or "comet"'),
+    "comet": Declined('use "tensorboard", "csv_monitor" or "wandb"'),
+    "trackio": Declined('use "tensorboard", "csv_monitor" or "wandb"'),
     "flops_profiler.step": Declined('write "profile_step"', (1,)),
     # What DeepSpeed has and thinwire has not
     "autotuning": Declined("`thinwire plan` predicts step time and memory and recommends a method; delete it"),

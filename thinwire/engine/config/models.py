@@ -19,7 +19,6 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "Bf16Config",
     "CheckpointConfig",
-    "CometConfig",
     "CommsLoggerConfig",
     "DataTypesConfig",
     "EngineConfig",
@@ -183,24 +182,6 @@ class WandbConfig(Section):
     project: str = Field(default="thinwire", min_length=1)
 
 
-class CometConfig(Section):
-    """Rank 0 logs to an experiment of Comet. What is null, that package takes from its own settings.
-
-    `samples_log_interval`: samples between two values of one scalar. `online` false writes an archive to upload later.
-    `mode`: whether the experiment of `experiment_key` goes on, a new one begins, or whichever is possible.
-    """
-
-    enabled: bool = False
-    samples_log_interval: WholeNumber = Field(default=100, ge=1)
-    project: str | None = None
-    workspace: str | None = None
-    api_key: str | None = None
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: Literal["get", "create", "get_or_create"] | None = None
-
-
 class FlopsProfilerConfig(Section):
     """Rank 0 counts operations and times one step, the one after `profile_step` steps, and writes what it found to
     `output_file`, or prints it.
@@ -296,7 +277,6 @@ class EngineConfig(Section):
     tensorboard: MonitorConfig = MonitorConfig()
     csv_monitor: MonitorConfig = MonitorConfig()
     wandb: WandbConfig = WandbConfig()
-    comet: CometConfig = CometConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

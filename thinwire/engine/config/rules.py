@@ -97,7 +97,6 @@ _SWITCHED = (
     "tensorboard",
     "csv_monitor",
     "wandb",
-    "comet",
     "flops_profiler",
     "comms_logger",
     "progressive_layer_drop",

@@ -34,7 +34,7 @@ __all__ = ["FlopsProfiler", "ProfiledTimers", "get_model_profile"]
 
 
 class FlopsProfiler:
-    """Profiles forwards of `model` between `start_profile()` and `stop_profile()`. DeepSpeed's names.
+    """Profiles forwards of `model` between `start_profile()` and `stop_profile()`.
 
     Operations are those that torch.utils.flop_counter knows, matrix products, convolutions and attention: a
     multiplication with an addition is two. What kernels of others do, and what torch.compile has fused, is not seen.
@@ -44,7 +44,7 @@ class FlopsProfiler:
     forward that backward computes again, of use to reports of whole steps.
     """
 
-    def __init__(self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
         self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
@@ -188,7 +188,7 @@ def get_model_profile(
     mode: Literal["forward", "generate"] = "forward",
     **report: Unpack[_ReportOptions],
 ) -> tuple[int, int, int] | tuple[str, str, str]:
-    """(floating-point operations, MACs, parameters) of one forward of `model`, or of its generate(), as in DeepSpeed.
+    """(floating-point operations, MACs, parameters) of one forward of `model`, or of its generate().
 
     It runs in evaluation mode, which it leaves the model in, on zeros of `input_shape`, in the dtype and on the device
     of the first parameter, or on `args` and `kwargs`; `warm_up` times before. `report`: `module_depth`, `top_modules`,

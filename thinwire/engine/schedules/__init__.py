@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: DeepSpeed's five, and torch's own."""
+"""Learning-rate schedules by name: five by closed forms, and torch's own."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ class OneCycle(ClosedFormSchedule):
     once), in stairs where a stair count is above 0. Afterwards it is min_lr / (1 + decay_lr_rate · t' /
     decay_step_size), with t' the steps since the cycle. With `cycle_momentum`, the groups' β₁, or SGD's momentum, falls
     from `cycle_max_mom` to `cycle_min_mom` while the rate rises, and afterwards grows by `decay_mom_rate` in place of
-    shrinking, at most to 0.9999; the very first step is taken with `cycle_min_mom`, as in DeepSpeed. β₂ stays as it is,
-    where DeepSpeed sets it to 0.99.
+    shrinking, at most to 0.9999; the very first step is taken with `cycle_min_mom`. β₂ stays as it is.
     """
 
     def __init__(

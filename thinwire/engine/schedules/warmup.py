@@ -24,7 +24,7 @@ class ClosedFormSchedule(LRScheduler):
     """A schedule whose rates at step t follow from t and the groups' first rates, `base_lrs`.
 
     Step t counts from 0: building the schedule sets the rates of step 0, and `step()` moves on to the next.
-    `last_batch_iteration`: DeepSpeed's count, t - 1, from -1.
+    `last_batch_iteration`: t - 1, from -1.
     """
 
     @property
@@ -33,8 +33,10 @@ class ClosedFormSchedule(LRScheduler):
         return self.last_epoch - 1
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Move on to the next step; or, as in DeepSpeed, to the one after the batch `batch_iteration`, which counts
-        from 0. Raises ValueError for what is no whole number of at least -1."""
+        """Move on to the next step; or to the one after the batch `batch_iteration`, which counts from 0.
+
+        Raises ValueError for what is no whole number of at least -1.
+        """
         if batch_iteration is None:
             super().step()
             return
@@ -55,8 +57,7 @@ class ClosedFormSchedule(LRScheduler):
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`, DeepSpeed's `last_batch_iteration` included: the optimizer gets the rates of that
-        step."""
+        """Continue from `state_dict`, or a `last_batch_iteration` alone: the optimizer gets the rates of that step."""
         found = state_dict.get("last_epoch")
         self.last_epoch = state_dict["last_batch_iteration"] + 1 if found is None else found
         self._step_count = self.last_epoch + 1
@@ -94,11 +95,11 @@ def require(holds: bool, name: str, expected: str, given: Any) -> None:
 class WarmupLR(ClosedFormSchedule):
     """Raises the rate from `warmup_min_lr` to `warmup_max_lr` and holds it there.
 
-    With i = t - 1 at step t, and W = `warmup_num_steps` (1 counts as 2, as in DeepSpeed; 0 is no warmup), the part of
+    With i = t - 1 at step t, and W = `warmup_num_steps` (1 counts as 2; 0 is no warmup), the part of
     the way that is gone at i < W is log(i + 1) / log(W), or i / W where `warmup_type` is "linear"; 0 at step 0.
 
     `warmup_max_lr` None, or "auto" in a configuration, is each group's own rate. Another `warmup_type` counts as "log",
-    with a warning, as in DeepSpeed; in a configuration it is an error.
+    with a warning; in a configuration it is an error.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class _Warmup:
                 stacklevel=4,
             )
             kind = "log"
-        # log(1) is 0: DeepSpeed, too, warms up over at least 2 steps.
+        # log(1) is 0: a warmup takes at least 2 steps.
         self.steps = max(2, num_steps) if num_steps else 0
         self.kind = kind
 
