@@ -33,8 +33,7 @@ def by_one_process(ranks: int, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (1, "Adam"), (2, "AdamW")])
 def test_the_configuration_says_whether_moments_are_corrected(stage: int, kind: str) -> None:
     def body(comm: Communicator, corrects: bool) -> list[float]:
         return train(make_engine(comm, config(stage, corrects, kind)), range(8))
@@ -44,7 +43,7 @@ def test_the_configuration_says_whether_moments_are_corrected(stage: int, kind: 
     assert threads.run(lambda comm: body(comm, True), 2)[0] != pytest.approx(found, rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_checkpoint_goes_on_without_correction(stage: int, tmp_path: Any) -> None:
     def before(comm: Communicator) -> list[float]:
         engine = make_engine(comm, config(stage, False))

@@ -44,8 +44,10 @@ def train_same_data(engine, steps) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
-@pytest.mark.parametrize(("saved_stage", "stage"), [(1, 1), (2, 0), (0, 2)])
+@pytest.mark.parametrize(
+    ("precision", "saved_stage", "stage"),
+    [({}, 1, 1), ({}, 0, 2), ({"bf16": {"enabled": True}}, 2, 0), ({"bf16": {"enabled": True}}, 1, 2)],
+)
 def test_resume_on_other_ranks_and_stages(tmp_path, precision, saved_stage, stage) -> None:
     expected = save_after(tmp_path, 4, saved_stage, 8, **precision)
 
@@ -59,7 +61,7 @@ def test_resume_on_other_ranks_and_stages(tmp_path, precision, saved_stage, stag
         return train_same_data(engine, range(8, 14)), engine.get_lr()
 
     tolerance = 1e-5 if not precision else 2e-2
-    for world in (1, 3, 4, 8):
+    for world in (1, 3, 8) if saved_stage else (4,):
         for losses, _ in threads.run(body, world):
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=0)
 
@@ -205,8 +207,7 @@ def test_bad_client_states(tmp_path, state, message) -> None:
     threads.run(body, 2)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "OneBitAdam"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "OneBitAdam"), (1, "AdamW"), (2, "OneBitAdam")])
 def test_in_the_middle_of_a_step(tmp_path, stage, optimizer) -> None:
     """The checkpoint is that of the last step; the job that saved goes on with its gradients."""
     params = {"lr": 1e-2, "freeze_step": 2} if optimizer == "OneBitAdam" else {"lr": 1e-2}

@@ -1,4 +1,4 @@
-"""What a training job is made of, for those that work on all of it: the engine, its checkpoints, its reports."""
+"""The parts of a training job, for those that work on all of it, and comparisons of them between ranks."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class JobCheckpoints:
         return tensors
 
     def close(self) -> None:
-        """Wait for saves that are under way."""
+        """Wait for saves in flight."""
         for store in self._stores.values():
             store.close()
 

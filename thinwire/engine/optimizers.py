@@ -86,7 +86,7 @@ def _lack(backend: Named, comm: Communicator, device: torch.device) -> str | Non
 
 
 EngineOptimizer = SynchronizedOptimizer | FullyShardedOptimizer
-"""What the engine steps: one surface, whatever the ZeRO stage."""
+"""The optimizer that an engine steps: one surface, whatever the ZeRO stage."""
 
 _BYTES_OF_FP32 = 4
 

@@ -156,7 +156,7 @@ def _groups(parameters: ParamsT) -> list[dict[str, Any]]:
 
 
 def _count_missing(given: ParamsT, held: ParamsT) -> int:
-    """How many of `given` the optimizer lacks, frozen ones left out: nobody trains them. Raises ValueError for others
+    """How many of `given` the optimizer lacks, frozen ones left out. Raises ValueError for others
     in it."""
     mine, theirs = _trainable(given), _trainable(held)
     missing, foreign = len(mine.keys() - theirs.keys()), len(theirs.keys() - mine.keys())

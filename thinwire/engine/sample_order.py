@@ -1,4 +1,4 @@
-"""Which samples each global step takes, and how they are dealt to the ranks: a function of the seed and the position
+"""Samples of each global step, and their deal to the ranks: a function of the seed and the position
 alone, so that a job can go on with other ranks and batch sizes without losing or repeating a sample."""
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
+from typing_extensions import override
 
 from thinwire.engine.checkpoint import ModelDescription
 from thinwire.engine.checkpoint.job_values import SpecialValue, check_random_values
@@ -237,7 +238,7 @@ class ModelNames:
         return f"it is of another model: {difference}" if difference else None
 
 
-class KeptWeights:
+class KeptWeights(SliceSource):
     """A SliceSource that answers for `weights`, whole parameters by name, and takes all others from `found`.
 
     `slices`: this rank's, for their master weights.
@@ -252,26 +253,26 @@ class KeptWeights:
         self._own = OwnSlices(found.world_size, {}, copies, {})
 
     @property
+    @override
     def world_size(self) -> int:
-        """See SliceSource."""
         return self._found.world_size
 
+    @override
     def counters(self) -> dict[str, Any]:
-        """See SliceSource."""
         return self._found.counters()
 
+    @override
     def kinds(self) -> set[str]:
-        """See SliceSource."""
         return self._found.kinds()
 
+    @override
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See SliceSource."""
         if name not in self._weights:
             return self._found.read(kind, name, start, numel)
         if kind == "weight":
             return self._weights[name].reshape(-1)[start : start + numel]
         return self._own.read(kind, name, start, numel)
 
+    @override
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See SliceSource."""
         return self._found.read_rank(key, rank)

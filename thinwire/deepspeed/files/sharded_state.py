@@ -171,13 +171,13 @@ def _spread(
             begin += numel
 
 
-def _check_agreement(name: str, weights: Tensor, masters: Sequence[SavedSlice], files: Sequence[Entry]) -> None:
+def _check_agreement(name: str, weights: Tensor, master_weights: Sequence[SavedSlice], files: Sequence[Entry]) -> None:
     """Compare the model's weights with the optimizer's, which round to them: files of different saves do not.
 
     A user may have written to some of them since the last step, and not to most.
     """
     flat, same = weights.reshape(-1), 0
-    for one in masters:
+    for one in master_weights:
         mine = flat[one.start : one.start + one.tensor.numel()]
         theirs = one.tensor.to(weights.dtype)
         same += int(((mine == theirs) | (mine.isnan() & theirs.isnan())).sum())

@@ -141,12 +141,12 @@ def _fault(version: str, scale: float) -> str:
 
 @dataclass(frozen=True)
 class _Group:
-    """One parameter group. `masters`: its fp32 copies, one of the whole group where they are `flat`, or None. `states`:
-    of each of `masters`, or of each parameter."""
+    """One parameter group. `copies`: its fp32 copies, one of the whole group where they are `flat`, or None. `states`:
+    of each of `copies`, or of each parameter."""
 
     settings: Mapping[str, Any]
     states: Sequence[Mapping[str, Any]]
-    masters: Sequence[Tensor] | None
+    copies: Sequence[Tensor] | None
     flat: bool
 
 
@@ -172,8 +172,8 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
             cut = slice(offset, offset + tensor.numel()) if group.flat else slice(None)
             single = not group.flat and tensor.dim() == 0
             kinds = moments_of(state, single)
-            if group.masters is not None and weight_kind(tensor.dtype) == "master":
-                kinds["master"] = group.masters[at]
+            if group.copies is not None and weight_kind(tensor.dtype) == "master":
+                kinds["master"] = group.copies[at]
             for kind, one in kinds.items():
                 run = one.reshape(-1)[cut]
                 if run.numel() != tensor.numel():
@@ -194,7 +194,7 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
 def _missing_scale(model: ModelFiles, held: Entry, groups: Sequence[_Group]) -> MissingScale | None:
     """What the moments lack, where DeepSpeed left the loss scale out of the loss but not out of the step."""
     dtypes = {tensor.dtype for tensor in model.module.values()} & {torch.float16, torch.bfloat16}
-    if not dtypes or all(group.masters is None for group in groups):
+    if not dtypes or all(group.copies is None for group in groups):
         return None
     dtype = torch.float16 if torch.float16 in dtypes else torch.bfloat16
     return find_missing_scale(model.files[0].get("ds_version"), held, dtype)
@@ -208,12 +208,12 @@ def _groups(held: Entry, packed: Entry) -> list[_Group]:
         settings = Entry(held.path, one, f"param_groups.{number}").values
         keys = settings.get("params", [])
         own = [states.get(key, {}) for key in keys]
-        masters: Sequence[Tensor] | None = None
+        copies: Sequence[Tensor] | None = None
         if isinstance(flats, list) and number < len(flats):
-            masters = [flat_tensor(flats[number], held.where(f"fp32_groups_flat.{number}"))]
+            copies = [flat_tensor(flats[number], held.where(f"fp32_groups_flat.{number}"))]
         elif isinstance(singles, list) and number < len(singles):
-            masters = [one for one in singles[number]]
-        groups.append(_Group(settings, own, masters, isinstance(flats, list)))
+            copies = [one for one in singles[number]]
+        groups.append(_Group(settings, own, copies, isinstance(flats, list)))
     return groups
 
 
@@ -248,8 +248,8 @@ def _assign(model: ModelFiles, groups: Sequence[_Group], file: Entry) -> list[li
 
 
 def _length(group: _Group) -> int:
-    if group.flat and group.masters:
-        return group.masters[0].numel()
+    if group.flat and group.copies:
+        return group.copies[0].numel()
     return len(group.settings.get("params", ()))
 
 
@@ -268,13 +268,13 @@ def _moves(
 
 def _fits(tensor: Tensor, group: _Group, place: int) -> bool:
     if group.flat:
-        assert group.masters is not None
-        copy = group.masters[0][place : place + tensor.numel()]
+        assert group.copies is not None
+        copy = group.copies[0][place : place + tensor.numel()]
         return copy.numel() == tensor.numel() > 0 and torch.equal(copy.to(tensor.dtype), tensor.reshape(-1))
     if place >= len(group.settings.get("params", ())):
         return False
-    if group.masters is not None:
-        copy = group.masters[place]
+    if group.copies is not None:
+        copy = group.copies[place]
         return copy.shape == tensor.shape and torch.equal(copy.to(tensor.dtype), tensor)
     shapes = {tuple(one.shape) for one in moments_of(group.states[place]).values()}
     return not group.states[place] or shapes == ({tuple(tensor.shape)} if tensor.dim() else set())

@@ -1,4 +1,4 @@
-"""What `thinwire checkpoint verify`, `inspect` and `export` do; each returns the exit code."""
+"""The commands `thinwire checkpoint verify`, `inspect` and `export`; each returns the exit code."""
 
 from __future__ import annotations
 

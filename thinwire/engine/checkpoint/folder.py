@@ -33,7 +33,7 @@ LATEST = "latest"
 _LONGEST_TAG = 200
 _LONGEST_POINTER = 4096  # more than a tag, so that a wrong one can be quoted
 _RANK_FILE = re.compile(r"rank-.*\.safetensors", re.DOTALL)
-# A folder's name while a save is under way or being undone; the hexadecimal number is the save's own.
+# A folder's name while a save is in flight or being undone; the hexadecimal number is the save's own.
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.(?P<state>partial|replaced|removed)(\.unfinished)?", re.DOTALL)
 
 
@@ -167,7 +167,7 @@ class CheckpointFolder:
         done = ClearedUp([], [problem] if problem else [])
         complete = 0
         for candidate in self._newest_first() if keep is not None else []:
-            # A checkpoint that somebody has copied or renamed is theirs to remove, as another job's is.
+            # A checkpoint that a user has copied or renamed is theirs to remove, as another job's is.
             if (
                 candidate.manifest is None
                 or candidate.manifest.tag != candidate.tag
@@ -264,7 +264,7 @@ class CheckpointFolder:
     def _clear_up(self, lock: FolderLock) -> list[str]:
         """Bring back what a killed save had moved aside, and remove everything else that killed saves have left.
 
-        What a live job may have under way stays. Returns what could not be done.
+        What a live job may have in flight stays. Returns what could not be done.
         """
         problems = []
         for path in sorted(self.path.iterdir()):

@@ -1,5 +1,5 @@
 """Keeps jobs that share a folder of checkpoints out of each other's way: one at a time changes what is published, and a
-save that is under way says whose it is, so that nobody takes it for what a killed job has left behind.
+save in flight says whose it is, so that no job takes it for what a killed one has left behind.
 
 Both stand on `flock`, which ends with the process that holds it, however that ends. Between hosts it works on local
 disks, NFS from Linux 2.6.12 on, and parallel file systems that are mounted with it. Where it does not work, or only
@@ -99,7 +99,7 @@ class Claim:
 
 
 def is_abandoned(partial: Path, lock: FolderLock) -> bool:
-    """Whether nobody writes the save in the folder `partial` any more, and nobody will."""
+    """Whether no process writes the save in the folder `partial` any more."""
     try:
         descriptor = open_file(partial / OWNER)
     except OSError:

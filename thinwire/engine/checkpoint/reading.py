@@ -156,9 +156,9 @@ class LoadedCheckpoint:
         return dtype_from_name(entries[0].dtype) if entries else None
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """These values, [numel] on the CPU; KeyError where nobody saved them."""
+        """These values, [numel] on the CPU; KeyError if no rank saved them."""
         if kind == "weight" and numel == 0 and name in self.model.parameters and not self.model.numel(name):
-            return torch.empty(0, dtype=self.model.parameters[name][1])  # an empty parameter is in nobody's slice
+            return torch.empty(0, dtype=self.model.parameters[name][1])  # an empty parameter is in no slice
         entries = self._entries.get((kind, name))
         stop = start + numel
         if not entries or start < 0 or numel < 0 or stop > entries[-1].start + entries[-1].numel:

@@ -25,7 +25,7 @@ from thinwire.engine.checkpoint.manifest import Manifest, ModelDescription, Run
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
 from thinwire.engine.checkpoint.selection import select
 from thinwire.engine.checkpoint.writing import (
-    SaveUnderWay,
+    SaveInFlight,
     Snapshot,
     await_receipts,
     write_manifest,
@@ -64,7 +64,7 @@ class CheckpointStore:
         self._comm = comm
         self._keep = keep
         self._asynchronous = asynchronous
-        self._under_way: SaveUnderWay | None = None
+        self._in_flight: SaveInFlight | None = None
         self._run = Run(secrets.token_hex(8), {})
         self._claim: Claim | None = None
         self._told: set[str] = set()
@@ -74,7 +74,7 @@ class CheckpointStore:
 
         With `latest` the file of that name says that this is the one to load; otherwise it stays as it is.
 
-        An asynchronous save waits for the one before, and returns True once the new one is under way; its own outcome
+        An asynchronous save waits for the one before, and returns True once the new one is in flight; its own outcome
         is what `wait` returns. A save that cannot be written, as on a full disk, leaves the earlier checkpoints as they
         are, warns on rank 0 and returns False, on every rank.
 
@@ -99,15 +99,15 @@ class CheckpointStore:
         publish = None
         if self._claim is not None:
             publish = partial(self._publish, tag, nonce, snapshot, self._claim, latest)
-        self._under_way = SaveUnderWay(tag, nonce, partial(write_rank_file, folder, self._comm.rank, snapshot), publish)
+        self._in_flight = SaveInFlight(tag, nonce, partial(write_rank_file, folder, self._comm.rank, snapshot), publish)
         return True if self._asynchronous else self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save that is under way, and return whether it is published; True where there is none.
+        """Wait for the save in flight, and return whether it is published; True if there is none.
 
         Raises what writing has failed with where that is not the disk's fault.
         """
-        save, self._under_way = self._under_way, None
+        save, self._in_flight = self._in_flight, None
         if save is None:
             return True
         try:
@@ -131,7 +131,7 @@ class CheckpointStore:
         return True
 
     def close(self) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the save in flight."""
         self.wait()
 
     def load(
@@ -246,7 +246,7 @@ class CheckpointStore:
         finally:
             claim.release()
 
-    def _discard(self, save: SaveUnderWay) -> None:
+    def _discard(self, save: SaveInFlight) -> None:
         save.publish_error()  # it must have stopped writing
         if self._comm.rank == 0:
             self._folder.discard(save.tag, save.nonce)

@@ -51,7 +51,7 @@ CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-"""What the safetensors format calls each dtype; the ones that a checkpoint can hold."""
+"""Names of the safetensors format for each dtype that a checkpoint can hold."""
 
 _CHUNK_BYTES = 16 << 20
 _ALIGNMENT = 8
@@ -164,7 +164,7 @@ class StoredTensor:
 
 
 class TensorReader:
-    """The tensors of one safetensors file, read by a descriptor that somebody else opens and closes.
+    """The tensors of one safetensors file, read by a descriptor that its caller opens and closes.
 
     Raises ValueError for what is no safetensors file, OSError where it cannot be read.
     """

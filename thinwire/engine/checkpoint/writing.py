@@ -33,7 +33,7 @@ from thinwire.zero import SavedSlice
 
 __all__ = [
     "Abandoned",
-    "SaveUnderWay",
+    "SaveInFlight",
     "Snapshot",
     "await_receipts",
     "write_manifest",
@@ -124,10 +124,10 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 class Abandoned(Exception):  # noqa: N818 - it is not a fault
-    """Nobody waits for this save any more."""
+    """No caller waits for this save any more."""
 
 
-class SaveUnderWay:
+class SaveInFlight:
     """One rank's work for one save, on a thread of its own: `write`, then on rank 0 `publish`.
 
     `publish` gets an event that says when to give up, and returns what became of older checkpoints.

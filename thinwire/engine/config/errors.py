@@ -82,7 +82,7 @@ def validated(
     """`tree`, which stands at `path`, as `model`; None with a sentence in `problems` for each thing that is wrong.
 
     `owner`: of the parameters that `tree` holds, an optimizer or a schedule. `unlisted`: paths of further keys that
-    somebody may have meant.
+    may have been meant.
     """
     try:
         return model.model_validate(dict(tree))
@@ -231,7 +231,7 @@ def dotted(*parts: str) -> str:
 
 
 def left_auto(path: str) -> str:
-    """The sentence that refuses an "auto" which nobody has filled in."""
+    """The sentence that refuses an "auto" that was not filled in."""
     return (
         f'"{path}" is "auto", which nobody fills in but thinwire.hugging_face.Trainer(thinwire_config=...), from '
         "TrainingArguments: write the value, or delete the key for the default"

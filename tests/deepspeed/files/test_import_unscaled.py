@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.checkpoint.deepspeed_files import DYNAMIC_SCALE, FIXED_SCALE, MOMENTS, Trained, write_unsharded
+from tests.deepspeed.files.deepspeed_files import DYNAMIC_SCALE, FIXED_SCALE, MOMENTS, Trained, write_unsharded
+from tests.deepspeed.files.test_import import check_bits, groups_of, imported, loss_of, make, make_trained, train
 from tests.engine.checkpoint.jobs import missing
-from tests.engine.checkpoint.test_import import check_bits, groups_of, imported, loss_of, make, make_trained, train
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.checkpoint import deepspeed_files
-from tests.engine.checkpoint.deepspeed_files import (
+from tests.deepspeed.files import deepspeed_files
+from tests.deepspeed.files.deepspeed_files import (
     Trained,
     write_sharded,
     write_universal,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.checkpoint.deepspeed_files import deepspeeds_names, write_sharded, write_universal
-from tests.engine.checkpoint.test_import import imported, make_trained, read_here
+from tests.deepspeed.files.deepspeed_files import deepspeeds_names, write_sharded, write_universal
+from tests.deepspeed.files.test_import import imported, make_trained, read_here
 from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.deepspeed.files.importing import import_checkpoint
