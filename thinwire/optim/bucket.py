@@ -70,6 +70,7 @@ class AlgorithmBucket:
         self._new_state = new_state
         self._shards_state = shards_state
         self._incomplete = False
+        self._groups = [parameters.group_number(slot.parameter) for slot in layout.slots]
         self._held = HeldGradients(layout)
         self.digest = digest_of(self.segments, [parameters.parameters[slot.parameter] for slot in layout.slots])
         self._exact: Exchange | None = None
@@ -343,9 +344,8 @@ class AlgorithmBucket:
 
     def _settings(self) -> list[tuple[int, AdamSettings]]:
         """Each parameter's number, and its hyperparameters now."""
-        groups = [self._parameters.group_number(slot.parameter) for slot in self.layout.slots]
-        of_group = {group: self._parameters.settings(group) for group in set(groups)}
-        return [(slot.parameter, of_group[group]) for slot, group in zip(self.layout.slots, groups, strict=True)]
+        of_group = {group: self._parameters.settings(group) for group in set(self._groups)}
+        return [(slot.parameter, of_group[group]) for slot, group in zip(self.layout.slots, self._groups, strict=True)]
 
     @property
     def _holds_gradients(self) -> bool:

@@ -31,7 +31,7 @@ from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBac
 from thinwire.optim.wire import Wire
 from thinwire.zero import rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
-from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult, ring_bytes
+from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult
 from thinwire.zero.rank_state import OneRankState
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
@@ -139,7 +139,7 @@ class ReplicatedHome(AlgorithmHome):
     @property
     @override
     def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
-        return ring_bytes(self.comm.size, (self.parameters[index] for index in self._placed()))
+        return self._layout.uncompressed_bytes
 
     @property
     @override
@@ -287,7 +287,7 @@ class ReplicatedHome(AlgorithmHome):
     def saved_slices(self) -> list[SavedSlice]:
         names = self._table.names
         found = [one for group in self.groups for one in checkpoint.slices(group, names, self.comm.rank)]
-        placed = set(self._placed())
+        placed = {slot.parameter for bucket in self._layout.buckets for slot in bucket.layout.slots}
         waiting = [index for index, one in enumerate(self.parameters) if index not in placed and one.requires_grad]
         for index in waiting if self.comm.rank == 0 else ():
             for kind, values in zip(("weight", "master"), weight_and_master(self._table, index, False), strict=True):
@@ -392,8 +392,3 @@ class ReplicatedHome(AlgorithmHome):
         self._exchange_comm.close()
         if self._links is not None:
             self._links.close()
-
-    # Parts
-
-    def _placed(self) -> list[int]:
-        return [slot.parameter for bucket in self._layout.buckets for slot in bucket.layout.slots]

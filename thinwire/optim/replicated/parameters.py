@@ -136,9 +136,12 @@ class ParameterTable:
 
     def weight(self, index: int) -> Tensor:
         """What updates are applied to: the fp32 master weight where there is one, else the parameter."""
-        if "master" in self.state(index) and self.changed(index):
+        state = self.state(index)
+        if "master" not in state:
+            return self.parameters[index]
+        if self.changed(index):
             self.make_master(index)  # weights were loaded into the model since
-        weight: Tensor = self.state(index).get("master", self.parameters[index])
+        weight: Tensor = state["master"]
         return weight
 
     def publish(self, index: int) -> None:

@@ -23,6 +23,7 @@ from thinwire.optim.step import Step, clip_by_sketch, may_clip, read_outcomes
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
+from thinwire.zero.home import ring_bytes
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.sharded_home import clip_coefficient, clip_of_norm
@@ -34,6 +35,9 @@ _FP32_BYTES = 4
 
 class FreezeGroups:
     """`groups`, in the order in which they entered, and `unplaced`: the parameters that lie in no bucket yet.
+
+    `buckets`: of all groups, in the order in which they leave. `uncompressed_bytes`: what a ring all-reduce of their
+    gradients sends.
 
     `step`: what the buckets of a step share.
     """
@@ -48,6 +52,8 @@ class FreezeGroups:
         make_rule: Callable[[], FreezeRule | None],
     ) -> None:
         self.groups: list[FreezeGroup] = []
+        self.buckets: list[AlgorithmBucket] = []
+        self.uncompressed_bytes = 0
         self.unplaced: list[int] = []
         self.step = Step(table.groups(), lambda: bool(self.trainable_unplaced))
         self.step.divide_first = options.averaging.divide_first
@@ -59,19 +65,16 @@ class FreezeGroups:
         self._make_rule = make_rule
 
     @property
-    def buckets(self) -> list[AlgorithmBucket]:
-        """Of all freeze groups, in the order in which they leave."""
-        return [bucket for group in self.groups for bucket in group.buckets]
-
-    @property
     def trainable_unplaced(self) -> list[int]:
         """The parameters that lie in no bucket yet and require a gradient."""
         return [index for index in self.unplaced if self._parameters[index].requires_grad]
 
     def sends_of_unplaced(self) -> set[Send]:
         """What the first step sends of the parameters that lie in no bucket yet."""
+        if not self.trainable_unplaced:
+            return set()
         algorithm = self._make_algorithm()
-        return {next_send(algorithm, _new_clock(algorithm))} if self.trainable_unplaced else set()
+        return {next_send(algorithm, _new_clock(algorithm))}
 
     def place(self, order: Sequence[int]) -> FreezeGroup:
         """Add a freeze group of the parameters `order`, in buckets of `bucket_bytes`."""
@@ -82,7 +85,7 @@ class FreezeGroups:
         """Lay parameters out anew: for each freeze group, each bucket's parameters; others wait for a gradient."""
         placed = {index for group in freeze_groups for order in group for index in order}
         self.unplaced = [index for index in range(len(self._table)) if index not in placed]
-        self.groups.clear()
+        self.groups, self.buckets = [], []
         for buckets in freeze_groups:
             self._add([self._cut(order, whole=True)[0] for order in buckets])
 
@@ -139,6 +142,9 @@ class FreezeGroups:
             changed=lambda: weights.show_state(algorithm),
         )
         self.groups.append(group)
+        self.buckets = [*self.buckets, *made]
+        placed = (self._parameters[slot.parameter] for bucket in self.buckets for slot in bucket.layout.slots)
+        self.uncompressed_bytes = ring_bytes(self.comm.size, placed)
         return group
 
 

@@ -109,7 +109,7 @@ class PackedStorage(Storage):
         if algorithm.form.update is None:
             members = MembersByGroup(self.run.settings)
             for bucket in self._packed:
-                bucket.take_over_into(members, self.run.group_number)
+                bucket.take_over_into(members)
             algorithm.compressed(members.in_order(), clock, self._agreement())
         else:
             for bucket in self._packed:
@@ -196,7 +196,7 @@ class PackedStorage(Storage):
                 run.algorithm,
                 run.clock,
                 run.step,
-                run.settings_of,
+                run,
                 state,
                 reversible=reversible,
             )

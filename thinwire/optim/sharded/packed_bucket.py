@@ -3,7 +3,7 @@ everybody's replica follows the owners' master weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, MembersByGr
 from thinwire.optim.form import digest_of, part_of, segments_of
 from thinwire.optim.preconditioner import table
 from thinwire.optim.sharded.packing import FrozenState
-from thinwire.optim.step import Step, may_clip
+from thinwire.optim.step import Parameters, Step, may_clip
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import MasterWeights, Run
 
@@ -76,12 +76,11 @@ class PackedBucket:
         algorithm: Algorithm,
         clock: Clock,
         step: Step,
-        settings: Callable[[int], AdamSettings],
+        parameters: Parameters,
         state: FrozenState,
         *,
         reversible: bool,
     ) -> None:
-        """`settings`: the hyperparameters of a parameter, by its number."""
         self.bucket = bucket = masters.bucket
         self.layout: BucketLayout = bucket.layout
         self.momentum = state.momentum
@@ -93,7 +92,8 @@ class PackedBucket:
         self._algorithm = algorithm
         self._clock = clock
         self._step = step
-        self._settings = settings
+        self._parameters = parameters
+        self._group_of = {slot.parameter: parameters.group_number(slot.parameter) for slot in self.layout.slots}
         self._tables = table(self.ranges[:, 0], self.ranges[:, 1])
         self._table_of = {slot.parameter: one for slot, one in zip(self.layout.slots, self._tables, strict=True)}
         self._segments = segments_of(self.layout)
@@ -144,7 +144,7 @@ class PackedBucket:
     @property
     def may_stay(self) -> bool:
         """Whether `stay` can take the place of a transfer: with one β₁ for all of the bucket."""
-        return len({self._settings(slot.parameter).beta1 for slot in self.layout.slots}) == 1
+        return len({one.beta1 for one in self._settings().values()}) == 1
 
     def stay(self) -> None:
         """Every rank's gradients are 0 in this step: send nothing."""
@@ -199,7 +199,7 @@ class PackedBucket:
         """Take the new u over, and the residuals of this step."""
         if self._stayed:
             # What the average of every rank's β₁ u is, without an exchange; residuals wait for the next one.
-            self.exchange.codec.scale(self.momentum, self._settings(self.layout.slots[0].parameter).beta1)
+            self.exchange.codec.scale(self.momentum, next(iter(self._settings().values())).beta1)
             if self._beside is not None:
                 self._beside.take([self.momentum[self._comm.rank : self._comm.rank + 1]])
             return
@@ -209,18 +209,16 @@ class PackedBucket:
         self.exchange.commit()
 
     @torch.no_grad()
-    def take_over_into(self, members: MembersByGroup, group_of: Callable[[int], int]) -> None:
+    def take_over_into(self, members: MembersByGroup) -> None:
         """Take the new u over, and add the own shard's cuts: the momentum is u before, the averages u after."""
         before = self.own_momentum()
         self.take_over()
         after = self.own_momentum()
         if self._has_zero_variance:
             after.mul_(self.bucket.shard_of(self.codes).ne(0))
-        self.add_cuts(members, group_of, before, after)
+        self._add_cuts(members, before, after)
 
-    def add_cuts(
-        self, members: MembersByGroup, group_of: Callable[[int], int], momentum: Tensor, average: Tensor
-    ) -> None:
+    def _add_cuts(self, members: MembersByGroup, momentum: Tensor, average: Tensor) -> None:
         """Add the own shard's runs, with these momenta and averages, fp32 [shard]."""
         form = self._algorithm.form
         assert form.denominators is not None
@@ -229,7 +227,7 @@ class PackedBucket:
         for run in self.bucket.own_runs:
             state = {form.momentum: momentum[run.place], form.denominators: self._denominator(run)}
             state |= {name: values[run.place] for name, values in self.extra.items()}
-            members.add(group_of(run.parameter), run.parameter, weights[run.place], average[run.place], state)
+            members.add(self._group_of[run.parameter], run.parameter, weights[run.place], average[run.place], state)
 
     @torch.no_grad()
     def move(self, seed: int) -> None:
@@ -256,6 +254,10 @@ class PackedBucket:
 
     # Parts
 
+    def _settings(self) -> dict[int, AdamSettings]:
+        """The hyperparameters of this bucket's parameter groups now."""
+        return {group: self._parameters.settings(group) for group in set(self._group_of.values())}
+
     def _packed_state(self) -> buckets.PackedState:
         layout = self.layout
         return buckets.PackedState(self.momentum, self.codes, layout.shard, layout.numel, layout.block_size)
@@ -264,7 +266,8 @@ class PackedBucket:
         """What makes and encodes a part of the payload."""
         numbers = [slot.parameter for slot in self.layout.slots]
         gradients = [self._gradients.get(number) for number in numbers]
-        beta1 = [self._settings(number).beta1 for number in numbers]
+        settings = self._settings()
+        beta1 = [settings[self._group_of[number]].beta1 for number in numbers]
         divisors = [self._step.loss_scale / self._algorithm.scale(number) for number in numbers]
         state = self._packed_state()
 
@@ -301,10 +304,10 @@ class PackedBucket:
     ) -> None:
         """`numbers`: of the parameters of `segments`."""
         trained = {slot.parameter for slot, one in self.bucket.members() if one.requires_grad and slot.numel}
-        rates = [
-            self._algorithm.rates(number, self._settings(number), self._clock) if number in trained else (0.0, 1.0)
-            for number in numbers
-        ]
+        settings, rates = self._settings(), [(0.0, 1.0)] * len(numbers)
+        for place, number in enumerate(numbers):
+            if number in trained:
+                rates[place] = self._algorithm.rates(number, settings[self._group_of[number]], self._clock)
         buckets.move_packed(
             state,
             segments,
@@ -318,9 +321,9 @@ class PackedBucket:
 
     def _decayed_momentum(self) -> Tensor:
         """What clipping leaves of the owner's average, β₁ u + (1 - β₁) ḡ / (√v̂ + ε), as it is: β₁ u, fp32 [shard]."""
-        kept = self.own_momentum()
+        kept, settings = self.own_momentum(), self._settings()
         for run in self.bucket.own_runs:
-            kept[run.place].mul_(self._settings(run.parameter).beta1)
+            kept[run.place].mul_(settings[self._group_of[run.parameter]].beta1)
         return kept
 
     def _denominator(self, run: Run) -> Tensor:
