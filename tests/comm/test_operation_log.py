@@ -104,15 +104,10 @@ def test_the_summary_has_what_was_counted_and_not_itself(capsys) -> None:
         logged = LoggedCommunicator(comm, OperationLog())
         some_collectives(logged)
         for _ in range(2):
-            found = logged.log_summary(show_straggler=True, return_dict=True)
+            found = logged.log_summary(return_dict=True)
         assert found is not None
         counts = {(name, size): one["count"] for name, sizes in found["summary"].items() for size, one in sizes.items()}
         assert counts == EXPECTED
-        for name, sizes in found["straggler_analysis"].items():
-            for size, one in sizes.items():
-                assert one["total_straggler_ms"] >= 0
-                whole = found["summary"][name][size]["total_latency_ms"]
-                assert one["total_comm_lat_ms"] + one["total_straggler_ms"] == pytest.approx(whole)
         assert found["metadata"] == {"world_size": 2, "rank": comm.rank}
         assert logged.log_summary() is None
 

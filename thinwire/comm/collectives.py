@@ -24,11 +24,13 @@ __all__ = [
     "Staging",
     "Work",
     "bring_to_host",
+    "byte_view",
     "check_pair",
     "check_rank",
     "check_reduction",
     "check_tensor",
     "check_timeout",
+    "flat_view",
 ]
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -86,6 +88,19 @@ def check_reduction(tensor: Tensor, op: str) -> None:
         raise TypeError(f"all_reduce: mean of {tensor.dtype} is not exact; use 'sum', or convert to a float")
 
 
+def flat_view(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a flat one."""
+    # Not view(-1): a contiguous tensor of one element may have any stride, which byte views refuse.
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as flat bytes."""
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.numel() > 1:
+        return tensor
+    return flat_view(tensor).view(torch.uint8)
+
+
 def check_rank(collective: str, root: int, size: int) -> None:
     """Check that ``root`` is a rank of a communicator of ``size``."""
     if isinstance(root, bool) or not isinstance(root, int):
@@ -140,8 +155,13 @@ class Finishing:
 class Work:
     """Handle of an asynchronous collective. Its tensors are valid, and may be touched, after ``wait``."""
 
-    def __init__(self, pending: Pending, wait_for: Callable[[Pending, float | None], None]) -> None:
-        self._pending: Pending | None = pending
+    def __init__(
+        self,
+        pending: Pending | None = None,
+        wait_for: Callable[[Pending, float | None], None] = lambda pending, timeout: None,
+    ) -> None:
+        """`pending`: None where it is over already. `wait_for`: waits for it for so many seconds."""
+        self._pending = pending
         self._wait_for = wait_for
         self._error: CommunicationError | None = None
 

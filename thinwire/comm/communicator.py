@@ -21,11 +21,13 @@ from thinwire.comm.collectives import (
     Staging,
     Work,
     bring_to_host,
+    byte_view,
     check_pair,
     check_rank,
     check_reduction,
     check_tensor,
     check_timeout,
+    flat_view,
 )
 from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure
 from thinwire.comm.traffic import Traffic, sent_bytes
@@ -34,6 +36,9 @@ __all__ = ["Communicator"]
 
 _ALARM_INTERVAL = 0.5
 """Seconds between two looks for the alarm of a rank that failed."""
+
+_COMPLETED = Work()
+"""Of collectives that are over when they are issued."""
 
 _LONGEST = (1 << 32) - 1
 _PURPOSE = 96
@@ -102,7 +107,9 @@ class Communicator(ABC):
         check_tensor("all_reduce", "tensor", tensor)
         check_reduction(tensor, op)
         wire_op: ReduceOp = "sum" if op == "mean" else op
-        flat = _flat(tensor)
+        flat = flat_view(tensor)
+        if self.size == 1:
+            return self._complete_alone("all_reduce", flat, flat)
         host, arrived = self._placed(flat, reduction=True)
         signature = f"all_reduce({op}) of {_amount(tensor)}"
 
@@ -250,7 +257,9 @@ class Communicator(ABC):
         detail: str = "",
     ) -> Work:
         """Issue a collective that only moves bytes, so that any dtype travels on any backend."""
-        source, target = _as_bytes(input), _as_bytes(output)
+        if self.size == 1:
+            return self._complete_alone(name, output, input)
+        source, target = byte_view(input), byte_view(output)
         wire_source, arrived = self._placed(source, reduction=False)
         staged = wire_source is not source
         if input is output:
@@ -265,6 +274,16 @@ class Communicator(ABC):
             return pending
 
         return self._issue(name, f"{name}{detail} of {_amount(input)}", source.nbytes, begin, async_op, arrived)
+
+    def _complete_alone(self, name: str, output: Tensor, input: Tensor) -> Work:
+        """Carry out a collective of the only rank there is: nothing is sent."""
+        if self._failure is not None:
+            self._raise_earlier_failure()
+        self._sequence += 1
+        if output is not input:
+            flat_view(output).copy_(flat_view(input))
+        self.traffic.add(name, 0)
+        return _COMPLETED
 
     def _placed(self, tensor: Tensor, *, reduction: bool) -> tuple[Tensor, torch.Event | None]:
         """``tensor`` itself, or a pinned host copy where the backend cannot read its device, and when it is whole."""
@@ -289,7 +308,7 @@ class Communicator(ABC):
             pending = self._staging.follow(arrived, partial(self._start_staged, start, call))
         else:
             self._staging.begin_all()
-            with self._failures_of(call):
+            with _Failures(self, call):
                 pending = start(call)
         self.traffic.add(name, sent_bytes(name, nbytes, self.size))
         work = Work(pending, partial(self._wait, call))
@@ -310,7 +329,7 @@ class Communicator(ABC):
         deadline = time.monotonic() + limit
         while True:
             remaining = deadline - time.monotonic()
-            with self._failures_of(call):
+            with _Failures(self, call):
                 if pending.wait(max(0.0, min(_ALARM_INTERVAL, remaining))):
                     return
             if remaining <= 0:
@@ -325,7 +344,7 @@ class Communicator(ABC):
         self._sequence += 1
         if members is None:
             return None
-        with self._failures_of(Call(self._sequence, name)):
+        with _Failures(self, Call(self._sequence, name)):
             return self._subgroup(members, self._sequence, self.timeout if timeout is None else timeout)
 
     def _raise_earlier_failure(self) -> None:
@@ -335,9 +354,6 @@ class Communicator(ABC):
                 ranks=self._failure.ranks,
                 collective=self._failure.collective,
             ) from self._failure
-
-    def _failures_of(self, call: Call) -> _Failures:
-        return _Failures(self, call)
 
     def _note_failure(self, call: Call, error: BaseException) -> None:
         if isinstance(error, CommunicationError):
@@ -370,17 +386,6 @@ class _Failures:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._communicator._note_failure(self._call, error)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    # Not view(-1): a contiguous tensor of one element may have any stride, which byte views refuse.
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.numel() > 1:
-        return tensor
-    return _flat(tensor).view(torch.uint8)
 
 
 def _head(payload: bytes, purpose: str) -> int:

@@ -6,7 +6,6 @@ while the rank computes looks slower than the wire is, and a rank that comes ear
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from array import array
@@ -17,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm.collectives import Finishing, Pending, ReduceOp, Work
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import Call, RollCall
 from thinwire.comm.traffic import sent_bytes
 
-__all__ = ["OPERATION_NAMES", "LoggedCommunicator", "OperationLog", "OperationStatistics", "table"]
+__all__ = ["OPERATION_NAMES", "LoggedCommunicator", "OperationLog", "OperationStatistics"]
 
 OPERATION_NAMES: Mapping[str, str] = {
     **{name: name for name in ("all_gather", "all_gather_bytes", "all_reduce", "all_to_all", "barrier", "broadcast")},
@@ -40,17 +40,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class OperationStatistics:
-    """All collectives of one `name` and of `nbytes` bytes a rank: how many, and the milliseconds of each.
-
-    `straggler_milliseconds`: how much longer this rank was in them than the rank that came last; None where nobody
-    asked the other ranks.
-    """
+    """All collectives of one `name` and of `nbytes` bytes a rank: how many, and the milliseconds of each."""
 
     name: str
     nbytes: int
     milliseconds: Sequence[float]
     ranks: int
-    straggler_milliseconds: Sequence[float] | None = None
 
     @property
     def count(self) -> int:
@@ -122,21 +117,13 @@ class OperationLog:
         start = time.perf_counter()
         return lambda: self._add(name, nbytes, 1000 * (time.perf_counter() - start))
 
-    def statistics(self, comm: Communicator | None = None) -> list[OperationStatistics]:
-        """What was counted, by name and size; with `comm`, how long this rank waited for others too: collective then.
-
-        On a GPU, waits for what is on its way.
-        """
+    def statistics(self) -> list[OperationStatistics]:
+        """What was counted, by name and size. On a GPU, waits for what is on its way."""
         self._collect()
-        keys = sorted(self._seen)
-        fastest = {} if comm is None else self._fastest(comm)
-        found = []
-        for name, nbytes in keys:
-            mine = tuple(self._seen[name, nbytes])
-            least = fastest.get((name, nbytes))
-            waited = None if least is None else tuple(one - other for one, other in zip(mine, least, strict=True))
-            found.append(OperationStatistics(name, nbytes, mine, self._ranks[name], waited))
-        return found
+        return [
+            OperationStatistics(name, nbytes, tuple(times), self._ranks[name])
+            for (name, nbytes), times in sorted(self._seen.items())
+        ]
 
     def reset(self) -> None:
         """Forget what was counted."""
@@ -180,42 +167,15 @@ class OperationLog:
                 f"{one.wire_gigabits_per_second:.3f} Gb/s on the wire"
             )
 
-    def _fastest(self, comm: Communicator) -> dict[tuple[str, int], list[float]]:
-        """The least time of any rank in each collective that all ranks counted alike. Collective."""
-        mine = [(name, nbytes, len(times)) for (name, nbytes), times in sorted(self._seen.items())]
-        with self.paused():
-            everyone = comm.all_gather_bytes(json.dumps(mine).encode(), "compare how long collectives took")
-            common = [key for key in mine if all(list(key) in json.loads(one) for one in everyone)]
-            if not common:
-                return {}
-            times = [torch.tensor(self._seen[name, nbytes], dtype=torch.float64) for name, nbytes, _ in common]
-            least = torch.cat(times)
-            comm.all_reduce(least, "min")
-        split = torch.split(least, [count for _, _, count in common])
-        return {(name, nbytes): part.tolist() for (name, nbytes, _), part in zip(common, split, strict=True)}
 
-
-def table(found: Sequence[OperationStatistics]) -> str:
+def _table(found: Sequence[OperationStatistics]) -> str:
     """Lines for people: a row a kind and size."""
-    heads = ["collective", "size a rank", "count", "total ms", "mean ms", "Gb/s", "wire Gb/s"]
-    straggling = any(one.straggler_milliseconds is not None for one in found)
-    rows = [heads + ["waited for others, ms"] * straggling]
+    rows = [["collective", "size a rank", "count", "total ms", "mean ms", "Gb/s", "wire Gb/s"]]
     for one in found:
-        rows.append(
-            [
-                one.name,
-                _shown_size(one.nbytes),
-                str(one.count),
-                f"{one.total_milliseconds:.2f}",
-                f"{one.total_milliseconds / one.count:.3f}",
-                f"{one.gigabits_per_second:.3f}",
-                f"{one.wire_gigabits_per_second:.3f}",
-            ]
-        )
-        if straggling:
-            waited = one.straggler_milliseconds
-            rows[-1].append("" if waited is None else f"{sum(waited):.2f}")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        times = (f"{one.total_milliseconds:.2f}", f"{one.total_milliseconds / one.count:.3f}")
+        rates = (f"{one.gigabits_per_second:.3f}", f"{one.wire_gigabits_per_second:.3f}")
+        rows.append([one.name, _shown_size(one.nbytes), str(one.count), *times, *rates])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
@@ -253,21 +213,38 @@ class LoggedCommunicator(Communicator):
         self._failure = inner._failure
         self._transport_errors = inner._transport_errors
 
-    def log_summary(self, show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    def log_summary(self, return_dict: bool = False) -> dict[str, Any] | None:
         """Print on rank 0 what was counted so far; with `return_dict` return this rank's numbers too. Collective.
 
-        `show_straggler`: ask all ranks, and say how long this one waited for the last in each kind.
-
-        The dict is {"summary": {name: {bytes: {...}}}, "straggler_analysis": the same or None, "metadata": {...}}.
+        The dict is {"summary": {name: {bytes: {...}}}, "metadata": {...}}.
         """
         with self.log.paused():
             self.barrier()
-        found = self.log.statistics(self if show_straggler else None)
+        found = self.log.statistics()
         if self.rank == 0:
-            print(table(found), flush=True)
+            print(_table(found), flush=True)
         with self.log.paused():
             self.barrier()
-        return _as_dict(found, show_straggler, self) if return_dict else None
+        if not return_dict:
+            return None
+        summary: dict[str, dict[int, Any]] = {}
+        for one in found:
+            summary.setdefault(one.name, {})[one.nbytes] = {
+                "count": one.count,
+                "total_latency_ms": one.total_milliseconds,
+                "avg_latency_ms": one.total_milliseconds / one.count,
+                "tput_avg_gbps": one.gigabits_per_second,
+                "busbw_avg_gbps": one.wire_gigabits_per_second,
+                "msg_size_bytes": one.nbytes,
+            }
+        return {"summary": summary, "metadata": {"world_size": self.size, "rank": self.rank}}
+
+    def _complete_alone(self, name: str, output: Tensor, input: Tensor) -> Work:
+        end = self.log.begin(name, input.nbytes, self)
+        work = super()._complete_alone(name, output, input)
+        if end is not None:
+            end()
+        return work
 
     def _issue(
         self,
@@ -321,36 +298,6 @@ class LoggedCommunicator(Communicator):
         return self._inner._needs_staging(device, reduction=reduction)
 
     @property
+    @override
     def control_device(self) -> torch.device:
-        """See Communicator."""
         return self._inner.control_device
-
-
-def _as_dict(found: list[OperationStatistics], show_straggler: bool, comm: Communicator) -> dict[str, Any]:
-    summary: dict[str, dict[int, Any]] = {}
-    straggling: dict[str, dict[int, Any]] = {}
-    for one in found:
-        summary.setdefault(one.name, {})[one.nbytes] = {
-            "count": one.count,
-            "total_latency_ms": one.total_milliseconds,
-            "avg_latency_ms": one.total_milliseconds / one.count,
-            "tput_avg_gbps": one.gigabits_per_second,
-            "busbw_avg_gbps": one.wire_gigabits_per_second,
-            "msg_size_bytes": one.nbytes,
-        }
-        if one.straggler_milliseconds is not None:
-            waited = sum(one.straggler_milliseconds)
-            straggling.setdefault(one.name, {})[one.nbytes] = {
-                "count": one.count,
-                "total_comm_lat_ms": one.total_milliseconds - waited,
-                "total_straggler_ms": waited,
-                "avg_comm_lat_ms": (one.total_milliseconds - waited) / one.count,
-                "avg_straggler_ms": waited / one.count,
-                "msg_size_bytes": one.nbytes,
-            }
-    metadata = {"world_size": comm.size, "rank": comm.rank}
-    return {
-        "summary": summary,
-        "straggler_analysis": straggling if show_straggler else None,
-        "metadata": metadata,
-    }
