@@ -299,10 +299,8 @@ def under_ddp(comm: Communicator, folder: Path) -> None:
 
     clipped = Classifier(compressed, ranks=RANKS)
     before = flat(clipped)
-    with pytest.raises(
-        RuntimeError, match=r"gradient_clip_val=0.5 .* pass max_norm=0.5 to OneBitAdam.* ThinwireStrategy"
-    ):
-        make_trainer(pl, folder, strategy="ddp", gradient_clip_val=0.5).fit(clipped)
+    with pytest.raises(RuntimeError, match=r"pass max_norm= .*gradient_clip_val.* ThinwireStrategy"):
+        make_trainer(pl, folder, strategy="ddp", gradient_clip_val=1e-3).fit(clipped)
     assert torch.equal(flat(clipped), before)
 
 

@@ -53,9 +53,6 @@ class TrainerMixin(_Trainer):
     says other than TrainingArguments do.
     """
 
-    # What thinwire.zero looks for, to tell this from a Trainer that clips each rank's own gradients.
-    clips_averaged_gradients = True
-
     model: Any
     optimizer: Any
     lr_scheduler: Any

@@ -176,9 +176,6 @@ class ThinwireStrategy(_DDPStrategy):
 
     strategy_name = NAME
 
-    # What thinwire.zero looks for, to tell this from a strategy under which each rank's own gradients are clipped.
-    clips_averaged_gradients = True
-
     def __init__(
         self,
         accelerator: Any = None,

@@ -3,7 +3,8 @@ backward, and when a step, is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,19 +12,21 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.bucket_transport import BucketTransport, Pipeline, Resealing, seal_together
+from thinwire.zero.bucket_transport import AveragedInPlace, BucketTransport, Pipeline
 from thinwire.zero.gradient_seal import (
     GradientHook,
-    GradientSeal,
+    Samples,
     SentGradient,
+    Taken,
     at_backward_end,
+    check_kind,
     forget_before_accumulation,
     gradient_of,
+    is_untouched,
     refuse_edit,
-    seal_anew,
-    seal_written,
+    taken,
 )
-from thinwire.zero.rank_checks import NothingToSend, agree_to_leave_out, has_gradient
+from thinwire.zero.rank_checks import NothingToSend, agree_to_leave_out, check_left_out
 
 __all__ = ["BackwardWatcher"]
 
@@ -37,6 +40,8 @@ class BackwardWatcher:
     every backward is sent, and the transports add up. Every rank runs the same number of backwards.
 
     `parameters`: those watched, by number. A parameter that requires no gradient takes no hook until it does.
+    `arrived`: the gradients that this backward has brought, as they were taken, in the order in which they came.
+    `left_out`: parameters that all of the step's backwards, as sent so far, left out on every rank.
 
     Args:
         describe: how an error message calls a parameter, by its number.
@@ -46,7 +51,6 @@ class BackwardWatcher:
 
     def __init__(self, describe: Callable[[int], str], on_whole: Callable[[], None] | None = None) -> None:
         self.parameters: list[Tensor] = []
-        self.seals_values = True  # not only who has written to gradients, but whether it changed them
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sent_gradients: dict[int, SentGradient] = {}
         self.usually_absent: frozenset[int] = frozenset()
@@ -58,6 +62,9 @@ class BackwardWatcher:
         self._before_first: Callable[[], None] | None = None
         self._synchronize = True
         self._callback_queued = False
+        self._samples = Samples()
+        self.samples_values = True  # else versions alone tell of edits
+        self.arrived: dict[int, Taken] = {}
         self._begin_step()
         self.use([], keeps_gradients=True)
 
@@ -98,7 +105,7 @@ class BackwardWatcher:
             self._places |= {slot.parameter: (number, slot) for slot in transport.layout.slots}
             self._waiting.append(self._awaited(transport))
             for slot in transport.layout.slots:
-                if slot.parameter in self._arrived:
+                if slot.parameter in self.arrived:
                     self._take(slot.parameter)
 
     def follow(self, gate: Callable[[], bool]) -> None:
@@ -112,11 +119,6 @@ class BackwardWatcher:
     # What is known of the step
 
     @property
-    def arrived(self) -> list[int]:
-        """Parameters whose gradients this backward has brought, in the order in which they came."""
-        return list(self._arrived)
-
-    @property
     def missing(self) -> list[int]:
         """Parameters that have had no gradient on this rank in this step, and were not left out."""
         known = self._arrived_in_step | self.left_out
@@ -125,28 +127,30 @@ class BackwardWatcher:
     @property
     def in_step(self) -> bool:
         """Whether gradients have been taken since the last step, so that `step` or `drop` has to come next."""
-        return self._sent or bool(self._arrived)
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        """Parameters that all of the step's backwards, as sent so far, left out on every rank."""
-        return self._left_out_of_all or frozenset()
+        return self._sent or bool(self.arrived)
 
     def check_gradients_untouched(self, *, may_write: bool = False) -> None:
-        """Raise RuntimeError where somebody has changed, or dropped, a `.grad` after it had been taken.
+        """Raise RuntimeError if somebody has changed, or dropped, a `.grad` after it had been taken.
 
-        With `may_write` only where it was replaced or dropped: what is written into it takes effect.
+        With `may_write` only if it was replaced or dropped: what is written into it takes effect.
 
-        Edits through `.grad.data` leave no trace but their values: those are compared for every eighth parameter in CPU
-        memory, other ones in every step, so that an edit of all gradients shows at once.
+        Edits through `.grad.data` leave no version behind: sampled values are compared for every eighth parameter in
+        CPU memory too, other ones in every step, so that an edit of all gradients shows at once.
         """
-        for number, seal in self._arrived.items():
+        compared = []
+        for number, was in self.arrived.items():
             parameter = self.parameters[number]
-            compares = (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and parameter.is_cpu
-            if seal.is_untouched(parameter) and (may_write or not compares):
-                continue
-            if not (seal.is_of(parameter) if may_write else seal.has_same_values(parameter)):
-                refuse_edit(self._describe(number))
+            gradient = parameter.grad
+            if may_write:
+                if gradient is not was[0]:
+                    refuse_edit(self._describe(number))
+            elif not is_untouched(gradient, was):
+                compared.append(number)
+            elif (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and number in self._samples:
+                compared += [number] if parameter.is_cpu else []
+        edited = self._samples.first_that_differs(compared, self.parameters)
+        if edited is not None:
+            refuse_edit(self._describe(edited))
 
     # What a training loop calls
 
@@ -157,9 +161,9 @@ class BackwardWatcher:
         of the parameters has a gradient, and RuntimeError where gradients of that backward have left already.
         """
         error = None
-        if self._arrived and self._keeps_gradients:
+        if self.arrived and self._keeps_gradients:
             error = RuntimeError("leave_out() comes before the synchronised backward(), not after it")
-        elif self._arrived:
+        elif self.arrived:
             self.end_backward()
         self._left_out = agree_to_leave_out(comm, self.parameters, parameters, error)
         self._waiting = [self._awaited(transport) for transport in self._transports]
@@ -180,7 +184,7 @@ class BackwardWatcher:
 
     def end_backward(self) -> None:
         """Send the buckets that some parameter's lack of a gradient held back. Collective."""
-        if not self._sending:
+        if not self._sends():
             return
         self._send_rest()
         if not self._keeps_gradients:
@@ -190,24 +194,26 @@ class BackwardWatcher:
     def finish(self) -> None:
         """Bring everything of this step to its end. Collective; again after `add`, for what was added."""
         self._hook_trainable()
-        if self._arrived or not self._sent or self._keeps_gradients:
+        if self.arrived or not self._sent or self._keeps_gradients:
             self._send_rest()
         if self._between_legs is not None:
             self._between_legs()
         self._pipeline.drain()
         self._finished = True
 
-    def bring_home(self) -> None:
+    def wait_for_averages(self) -> None:
         """Wait until the gradients that have left in this step are averaged, and leave it open. Collective."""
         if self._keeps_gradients:
             if self.in_step and not self._finished:
                 self.finish()
-        elif self._arrived:
+        elif self.arrived:
             self.end_backward()
 
     def seal_again(self, number: int) -> None:
         """Take a parameter's gradient as it is for what was averaged: somebody has written to it who may."""
-        seal_anew(self._arrived, self.parameters, [number])
+        if number in self.arrived:
+            self.arrived[number] = taken(self.parameters[number].grad)
+            self._samples.take([number], self.parameters)
 
     def send_again(self) -> None:
         """Take and send this step's gradients once more. Collective, after `finish`."""
@@ -215,7 +221,7 @@ class BackwardWatcher:
         self._finished = False
         for transport in self._transports:
             transport.end_step()
-        for number in self._arrived.keys() & self._places.keys():
+        for number in self.arrived.keys() & self._places.keys():
             self._take(number)
         self.finish()
 
@@ -242,22 +248,24 @@ class BackwardWatcher:
 
     # One backward
 
-    @property
-    def _sending(self) -> bool:
-        return not self._keeps_gradients or (self._synchronize and all(gate() for gate in self._gates))
+    def _sends(self) -> bool:
+        return not self._keeps_gradients or (self._synchronize and all(map(operator.call, self._gates)))
 
     def _begin_step(self) -> None:
         self._arrived_in_step: set[int] = set()
-        self._left_out_of_all: frozenset[int] | None = None
-        self._finished = False
+        self.left_out: frozenset[int] = frozenset()
+        self._some_sent = self._finished = False
 
     def _begin_backward(self) -> None:
-        self._arrived: dict[int, GradientSeal] = {}  # by number: the gradient as it was taken
+        self.arrived = {}
+        self._samples.clear()
         self._left_out = frozenset[int]()
         self._waiting = [self._awaited(transport) for transport in self._transports]
         self._pipeline.reset()
 
     def _hook_trainable(self) -> None:
+        if not self._unhooked:
+            return
         for number in self._unhooked:
             if self.parameters[number].requires_grad:
                 GradientHook(self._on_gradient, number).register(self.parameters[number])
@@ -267,14 +275,11 @@ class BackwardWatcher:
         if self._before_first is not None:
             callback, self._before_first = self._before_first, None
             callback()
-        if not torch.is_grad_enabled():
-            self._notice(number)
-        else:  # with create_graph
+        if torch.is_grad_enabled():  # with create_graph
             with torch.no_grad():
-                self._notice(number)
-
-    def _notice(self, number: int) -> None:
-        if not self._sending:
+                self._on_gradient(number)
+            return
+        if not self._sends():
             self._keep(number)
             return
         self._arrive(number)
@@ -285,40 +290,52 @@ class BackwardWatcher:
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False
-        if self._on_whole is not None and all(
-            number in self._arrived or number in self.usually_absent or number in self._left_out
-            for number, parameter in enumerate(self.parameters)
-            if parameter.requires_grad
-        ):
+        if self._on_whole is not None and self._is_whole():
             with torch.no_grad():
                 self._on_whole()
         # DDP writes gradients back after they have arrived here.
-        seal_written(self._arrived, self.parameters)
+        again = []
+        for number, was in self.arrived.items():
+            gradient = self.parameters[number].grad
+            if written := not is_untouched(gradient, was):
+                self.arrived[number] = taken(gradient)
+            if written or number not in self._samples:
+                again.append(number)
+        if self.samples_values:
+            self._samples.take(again, self.parameters)
+
+    def _is_whole(self) -> bool:
+        """Whether this backward has reached every parameter that it was expected to."""
+        for number, parameter in enumerate(self.parameters):
+            known = number in self.arrived or number in self.usually_absent or number in self._left_out
+            if not known and parameter.requires_grad:
+                return False
+        return True
 
     def _keep(self, number: int) -> None:
-        self._check_kind(number)
+        check_kind(self.parameters[number], self._kinds[number], self._describe, number)
         self._arrived_in_step.add(number)
         if number in self._places:
             index, slot = self._places[number]
             self._transports[index].keep(slot, self.parameters[number])
 
     def _arrive(self, number: int) -> None:
-        self._check_kind(number)
-        if self._is_left_out(number):
+        check_kind(self.parameters[number], self._kinds[number], self._describe, number)
+        if number in self._left_out:
+            check_left_out(self.parameters[number], self._describe(number))
             return
-        if self._finished and number not in self._arrived:
+        if self._finished and number not in self.arrived:
             raise RuntimeError(
                 f"{self._describe(number)} got its gradient in a backward() of its own, after the step's gradients had "
                 "left without it, as in the step before. Put every backward() but the last inside `with no_sync():`"
             )
-        if number in self._arrived:
+        if number in self.arrived:
             self._begin_next_backward(number)
         self._arrived_in_step.add(number)
         place = self._places.get(number)
         if place is not None:
             self._take(number)
-        alone = self.seals_values and (place is None or self._transports[place[0]].digest is None)
-        self._arrived[number] = GradientSeal(self.parameters[number], digests=alone)
+        self.arrived[number] = taken(self.parameters[number].grad)
         if place is not None:
             self._waiting[place[0]] -= 1
             while (following := self._pipeline.started) < len(self._transports) and not self._waiting[following]:
@@ -344,57 +361,41 @@ class BackwardWatcher:
             )
         self.end_backward()
 
-    def _check_kind(self, number: int) -> None:
-        parameter = self.parameters[number]
-        dtype, device = parameter.dtype, parameter.device
-        was, lay = self._kinds[number]
-        if dtype != was or device != lay:
-            raise TypeError(
-                f"{self._describe(number)} is {dtype} on {device}, and was {was} on {lay} when the optimizer was "
-                "built: convert and move the model first, then build the optimizer"
-            )
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise ValueError(
-                f"{self._describe(number)} has a sparse gradient, which cannot be sent: build the embedding with "
-                "sparse=False, or leave it to torch.optim.SparseAdam in a second optimizer"
-            )
-
-    def _is_left_out(self, number: int) -> bool:
-        """Whether the parameter was left out; raises RuntimeError where it has a gradient all the same."""
-        if number in self._left_out and has_gradient(self.parameters[number]):
-            raise RuntimeError(
-                f"{self._describe(number)} was left out of this step, but this backward() reached it: leave out only "
-                "what no rank's backward() reaches"
-            )
-        return number in self._left_out  # its gradient is zeros that DDP has put there
-
     def _awaited(self, transport: BucketTransport) -> int:
-        return sum(slot.parameter not in self._left_out for slot in transport.layout.slots)
+        slots = transport.layout.slots
+        return sum(slot.parameter not in self._left_out for slot in slots) if self._left_out else len(slots)
 
     def _send(self, index: int) -> None:
         self._sent = True
         transport = self._transports[index]
-        for slot in transport.layout.slots:
-            self._is_left_out(slot.parameter)
+        numbers = [slot.parameter for slot in transport.layout.slots]
+        for number in self._left_out.intersection(numbers):
+            check_left_out(self.parameters[number], self._describe(number))
         if not self._awaited(transport) and transport.may_stay:
             transport.stay()
             self._pipeline.follow(NothingToSend())
             return
         for slot in transport.layout.slots:
-            if slot.parameter not in self._arrived:
+            if slot.parameter not in self.arrived:
                 transport.leave_out(slot, expected=slot.parameter in self._left_out)
         transport.start()
-        if self.seals_values:
-            seal_together(transport, self._arrived)
-        self._pipeline.follow(Resealing(transport, self._arrived, self.parameters))
+        if self.samples_values:
+            self._samples.take([number for number in numbers if number in self.arrived], self.parameters)
+        in_place = transport.averaged_by_advance or transport.averaged_by_wait
+        self._pipeline.follow(AveragedInPlace(transport, self._sample_averages) if in_place else transport)
+
+    def _sample_averages(self, numbers: Collection[int]) -> None:
+        """Take the samples of gradients that averages took the place of anew, unless somebody had edited them."""
+        known = [one for one in numbers if one in self.arrived]
+        intact = [one for one in known if is_untouched(self.parameters[one].grad, self.arrived[one])]
+        self._samples.take(intact, self.parameters)
 
     def _send_rest(self) -> None:
         # Gradients that no hook announced: accumulated in no_sync, or set by hand.
         for number, parameter in enumerate(self.parameters):
-            if number not in self._arrived and gradient_of(parameter) is not None:
+            if number not in self.arrived and gradient_of(parameter) is not None:
                 self._arrive(number)
         for index in range(self._pipeline.started, len(self._transports)):
             self._send(index)
-        before = self._left_out if self._left_out_of_all is None else self._left_out_of_all
-        self._left_out_of_all = self._left_out & before
+        self.left_out = self._left_out & self.left_out if self._some_sent else self._left_out
+        self._some_sent = True

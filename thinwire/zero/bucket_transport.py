@@ -3,15 +3,14 @@ so that ranks cannot disagree about it, and never idle while a bucket waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from torch import Tensor
 
 from thinwire.zero.bucket_layout import BucketLayout, Slot
-from thinwire.zero.gradient_seal import GradientSeal, SharedDigest
 
-__all__ = ["BucketTransport", "Legs", "Pipeline", "Resealing", "seal_together"]
+__all__ = ["AveragedInPlace", "BucketTransport", "Legs", "Pipeline"]
 
 
 class Legs(Protocol):
@@ -27,23 +26,18 @@ class Legs(Protocol):
 class Pipeline:
     """Moves buckets on as later ones start: start(0), start(1), advance(0), start(2), advance(1), wait(0), ...
 
-    `hold` keeps every bucket in leg 1 until `drain`, for what must be known of all of them before leg 2.
+    `hold` keeps every bucket in leg 1 until `drain`, for what must be known of all of them before leg 2. `started`: how
+    many buckets have left since `reset`.
     """
 
     def __init__(self, hold: bool = False) -> None:
         self.hold = hold
-        self._legs: list[Legs] = []
-        self._advanced = 0
-        self._waited = 0
-
-    @property
-    def started(self) -> int:
-        """How many buckets have left since `reset`."""
-        return len(self._legs)
+        self.reset()
 
     def follow(self, legs: Legs) -> None:
         """Take charge of a bucket that has just started leg 1, and move the earlier ones on."""
         self._legs.append(legs)
+        self.started += 1
         if not self.hold:
             self._move_on(lag=1)
 
@@ -53,14 +47,14 @@ class Pipeline:
 
     def reset(self) -> None:
         """Forget them; the next bucket to start is the first one again."""
-        self._legs = []
-        self._advanced = self._waited = 0
+        self._legs: list[Legs] = []
+        self.started = self._advanced = self._waited = 0
 
     def _move_on(self, lag: int) -> None:
-        while self._advanced < len(self._legs) - lag:
+        while self._advanced < self.started - lag:
             self._legs[self._advanced].advance()
             self._advanced += 1
-        while self._waited < len(self._legs) - 2 * lag:
+        while self._waited < self.started - 2 * lag:
             self._legs[self._waited].wait()
             self._waited += 1
 
@@ -90,11 +84,6 @@ class BucketTransport(Legs, Protocol):
         """Parameters into whose `.grad` averages are written between `advance` and the end of `wait`."""
 
     @property
-    def digest(self) -> Callable[[], Tensor] | None:
-        """What looks at all of its parameters' gradients together, for a `SharedDigest`; None where they are better
-        looked at one by one."""
-
-    @property
     def may_stay(self) -> bool:
         """Whether `stay` can take the place of a transfer of zeros; the same on every rank."""
 
@@ -108,46 +97,19 @@ class BucketTransport(Legs, Protocol):
         """Forget what this step brought."""
 
 
-def seal_together(transport: BucketTransport, seals: Mapping[int, GradientSeal]) -> None:
-    """Look at the values of a bucket's gradients, where that is done together."""
-    if transport.digest is None:
-        return
-    known = [seals[slot.parameter] for slot in transport.layout.slots if slot.parameter in seals]
-    here = [seal for seal in known if seal.has_values]
-    if here:
-        shared = SharedDigest(transport.digest)
-        for seal in here:
-            seal.shared = shared
+class AveragedInPlace:
+    """The legs of a bucket whose averages take the place of gradients in `.grad`; `sample` is told of which."""
 
-
-class Resealing:
-    """A bucket's legs; gradients that averages take the place of are sealed as they are then, if nobody edited them."""
-
-    def __init__(
-        self, transport: BucketTransport, seals: dict[int, GradientSeal], parameters: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, transport: BucketTransport, sample: Callable[[Collection[int]], None]) -> None:
         self._transport = transport
-        self._seals = seals
-        self._parameters = parameters
-        self._changing: list[int] = []
+        self._sample = sample
 
     def advance(self) -> None:
-        """See Legs."""
-        by_advance = self._intact(self._transport.averaged_by_advance)
-        self._changing = self._intact(self._transport.averaged_by_wait)
+        """Average, and start leg 2."""
         self._transport.advance()
-        self._seal(by_advance)
-        for number in self._changing:
-            self._seals[number].open()
+        self._sample(self._transport.averaged_by_advance)
 
     def wait(self) -> None:
-        """See Legs."""
+        """Wait for leg 2."""
         self._transport.wait()
-        self._seal(self._intact(self._changing))
-
-    def _intact(self, numbers: Collection[int]) -> list[int]:
-        return [one for one in numbers if one in self._seals and self._seals[one].holds(self._parameters[one])]
-
-    def _seal(self, numbers: Collection[int]) -> None:
-        for number in numbers:
-            self._seals[number] = GradientSeal(self._parameters[number])
+        self._sample(self._transport.averaged_by_wait)

@@ -1,10 +1,14 @@
-"""Gradients as they come from autograd and once they have left for the other ranks: the hooks that announce them, how
-an edit in between is noticed, and what stands in `.grad` for one whose memory was given back."""
+"""Gradients as they come from autograd and once they have left for the other ranks: the hooks that announce them, the
+trip-wire for edits in between, and what stands in `.grad` for one whose memory was given back.
+
+Whether somebody has written to a gradient its version tells, a number that torch counts, and the address of its memory.
+A write of the values that are there already is no edit, as `clip_grad_norm_` makes to measure a norm: a gradient that
+was written to is compared with a sample of the values that left, all of a small gradient and up to 64 evenly spaced of
+a larger one. An edit of a few elements of a large gradient can pass unseen.
+"""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self
@@ -14,226 +18,20 @@ from torch import Tensor
 
 __all__ = [
     "GradientHook",
-    "GradientSeal",
+    "Samples",
     "SentGradient",
-    "SharedDigest",
+    "Taken",
     "at_backward_end",
-    "digest_of",
+    "check_kind",
     "forget_before_accumulation",
     "gradient_of",
+    "is_untouched",
     "refuse_edit",
-    "seal_anew",
-    "seal_written",
+    "taken",
 ]
 
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def digest_of(tensor: Tensor) -> Tensor | int:
-    """The sum of its words, to compare with those of tensors alike in form and device; from an accelerator on it.
-
-    On a CPU by compiled code, where there is a compiler: calling torch's operators costs more than small gradients do.
-    """
-    word_sum = _compiled() if tensor.device.type == "cpu" and tensor.is_contiguous() else None
-    return _sum_of_words(tensor) if word_sum is None else word_sum(tensor.data_ptr(), tensor.nbytes)
-
-
-def _sum_of_words(tensor: Tensor) -> Tensor:
-    """Words of 64 bits where the memory allows, which the processor adds as fast as it reads them."""
-    size = tensor.element_size()
-    per_word = 8 // size
-    flat = tensor.detach() if tensor.requires_grad else tensor
-    if flat.dim() and flat.is_contiguous() and not (flat.shape[-1] % per_word or flat.storage_offset() % per_word):
-        return flat.view(torch.int64).sum()
-    if not flat.is_contiguous() or flat.numel() < 2 * per_word:
-        return flat.view(_WORDS[size]).sum(dtype=torch.int64)
-    flat = flat.view(-1)
-    first = -flat.storage_offset() % per_word
-    last = first + (flat.numel() - first) // per_word * per_word
-    total = flat[first:last].view(torch.int64).sum()
-    for edge in (flat[:first], flat[last:]):
-        if edge.numel():
-            total += edge.view(_WORDS[size]).sum(dtype=torch.int64)
-    return total
-
-
-@functools.cache
-def _compiled() -> Callable[[int, int], int] | None:
-    try:
-        found: Callable[[int, int], int] = importlib.import_module("thinwire.simd.memory").word_sum
-    except ImportError:  # of which the kernels' backend has warned
-        return None
-    return found
-
-
-class SharedDigest:
-    """The values of several gradients, looked at together; which of them has changed it does not tell."""
-
-    def __init__(self, digest: Callable[[], Tensor]) -> None:
-        """`digest`: numbers that differ, but for chance, where a bit of a gradient does."""
-        self._digest = digest
-        self._before = digest()
-
-    def holds(self) -> bool:
-        """Whether no gradient has changed."""
-        return torch.equal(self._before, self._digest())
-
-
-class GradientSeal:
-    """A parameter's gradient as it was taken. Writing the values that are there already breaks no seal.
-
-    `shared`: what the values are known by; None where by a digest of their own, if at all.
-    """
-
-    __slots__ = ("_digest", "_form", "_gradient", "_open", "_version", "shared")
-
-    def __init__(self, parameter: Tensor, digests: bool = True) -> None:
-        """`digests`: whether to look at the values."""
-        self.shared: SharedDigest | None = None
-        gradient = parameter.grad
-        self._gradient = gradient
-        self._version = _version(gradient)
-        self._form = _form(gradient)
-        self._digest = _digest(gradient) if digests else None
-        self._open = False
-
-    @property
-    def has_values(self) -> bool:
-        """Whether there is a gradient whose values are here."""
-        return self._version >= 0
-
-    def open(self) -> None:
-        """Let the values change, from now on, but through nobody's writing to `.grad`."""
-        self._open = True
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the gradient is what it was, as far as its count of versions tells."""
-        return self.is_untouched(parameter) or self.has_same_values(parameter)
-
-    def has_same_values(self, parameter: Tensor) -> bool:
-        """Whether the gradient is what it was, by its values."""
-        gradient = parameter.grad
-        if self._open:
-            return self.is_untouched(parameter)
-        if _form(gradient) != self._form:
-            return False
-        if self.shared is not None:
-            return self.shared.holds()
-        if self._digest is None or gradient is None or isinstance(gradient, SentGradient):
-            return self.is_of(parameter)
-        return bool(self._digest == digest_of(gradient))
-
-    def is_of(self, parameter: Tensor) -> bool:
-        """Whether it is the same tensor, whatever was written into it."""
-        return parameter.grad is self._gradient
-
-    def is_untouched(self, parameter: Tensor) -> bool:
-        """Whether nobody has written to the gradient, or replaced it."""
-        gradient = parameter.grad
-        if gradient is not self._gradient or _version(gradient) != self._version:
-            return False
-        return _form(gradient) == self._form  # `.data` of another shape or dtype counts as no new version
-
-
-class SentGradient(Tensor):
-    """What `.grad` shows of a gradient that has left and is no longer here: its shape, dtype and device.
-
-    Reading or writing its values raises RuntimeError, where a `.grad` of None would pass for a parameter without a
-    gradient, and clip_grad_norm_ would find a norm of 0.
-    """
-
-    @staticmethod
-    def __new__(cls, parameter: Tensor, name: str) -> Self:
-        """`name`: how error messages call the parameter."""
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-        made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=parameter.device)
-        return made
-
-    def __init__(self, parameter: Tensor, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"SentGradient({self._name})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in _HARMLESS:
-            return args[0] if func._schema.returns else None
-        if torch._C._current_graph_task_id() != -1:
-            return _for_ddp(args, kwargs)
-        name = _name_of_first((args, kwargs))
-        raise RuntimeError(
-            f"the gradient of {name} has left for its owner during backward() and is not here any more: to clip, "
-            "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step(). Under transformers' "
-            "Trainer use thinwire.hugging_face.TrainerMixin"
-        )
-
-
-def seal_anew(seals: dict[int, GradientSeal], parameters: Sequence[Tensor], numbers: Iterable[int]) -> None:
-    """Take the gradients of parameters `numbers`, of those that have seals, as they are by now; and so those that share
-    a digest with them, unless somebody has written to them."""
-    written = [number for number in numbers if number in seals]
-    shared = {seals[number].shared for number in written} - {None}
-    for number, seal in seals.items() if shared else ():
-        if seal.shared in shared and seal.is_untouched(parameters[number]):
-            seals[number] = GradientSeal(parameters[number])
-    for number in written:
-        seals[number] = GradientSeal(parameters[number])
-
-
-def seal_written(seals: dict[int, GradientSeal], parameters: Sequence[Tensor]) -> None:
-    """Take those gradients as they are by now that somebody has written to."""
-    seal_anew(seals, parameters, [one for one, seal in seals.items() if not seal.is_untouched(parameters[one])])
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient where its values are here."""
-    return None if isinstance(parameter.grad, SentGradient) else parameter.grad
-
-
-def refuse_edit(name: str) -> NoReturn:
-    """Raise RuntimeError: the gradient of `name` was changed after it had left."""
-    raise RuntimeError(
-        f"the gradient of {name} was changed or dropped between backward() and step(), after it had left for the other "
-        "ranks, so the change would be ignored. To clip, pass max_norm= to the optimizer (under transformers' Trainer: "
-        "thinwire.hugging_face.TrainerMixin does, with max_grad_norm); remove other edits of .grad"
-    )
-
-
-_HARMLESS = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.zero_.default,
-    torch.ops.aten._foreach_zero_.default,
-    # GradScaler's look for infinities, after which the optimizer itself refuses a scaler that it cannot serve.
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
-}
-
-
-def _name_of_first(arguments: Any) -> str:
-    for one in torch.utils._pytree.tree_leaves(arguments):
-        if isinstance(one, SentGradient):
-            return one._name
-    raise AssertionError("an operation was dispatched to a gradient that it does not take")
-
-
-def _for_ddp(args: Any, kwargs: Any) -> Any:
-    """Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy."""
-    target = (kwargs or {}).get("out", args[0])
-    return target if isinstance(target, SentGradient) else target.zero_()
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None or isinstance(gradient, SentGradient) else gradient._version
-
-
-def _form(gradient: Tensor | None) -> tuple[torch.Size, torch.dtype, torch.layout] | None:
-    return None if gradient is None else (gradient.shape, gradient.dtype, gradient.layout)
-
-
-def _digest(gradient: Tensor | None) -> Tensor | int | None:
-    return None if gradient is None or isinstance(gradient, SentGradient) else digest_of(gradient)
-
+_SAMPLED = 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Hooks: the only place that touches torch's private autograd surface
 
@@ -278,3 +76,171 @@ class GradientHook:
         on_gradient = self._on_gradient()
         if on_gradient is not None and parameter.grad is not None:
             on_gradient(self._index)
+
+
+# Edits
+
+
+Taken = tuple[Tensor | None, int, int]
+"""A parameter's `.grad` as it was taken: the tensor, its version, and the address of its memory."""
+
+
+def taken(gradient: Tensor | None) -> Taken:
+    """A gradient as it is now."""
+    if gradient is None or type(gradient) is SentGradient:
+        return gradient, -1, 0
+    return gradient, gradient._version, gradient.data_ptr()
+
+
+def is_untouched(gradient: Tensor | None, was: Taken) -> bool:
+    """Whether nobody has written to a gradient, or replaced it, since it was taken."""
+    return gradient is was[0] and taken(gradient)[1:] == was[1:]
+
+
+class Samples:
+    """Some values of gradients, by the parameters' numbers; on an accelerator they stay there."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Tensor, slice]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._found
+
+    def take(self, numbers: Iterable[int], parameters: Sequence[Tensor]) -> None:
+        """Take those of the gradients of these parameters as they are now, with one launch a dtype."""
+        by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        for number in numbers:
+            gradient = parameters[number].grad
+            if gradient is not None and type(gradient) is not SentGradient:
+                of_dtype = by_dtype.setdefault(gradient.dtype, ([], []))
+                of_dtype[0].append(number)
+                of_dtype[1].append(_some_of(gradient))
+        for of_dtype in by_dtype.values():
+            values, first = torch.cat(of_dtype[1]), 0
+            for number, one in zip(*of_dtype, strict=True):
+                self._found[number] = (values, slice(first, first + len(one)))
+                first += len(one)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget those of these parameters."""
+        for number in numbers:
+            self._found.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._found.clear()
+
+    def first_that_differs(self, numbers: Sequence[int], parameters: Sequence[Tensor]) -> int | None:
+        """The first of these whose gradient is not what it was, by the samples. Waits for an accelerator."""
+        now, before = [], []
+        for number in numbers:
+            gradient, held = parameters[number].grad, self._found.get(number)
+            if held is None or gradient is None or gradient.layout is not torch.strided:
+                return number
+            if gradient.shape != parameters[number].shape or gradient.dtype != held[0].dtype:
+                return number
+            now.append(_some_of(gradient))
+            before.append(held[0][held[1]])
+        if not numbers or _same(torch.cat(now), torch.cat(before)):
+            return None
+        return next(number for number, one, other in zip(numbers, now, before, strict=True) if not _same(one, other))
+
+
+def _some_of(gradient: Tensor) -> Tensor:
+    flat = gradient.detach().reshape(-1)
+    return flat if len(flat) <= _SAMPLED else flat[:: -(-len(flat) // _SAMPLED)]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether they have the same bits: a NaN is what it was."""
+    bits = _BITS[one.element_size()]
+    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+
+
+def check_kind(
+    parameter: Tensor, was: tuple[torch.dtype, torch.device], describe: Callable[[int], str], number: int
+) -> None:
+    """Raise TypeError for a parameter of another dtype or device than before, ValueError for a sparse gradient."""
+    dtype, device = parameter.dtype, parameter.device
+    if dtype != was[0] or device != was[1]:
+        raise TypeError(
+            f"{describe(number)} is {dtype} on {device}, and was {was[0]} on {was[1]} when the optimizer was built: "
+            "convert and move the model first, then build the optimizer"
+        )
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise ValueError(
+            f"{describe(number)} has a sparse gradient, which cannot be sent: build the embedding with sparse=False, "
+            "or leave it to torch.optim.SparseAdam in a second optimizer"
+        )
+
+
+def refuse_edit(name: str) -> NoReturn:
+    """Raise RuntimeError: the gradient of `name` was changed after it had left."""
+    raise RuntimeError(
+        f"the gradient of {name} was changed or dropped between backward() and step(), after it had left for the other "
+        "ranks, so the change would be ignored. To clip, pass max_norm= to the optimizer. A Trainer of transformers "
+        "clips to max_grad_norm, 1.0 by default: train with thinwire.hugging_face.TrainerMixin, which has the average "
+        "clipped, or set max_grad_norm=0. One of Lightning clips to gradient_clip_val: train with "
+        'strategy="thinwire", the ThinwireStrategy of thinwire.lightning. Remove other edits of .grad'
+    )
+
+
+class SentGradient(Tensor):
+    """What `.grad` shows of a gradient that has left and is no longer here: its shape, dtype and device.
+
+    Reading or writing its values raises RuntimeError, where a `.grad` of None would pass for a parameter without a
+    gradient, and clip_grad_norm_ would find a norm of 0.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, name: str) -> Self:
+        """`name`: how error messages call the parameter."""
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=parameter.device)
+        return made
+
+    def __init__(self, parameter: Tensor, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SentGradient({self._name})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in _HARMLESS:
+            return args[0] if func._schema.returns else None
+        if torch._C._current_graph_task_id() != -1:
+            return _for_ddp(args, kwargs)
+        name = _name_of_first((args, kwargs))
+        raise RuntimeError(
+            f"the gradient of {name} has left for its owner during backward() and is not here any more: to clip, "
+            "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step(). Under transformers' "
+            "Trainer use thinwire.hugging_face.TrainerMixin"
+        )
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient where its values are here."""
+    return None if isinstance(parameter.grad, SentGradient) else parameter.grad
+
+
+_HARMLESS = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten._foreach_zero_.default,
+    # GradScaler's look for infinities, after which the optimizer itself refuses a scaler that it cannot serve.
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
+}
+
+
+def _name_of_first(arguments: Any) -> str:
+    for one in torch.utils._pytree.tree_leaves(arguments):
+        if isinstance(one, SentGradient):
+            return one._name
+    raise AssertionError("an operation was dispatched to a gradient that it does not take")
+
+
+def _for_ddp(args: Any, kwargs: Any) -> Any:
+    """Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy."""
+    target = (kwargs or {}).get("out", args[0])
+    return target if isinstance(target, SentGradient) else target.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -146,7 +146,6 @@ class BucketGradients:
         parameter.grad = None if self.stage == 2 else view.data
 
     may_stay = True
-    digest: Callable[[], Tensor] | None = None
 
     @property
     def averaged_by_advance(self) -> Collection[int]:

@@ -25,13 +25,13 @@ __all__ = [
     "agree_on_order",
     "agree_to_leave_out",
     "broadcast_from_rank_0",
+    "check_left_out",
     "check_parameters",
     "check_same_kind",
     "check_same_on_every_rank",
     "check_settings_votes",
     "compare_replicas",
     "find_overflowing",
-    "has_gradient",
     "settings_digest",
     "settings_votes",
 ]
@@ -251,7 +251,7 @@ def _checksum(weights: Tensor) -> int:
 
 
 def agree_on_order(
-    comm: Communicator, trainable: Sequence[int], arrived: Sequence[int], describe: Callable[[int], str]
+    comm: Communicator, trainable: Sequence[int], arrived: Collection[int], describe: Callable[[int], str]
 ) -> list[int]:
     """Rank 0's order of arrival of `trainable` parameters; those that had no gradient come last, last ones first.
 
@@ -321,7 +321,7 @@ def agree_to_leave_out(
     number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
     numbers = sorted(number_of[id(one)] for one in {id(one): one for one in chosen}.values() if id(one) in number_of)
     for number in numbers:
-        if error is None and has_gradient(parameters[number]):
+        if error is None and _has_gradient(parameters[number]):
             error = ValueError(
                 f"parameter {number}, of shape {tuple(parameters[number].shape)}, is to be left out but has a gradient "
                 "from an earlier backward(): leave out what no backward() of the step reaches"
@@ -340,7 +340,16 @@ def agree_to_leave_out(
     return frozenset(numbers)
 
 
-def has_gradient(parameter: Tensor) -> bool:
+def check_left_out(parameter: Tensor, name: str) -> None:
+    """Raise RuntimeError if a parameter that was left out has a gradient all the same, but DDP's zeros."""
+    if _has_gradient(parameter):
+        raise RuntimeError(
+            f"{name} was left out of this step, but this backward() reached it: leave out only what no rank's "
+            "backward() reaches"
+        )
+
+
+def _has_gradient(parameter: Tensor) -> bool:
     """Whether there is one that is not all zeros, as DDP and `zero_grad(set_to_none=False)` leave behind."""
     gradient = gradient_of(parameter)
     return gradient is not None and bool(torch.count_nonzero(gradient))

@@ -119,7 +119,7 @@ class BucketParameterState(ParameterState):
     def gradient(self, number: int) -> Held | None:
         """See ParameterState."""
         self._of_home.check_gradients()
-        self._watcher.bring_home()
+        self._watcher.wait_for_averages()
         index = self._bucket_of(number)
         bucket = self._parameters.buckets[index]
         average = self._of_home.average(index)

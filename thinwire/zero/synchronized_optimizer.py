@@ -10,20 +10,17 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import Communicator
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, ring_bytes
-from thinwire.zero.live_objects import instances_of
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
 from thinwire.zero.saved_state import SavedSlice, SliceSource, check_same_optimizer, counters_of, take_over_settings
 from thinwire.zero.training_loops import (
-    check_nobody_clips,
-    check_nobody_counts,
     find_accumulation,
-    find_ddp,
     leave_gradients_alone,
-    trainer_classes,
-    wrapper_classes,
+    on_first_ddp_forward,
+    refuse_trainers,
 )
 
 __all__ = ["SynchronizedOptimizer"]
@@ -64,7 +61,10 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self.bytes_uncompressed = 0
         self._bytes_before_resume = 0
         self._attached = False
-        home.before_first_backward(self._look_for_others)
+        self._ddp_hook: RemovableHandle | None = None
+        if home.comm.size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._ddp_hook = on_first_ddp_forward(home.parameters, self._attach_to)
+        home.before_first_backward(self._begin_training)
         claim(home, home.parameters)
 
     # What it reports
@@ -139,6 +139,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not self.in_training:
             raise RuntimeError("step() was called after eval(): call optimizer.train() first")
+        if self.comes_and_goes and self.last_step is NOT_STEPPED:
+            refuse_trainers()
         self._take_scale()
         self.last_step = self._home.step()
         if self.last_step.applied:
@@ -343,28 +345,28 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """The optimizer's name in checkpoints."""
         return type(self).__name__
 
-    def _look_for_others(self) -> None:
-        """Find who else has a hand in these gradients: refuse who would clip them, follow who adds them up, attach to
-        who would send them."""
-        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        would_send = [DistributedDataParallel] if self.comm.size > 1 and grouped and not self._attached else []
-        found = instances_of([*trainer_classes(), *wrapper_classes(), *would_send])
-        check_nobody_clips(self, found)
-        check_nobody_counts(self, found)
-        if (sends_now := find_accumulation(self, found)) is not None:
+    def _begin_training(self) -> None:
+        """Look for no more wrappers, and follow who adds gradients up."""
+        if self._ddp_hook is not None:
+            self._ddp_hook.remove()
+            self._ddp_hook = None
+        if (sends_now := find_accumulation()) is not None:
             self._home.follow(sends_now)
-        for model in find_ddp(found, self._home.parameters):  # it would send all gradients once more
-            try:
-                self.attach(model)
-            except (ValueError, RuntimeError) as error:
-                twice = ring_bytes(self.comm.size, [one for one in model.parameters() if one.requires_grad]) / 1e6
-                warnings.warn(
-                    f"DistributedDataParallel sends the gradients that {type(self).__name__} sends, {twice:.1f} MB a "
-                    f"step and rank in vain, and cannot be told to stop: {error}. Do not wrap the model, or see "
-                    "attach()",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+
+    def _attach_to(self, model: DistributedDataParallel) -> None:
+        """Attach to who would send all gradients once more; warn if it cannot be stopped."""
+        if self._attached:
+            return
+        try:
+            self.attach(model)
+        except (ValueError, RuntimeError) as error:
+            twice = ring_bytes(self.comm.size, [one for one in model.parameters() if one.requires_grad]) / 1e6
+            warnings.warn(
+                f"DistributedDataParallel sends the gradients that {type(self).__name__} sends, {twice:.1f} MB a step "
+                f"and rank in vain, and cannot be told to stop: {error}. Do not wrap the model, or see attach()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _take_scale(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
