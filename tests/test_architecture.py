@@ -52,7 +52,6 @@ LAZY_LOADERS = {
     "plan/plan_command.py": "a calibration takes pydantic, and most plans have none",
     "compress/kernels/loading.py": "a backend is imported where a bucket lies on its device",
     "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
-    "zero/gradient_seal.py": "the compiler is imported where a gradient lies on a CPU",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }
 

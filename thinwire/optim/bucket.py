@@ -15,7 +15,7 @@ from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Flags, all_finite
 from thinwire.compress.parts import held_coordinates, zero_held
 from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, Contribution, Keep, LocalSteps, Send
-from thinwire.optim.form import HeldGradients, PayloadFactors, digest_of
+from thinwire.optim.form import HeldGradients, PayloadFactors
 from thinwire.optim.preconditioner import hold_masked, raise_smallest
 from thinwire.optim.step import Parameters, Step, may_clip
 from thinwire.optim.wire import Exchanges
@@ -72,7 +72,6 @@ class AlgorithmBucket:
         self._incomplete = False
         self._groups = [parameters.group_number(slot.parameter) for slot in layout.slots]
         self._held = HeldGradients(layout)
-        self.digest = digest_of(self.segments, [parameters.parameters[slot.parameter] for slot in layout.slots])
         self._exact: Exchange | None = None
         self._compressed: Exchange | None = None
         self.begin()

@@ -4,7 +4,7 @@ are there, become packets without a copy in between, and packets that came back 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from thinwire.compress.kernels import buckets
 from thinwire.compress.packet import Header, write_headers
 from thinwire.optim.algorithm import Form
 from thinwire.zero import BucketLayout, Slot
-from thinwire.zero.gradient_seal import gradient_of
 
-__all__ = ["HeldGradients", "PayloadFactors", "digest_of", "part_of", "segments_of"]
+__all__ = ["HeldGradients", "PayloadFactors", "part_of", "segments_of"]
 
 PayloadFactors = tuple[Sequence[float], Sequence[float]]
 """β₁, and what the gradient is divided by, of each slot."""
@@ -174,20 +173,6 @@ class HeldGradients:
             )
 
         exchange.read_parts(decode)
-
-
-def digest_of(segments: buckets.Segments, parameters: Iterable[Tensor]) -> Callable[[], Tensor] | None:
-    """What looks at the gradients of a bucket's parameters, by run, together; see BucketTransport."""
-    held = list(parameters)
-    device = held[0].device
-    if not buckets.serves_digests(device):
-        return None
-
-    def digest() -> Tensor:
-        found = map(gradient_of, held)
-        return buckets.digest_gradients(segments, [one if one is None else one.contiguous() for one in found], device)
-
-    return digest
 
 
 def segments_of(layout: BucketLayout) -> buckets.Segments:

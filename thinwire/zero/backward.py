@@ -68,8 +68,6 @@ class BackwardWatcher:
         self._begin_step()
         self.use([], keeps_gradients=True)
 
-    # Setting up
-
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Take charge of the gradients of further parameters, from the next backward on."""
         for parameter in parameters:
@@ -145,7 +143,8 @@ class BackwardWatcher:
                 if gradient is not was[0]:
                     refuse_edit(self._describe(number))
             elif not is_untouched(gradient, was):
-                compared.append(number)
+                if number in self._samples or gradient is not was[0]:  # else nobody knows what it was, as in a capture
+                    compared.append(number)
             elif (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and number in self._samples:
                 compared += [number] if parameter.is_cpu else []
         edited = self._samples.first_that_differs(compared, self.parameters)

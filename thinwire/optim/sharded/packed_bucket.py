@@ -16,7 +16,7 @@ from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags, Header
 from thinwire.compress.parts import held_coordinates
 from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, MembersByGroup
-from thinwire.optim.form import digest_of, part_of, segments_of
+from thinwire.optim.form import part_of, segments_of
 from thinwire.optim.preconditioner import table
 from thinwire.optim.sharded.packing import FrozenState
 from thinwire.optim.step import Parameters, Step, may_clip
@@ -97,7 +97,6 @@ class PackedBucket:
         self._tables = table(self.ranges[:, 0], self.ranges[:, 1])
         self._table_of = {slot.parameter: one for slot, one in zip(self.layout.slots, self._tables, strict=True)}
         self._segments = segments_of(self.layout)
-        self.digest = digest_of(self._segments, bucket.parameters)
         self._gradients: dict[int, Tensor] = {}  # held until all are there
         masked = self.codes == 0
         self._has_zero_variance = bool(masked[: self.layout.numel].any())
