@@ -114,8 +114,6 @@ class BackwardWatcher:
         """Call this once, in the next backward, before its first gradient is taken."""
         self._before_first = callback
 
-    # What is known of the step
-
     @property
     def missing(self) -> list[int]:
         """Parameters that have had no gradient on this rank in this step, and were not left out."""
@@ -143,8 +141,9 @@ class BackwardWatcher:
                 if gradient is not was[0]:
                     refuse_edit(self._describe(number))
             elif not is_untouched(gradient, was):
-                if number in self._samples or gradient is not was[0]:  # else nobody knows what it was, as in a capture
-                    compared.append(number)
+                # Of one that was not sampled, as in a capture, nobody knows what it was.
+                known = number in self._samples or gradient is not was[0] or type(gradient) is SentGradient
+                compared += [number] if known else []
             elif (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and number in self._samples:
                 compared += [number] if parameter.is_cpu else []
         edited = self._samples.first_that_differs(compared, self.parameters)

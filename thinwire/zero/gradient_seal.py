@@ -82,13 +82,14 @@ class GradientHook:
 
 
 Taken = tuple[Tensor | None, int, int]
-"""A parameter's `.grad` as it was taken: the tensor, its version, and the address of its memory."""
+"""A parameter's `.grad` as it was taken: the tensor, its version and the address of its memory; of one that has left
+-1 and its number of elements."""
 
 
 def taken(gradient: Tensor | None) -> Taken:
     """A gradient as it is now."""
     if gradient is None or type(gradient) is SentGradient:
-        return gradient, -1, 0
+        return gradient, -1, 0 if gradient is None else gradient.numel()
     return gradient, gradient._version, gradient.data_ptr()
 
 
