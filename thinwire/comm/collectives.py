@@ -253,12 +253,12 @@ class _Staged:
             self._error = error
 
     def done(self) -> bool:
-        """See Pending."""
+        """Whether it is over; begins those that can."""
         self._staging.begin_arrived()
         return self._error is not None or (self._pending is not None and self._pending.done())
 
     def wait(self, seconds: float) -> bool:
-        """See Pending."""
+        """Begin it and those before it, and wait for at most so many seconds; False if it is still running."""
         self._staging.begin_until(self)
         if self._error is not None:
             raise self._error

@@ -173,16 +173,16 @@ class NodeMembership:
         self.relay.ask(lambda: self._first.append(Membership(settings, store, address)))
 
     def agree_on(self, settings: Mapping[str, Any]) -> None:
-        """See Membership."""
+        """Raise ValueError, naming a difference, unless these are what the job's first worker has."""
         self.relay.ask(lambda: self._first[0].agree_on(settings))
 
     def begin(self) -> None:
-        """See Membership."""
+        """Say that the job has weights which count."""
         self.relay.ask(lambda: self._first[0].begin())
 
     @property
     def begun(self) -> bool:
-        """See Membership."""
+        """Whether a worker has said so."""
         return self.relay.ask(lambda: self._first[0].begun)
 
     def claim(self, count: int) -> int:
@@ -200,24 +200,24 @@ class NodeMembership:
         return self.relay.leads and self._first[0].wanted
 
     def meet(self, record: Record | None, *, alarm: bool) -> Generation:
-        """See Membership."""
+        """Agree with the other workers on the next generation, and be in it."""
         found = self.relay.ask(lambda: _plain(self._first[0].meet(record, alarm=alarm)))
         entries = tuple(Entry(**one) for one in found["entries"])
         self.generation = Generation(found["number"], entries, found["index"])
         return self.generation
 
     def connect(self, members: Sequence[int], purpose: str) -> WorkerGroup:
-        """See Membership."""
+        """Connect these of the generation's workers."""
         made: list[Communicator] = []
         self.relay.ask(lambda: made.append(self._first[0].connect(members, purpose)))
         return WorkerGroup(self.relay, made[0] if made else None)
 
     def finish(self) -> bool:
-        """See Membership."""
+        """Wait until all of the generation have come here; False if they have to meet first."""
         return self.relay.ask(lambda: self._first[0].finish())
 
     def leave(self) -> None:
-        """See Membership."""
+        """Tell the others not to wait for this worker."""
         for one in self._first:
             one.leave()
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from thinwire.comm.collectives import Pending, ReduceOp
 from thinwire.comm.communicator import Communicator
@@ -234,8 +235,8 @@ class TorchCommunicator(Communicator):
         return backend == "gloo" and device.type != "cpu"
 
     @property
+    @override
     def control_device(self) -> torch.device:
-        """See Communicator."""
         if "cpu" in self._wiring.backend_of:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())

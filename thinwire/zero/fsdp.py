@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
@@ -343,35 +344,35 @@ class ShardState(ParameterState):
         self._state_of = state_of
         self._reshard = reshard
 
+    @override
     def parameter(self, number: int) -> Tensor:
-        """See ParameterState."""
         return self._parameters[number]
 
+    @override
     def weights(self, number: int) -> Held:
-        """See ParameterState."""
         return self._held(self._parameters[number])
 
     def after_writing_weights(self, number: int, value: Tensor | None) -> None:
-        """See ParameterState; layers are gathered from the shards."""
+        """Reshard: layers are gathered from the shards."""
         self._reshard()
 
+    @override
     def state(self, number: int, kind: str) -> Held:
-        """See ParameterState."""
         start, _ = local_run(self._parameters[number])
         values = self._state_of(number).get(kind)
         held = [Fragment(start, values)] if values is not None and _is_of_elements(values) else []
         return Held(held, self.comm.size == 1, known=kind in self.kinds())
 
+    @override
     def gradient(self, number: int) -> Held | None:
-        """See ParameterState."""
         gradient = self._parameters[number].grad
         return None if gradient is None else self._held(gradient)
 
     def after_writing_gradient(self, number: int) -> None:
-        """See ParameterState; steps find everything out from the shards."""
+        """Do nothing: steps find everything out from the shards."""
 
+    @override
     def kinds(self) -> list[str]:
-        """See ParameterState."""
         states = (self._state_of(number) for number in range(len(self._parameters)))
         return sorted({kind for state in states for kind, value in state.items() if _is_of_elements(value)})
 

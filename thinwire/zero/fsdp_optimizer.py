@@ -138,7 +138,7 @@ class FullyShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """`loss_scale`, by its other name."""
+        """The same as `loss_scale`."""
         return self.loss_scale
 
     @property

@@ -149,14 +149,14 @@ class BucketGradients:
 
     @property
     def averaged_by_advance(self) -> Collection[int]:
-        """See BucketTransport; of one rank averages are the gradients."""
+        """Parameters whose `.grad` holds averages after `advance`, at stage 1; of one rank they are the gradients."""
         if self.stage != 1 or self._comm.size == 1:
             return ()
         return {run.parameter for run in self.bucket.own_runs}
 
     @property
     def averaged_by_wait(self) -> Collection[int]:
-        """See BucketTransport."""
+        """Parameters whose `.grad` holds averages after `wait`, at stage 0."""
         return [slot.parameter for slot in self.layout.slots] if self.stage == 0 else ()
 
     def stay(self) -> None:

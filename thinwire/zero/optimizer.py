@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
@@ -250,11 +251,11 @@ class _ElementwiseHome(ShardedHome):
 
     @property
     def steps(self) -> int:
-        """See Home; since this object was made."""
+        """Bytes since this object was made."""
         return self._steps
 
+    @override
     def step(self) -> StepResult:
-        """See Home."""
         vote = self._begin_step()
         self._parameters.take_over_written()
         norm = vote.norm / self.loss_scale
@@ -277,25 +278,25 @@ class _ElementwiseHome(ShardedHome):
     def _state_of_buckets(self) -> StateOfBuckets:
         return _ElementwiseState(self._gradients, self.optimizers, self._parameters.sharding.stage == 0)
 
+    @override
     def saved_slices(self) -> list[SavedSlice]:
-        """See Home."""
         return super().saved_slices() + [
             saved_slice for one in self.optimizers for saved_slice in one.saved_slices(self._parameters.names)
         ]
 
+    @override
     def load(self, source: SliceSource) -> None:
-        """See Home."""
         self._parameters.load_weights(source)
         for one in self.optimizers:
             one.load(source, self._parameters.names)
 
+    @override
     def reset_state(self) -> None:
-        """See Home."""
         for one in self.optimizers:
             one.reset()
 
+    @override
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home."""
         kinds = {
             saved_slice.kind for one in self.optimizers for saved_slice in one.saved_slices(self._parameters.names)
         }
@@ -322,15 +323,15 @@ class _ElementwiseState(StateOfBuckets):
         self._optimizers = optimizers
         self._everywhere = everywhere
 
+    @override
     def average(self, bucket: int) -> Tensor | None:
-        """See StateOfBuckets."""
         return self._gradients[bucket].average if self._gradients[bucket].filled else None
 
+    @override
     def state(self, bucket: int, parameter: int, kind: str) -> Held:
-        """See StateOfBuckets."""
         fragments = self._optimizers[bucket].state_of(parameter, kind)
         return Held(fragments, self._everywhere, known=kind in self.kinds())
 
+    @override
     def kinds(self) -> list[str]:
-        """See StateOfBuckets."""
         return sorted({kind for one in self._optimizers for kind in one.kinds()})

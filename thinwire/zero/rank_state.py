@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
@@ -91,7 +92,7 @@ class OneRankState:
 
     @property
     def world_size(self) -> int:
-        """See SliceSource."""
+        """Count the ranks that saved."""
         return int(self._saved["size"])
 
     @property
@@ -100,23 +101,23 @@ class OneRankState:
         return int(self._saved["rank"])
 
     def counters(self) -> dict[str, Any]:
-        """See SliceSource."""
+        """Read plain values, the same on every rank."""
         counters: dict[str, Any] = self._saved["counters"]
         return counters
 
     def kinds(self) -> set[str]:
-        """See SliceSource."""
+        """List the kinds that were saved of a name."""
         return self._beside.kinds() | {kind for entry in self._state.values() for kind in entry}
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See SliceSource."""
+        """Read a run of values."""
         entry = self._state.get(self._number_of.get(name, -1), {})
         if kind in entry:
             return entry[kind].reshape(-1)[start : start + numel].cpu()
         return self._beside.read(kind, name, start, numel)
 
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See SliceSource."""
+        """Read what belonged to one rank."""
         if rank != self.rank:
             raise KeyError(f"{key} of rank {rank} is not in the state of rank {self.rank}")
         kind, _, name = key.partition(".")
@@ -145,12 +146,12 @@ class _Gathered(OneRankState):
             for saved_slice in (SavedSlice(*entry) for entry in one["slices"]):
                 self._slices.setdefault((saved_slice.kind, saved_slice.name), []).append(saved_slice)
 
+    @override
     def kinds(self) -> set[str]:
-        """See SliceSource."""
         return super().kinds() | {kind for kind, _ in self._slices}
 
+    @override
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See SliceSource."""
         slices = sorted(self._slices.get((kind, name), []), key=lambda saved_slice: saved_slice.start)
         if not slices:
             return super().read(kind, name, start, numel)

@@ -73,15 +73,15 @@ class OwnSlices:
             self._slices.setdefault((saved.kind, saved.name), []).append(saved)
 
     def counters(self) -> dict[str, Any]:
-        """See SliceSource."""
+        """Read plain values, the same on every rank."""
         return self._counters
 
     def kinds(self) -> set[str]:
-        """See SliceSource."""
+        """List the kinds that were saved of a name."""
         return {kind for kind, _ in self._slices}
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """See SliceSource."""
+        """Read a run of values."""
         if not numel:  # of an empty parameter nobody saves a slice
             return torch.empty(0)
         found: list[Tensor] = []
@@ -95,7 +95,7 @@ class OwnSlices:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_rank(self, key: str, rank: int) -> Tensor:
-        """See SliceSource."""
+        """Read what belonged to one rank."""
         del rank  # there is only this one's
         return self._rank_tensors[key].cpu()
 

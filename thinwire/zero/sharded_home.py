@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
@@ -46,7 +47,7 @@ class StateOfBuckets(ABC):
 
     @abstractmethod
     def kinds(self) -> list[str]:
-        """See ParameterState."""
+        """List the kinds of optimizer state, as ParameterState does."""
 
     def check_weights(self) -> None:
         """Raise RuntimeError where ranks hold different weights."""
@@ -55,7 +56,7 @@ class StateOfBuckets(ABC):
         """Raise RuntimeError where no gradients are averaged."""
 
     def check_may_write(self, kind: str) -> None:
-        """See ParameterState."""
+        """Raise RuntimeError if state of this kind cannot be written now."""
 
     def gradients_rewritten(self, bucket: int) -> None:
         """Note that somebody has written into `average`."""
@@ -85,12 +86,12 @@ class BucketParameterState(ParameterState):
         self._of_home = of_home
         self._rewritten = rewritten
 
+    @override
     def parameter(self, number: int) -> Tensor:
-        """See ParameterState."""
         return self._parameters.order.parameters[number]
 
+    @override
     def weights(self, number: int) -> Held:
-        """See ParameterState."""
         self._of_home.check_weights()
         self._parameters.wait_for_weights()
         index = self._bucket_of(number)
@@ -100,24 +101,24 @@ class BucketParameterState(ParameterState):
             self._of_home.weights_rewritten(index)
         return Held(own_fragments(masters, number, masters.views), masters.whole)
 
+    @override
     def after_writing_weights(self, number: int, value: Tensor | None) -> None:
-        """See ParameterState."""
         assert value is not None, "a bucket's weights are written whole, on every rank"
         index = self._bucket_of(number)
         self.parameter(number).copy_(value)
         self._parameters.masters[index].bucket.take_written()  # the master weight has more than the parameter shows
         self._of_home.weights_rewritten(index)
 
+    @override
     def state(self, number: int, kind: str) -> Held:
-        """See ParameterState."""
         return self._of_home.state(self._bucket_of(number), number, kind)
 
+    @override
     def check_may_write_state(self, kind: str) -> None:
-        """See ParameterState."""
         self._of_home.check_may_write(kind)
 
+    @override
     def gradient(self, number: int) -> Held | None:
-        """See ParameterState."""
         self._of_home.check_gradients()
         self._watcher.wait_for_averages()
         index = self._bucket_of(number)
@@ -130,14 +131,14 @@ class BucketParameterState(ParameterState):
         runs = [run for run in bucket.own_runs if run.parameter == number]
         return Held([Fragment(run.start, average[run.place]) for run in runs], everywhere=False)
 
+    @override
     def after_writing_gradient(self, number: int) -> None:
-        """See ParameterState."""
         self._watcher.seal_again(number)
         self._of_home.gradients_rewritten(self._bucket_of(number))
         self._rewritten()
 
+    @override
     def kinds(self) -> list[str]:
-        """See ParameterState."""
         return self._of_home.kinds()
 
     def _bucket_of(self, number: int) -> int:
@@ -194,18 +195,18 @@ class ShardedHome(Home):
         self._stand_in: Tensor | None = None  # a parameter with a gradient that only a GradScaler looks at
 
     @property
+    @override
     def parameters(self) -> Sequence[Tensor]:
-        """See Home."""
         return self._parameters.order.parameters
 
     @property
+    @override
     def names(self) -> Sequence[str]:
-        """See Home."""
         return self._parameters.names
 
     @property
+    @override
     def bytes_sent(self) -> int:
-        """See Home."""
         return self._parameters.exchange_comm.traffic.bytes_sent
 
     # One step
@@ -214,33 +215,33 @@ class ShardedHome(Home):
     def _find_vote(self) -> Vote:
         """Find out what the ranks must know, once everything has arrived. Collective."""
 
+    @override
     def drop(self) -> None:
-        """See Home."""
         self._watcher.drop()
         self._end_vote()
 
+    @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """See Home."""
         return self._watcher.no_sync()
 
+    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """See Home."""
         self._watcher.leave_out(parameters, self._parameters.exchange_comm)
 
+    @override
     def end_backward(self) -> None:
-        """See Home."""
         self._watcher.end_backward()
 
+    @override
     def follow(self, gate: Callable[[], bool]) -> None:
-        """See Home."""
         self._watcher.follow(gate)
 
+    @override
     def before_first_backward(self, callback: Callable[[], None]) -> None:
-        """See Home."""
         self._watcher.before_first_backward(callback)
 
+    @override
     def name(self, names: Mapping[int, str]) -> None:
-        """See Home."""
         self._parameters.order.name(names)
 
     @property
@@ -324,8 +325,8 @@ class ShardedHome(Home):
 
     # By parameter
 
+    @override
     def parameter_state(self) -> ParameterState:
-        """See Home."""
         return BucketParameterState(self._parameters, self._watcher, self._state_of_buckets(), self._forget_vote)
 
     @abstractmethod
@@ -337,26 +338,26 @@ class ShardedHome(Home):
 
     # Weights
 
+    @override
     def gather_during_forward(self, module: nn.Module) -> None:
-        """See Home."""
         self._parameters.gather_during_forward(module)
 
+    @override
     def wait_for_weights(self) -> None:
-        """See Home."""
         self._parameters.wait_for_weights()
 
     # Checkpoints
 
     def saved_slices(self) -> list[SavedSlice]:
-        """See Home; weights and master weights."""
+        """Slices of weights and master weights."""
         return self._parameters.saved_slices()
 
+    @override
     def load_weights(self, source: SliceSource) -> None:
-        """See Home."""
         self._parameters.load_weights(source)
 
+    @override
     def close(self) -> None:
-        """See Home."""
         self._parameters.exchange_comm.close()
 
     @property

@@ -135,7 +135,7 @@ class Sharding:
     whole_parameters: bool = False
 
     def check(self) -> None:
-        """See the class."""
+        """Raise ValueError or TypeError for what cannot work."""
         if self.stage not in (0, 1, 2):
             raise ValueError(
                 f"stage must be 0, 1 or 2, got {self.stage!r}: stage 3 shards the model itself, which "
@@ -233,7 +233,7 @@ class ShardedParameters:
     # New weights on their way
 
     def gather_during_forward(self, module: nn.Module) -> None:
-        """See ShardedOptimizer.gather_during_forward."""
+        """Let new weights arrive while `module`'s next forward runs: see ShardedOptimizer."""
         if self._gate is not None:
             raise RuntimeError(
                 "gather_during_forward() was called before: pass it the one module that holds all others"

@@ -13,15 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import Communicator
+from thinwire.zero import training_loops
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, ring_bytes
 from thinwire.zero.rank_state import pack_rank_state, rank_state_source
 from thinwire.zero.saved_state import SavedSlice, SliceSource, check_same_optimizer, counters_of, take_over_settings
-from thinwire.zero.training_loops import (
-    find_accumulation,
-    leave_gradients_alone,
-    on_first_ddp_forward,
-    refuse_trainers,
-)
 
 __all__ = ["SynchronizedOptimizer"]
 
@@ -63,7 +58,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._attached = False
         self._ddp_hook: RemovableHandle | None = None
         if home.comm.size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._ddp_hook = on_first_ddp_forward(home.parameters, self._attach_to)
+            self._ddp_hook = training_loops.on_first_ddp_forward(home.parameters, self._attach_to)
         home.before_first_backward(self._begin_training)
         claim(home, home.parameters)
 
@@ -106,7 +101,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """`loss_scale`, by its other name."""
+        """The same as `loss_scale`."""
         return self.loss_scale
 
     @property
@@ -140,7 +135,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         if not self.in_training:
             raise RuntimeError("step() was called after eval(): call optimizer.train() first")
         if self.comes_and_goes and self.last_step is NOT_STEPPED:
-            refuse_trainers()
+            training_loops.refuse_trainers()
         self._take_scale()
         self.last_step = self._home.step()
         if self.last_step.applied:
@@ -193,7 +188,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self._home.name({id(parameter): name for name, parameter in inner.named_parameters()})
         if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, leave_gradients_alone)
+            model.register_comm_hook(None, training_loops.leave_gradients_alone)
             self._attached = True
             self._home.follow(lambda: bool(model.require_backward_grad_sync))
         return self
@@ -350,7 +345,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         if self._ddp_hook is not None:
             self._ddp_hook.remove()
             self._ddp_hook = None
-        if (sends_now := find_accumulation()) is not None:
+        if (sends_now := training_loops.find_accumulation()) is not None:
             self._home.follow(sends_now)
 
     def _attach_to(self, model: DistributedDataParallel) -> None:

@@ -1,4 +1,4 @@
-"""Adam and AdamW without bias correction, which torch's own always make: DeepSpeed's `"bias_correction": false`."""
+"""Adam and AdamW without bias correction, which torch's own always make: `"bias_correction": false`."""
 
 from __future__ import annotations
 
