@@ -26,8 +26,8 @@ FLOORS = {
     "plan": 5,
     "engine": 6,
     "deepspeed": 7,
-    "hugging_face": 8,
-    "lightning": 8,
+    "hugging_face": 7,
+    "lightning": 7,
 }
 APART = {"sparse_attn", "pld"}
 # What is no room and no door, and imports nothing of thinwire, so that every room may use it.

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 PROVIDERS["dialect of configurations"] = "thinwire.deepspeed.config.translation"
+PROVIDERS["engines"] = "thinwire.deepspeed.initialization"
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
 if TYPE_CHECKING:

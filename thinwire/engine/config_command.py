@@ -15,7 +15,7 @@ def add_config_commands(parser: argparse.ArgumentParser) -> None:
     """Add check; it sets `run`, a function of the arguments that returns the exit code."""
     commands = parser.add_subparsers(required=True, metavar="check")
     check = commands.add_parser("check", help="say what a file will do; exit code 0 it can train, 1 it cannot")
-    check.add_argument("file", metavar="FILE", type=Path, help="a configuration with DeepSpeed's keys")
+    check.add_argument("file", metavar="FILE", type=Path, help="a configuration, a JSON file")
     check.add_argument(
         "--world-size",
         metavar="N",

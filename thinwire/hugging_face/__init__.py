@@ -1,4 +1,4 @@
-"""Floor 8, the optimizers where others own the training loop: Hugging Face's Trainer. Needs transformers and
+"""Floor 7, the optimizers where others own the training loop: Hugging Face's Trainer. Needs transformers and
 accelerate, which `pip install thinwire[hf]` brings."""
 
 from __future__ import annotations

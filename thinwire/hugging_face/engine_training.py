@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
-from thinwire.deepspeed.initialization import initialize
 from thinwire.engine import CheckpointError, Engine, EngineConfig
 from thinwire.engine.checkpoint import store
 from thinwire.engine.recipe import GivenSchedule
 from thinwire.hugging_face.acceleration import check_engine_arguments, never_wrap_models, refuse_clipping_by_value
 from thinwire.hugging_face.filled_config import TrainerConfig
+from thinwire.lazy_imports import provided
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = [
@@ -141,7 +141,7 @@ class EngineTraining:
             return self.config.complete(self._arguments, total_steps)
 
         settings = on_every_rank(self._comm, complete, "complete its thinwire_config", _BAD_INPUT)
-        self.engine, *_ = initialize(
+        self.engine, *_ = provided("engines").initialize(
             model=model,
             optimizer=optimizer,
             model_parameters=parameters,

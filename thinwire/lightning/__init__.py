@@ -1,4 +1,4 @@
-"""Floor 8, the optimizers where Lightning owns the training loop. Importing it registers the strategy "thinwire" with
+"""Floor 7, the optimizers where Lightning owns the training loop. Importing it registers the strategy "thinwire" with
 `lightning.pytorch`, with the standalone `pytorch_lightning`, or with both: whichever the process has imported, else
 whichever is installed. `pip install thinwire[lightning]` brings the first.
 
