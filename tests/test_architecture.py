@@ -51,7 +51,6 @@ LAZY_LOADERS = {
     "plan/command_line.py": "--help needs no torch",
     "plan/plan_command.py": "a calibration takes pydantic, and most plans have none",
     "compress/kernels/loading.py": "a backend is imported where a bucket lies on its device",
-    "compress/kernels/ops.py": "a backend is imported where a tensor lies on its device",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }
 

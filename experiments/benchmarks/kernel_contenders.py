@@ -20,7 +20,7 @@ from experiments.benchmarks.kernel_peers import (
     eager_encode_as_deepspeed,
 )
 from thinwire.compress import kernels
-from thinwire.compress.kernels.rounding import store_rounded
+from thinwire.compress.kernels import store_rounded
 from thinwire.compress.packet_layout import CODE_BITS, scale_block
 
 __all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]

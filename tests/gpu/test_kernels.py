@@ -18,10 +18,9 @@ from tests.compress.kernels.body import (
 from tests.compress.kernels.bucket_body import BucketKernels
 from tests.compress.kernels.momentum_body import MomentumBody, make_momentum, same_bits
 from thinwire.compress import kernels
-from thinwire.compress.kernels.cuda.backend import make_backend as make_singles
-from thinwire.compress.kernels.cuda.bucket_backend import make_backend as make_buckets
+from thinwire.compress.kernels import store_rounded
+from thinwire.compress.kernels.cuda.backend import make_backend
 from thinwire.compress.kernels.headers import check_headers, header_words, new_reports, write_headers
-from thinwire.compress.kernels.rounding import store_rounded
 from thinwire.compress.packet import Flags, Header
 from thinwire.compress.packet_layout import CODE_BITS
 
@@ -41,7 +40,8 @@ class TestCuda(KernelsBody):
 class TestBucketsOnCuda(BucketKernels):
     @pytest.fixture
     def subject(self) -> bucket_body.Subject:
-        return bucket_body.Subject(make_buckets(), make_singles(), "cuda")
+        backend = make_backend()
+        return bucket_body.Subject(backend, backend, "cuda")
 
 
 class TestMomentumOnCuda(MomentumBody):

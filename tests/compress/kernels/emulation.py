@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.compiled import compiled
-from thinwire.compress.kernels.adam_calls import AdamStep
+from thinwire.compress.kernels.adam_reference import AdamStep
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, DigestGradients, EncodePayload
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
 from thinwire.compress.kernels.cuda import bucket_launches

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.compress.kernels import emulation
 from thinwire.compress.kernels import adam, adam_reference
-from thinwire.compress.kernels.adam_calls import AdamFactors, AdamStep
+from thinwire.compress.kernels.adam_reference import AdamFactors, AdamStep
 
 FACTORS = AdamFactors(0.1, 0.999, 1 - 0.999, 1 - 0.999**3, 1e-8, decay=1 - 1e-3, rate=1e-3 / (1 - 0.9**3))
 FORMS = {
@@ -80,7 +80,7 @@ def assert_same(found: AdamStep, wanted: AdamStep) -> None:
 def backend(request: pytest.FixtureRequest) -> ModuleType:
     if request.param == "cpu":
         pytest.importorskip("numba")
-        return importlib.import_module("thinwire.compress.kernels.cpu.adam_backend")
+        return importlib.import_module("thinwire.compress.kernels.cpu.backend")
     if not emulation.COMPILER:
         pytest.skip("g++ is not installed")
     return emulation
@@ -94,7 +94,7 @@ def test_backends_have_the_bits_of_the_specification(backend: ModuleType, form: 
         given = tensors(number, SHAPES)
         found, wanted = call_of(form, factors, given), call_of(form, factors, given)
         backend.adam_step(found)
-        adam_reference.adam_step(wanted)
+        adam_reference.plain_adam_step(wanted)
         assert_same(found, wanted)
 
 
@@ -105,8 +105,8 @@ def test_threads_share_it_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(backend._workers, "threads", lambda: 3)
     given = tensors(0, [(5000,), (7,), (0,), (12_000,), (33,)])
     found, wanted = call_of("step", FACTORS, given), call_of("step", FACTORS, given)
-    importlib.import_module("thinwire.compress.kernels.cpu.adam_backend").adam_step(found)
-    adam_reference.adam_step(wanted)
+    importlib.import_module("thinwire.compress.kernels.cpu.backend").adam_step(found)
+    adam_reference.plain_adam_step(wanted)
     assert_same(found, wanted)
 
 
@@ -131,7 +131,7 @@ def test_what_no_kernel_takes_has_the_same_bits(form: str) -> None:
             )
         },
     )
-    adam_reference.adam_step(wanted)
+    adam_reference.plain_adam_step(wanted)
     assert not call.variances[6].is_contiguous()
     assert_same(call, wanted)
 
@@ -160,7 +160,7 @@ def test_the_specification_is_float64s_within_rounding(gain: float, inside: bool
     d = (v / c + 1e-8).sqrt() if inside else v.sqrt() / c + 1e-8
     w = factors.decay * w.double() - factors.rate * m / d
     for call, bound in ((narrow, 4 * 2**-24), (wide, 4 * 2**-53)):
-        adam_reference.adam_step(call)
+        adam_reference.plain_adam_step(call)
         for found, wanted in zip((call.momenta, call.variances, call.weights), (m, v, w), strict=True):
             assert found is not None
             torch.testing.assert_close(found[0].double(), wanted, rtol=bound, atol=0)

@@ -26,10 +26,11 @@ class TestCpu(BucketKernels):
     @pytest.fixture
     def subject(self) -> Subject:
         pytest.importorskip("numba")
-        name = "thinwire.compress.kernels.cpu"
-        return Subject(importlib.import_module(f"{name}.bucket_backend"), importlib.import_module(f"{name}.backend"))
+        backend = importlib.import_module("thinwire.compress.kernels.cpu.backend")
+        return Subject(backend, backend)
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")
 class TestEmulatedCuda(BucketKernels):
     @pytest.fixture

@@ -29,6 +29,8 @@ from thinwire.compress.kernels.cuda.launch import (
 
 ARCHITECTURES = (70, 80, 90)
 SOURCES = tuple(emulation.FUNCTIONS)
+# One of them stands for all but in `make kernels`.
+COMPILED = [pytest.param(source, marks=[] if source == "sign1" else [pytest.mark.kernels]) for source in SOURCES]
 
 
 def threads_of(source: str, block_size: int) -> int:
@@ -43,7 +45,7 @@ def nvrtc() -> Compiler:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", COMPILED)
 def test_nvrtc_compiles(nvrtc: Compiler, source: str) -> None:
     """For the oldest GPUs, and blocks that thread blocks do not divide; tests/experiments has the others."""
     if 70 not in nvrtc.architectures:
@@ -53,7 +55,7 @@ def test_nvrtc_compiles(nvrtc: Compiler, source: str) -> None:
     assert "kernels.cu" not in log, log  # no warning about the source
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", COMPILED)
 def test_subnormals_are_not_flushed(nvrtc: Compiler, source: str) -> None:
     """In none of the instructions; with the option that cupy appends they are, in most."""
     options = (*compile_options(64, threads_of(source, 64)), "-arch=compute_80")
@@ -82,7 +84,7 @@ def nvcc() -> tuple[str, int]:
     return path, max(architectures)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", COMPILED)
 def test_nvcc_compiles(source: str, nvcc: tuple[str, int], tmp_path: Path) -> None:
     """Without a warning. For one architecture: the sources do not ask for it, and NVRTC compiles for the others."""
     path, architecture = nvcc

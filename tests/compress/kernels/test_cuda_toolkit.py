@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.compress.kernels import emulation
 from tests.compress.kernels.body import REFERENCE
 from thinwire.compress import kernels
-from thinwire.compress.kernels import ops
+from thinwire.compress.kernels import loading, reference
 from thinwire.compress.kernels.calls import Decode, Encode
 from thinwire.compress.kernels.cuda.launch import architecture_option, compile_options, encode_launch, source_text
 from thinwire.compress.kernels.cuda.toolkit import (
@@ -158,7 +158,7 @@ def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def make_backend(nvrtc: FakeNvrtc, driver: FakeDriver) -> Any:
     module = importlib.import_module("thinwire.compress.kernels.cuda.backend")
-    return module.CudaBackend(BindingsToolkit(nvrtc, driver))
+    return module.CudaBackend(module.Runner(BindingsToolkit(nvrtc, driver)))
 
 
 def make_call(seed: int) -> tuple[Encode, Tensor]:
@@ -320,11 +320,11 @@ def test_without_a_compiler_plain_torch_takes_over_when_training_starts(monkeypa
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelCompilerError, match=r"cuda\.bindings\.nvrtc: .*; cupy: "):
         find_toolkit()
-    ops._cuda_backend.cache_clear()
+    loading.compiled_backend.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kernels.prepare("cuda")
         kernels.prepare(torch.device("cuda", 1))
     assert ["pip install 'thinwire[cuda]'" in str(warning.message) for warning in caught] == [True]
-    assert ops._cuda_backend() is ops._load("reference")
-    ops._cuda_backend.cache_clear()
+    assert loading.backend_of("cuda") is reference
+    loading.compiled_backend.cache_clear()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.kernels import emulation
-from thinwire.compress.kernels import ops
+from thinwire.compress.kernels import backends
 from thinwire.compress.kernels.headers import (
     CheckHeaders,
     WriteHeaders,
@@ -18,7 +18,7 @@ from thinwire.compress.kernels.headers import (
 )
 from thinwire.compress.packet import Flags, Header
 
-BACKENDS = {name: backend for name, backend in ops.backends().items() if name not in ("cuda", "cpu")}
+BACKENDS = {name: backend for name, backend in backends().items() if name not in ("cuda", "cpu")}
 if emulation.COMPILER:
     BACKENDS["emulated cuda"] = emulation
 KNOWN = int(sum(Flags))

@@ -29,7 +29,7 @@ from tests.compress.kernels.body import (
     uninitialised_packets,
 )
 from thinwire.compress import kernels
-from thinwire.compress.kernels import ops
+from thinwire.compress.kernels import loading
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
@@ -37,10 +37,11 @@ needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
 SUBJECTS = [Subject(name, backend) for name, backend in BACKENDS.items() if name != "cuda"]
 if emulation.COMPILER:
     SUBJECTS.append(Subject("emulated cuda", Unchecked(emulation), block_sizes=(64, 192, 2048)))
+MARKED = [pytest.param(one, marks=[pytest.mark.kernels] if one.name.startswith("emulated") else []) for one in SUBJECTS]
 
 
 class TestBackends(KernelsBody):
-    @pytest.fixture(params=SUBJECTS, ids=str)
+    @pytest.fixture(params=MARKED, ids=str)
     def subject(self, request: pytest.FixtureRequest) -> Subject:
         return request.param
 
@@ -163,7 +164,7 @@ def test_rows_apart(codec: str, name: str, threads: int, thread_count: None) -> 
 
 @pytest.mark.parametrize("codec", ["stat2", "int4", "fp8", "int8"])
 @pytest.mark.parametrize("magnitude", [1.0, 1e-30, 1e-38, 1e-43, 1e30, 3e38])
-@pytest.mark.parametrize("subject", SUBJECTS[1:], ids=str)
+@pytest.mark.parametrize("subject", MARKED[1:], ids=str)
 def test_backends_encode_to_the_bits_of_the_specification(subject: Subject, codec: str, magnitude: float) -> None:
     """Sums are taken in the same order, so that stat2 splits alike."""
     for block_size, numel in ((64, 3 * 128), (192, 3 * 384 - 1), (2048, 3 * 4096 - 2500)):
@@ -377,10 +378,10 @@ def test_packet_sizes() -> None:
 
 def test_without_numba_the_reference_takes_over_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "thinwire.compress.kernels.cpu.backend", None)
-    ops._cpu_backend.cache_clear()
+    loading.compiled_backend.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         operator_arguments("sign1", "encode")
         operator_arguments("int8", "encode")
     assert ["pip install numba" in str(warning.message) for warning in caught] == [True]
-    ops._cpu_backend.cache_clear()
+    loading.compiled_backend.cache_clear()

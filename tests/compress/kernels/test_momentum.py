@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.compress.kernels.body import REFERENCE, Subject
 from tests.compress.kernels.momentum_body import TYPES, MomentumBody, make_momentum, same_bits
-from tests.compress.kernels.test_kernels import SUBJECTS, needs_numba
+from tests.compress.kernels.test_kernels import MARKED, needs_numba
 from thinwire.compress import kernels
 from thinwire.compress.kernels.noise import random_bits
 
@@ -21,7 +21,7 @@ CPU = Subject("operators", kernels)
 
 
 class TestMomentum(MomentumBody):
-    @pytest.fixture(params=SUBJECTS, ids=str)
+    @pytest.fixture(params=MARKED, ids=str)
     def subject(self, request: pytest.FixtureRequest) -> Subject:
         return request.param
 

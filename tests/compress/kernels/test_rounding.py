@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.compress.kernels import emulation
-from thinwire.compress.kernels import ops, reference
+from thinwire.compress.kernels import backends, reference, store_rounded
 from thinwire.compress.kernels.calls import StoreRounded
-from thinwire.compress.kernels.rounding import store_rounded
 
-SUBJECTS = {name: backend for name, backend in ops.backends().items() if name != "cuda"}
+SUBJECTS = {name: backend for name, backend in backends().items() if name != "cuda"}
 if emulation.COMPILER:
     SUBJECTS["emulated cuda"] = emulation
 DTYPES = (torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from tests.optim.adam.reference import ReferenceOneBitAdam
 from tests.optim.training import loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import threads
 from thinwire.compress.kernels import adam_reference
-from thinwire.compress.kernels.adam_calls import AdamFactors, AdamStep
+from thinwire.compress.kernels.adam_reference import AdamFactors, AdamStep
 
 STEPS = 50
 
@@ -57,7 +57,7 @@ def specified_step(parameters, averages, momenta, variances, settings, step) -> 
         decay=1 - settings["lr"] * settings["weight_decay"],
         rate=settings["lr"] / (1 - beta1**step),
     )
-    adam_reference.adam_step(AdamStep(factors, averages, momenta, variances, parameters))
+    adam_reference.plain_adam_step(AdamStep(factors, averages, momenta, variances, parameters))
 
 
 def gradients_of(model, rank, step):

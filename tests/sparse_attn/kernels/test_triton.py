@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,15 +37,19 @@ SHARED_MEMORY = 163 << 10  # bytes that a program may have on sm_80
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[subprocess.Popen[str]]:
-    """All groups in one process: importing torch and Triton takes as long as most of them."""
-    command = [sys.executable, "-m", "tests.sparse_attn.kernels.triton_program"]
+def interpreted(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """All groups that are selected in one process: importing torch and Triton takes as long as most of them."""
+    specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
+    groups = [spec.params["group"] for spec in specs if spec is not None and "group" in spec.params]
+    command = [sys.executable, "-m", "tests.sparse_attn.kernels.triton_program", *groups]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
         yield program
         program.kill()
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(one, marks=[] if one == "nothing_leaks" else [pytest.mark.kernels]) for one in GROUPS]
+)
 def test_in_the_interpreter(interpreted: subprocess.Popen[str], group: str) -> None:
     """Each waits for its own group's line, so that the time a test may take is a group's."""
     assert interpreted.stdout is not None
@@ -70,6 +75,7 @@ def attention(compiled: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return compiled
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
 def test_attention_for_sm_80_keeps_its_sums_in_registers(attention: dict[str, list[Any]], kernel: str) -> None:
     for one in attention[f"{kernel}_kernel"]:
@@ -78,6 +84,7 @@ def test_attention_for_sm_80_keeps_its_sums_in_registers(attention: dict[str, li
         assert used.shared <= SHARED_MEMORY
 
 
+@pytest.mark.kernels
 def test_packed_blocks_compile_for_sm_80(compiled: dict[str, list[Any]]) -> None:
     """Products and softmaxes of the largest blocks, with every mask there is."""
     for dtype in (torch.bfloat16, torch.float32):

@@ -1,21 +1,18 @@
 """Adam's step on lists of tensors, in one pass over memory: the moments, what they divide by, and the weights.
 
 A plain function and not a torch operator, as those over whole buckets (`buckets`). What no kernel takes, tensors that
-are not contiguous or not fp32, plain torch does, with the same bits: `adam_reference` is the specification.
-"""
+are not contiguous or not fp32, plain torch does, with the same bits: `plain_adam_step` is the specification."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels import adam_reference
-from thinwire.compress.kernels.adam_calls import AdamFactors, AdamStep
-from thinwire.compress.kernels.loading import loaded, loaders
+from thinwire.compress.kernels.adam_reference import AdamFactors, AdamStep, plain_adam_step
+from thinwire.compress.kernels.loading import compiled_backend
 
 __all__ = ["AdamFactors", "adam_step"]
 
@@ -51,7 +48,7 @@ def adam_step(
     served = [] if backend is None else call.served()
     if backend is None or len(served) < len(variances):
         left = set(range(len(variances))) - set(served)
-        adam_reference.adam_step(call.only(sorted(left)))
+        plain_adam_step(call.only(sorted(left)))
     if backend is not None and served:
         of_kernel = call if len(served) == len(variances) else call.only(served)
         backend.adam_step(of_kernel)
@@ -61,12 +58,5 @@ def adam_step(
 def _backend(device: torch.device) -> Any | None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None  # the host writes a table for every launch, which replays of a graph would not see
-    return _backend_of(device.type)
-
-
-_DEVICES = loaders("adam_backend")
-
-
-@functools.cache
-def _backend_of(device: str) -> Any | None:
-    return loaded(_DEVICES, device)
+    backend = compiled_backend(device.type)
+    return backend if hasattr(backend, "adam_step") else None

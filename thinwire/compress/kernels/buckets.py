@@ -6,7 +6,6 @@ device without compiled kernels the specification in plain torch runs in their p
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from thinwire.compress.kernels.bucket_calls import (
     check_finite,
     digest_count,
 )
-from thinwire.compress.kernels.loading import loaded, loaders
+from thinwire.compress.kernels.loading import compiled_backend
 from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.tables import CapturedTables
 from thinwire.compress.packet_layout import CODE_BITS
@@ -54,7 +53,7 @@ __all__ = [
 
 def serves(device: torch.device, codec: str) -> bool:
     """Whether there are compiled kernels over whole buckets for this codec on this device."""
-    return codec in CODE_BITS and _backend(device.type) is not None
+    return codec in CODE_BITS and compiled_backend(device.type) is not None
 
 
 def encode_payload(
@@ -255,12 +254,13 @@ def renew_factors(
     one for each run, when they are replayed. Raises ValueError for those that the two refuse."""
     check_divisors(beta1, divisors)
     check_finite(rates=rates, decays=decays)
-    _backend(device.type).renew_factors(tables, beta1, divisors, rates, decays)  # type: ignore[union-attr]
+    backend: Any = compiled_backend(device.type)
+    backend.renew_factors(tables, beta1, divisors, rates, decays)
 
 
 def serves_digests(device: torch.device) -> bool:
     """Whether `digest_gradients` serves this device: where a launch costs more than the gradient that it looks at."""
-    return hasattr(_backend(device.type), "digest_gradients")
+    return hasattr(compiled_backend(device.type), "digest_gradients")
 
 
 def digest_gradients(segments: Segments, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -272,18 +272,11 @@ def digest_gradients(segments: Segments, gradients: Sequence[Tensor | None], dev
     digests = torch.empty(digest_count(segments), dtype=torch.int32, device=device)
     call = DigestGradients(segments, gradients, digests)
     call.check()
-    _backend(device.type).digest_gradients(call)  # type: ignore[union-attr]
+    backend: Any = compiled_backend(device.type)
+    backend.digest_gradients(call)
     return digests
 
 
 def _run(call: Any, device: torch.device) -> None:
     call.check()
-    getattr(_backend(device.type) or bucket_reference, call.kernel)(call)
-
-
-_DEVICES = loaders("bucket_backend")
-
-
-@functools.cache
-def _backend(device: str) -> Any | None:
-    return loaded(_DEVICES, device)
+    getattr(compiled_backend(device.type) or bucket_reference, call.kernel)(call)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.kernels.rounding import store_rounded
+from thinwire.compress.kernels import store_rounded
 from thinwire.optim.algorithm import Clock, LocalSteps, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements

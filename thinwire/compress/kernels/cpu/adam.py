@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
 @kernel
 def adam_step(runs: Table, factors: Factors, form: Form, elements: Range) -> None:
-    """See `adam_reference.adam_step`. `runs`: the elements of each tensor, counted over all, and addresses: gradient,
+    """See `plain_adam_step`. `runs`: the elements of each tensor, counted over all, and addresses: gradient,
     momentum, variance, and the weight or denominator."""
     run = first_run(runs, elements.first)
     while run < runs.shape[0] and runs[run, FIRST] < elements.last:

@@ -10,23 +10,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.compress.kernels.adam_reference import AdamStep
+from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part, Segments
 from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, PacketCall, StoreRounded
+from thinwire.compress.kernels.cpu import adam, momentum, moving, payload, small_floats
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
-from thinwire.compress.kernels.cpu import momentum, small_floats
-from thinwire.compress.kernels.cpu.blocks import Layout, Range, form_of
+from thinwire.compress.kernels.cpu.blocks import Layout, PartLayout, Range, form_of
 from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.noise import keys
+from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.reference import check_headers, write_headers
+from thinwire.compress.packet_layout import HEADER_BYTES
 from thinwire.simd.workers import Workers
 
 __all__ = [
+    "adam_step",
     "apply_signs",
     "array",
+    "average_and_encode",
     "check_headers",
     "decode",
+    "decode_and_move",
     "encode",
+    "encode_packed_payload",
+    "encode_payload",
     "momentum_payload",
+    "move_packed",
     "share_blocks",
     "store_rounded",
     "values",
@@ -93,7 +103,7 @@ def apply_signs(call: ApplySigns) -> None:
 
 
 def store_rounded(call: StoreRounded) -> None:
-    """Rounding at random; see `thinwire.compress.kernels.rounding.store_rounded`."""
+    """Rounding at random; see `thinwire.compress.kernels.store_rounded`."""
     arguments = values(call.weights), array(call.values), *_keys(call.seed)
     numel = call.values.numel()
 
@@ -163,3 +173,184 @@ def share_blocks(work: Callable[[int, int], None], blocks: int, block_size: int)
 
 
 _workers = Workers()
+
+
+_FORMS = {"plain": payload.PLAIN, "divided": payload.DIVIDED, "masked": payload.MASKED}
+
+
+def encode_payload(call: EncodePayload) -> None:
+    """See `thinwire.compress.kernels.buckets.encode_payload`."""
+    arguments = (
+        _runs(call.segments, call.gradients),
+        _contributing(call.beta1, call.divisors),
+        _FORMS[call.form],
+        payload.Vectors(call.momentum.data_ptr(), _address(call.denominators), _address(call.residual)),
+        array(call.lost),
+        array(call.packets).reshape(-1),
+        _part_layout(call.codec, call.part, call.packets),
+    )
+    _over_part(payload.encode_payload, arguments, call.part, call.packets)
+    _write_header(call)
+
+
+def decode_and_move(call: DecodeAndMove) -> None:
+    """See `thinwire.compress.kernels.buckets.decode_and_move`."""
+    arguments = (
+        _runs(call.segments, call.weights, call.replicas),
+        np.array([[-rate for rate in call.rates], call.decays], dtype=np.float32).T.copy(),
+        _FORMS[call.form],
+        call.holds,
+        array(call.packets).reshape(-1),
+        array(call.output),
+        _address(call.denominators),
+        _part_layout(call.codec, call.part, call.packets),
+    )
+    _over_part(moving.decode_and_move, arguments, call.part, call.packets)
+
+
+def average_and_encode(call: AverageAndEncode) -> None:
+    """See `thinwire.compress.kernels.buckets.average_and_encode`."""
+    blocks = call.lost.numel() // call.block_size
+    form = form_of(call.codec)
+    arguments = (
+        array(call.received).reshape(-1),
+        call.received.size(0),
+        Layout(form, call.block_size, blocks, call.received.size(1), call.numel),
+        _floats(call.residual),
+        array(call.lost),
+        array(call.packets).reshape(-1),
+        Layout(form, call.block_size, blocks, call.packets.size(1), call.numel),
+    )
+    share_blocks(
+        lambda first, last: payload.average_and_encode(*arguments, Range(first, last)), blocks, call.block_size
+    )
+
+
+def encode_packed_payload(call: EncodePackedPayload) -> None:
+    """See `thinwire.compress.kernels.buckets.encode_packed_payload`."""
+    arguments = (
+        _runs(call.segments, call.gradients),
+        _contributing(call.beta1, call.divisors),
+        array(call.tables),
+        array(call.state.packets).reshape(-1),
+        _whole(call.state),
+        array(call.state.codes),
+        values(call.residual),
+        values(call.lost),
+        array(call.packets).reshape(-1),
+        _part_layout("sign1", call.part, call.packets),
+    )
+    _over_part(payload.encode_packed_payload, arguments, call.part, call.packets)
+    _write_header(call)
+
+
+def move_packed(call: MovePacked) -> None:
+    """See `thinwire.compress.kernels.buckets.move_packed`."""
+    state, numel = call.state, call.weights.numel()
+    if not numel:
+        return
+    runs = np.zeros((len(call.segments), 4), dtype=np.int64)
+    runs[:, :2] = call.segments.table
+    runs[:, 2] = call.moves
+    first_key, second_key = keys(call.seed)
+    arguments = (
+        runs,
+        np.array([call.rates, call.decays], dtype=np.float32).T.copy(),
+        array(state.packets).reshape(-1),
+        _whole(state),
+        array(state.codes),
+        values(call.weights),
+        call.first,
+        np.uint32(first_key),
+        np.uint32(second_key),
+    )
+    begin, end = call.first // state.block_size, -(-(call.first + numel) // state.block_size)
+
+    def work(first: int, last: int) -> None:
+        moving.move_packed(*arguments, Range(begin + first, begin + last))
+
+    share_blocks(work, end - begin, state.block_size)
+
+
+def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
+    if call.part.header is not None:
+        array(call.packets)[:, :HEADER_BYTES] = np.frombuffer(call.part.header, dtype=np.uint8)
+
+
+def _over_part(kernel: Any, arguments: tuple[Any, ...], part: Part, packets: Tensor) -> None:
+    blocks = packets.size(0) * (part.last - part.first) // part.block_size
+    share_blocks(lambda first, last: kernel(*arguments, Range(first, last)), blocks, part.block_size)
+
+
+def _part_layout(codec: str, part: Part, packets: Tensor) -> PartLayout:
+    row_blocks = (part.last - part.first) // part.block_size
+    return PartLayout(form_of(codec), part.block_size, row_blocks, packets.size(1), part.first, part.shard, part.numel)
+
+
+def _whole(state: PackedState) -> Layout:
+    return Layout(
+        form_of("sign1"), state.block_size, state.shard // state.block_size, state.packets.size(1), state.numel
+    )
+
+
+def _runs(segments: Segments, *tensors: Sequence[Tensor | None]) -> NDArray[np.int64]:
+    """The table of `runs`; a tensor that is missing lies nowhere and has no values."""
+    runs = np.empty((len(segments), 2 + 2 * len(tensors)), dtype=np.int64)
+    runs[:, :2] = segments.table
+    for number, of_run in enumerate(tensors):
+        runs[:, 2 + 2 * number] = [0 if one is None else one.data_ptr() for one in of_run]
+        runs[:, 3 + 2 * number] = [NO_VALUES if one is None else FORMATS[one.dtype] for one in of_run]
+    return runs
+
+
+def _contributing(beta1: Sequence[float], divisors: Sequence[float]) -> NDArray[np.float32]:
+    """β₁, the gradient's gain and its divisor, of each run."""
+    return np.array([beta1, [1.0 - one for one in beta1], divisors], dtype=np.float32).T.copy()
+
+
+def _address(vector: Tensor | None) -> int:
+    return 0 if vector is None else vector.data_ptr()
+
+
+def _floats(vector: Tensor | None) -> NDArray[np.float32]:
+    return _NO_FLOATS if vector is None else array(vector)
+
+
+_BLOCK = 4096
+
+
+def adam_step(call: AdamStep) -> None:
+    """See `thinwire.compress.kernels.adam.adam_step`."""
+    ends = np.cumsum([one.numel() for one in call.variances])
+    numel = int(ends[-1])
+    runs = np.zeros((len(ends), adam.COLUMNS), dtype=np.int64)
+    runs[1:, adam.FIRST], runs[:, adam.END] = ends[:-1], ends
+    output = call.denominators if call.weights is None else call.weights
+    for column, tensors in enumerate((call.gradients, call.momenta, call.variances, output), adam.GRADIENT):
+        if tensors is not None:
+            runs[:, column] = _addresses(tensors)
+    factors = adam.Factors(call.factors.weight, *map(np.float32, call.factors.others))
+    form = _form(call)
+
+    def work(first: int, last: int) -> None:
+        adam.adam_step(runs, factors, form, Range(first * _BLOCK, min(last * _BLOCK, numel)))
+
+    share_blocks(work, -(-numel // _BLOCK), _BLOCK)
+
+
+def _form(call: AdamStep) -> adam.Form:
+    tracks = call.gradients is not None
+    given = call.factors
+    return adam.Form(
+        tracks,
+        tracks and call.momenta is not None,
+        given.from_momentum,
+        call.weights is not None,
+        call.denominators is not None,
+        given.eps_inside_root,
+        given.holds_zero,
+    )
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [one.data_ptr() for one in tensors]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.adam_calls import AdamStep
+from thinwire.compress.kernels.adam_reference import AdamStep
 from thinwire.compress.kernels.bucket_calls import (
     AverageAndEncode,
     DecodeAndMove,
