@@ -28,7 +28,6 @@ _BY_BLOCK = (*CODE_BITS, *(f"bucket_{codec}" for codec in CODE_BITS), "packed_pa
 _THREADS = {
     "adam": 256,
     "packed_moves": 256,
-    "momentum": 256,
     "rounding": 256,
     "headers": 128,
     "seal": 256,
@@ -61,10 +60,6 @@ COUNTED = {
     "decode_int4": Counted("int4 decode", 16, 64, 5, 4.5),
     "encode_fp8": Counted("fp8 encode", 16, 80, 8, 13),
     "decode_fp8": Counted("fp8 decode", 16, 64, 5, 5),
-    "momentum_payload_bfloat16": Counted("momentum payload, bf16", 8, 32, 6, 7.125),
-    "apply_signs_bfloat16": Counted("apply signs, bf16", 8, 16, 6, 5.125),
-    "apply_signs_float16": Counted("apply signs, fp16", 8, 16, 6, 5.125),
-    "apply_signs_float32": Counted("apply signs, fp32", 8, 32, 6, 9.125),
     "store_rounded_bfloat16": Counted("store rounded, bf16", 8, 16, 2, 6),
     "encode_payload_plain_sign1": Counted("bucket: payload", 16, 80, 16, 16.125, 16),
     "encode_payload_divided_sign1": Counted("bucket: payload, divided", 16, 80, 20, 20.125, 64),

@@ -20,7 +20,7 @@ from experiments.benchmarks.kernel_peers import (
     eager_encode_as_deepspeed,
 )
 from thinwire.compress import kernels
-from thinwire.compress.kernels import store_rounded
+from thinwire.compress.kernels import buckets, store_rounded
 from thinwire.compress.packet_layout import CODE_BITS, scale_block
 
 __all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]
@@ -110,27 +110,24 @@ def _frozen_stage(buffers: _Buffers) -> list[Peer]:
     """What sharded 1-bit Adam's step does besides, on a bf16 model."""
     elements, packets, coded = buffers.elements, buffers.packets["sign1"][:1], buffers.coded_bytes("sign1")
     codes = torch.randint(0, 256, (elements,), dtype=torch.uint8, device=buffers.device)
-    table = torch.rand(256, device=buffers.device)
+    tables = torch.rand(1, 256, device=buffers.device)
     gradient, residual, weights = (buffers.source.bfloat16() for _ in range(3))
+    state = buckets.PackedState(packets.clone(), codes, elements, elements, BLOCK_SIZE)
+    segments = buckets.Segments([(0, elements)])
 
     def payload() -> None:
-        kernels.momentum_payload(
-            packets, gradient, codes, table, buffers.target, 0, elements, BLOCK_SIZE, beta1=0.9, loss_scale=1.0
-        )
+        tensors = {"tables": tables, "residual": residual, "lost": residual, "packets": packets}
+        buckets.encode_packed_payload(state, segments, [gradient], [0.9], [1.0], **tensors, part=state.whole)
 
-    def encode() -> None:
-        kernels.encode_rounded("sign1", buffers.source, residual, residual, packets, elements, BLOCK_SIZE)
-
-    def apply() -> None:
-        kernels.apply_signs(weights, packets, codes, 0, elements, BLOCK_SIZE, lr=1e-4, decay=1.0, seed=3)
+    def move() -> None:
+        buckets.move_packed(state, segments, weights=weights, first=0, moves=[True], rates=[1e-4], decays=[1.0], seed=3)
 
     def rounded() -> None:
         store_rounded(weights, buffers.target, seed=5)
 
     jobs = (
-        ("momentum payload, bf16", 7 + coded, payload),
-        ("sign1 encode, bf16 residual", 8 + coded, encode),
-        ("apply signs, bf16", 5 + coded, apply),
+        ("packed payload, bf16", 7 + 2 * coded, payload),
+        ("packed move, bf16", 5 + coded, move),
         ("store rounded, bf16", 6, rounded),
     )
     return [Peer(name, "kernel", name, floor, run) for name, floor, run in jobs]

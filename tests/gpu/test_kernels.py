@@ -16,9 +16,9 @@ from tests.compress.kernels.body import (
     uninitialised_packets,
 )
 from tests.compress.kernels.bucket_body import BucketKernels
-from tests.compress.kernels.momentum_body import MomentumBody, make_momentum, same_bits
+from tests.compress.kernels.momentum_body import MovesBody, make_momentum, same_bits
 from thinwire.compress import kernels
-from thinwire.compress.kernels import store_rounded
+from thinwire.compress.kernels import bucket_reference, store_rounded
 from thinwire.compress.kernels.cuda.backend import make_backend
 from thinwire.compress.kernels.headers import check_headers, header_words, new_reports, write_headers
 from thinwire.compress.packet import Flags, Header
@@ -44,25 +44,22 @@ class TestBucketsOnCuda(BucketKernels):
         return bucket_body.Subject(backend, backend, "cuda")
 
 
-class TestMomentumOnCuda(MomentumBody):
+class TestMovesOnCuda(MovesBody):
     @pytest.fixture
-    def subject(self) -> Subject:
-        backend = BACKENDS["cuda"]
-        return Subject("cuda", backend, device="cuda", block_sizes=(64, 192, 1024, 2048, 65536))
+    def subject(self) -> tuple[object, str]:
+        return make_backend(), "cuda"
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("first", [0, 3])
-    def test_large_ranges_have_the_bits_of_the_cpu(self, dtype: torch.dtype, first: int) -> None:
-        """As operators, and over many thread blocks."""
+    def test_large_ranges_have_the_bits_of_the_specification(self, dtype: torch.dtype, first: int) -> None:
+        """Over many thread blocks."""
         shard = 700 * 2048
-        on_cpu = make_momentum(Subject("operators", kernels), 2, shard, 2048, first, 2 * shard - 7)
+        on_cpu = make_momentum(2, shard, 2048, first, 2 * shard - 7)
         tensors = {name: getattr(on_cpu, name).cuda() for name in ("packets", "codes", "table")}
         on_cuda = dataclasses.replace(on_cpu, **tensors)
         values = torch.randn(on_cpu.numel).to(dtype)
-        payload = on_cuda.payload(Subject("operators", kernels, "cuda"), values.cuda())
-        assert same_bits(payload.cpu(), on_cpu.payload(Subject("operators", kernels), values))
-        moved = on_cuda.apply(Subject("operators", kernels, "cuda"), values.cuda(), 1e-3, 0.999, seed=11)
-        assert same_bits(moved.cpu(), on_cpu.apply(Subject("operators", kernels), values, 1e-3, 0.999, seed=11))
+        moved = on_cuda.apply(make_backend(), values.cuda(), 1e-3, 0.999, seed=11)
+        assert same_bits(moved.cpu(), on_cpu.apply(bucket_reference, values, 1e-3, 0.999, seed=11))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 300])

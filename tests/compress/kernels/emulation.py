@@ -17,18 +17,16 @@ from torch import Tensor
 from tests.compiled import compiled
 from thinwire.compress.kernels.adam_reference import AdamStep
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, DigestGradients, EncodePayload
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
 from thinwire.compress.kernels.cuda import bucket_launches
 from thinwire.compress.kernels.cuda.bucket_launches import digest_gradients_launch
 from thinwire.compress.kernels.cuda.launch import (
     Argument,
     Launch,
-    apply_signs_launch,
     check_headers_launch,
     compile_options,
     decode_launch,
     encode_launch,
-    momentum_payload_launch,
     source_folder,
     store_rounded_launch,
     write_headers_launch,
@@ -42,11 +40,6 @@ FUNCTIONS = {
     codec: [f"{kernel}_{codec}" for kernel in ("encode", "encode_rounded", "decode", "decode_mean")]
     for codec in CODE_BITS
 }
-FUNCTIONS["momentum"] = [
-    f"{kernel}_{dtype}"
-    for kernel in ("momentum_payload", "apply_signs")
-    for dtype in ("float32", "bfloat16", "float16")
-]
 FUNCTIONS |= {
     f"bucket_{codec}": [
         *(f"encode_payload_{form}_{codec}" for form in ("plain", "divided", "masked")),
@@ -82,14 +75,6 @@ def encode(call: Encode) -> None:
 def decode(call: Decode) -> None:
     for flat in call.runs():
         run(decode_launch(flat))
-
-
-def momentum_payload(call: MomentumPayload) -> None:
-    run(momentum_payload_launch(call))
-
-
-def apply_signs(call: ApplySigns) -> None:
-    run(apply_signs_launch(call))
 
 
 def store_rounded(call: StoreRounded) -> None:

@@ -15,8 +15,6 @@ from tests.compiled import compiled
 LIMITS = {
     "decode_sign1": 18.5,
     "decode_mean_sign1": 29.5,
-    "momentum_payload_bfloat16": 28,
-    "apply_signs_bfloat16": 24,
     "encode_sign1": 30,
     "decode_and_move_plain_sign1": 36,
     "average_and_encode_sign1": 50,

@@ -24,12 +24,10 @@ from __future__ import annotations
 from thinwire.compress.kernels.calls import scales, span
 from thinwire.compress.kernels.loading import Backend, backends, prepare
 from thinwire.compress.kernels.ops import (
-    apply_signs,
     decode,
     decode_mean,
     encode,
     encode_rounded,
-    momentum_payload,
     store_rounded,
 )
 from thinwire.compress.packet_layout import (
@@ -46,13 +44,11 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_BLOCK_SIZE",
     "Backend",
-    "apply_signs",
     "backends",
     "decode",
     "decode_mean",
     "encode",
     "encode_rounded",
-    "momentum_payload",
     "packet_bytes",
     "prepare",
     "scales",

@@ -19,9 +19,11 @@ from thinwire.compress.kernels.bucket_calls import (
     PayloadForm,
     UpdateForm,
 )
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload
+from thinwire.compress.kernels.calls import Decode, Encode
 from thinwire.compress.kernels.headers import WriteHeaders, header_words
-from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.reference import store
+from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
 
 __all__ = [
     "average_and_encode",
@@ -32,6 +34,7 @@ __all__ = [
     "encode_payload",
     "move",
     "move_packed",
+    "packed_payload",
 ]
 
 
@@ -130,28 +133,29 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
     state, part = call.state, call.part
     payload = torch.zeros(state.codes.numel(), device=call.packets.device)
     for number, (first, numel) in enumerate(call.segments.places):
-        gradient = call.gradients[number]
-        place = slice(first, first + numel)
-        reference.momentum_payload(
-            MomentumPayload(
-                state.packets,
-                None if gradient is None else gradient.reshape(-1),
-                state.codes[place],
-                call.tables[number],
-                payload[place],
-                first,
-                state.shard,
-                state.block_size,
-                call.beta1[number],
-                call.divisors[number],
-            )
-        )
+        place, gradient = slice(first, first + numel), call.gradients[number]
+        factors = call.beta1[number], call.divisors[number]
+        payload[place] = packed_payload(state, place, gradient, call.tables[number], *factors)
     for row, place in enumerate(part.places(call.packets.size(0))):
         valid = min(max(part.numel - place.start, 0), place.stop - place.start)
         corrected, packets = payload[place] + call.residual[place].float(), call.packets[row : row + 1]
         reference.encode(Encode("sign1", corrected, None, packets, valid, part.block_size))
         call.lost[place] = corrected
     _write_header(call)
+
+
+def packed_payload(
+    state: PackedState, place: slice, gradient: Tensor | None, table: Tensor, beta1: float, divisor: float
+) -> Tensor:
+    """Make u of one run from packed momentum, fp32 [numel]: each operation rounded by itself."""
+    codes = state.codes[place]
+    moving = codes != 0
+    kept = _signed_scales(state, place) * _single(beta1, codes)
+    change = torch.zeros_like(kept)
+    if gradient is not None:
+        change = gradient.reshape(-1).float() / _single(divisor, codes)
+    preconditioner = torch.where(moving, table[codes.long()], 0.0)
+    return torch.where(moving, kept, 0.0) + (change * _single(1.0 - beta1, codes)) * preconditioner
 
 
 def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
@@ -165,19 +169,26 @@ def move_packed(call: MovePacked) -> None:
     for number, (first, numel) in enumerate(call.segments.places):
         low, high = max(first, call.first), min(first + numel, last)
         if call.moves[number] and low < high:
-            reference.apply_signs(
-                ApplySigns(
-                    call.weights[low - call.first : high - call.first],
-                    state.packets,
-                    state.codes[low:high],
-                    low,
-                    state.shard,
-                    state.block_size,
-                    call.rates[number],
-                    call.decays[number],
-                    call.seed,
-                )
-            )
+            weights, place = call.weights[low - call.first : high - call.first], slice(low, high)
+            step = _signed_scales(state, place) * _single(call.rates[number], weights)
+            values = weights.float() * _single(call.decays[number], weights)
+            store(weights, values - torch.where(state.codes[place] != 0, step, 0.0), call.seed, low)
+
+
+def _signed_scales(state: PackedState, place: slice) -> Tensor:
+    """Decode what the packets carry for the elements at `place`, counted over all rows laid end to end."""
+    packets, shard = state.packets, max(state.shard, 1)
+    numbers = torch.arange(place.start, place.stop, device=packets.device)
+    split = codes_offset("sign1", state.shard, state.block_size)
+    scales = packets[:, HEADER_BYTES:split].clone().view(-1).view(torch.float32)[numbers // state.block_size]
+    rows, places = numbers // shard, numbers % shard
+    codes = packets.view(-1)[rows * packets.size(1) + split + places // 8]
+    return torch.where((codes >> (places % 8)) & 1 == 1, scales, -scales)
+
+
+def _single(value: float, like: Tensor) -> Tensor:
+    """A float32 scalar tensor on the device of `like`."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 def digest_gradients(call: DigestGradients) -> None:

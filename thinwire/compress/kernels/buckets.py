@@ -209,8 +209,8 @@ def encode_packed_payload(
 
         payload_e = beta1_k · u_e + ((1 - beta1_k) · (gradient_k / divisor_k)) · tables[k][codes_e]
 
-    for the elements e of run k, as in `momentum_payload`, whose bits these are: 0, or NaN where the quotient is not
-    finite, where the code is 0. Then what `encode` does, or `encode_rounded`.
+    for the elements e of run k, each operation rounded to fp32 by itself: 0, or NaN where the quotient is not finite,
+    where the code is 0. Then what `encode` does, or `encode_rounded`.
 
     gradients: fp32, bf16 or fp16, contiguous, of any shape; None counts as zeros. tables: fp32 [runs, 256]; entry 0 is
     not looked at. residual, lost: fp32 or bf16 [padded_numel], both alike; lost is overwritten where the part lies, to
@@ -234,9 +234,15 @@ def move_packed(
 ) -> None:
     """Move the weights of a bucket in place by u: w_e = decay_k · w_e - rate_k · u_e for the elements e of run k.
 
-    What `apply_signs` does for each run, with the same bits, rounding at random included: its bits depend on `seed` and
-    e. weights: fp32, bf16 or fp16 [n], elements `first` to `first` + n of the bucket. moves: whether a run's weights
-    move. Their version is counted up. Raises TypeError or ValueError for arguments that do not fit together.
+    u_e is 0 where the code is 0. weights: fp32, bf16 or fp16 [n], elements `first` to `first` + n of the bucket. moves:
+    whether a run's weights move. Their version is counted up.
+
+    Calculated in fp32. 16 bits are rounded at random to one of their two neighbours, the nearer the likelier, so that
+    the mean is kept: by 16 bits for bf16 and 13 for fp16, which depend on `seed` (an int64) and e only; see
+    `noise.random_bits`. Equal arguments give equal bits on every rank, device and backend. Give every step and every
+    bucket a seed of its own. Infinities and NaN stay; values beyond the largest finite one round to it or to infinity.
+    fp16 below 2^-14 are rounded as finely, from the nearest multiple of 2^-37. Raises TypeError or ValueError for
+    arguments that do not fit together.
     """
     _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device)
     torch.autograd.graph.increment_version(weights)

@@ -24,11 +24,9 @@ from thinwire.compress.packet_layout import (
 __all__ = [
     "CODEC_OPERATIONS",
     "OPERATIONS",
-    "ApplySigns",
     "Call",
     "Decode",
     "Encode",
-    "MomentumPayload",
     "Operation",
     "PacketCall",
     "StoreRounded",
@@ -52,8 +50,6 @@ def span(vector: Tensor) -> int:
 
 
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TABLE_ENTRIES = 256
-_SINGLE = torch.finfo(torch.float32)
 
 
 @dataclass(eq=False)
@@ -131,69 +127,6 @@ class Decode:
 
 
 @dataclass(eq=False)
-class MomentumPayload:
-    """Arguments of `momentum_payload`."""
-
-    kernel: ClassVar = "momentum_payload"
-    codec: ClassVar = "sign1"
-
-    packets: Tensor
-    gradient: Tensor | None
-    codes: Tensor
-    table: Tensor
-    payload: Tensor
-    first: int
-    shard: int
-    block_size: int
-    beta1: float
-    loss_scale: float
-
-    def check(self) -> None:
-        """Raise TypeError or ValueError unless the arguments fit together."""
-        _check_packets(self.codec, self.packets)
-        _check_vector("payload", self.payload, self.packets)
-        _check_like("codes", self.codes, (torch.uint8,), "payload", self.payload, self.packets)
-        if self.gradient is not None:
-            _check_like("gradient", self.gradient, _FLOAT_TYPES, "payload", self.payload, self.packets)
-        _check_vector("table", self.table, self.packets)
-        if self.table.numel() != _TABLE_ENTRIES:
-            raise ValueError(f"table has {self.table.numel()} entries: give one for each of the {_TABLE_ENTRIES} codes")
-        _check_range(self.first, self.payload.numel(), self.shard, self.packets, self.block_size)
-        if not 0.0 <= self.beta1 <= 1.0:
-            raise ValueError(f"beta1 is {self.beta1}: it must lie between 0 and 1")
-        if not _SINGLE.tiny <= self.loss_scale <= _SINGLE.max:
-            raise ValueError(f"loss_scale is {self.loss_scale}: it must be positive and finite, in float32")
-
-
-@dataclass(eq=False)
-class ApplySigns:
-    """Arguments of `apply_signs`."""
-
-    kernel: ClassVar = "apply_signs"
-    codec: ClassVar = "sign1"
-
-    weights: Tensor
-    packets: Tensor
-    codes: Tensor
-    first: int
-    shard: int
-    block_size: int
-    lr: float
-    decay: float
-    seed: int
-
-    def check(self) -> None:
-        """Raise TypeError or ValueError unless the arguments fit together."""
-        _check_packets(self.codec, self.packets)
-        _check_vector("weights", self.weights, self.packets, _FLOAT_TYPES)
-        _check_like("codes", self.codes, (torch.uint8,), "weights", self.weights, self.packets)
-        _check_range(self.first, self.weights.numel(), self.shard, self.packets, self.block_size)
-        for name, factor in (("lr", self.lr), ("decay", self.decay)):
-            if not -_SINGLE.max <= factor <= _SINGLE.max:
-                raise ValueError(f"{name} is {factor}: it must be finite, in float32")
-
-
-@dataclass(eq=False)
 class StoreRounded:
     """Arguments of `store_rounded`."""
 
@@ -217,7 +150,7 @@ class StoreRounded:
             raise ValueError("values and weights must be contiguous: call contiguous()")
 
 
-PacketCall = Encode | Decode | MomentumPayload | ApplySigns
+PacketCall = Encode | Decode
 """Calls that read or write the packets of a codec."""
 
 Call = PacketCall | StoreRounded | WriteHeaders | CheckHeaders
@@ -259,16 +192,6 @@ CODEC_OPERATIONS = {
     ),
 }
 OPERATIONS = {
-    "momentum_payload": Operation(
-        "(Tensor packets, Tensor? gradient, Tensor codes, Tensor table, Tensor(a!) payload, int first, int shard, "
-        "int block_size, float beta1, float loss_scale) -> ()",
-        MomentumPayload,
-    ),
-    "apply_signs": Operation(
-        "(Tensor(a!) weights, Tensor packets, Tensor codes, int first, int shard, int block_size, float lr, "
-        "float decay, int seed) -> ()",
-        ApplySigns,
-    ),
     "store_rounded": Operation("(Tensor(a!) weights, Tensor values, int seed) -> ()", StoreRounded),
     "write_headers": Operation(
         "(Tensor(a!) packets, int first, int second, int scales, Tensor? condition, int flag) -> ()", WriteHeaders
@@ -347,24 +270,6 @@ def _check_laid_out_like(name: str, vector: Tensor, dtype: torch.dtype, payload:
         raise ValueError(f"{name} has {vector.numel()} elements and payload {payload.numel()}: give both the same")
     if vector.dim() != payload.dim() or (vector.dim() == 2 and vector.stride() != payload.stride()):
         raise ValueError(f"{name} has strides {vector.stride()} and payload {payload.stride()}: lay both out alike")
-
-
-def _check_like(
-    name: str, vector: Tensor, dtypes: tuple[torch.dtype, ...], other_name: str, other: Tensor, packets: Tensor
-) -> None:
-    _check_vector(name, vector, packets, dtypes)
-    if vector.numel() != other.numel():
-        raise ValueError(f"{name} has {vector.numel()} elements and {other_name} {other.numel()}: give both the same")
-
-
-def _check_range(first: int, numel: int, shard: int, packets: Tensor, block_size: int) -> None:
-    rows = packets.size(0)
-    _check_row_bytes("sign1", shard, packets, block_size)
-    if first < 0 or first + numel > rows * shard:
-        raise ValueError(
-            f"{numel} elements from number {first} on do not lie in the {rows} rows of {shard} elements that "
-            f"packets has: count from the start of the bucket"
-        )
 
 
 def _check_rows(codec: str, name: str, numel: int, rows: int, packets: Tensor, block_size: int) -> None:

@@ -15,7 +15,7 @@ from thinwire.compress.kernels.calls import CODEC_OPERATIONS, OPERATIONS, Operat
 from thinwire.compress.kernels.loading import backend_of
 from thinwire.compress.packet_layout import CODE_BITS, check_codec
 
-__all__ = ["apply_signs", "decode", "decode_mean", "encode", "encode_rounded", "momentum_payload", "store_rounded"]
+__all__ = ["decode", "decode_mean", "encode", "encode_rounded", "store_rounded"]
 
 
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
@@ -71,68 +71,12 @@ def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_s
     _operator(codec, "decode_mean")(packets, output, numel, block_size)
 
 
-def momentum_payload(
-    packets: Tensor,
-    gradient: Tensor | None,
-    codes: Tensor,
-    table: Tensor,
-    payload: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    beta1: float,
-    loss_scale: float,
-) -> None:
-    """Write the next preconditioned momentum of n elements to `payload`, from the last one's sign1 packets.
-
-        payload_i = beta1 · u_e + ((1 - beta1) · (gradient_i / loss_scale)) · table[codes_i],  e = first + i
-
-    with u_e what `packets` decodes to for element e of the bucket: place e mod shard of row e // shard. Where the
-    code is 0 the coordinate does not move, and the payload is 0, or NaN if gradient_i / loss_scale is not finite.
-
-    packets: uint8 [rows, packet_bytes("sign1", shard, block_size)]. gradient: fp32, bf16 or fp16 [n]; None counts
-    as zeros. codes: uint8 [n]. table: fp32 [256]; entry 0 is not looked at. payload: fp32 [n], overwritten. All is
-    calculated in fp32, each operation rounded by itself, so that every backend gives the same bits. n may be 0, and
-    `first` anything that keeps first + n within rows * shard. Raises TypeError or ValueError for arguments that do
-    not fit together.
-    """
-    torch.ops.thinwire.momentum_payload(
-        packets, gradient, codes, table, payload, first, shard, block_size, beta1, loss_scale
-    )
-
-
-def apply_signs(
-    weights: Tensor,
-    packets: Tensor,
-    codes: Tensor,
-    first: int,
-    shard: int,
-    block_size: int,
-    lr: float,
-    decay: float,
-    seed: int,
-) -> None:
-    """Update n weights in place by the momentum that sign1 packets carry: w = decay · w - lr · u_e, e = first + i.
-
-    u_e is 0 where the code is 0. weights: fp32, bf16 or fp16 [n]. packets, codes, first, shard and block_size are
-    those of `momentum_payload`. lr: the step size, bias correction included. decay: a factor, 1 for none.
-
-    Calculated in fp32. bf16 and fp16 weights are rounded at random to one of their two neighbours, the nearer the
-    likelier, so that the mean is kept: by 16 bits for bf16 and 13 for fp16, which depend on `seed` (an int64) and e
-    only; see `noise.random_bits`. Equal arguments give equal bits on every rank, device and backend. Give every step
-    and every bucket a seed of its own. Infinities and NaN stay; values beyond the largest finite one round to it or
-    to infinity. fp16 below 2^-14 are rounded as finely, from the nearest multiple of 2^-37.
-
-    Raises TypeError or ValueError for arguments that do not fit together.
-    """
-    torch.ops.thinwire.apply_signs(weights, packets, codes, first, shard, block_size, lr, decay, seed)
-
-
 def store_rounded(weights: Tensor, values: Tensor, seed: int) -> None:
     """Write `values`, fp32 [n], into `weights`, fp32, bf16 or fp16 [n], contiguous and on the same device.
 
-    16 bits get one of the two neighbours, the nearer the likelier, as in `apply_signs`: by bits that depend on `seed`
-    and the element's number only. Equal arguments give equal bits on every rank and device. Infinities and NaN stay.
+    16 bits get one of the two neighbours, the nearer the likelier, as in `buckets.move_packed`, by bits that depend on
+    `seed` and the element's number only. Equal arguments give equal bits on every rank and device. Infinities and NaN
+    stay.
 
     Raises TypeError or ValueError for arguments that do not fit together.
     """

@@ -9,20 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
 from thinwire.compress.kernels.headers import FLAG_SHIFT, CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.noise import random_bits
 from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, SCALE_BYTES, codes_offset
 
 __all__ = [
-    "apply_signs",
     "check_headers",
     "decode",
     "decode_blocks",
     "encode",
     "encode_blocks",
     "like",
-    "momentum_payload",
+    "store",
     "store_rounded",
     "write_headers",
 ]
@@ -203,33 +202,14 @@ def decode(call: Decode) -> None:
         run.output.copy_(torch.where(_valid(blocks, run.numel), blocks, 0.0).view(-1))
 
 
-def momentum_payload(call: MomentumPayload) -> None:
-    """Write beta1 · u + ((1 - beta1) · (gradient / loss_scale)) · table[codes] to `payload`, in float32."""
-    moving, payload = call.codes != 0, call.payload
-    kept = _signed_scales(call, _numbers(payload, call.first)) * _single(call.beta1, payload)
-    preconditioner = torch.where(moving, call.table[call.codes.long()], 0.0)
-    change = torch.zeros_like(payload)
-    if call.gradient is not None:
-        change = call.gradient.float() / _single(call.loss_scale, payload)
-    payload.copy_(torch.where(moving, kept, 0.0) + (change * _single(1.0 - call.beta1, payload)) * preconditioner)
-
-
-def apply_signs(call: ApplySigns) -> None:
-    """Leave decay · w - lr · u in `weights`, calculated in float32, with u = 0 where the code is 0."""
-    weights = call.weights
-    step = _signed_scales(call, _numbers(weights, call.first)) * _single(call.lr, weights)
-    values = weights.float() * _single(call.decay, weights) - torch.where(call.codes != 0, step, 0.0)
-    _store(weights, values, call.seed, call.first)
-
-
 def store_rounded(call: StoreRounded) -> None:
-    """Write `values` into `weights`, in pieces."""
+    """Write `values` into `weights`, so many at a time."""
     for first in range(0, call.weights.numel(), _AT_ONCE):
-        piece = slice(first, first + _AT_ONCE)
-        _store(call.weights[piece], call.values[piece], call.seed, first)
+        some = slice(first, first + _AT_ONCE)
+        store(call.weights[some], call.values[some], call.seed, first)
 
 
-def _store(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
+def store(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
     """Write float32 `values` into `weights`, of any width; 16 bits get one of the two neighbours at random, with the
     probability that keeps the mean, the same for the same seed and element number. `weights` begin at `first`."""
     if weights.dtype == torch.bfloat16:
@@ -239,23 +219,8 @@ def _store(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
     weights.copy_(values)
 
 
-def _single(value: float, like: Tensor) -> Tensor:
-    """A float32 scalar tensor on the device of `like`."""
-    return torch.full((), value, dtype=torch.float32, device=like.device)
-
-
 def _numbers(vector: Tensor, first: int) -> Tensor:
     return torch.arange(first, first + vector.numel(), device=vector.device)
-
-
-def _signed_scales(call: MomentumPayload | ApplySigns, numbers: Tensor) -> Tensor:
-    """What the packets carry for the elements with these numbers, counted over all rows laid end to end."""
-    packets, shard = call.packets, call.shard
-    row_bytes, split = packets.size(1), codes_offset(call.codec, shard, call.block_size)
-    scales = packets[:, HEADER_BYTES:split].clone().view(-1).view(torch.float32)[numbers // call.block_size]
-    rows, places = numbers // max(shard, 1), numbers % max(shard, 1)
-    codes = packets.view(-1)[rows * row_bytes + split + places // 8]
-    return torch.where((codes >> (places % 8)) & 1 == 1, scales, -scales)
 
 
 def _round_bfloat16(values: Tensor, random: Tensor) -> Tensor:

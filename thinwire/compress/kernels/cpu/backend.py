@@ -12,8 +12,8 @@ from torch import Tensor
 
 from thinwire.compress.kernels.adam_reference import AdamStep
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part, Segments
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, PacketCall, StoreRounded
-from thinwire.compress.kernels.cpu import adam, momentum, moving, payload, small_floats
+from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded
+from thinwire.compress.kernels.cpu import adam, moving, payload, small_floats
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
 from thinwire.compress.kernels.cpu.blocks import Layout, PartLayout, Range, form_of
@@ -26,7 +26,6 @@ from thinwire.simd.workers import Workers
 
 __all__ = [
     "adam_step",
-    "apply_signs",
     "array",
     "average_and_encode",
     "check_headers",
@@ -35,7 +34,6 @@ __all__ = [
     "encode",
     "encode_packed_payload",
     "encode_payload",
-    "momentum_payload",
     "move_packed",
     "share_blocks",
     "store_rounded",
@@ -75,31 +73,6 @@ def decode(call: Decode) -> None:
     streaming = numel >= _STREAM_ELEMENTS and all(run.output.data_ptr() % _STREAM_ALIGNMENT == 0 for run in runs)
     arguments = [(*_packets(run, run.numel), array(run.output), run.averaged, streaming) for run in runs]
     _over_runs(decoding.decode, arguments, numel, call.block_size)
-
-
-def momentum_payload(call: MomentumPayload) -> None:
-    """The payload of leg 1; see `thinwire.compress.kernels.momentum_payload`."""
-    payload, first = call.payload, call.first
-    # Groups of sixteen are counted from the start of the bucket: that is where the payload has to be aligned.
-    aligned = (payload.data_ptr() - payload.element_size() * first) % _STREAM_ALIGNMENT == 0
-    arguments = (
-        *_packets(call, call.payload.numel()),
-        Values(_NO_BYTES, NO_VALUES) if call.gradient is None else values(call.gradient),
-        momentum.Preconditioner(array(call.codes), array(call.table)),
-        array(payload),
-        momentum.Factors(np.float32(call.beta1), np.float32(1.0 - call.beta1), np.float32(call.loss_scale)),
-        first,
-        aligned and payload.numel() >= _STREAM_ELEMENTS,
-    )
-    _over_elements(momentum.momentum_payload, arguments, first, payload.numel(), call.block_size)
-
-
-def apply_signs(call: ApplySigns) -> None:
-    """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
-    step = momentum.Step(np.float32(call.lr), np.float32(call.decay), *_keys(call.seed))
-    packets = _packets(call, call.weights.numel())
-    arguments = *packets, values(call.weights), array(call.codes), step, call.first
-    _over_elements(momentum.apply_signs, arguments, call.first, call.weights.numel(), call.block_size)
 
 
 def store_rounded(call: StoreRounded) -> None:
@@ -150,16 +123,6 @@ def _over_runs(kernel: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
             kernel(*arguments[run], Range(max(first - begin, 0), min(last - begin, run_blocks)))
 
     share_blocks(work, numel // block_size, block_size)
-
-
-def _over_elements(
-    kernel: Callable[..., None], arguments: tuple[Any, ...], first: int, numel: int, block_size: int
-) -> None:
-    """Run the kernel over all blocks in which elements first to first + numel of a bucket lie."""
-    if not numel:
-        return
-    begin, end = first // block_size, -(-(first + numel) // block_size)
-    share_blocks(lambda low, high: kernel(*arguments, Range(begin + low, begin + high)), end - begin, block_size)
 
 
 def share_blocks(work: Callable[[int, int], None], blocks: int, block_size: int) -> None:

@@ -20,14 +20,23 @@ from thinwire.compress.kernels.cpu.blocks import (
     Range,
     Table,
     first_run,
+    locate,
     place_in_part,
     start_of,
 )
 from thinwire.compress.kernels.cpu.decode import decode_block
-from thinwire.compress.kernels.cpu.momentum import Step, apply_signs
 from thinwire.compress.kernels.cpu.payload import DIVIDED
-from thinwire.compress.kernels.cpu.small_floats import ELEMENT_BYTES, NO_VALUES, Values, nearest_bits
-from thinwire.simd import floats, memory
+from thinwire.compress.kernels.cpu.small_floats import (
+    ELEMENT_BYTES,
+    NO_VALUES,
+    Values,
+    nearest_bits,
+    random_bits,
+    round_and_store,
+    some_of,
+    widen,
+)
+from thinwire.simd import floats, integers, memory
 from thinwire.simd.compiling import helper, inner, kernel
 from thinwire.simd.floats import LANES
 
@@ -144,7 +153,84 @@ def move_packed(
         low, high = max(runs[run, FIRST], begin), min(runs[run, END], stop)
         if runs[run, ADDRESS] and low < high:
             memory = weights.memory[(low - first) * size : (high - first) * size]
-            step = Step(factors[run, _RATE], factors[run, _DECAY], first_key, second_key)
+            step = _Step(factors[run, _RATE], factors[run, _DECAY], first_key, second_key)
             covered = Range(low // whole.block_size, (high - 1) // whole.block_size + 1)
-            apply_signs(state, whole, Values(memory, weights.kind), codes[low:high], step, low, covered)
+            _apply_signs(state, whole, Values(memory, weights.kind), codes[low:high], step, low, covered)
         run += 1
+
+
+class _Step(NamedTuple):
+    """The size of the step, the factor of the weights, and the two keys of their rounding's seed."""
+
+    lr: np.float32
+    decay: np.float32
+    first_key: np.uint32
+    second_key: np.uint32
+
+
+@helper
+def _apply_signs(
+    packets: Bytes, layout: Layout, weights: Values, codes: Bytes, step: _Step, first: int, blocks: Range
+) -> None:
+    """Elements first, first + 1, ... as far as they lie in the given blocks; u is 0 where the code is."""
+    values, kind = weights
+    size = ELEMENT_BYTES[kind]
+    for block in range(blocks.first, blocks.last):
+        place = locate(layout, block, 1)
+        magnitude = floats.load_scalar(packets, place.scale_at) * step.lr
+        start = block * layout.block_size - first  # where the block begins in the arrays
+        begin, end, whole, behind, parts = _groups(start, layout.block_size, codes.size)
+        for i in range(whole, behind, LANES):
+            signs = floats.load_bits(packets, place.codes + i // 8)
+            random = random_bits(first + start + i, step.first_key, step.second_key)
+            _step(values, kind, codes, start + i, signs, magnitude, step.decay, random)
+        for i in parts:
+            at, low, high = start + i, max(begin - i, 0), min(end - i, LANES)
+            if 0 < high - low < LANES:
+                signs = floats.load_bits(packets, place.codes + i // 8)
+                some, some_codes = some_of(values, at, low, high, size), some_of(codes, at, low, high, 1)
+                random = random_bits(first + at, step.first_key, step.second_key)
+                _step(some, kind, some_codes, 0, signs, magnitude, step.decay, random)
+                values[(at + low) * size : (at + high) * size] = some[low * size : high * size]
+
+
+@helper
+def _groups(start: int, block_size: int, numel: int) -> tuple[int, int, int, int, range]:
+    """Places in a block that begins at index `start`: begin and end of what lies among `numel` elements; begin and end
+    of the groups of sixteen that all do; and where groups may begin of which a part does."""
+    begin, end = max(-start, 0), min(numel - start, block_size)
+    head, behind = begin // LANES * LANES, end // LANES * LANES
+    whole = (begin + LANES - 1) // LANES * LANES
+    parts = range(head, behind + 1, max(behind - head, 1)) if (begin | end) % LANES else range(0, 0, 1)
+    return begin, end, whole, behind, parts
+
+
+@helper
+def _step(
+    weights: Bytes,
+    kind: int,
+    codes: Bytes,
+    at: int,
+    signs: floats.Scalar,
+    magnitude: np.float32,
+    decay: np.float32,
+    random: integers.Integers,
+) -> None:
+    """Sixteen elements from index `at` of the arrays on."""
+    moved = _signed(signs, _moving(codes, at), magnitude)
+    value = floats.multiply(widen(weights, at, kind), floats.broadcast(decay))
+    round_and_store(weights, at, kind, floats.subtract(value, moved), random)
+
+
+@helper
+def _moving(codes: Bytes, at: int) -> floats.Scalar:
+    """Bit k is set where code at + k is not 0."""
+    zero = integers.broadcast(np.uint32(0))
+    return integers.below(zero, integers.load_8_bits(codes, at))
+
+
+@helper
+def _signed(signs: floats.Scalar, moving: floats.Scalar, magnitude: np.float32) -> floats.Vector:
+    """± magnitude, and 0 where nothing moves."""
+    value = floats.select(signs, floats.broadcast(magnitude), floats.broadcast(-magnitude))
+    return floats.select(moving, value, floats.broadcast(np.float32(0.0)))

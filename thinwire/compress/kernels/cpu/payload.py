@@ -40,7 +40,6 @@ from thinwire.compress.kernels.cpu.encode import (
     store_rounded_block,
     total_of,
 )
-from thinwire.compress.kernels.cpu.momentum import Factors
 from thinwire.compress.kernels.cpu.small_floats import (
     ELEMENT_BYTES,
     NO_VALUES,
@@ -57,6 +56,14 @@ __all__ = ["DIVIDED", "MASKED", "PLAIN", "Vectors", "average_and_encode", "encod
 
 PLAIN, DIVIDED, MASKED = range(3)
 _BETA1, _GAIN, _DIVISOR = range(3)
+
+
+class Factors(NamedTuple):
+    """Of the last momentum, of the gradient, and what the gradient is divided by."""
+
+    beta1: np.float32
+    gain: np.float32
+    loss_scale: np.float32
 
 
 class Vectors(NamedTuple):

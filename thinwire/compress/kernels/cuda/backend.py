@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.compress.kernels.adam_reference import AdamStep
 from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, DigestGradients, EncodePayload
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, StoreRounded
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
 from thinwire.compress.kernels.cuda.bucket_launches import (
     Runs,
     adam_runs,
@@ -32,13 +32,11 @@ from thinwire.compress.kernels.cuda.bucket_launches import (
 )
 from thinwire.compress.kernels.cuda.launch import (
     Launch,
-    apply_signs_launch,
     architecture_option,
     check_headers_launch,
     compile_options,
     decode_launch,
     encode_launch,
-    momentum_payload_launch,
     source_text,
     store_rounded_launch,
     write_headers_launch,
@@ -93,14 +91,6 @@ class CudaBackend:
         """Decode every row, or average the rows; see `thinwire.compress.kernels.decode` and `decode_mean`."""
         for run in call.runs():
             self._runner.run(decode_launch(run), call.packets.device)
-
-    def momentum_payload(self, call: MomentumPayload) -> None:
-        """The payload of leg 1; see `thinwire.compress.kernels.momentum_payload`."""
-        self._runner.run(momentum_payload_launch(call), call.packets.device)
-
-    def apply_signs(self, call: ApplySigns) -> None:
-        """The update of the weights; see `thinwire.compress.kernels.apply_signs`."""
-        self._runner.run(apply_signs_launch(call), call.packets.device)
 
     def store_rounded(self, call: StoreRounded) -> None:
         """Rounding at random; see `thinwire.compress.kernels.store_rounded`."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import ApplySigns, Decode, Encode, MomentumPayload, PacketCall, StoreRounded
+from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded
 from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.noise import keys
 
@@ -31,7 +31,6 @@ __all__ = [
     "address",
     "aligned",
     "aligned_rows",
-    "apply_signs_launch",
     "architecture_option",
     "averaged_rows",
     "block_threads",
@@ -43,7 +42,6 @@ __all__ = [
     "exact_inverse",
     "in_fours",
     "integer",
-    "momentum_payload_launch",
     "octets",
     "source_folder",
     "source_text",
@@ -59,12 +57,8 @@ TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float1
 # The structures of csrc/, member by member, as kernels take them by value.
 STRUCTURES = {
     "Layout": np.dtype([("numel", np.int64), ("row_blocks", np.int64), ("row_bytes", np.int64)]),
-    "Factors": np.dtype(
-        [("beta1", np.float32), ("gain", np.float32), ("loss_scale", np.float32), ("inverse", np.float32)]
-    ),
     "Range": np.dtype([("first", np.int64), *((name, np.uint32) for name in ("octet", "factor", "shift", "aligned"))]),
     "Rows": np.dtype([("count", np.int32), ("exact", np.int32), ("inverse", np.float32)]),
-    "Step": np.dtype([("lr", np.float32), ("decay", np.float32), ("first_key", np.uint32), ("second_key", np.uint32)]),
     "Keys": np.dtype([("first", np.uint32), ("second", np.uint32)]),
     "Part": np.dtype([(name, np.int64) for name in ("numel", "row_blocks", "row_bytes", "shard", "first")]),
     "PayloadRun": np.dtype(
@@ -196,23 +190,6 @@ def decode_launch(run: Decode) -> Launch:
     return _block_launch(run, f"decode_mean_{run.codec}", run.output, arguments)
 
 
-def momentum_payload_launch(call: MomentumPayload) -> Launch:
-    """Launch that writes the payload of leg 1."""
-    name = TYPE_NAMES[torch.float32 if call.gradient is None else call.gradient.dtype]
-    vectors = (call.gradient, call.codes, call.payload)
-    addresses = (aligned("packets", call.packets), *map(address, (*vectors[:2], call.table, call.payload)))
-    factors = structure("Factors", call.beta1, 1.0 - call.beta1, call.loss_scale, exact_inverse(call.loss_scale))
-    return _momentum_launch(call, f"momentum_payload_{name}", vectors, addresses, factors)
-
-
-def apply_signs_launch(call: ApplySigns) -> Launch:
-    """Launch that updates the weights."""
-    name = TYPE_NAMES[call.weights.dtype]
-    addresses = (address(call.weights), aligned("packets", call.packets), address(call.codes))
-    step = structure("Step", call.lr, call.decay, *keys(call.seed))
-    return _momentum_launch(call, f"apply_signs_{name}", (call.weights, call.codes), addresses, step)
-
-
 def store_rounded_launch(call: StoreRounded) -> Launch:
     """Launch that rounds values at random into weights."""
     numel = call.weights.numel()
@@ -326,20 +303,6 @@ def averaged_rows(rows: int) -> Argument:
     """How a kernel averages so many packets."""
     exact = rows & (rows - 1) == 0
     return structure("Rows", rows, exact, float(np.float32(1) / np.float32(rows)))
-
-
-def _momentum_launch(
-    call: MomentumPayload | ApplySigns,
-    function: str,
-    vectors: Sequence[Tensor | None],
-    addresses: tuple[Argument, ...],
-    factors: Argument,
-) -> Launch:
-    """Launch over the elements of `vectors`."""
-    numel = call.codes.numel()
-    grid, of_range = octets(call.first, numel, call.shard, call.block_size, vectors)
-    arguments = (*addresses, _layout(call, numel), of_range, factors)
-    return Launch("momentum", function, call.block_size, grid, MOMENTUM_THREADS, arguments)
 
 
 def _layout(call: PacketCall, numel: int) -> Argument:
