@@ -16,12 +16,13 @@ from thinwire.compress.packet import (
     HEADER_BYTES,
     Flags,
     Header,
+    Headers,
     PacketError,
     SettingsError,
     number_headers,
     write_headers,
 )
-from thinwire.compress.parts import Arrived, Headers, Leg, Outcome, cut_shard, least_part, of_part, zero_held
+from thinwire.compress.parts import Arrived, Leg, Outcome, cut_shard, least_part, zero_held
 from thinwire.zero import shard_numel, valid_in_shard
 from thinwire.zero.norm_sketch import read_together
 
@@ -147,7 +148,7 @@ class Exchange:
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
             send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            header = of_part(self._expected, number, flags)
+            header = self._expected.of_part(number, flags)
             if encode is None:
                 self._encode_part(place, send)
                 write_headers(send, header)
@@ -332,7 +333,7 @@ class Exchange:
         receive = self._packets(self._comm.size, place)
         scales = 0 if send.device.type == "cpu" else self.codec.finite_scales(send)
         finite = True if scales else self.codec.all_finite(send)
-        write_headers(send, of_part(self._expected, number), finite, scales)
+        write_headers(send, self._expected.of_part(number), finite, scales)
         self._number(send)
         self._pass_on_flags(send)
         return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))

@@ -12,7 +12,6 @@ from thinwire.comm import Communicator
 from thinwire.compress.codecs import CastCodec, Codec
 from thinwire.compress.exchange import Adjust, EncodePart, Exchange, Headers
 from thinwire.compress.packet import HEADER_BYTES, Flags, all_finite, write_headers
-from thinwire.compress.parts import of_part
 
 __all__ = ["ExactExchange", "LowMemoryExchange", "SoleExchange", "make_exact_exchange"]
 
@@ -194,7 +193,7 @@ class SoleExchange(Exchange):
 
     def _hear(self, flags: Flags, finite: bool | Tensor) -> None:
         header = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
-        write_headers(header, of_part(self._expected, 0, flags), finite)
+        write_headers(header, self._expected.of_part(0, flags), finite)
         self._headers.append(Headers(header, 0))
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "HEADER_BYTES",
     "Flags",
     "Header",
+    "Headers",
     "PacketError",
     "SettingsError",
     "all_finite",
@@ -106,6 +107,10 @@ class Header:
                 "different versions of thinwire, or a second user of the same communicator, cause this"
             )
         return cls(codec, block_units * 64, bucket, step, Flags(flags), part, settings)
+
+    def of_part(self, part: int, flags: Flags = Flags.NONE) -> Header:
+        """This header, which has neither part nor flags, with these."""
+        return replace(self, part=part, flags=flags) if part or flags else self
 
     def check(self, expected: Header, sender: int) -> None:
         """Raise PacketError unless this header, flags aside, is the expected one; SettingsError for its settings."""
@@ -214,3 +219,16 @@ def check_headers(headers: Tensor, expected: Header, senders: Sequence[int] | No
         sender = int(row) if senders is None else senders[int(row)]
         raise PacketError(f"rank {sender} sent a packet with flags that nobody knows, {int(flags[row]):#06x}")
     return Flags(int(np.bitwise_or.reduce(flags)))
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
+
+    raw: Tensor
+    part: int
+    senders: Sequence[int] | None = None
+
+    def check(self, expected: Header) -> Flags:
+        """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
+        return check_headers(self.raw, expected.of_part(self.part), self.senders)

@@ -3,6 +3,7 @@ how large packets are without torch."""
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 __all__ = [
@@ -53,6 +54,7 @@ def codes_offset(codec: str, shard: int, block_size: int) -> int:
     return HEADER_BYTES + SCALE_BYTES * BLOCK_SCALES[codec] * (shard // block_size)
 
 
+@functools.cache
 def packet_bytes(codec: str, shard: int, block_size: int) -> int:
     """Length in bytes of one packet row of a codec that has kernels, which carries `shard` elements.
 
@@ -71,6 +73,7 @@ def packet_bytes(codec: str, shard: int, block_size: int) -> int:
     return codes_offset(codec, shard, block_size) + shard * CODE_BITS[codec] // 8
 
 
+@functools.cache
 def codec_packet_bytes(codec: CodecName, shard: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
     """Length in bytes of one packet row of any codec that carries `shard` elements, in blocks of `block_size` as
     `make_codec` takes it; raises as `packet_bytes` does."""

@@ -5,24 +5,22 @@ zero."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Work
 from thinwire.compress.codecs import Codec
-from thinwire.compress.packet import Flags, Header, check_headers
+from thinwire.compress.packet import Headers
 
 __all__ = [
     "Arrived",
-    "Headers",
     "Leg",
     "Outcome",
     "cut_shard",
     "held_coordinates",
     "least_part",
-    "of_part",
     "zero_held",
 ]
 
@@ -74,19 +72,6 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Headers:
-    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
-
-    raw: Tensor
-    part: int
-    senders: Sequence[int] | None = None
-
-    def check(self, expected: Header) -> Flags:
-        """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
-        return check_headers(self.raw, of_part(expected, self.part), self.senders)
-
-
-@dataclass(frozen=True)
 class Leg:
     """One part's packets under way, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
 
@@ -102,11 +87,6 @@ class Arrived:
     headers: Sequence[Headers]
     legs: Sequence[Leg]
     average: Tensor
-
-
-def of_part(header: Header, part: int, flags: Flags = Flags.NONE) -> Header:
-    """A header without part and flags, with these."""
-    return replace(header, part=part, flags=flags) if part or flags else header
 
 
 _FEW = 16

@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.headers import header_words
 from thinwire.compress.kernels.tables import KeptTables, Tables
-from thinwire.compress.packet_layout import check_codec, packet_bytes
+from thinwire.compress.packet_layout import HEADER_BYTES, check_codec, packet_bytes
 
 __all__ = [
     "DIGESTED",
@@ -109,8 +108,8 @@ class Part:
                 f"packets must be contiguous torch.uint8 [rows, packet_bytes] with at least one row, got "
                 f"{packets.dtype} {tuple(packets.shape)}"
             )
-        if self.header is not None:
-            header_words(self.header)
+        if self.header is not None and len(self.header) != HEADER_BYTES:
+            raise ValueError(f"a header has {HEADER_BYTES} bytes, got {len(self.header)}")
         if not 0 <= self.first <= self.last <= self.shard:
             raise ValueError(f"elements {self.first} to {self.last} do not lie in a shard of {self.shard}")
         if self.first % self.block_size or self.shard % self.block_size:

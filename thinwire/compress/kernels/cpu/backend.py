@@ -127,7 +127,8 @@ def _over_runs(kernel: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
 
 def share_blocks(work: Callable[[int, int], None], blocks: int, block_size: int) -> None:
     """Run work(first, last) over ranges that cover `blocks`, one a thread."""
-    threads = max(1, min(_workers.threads(), blocks * block_size // _ELEMENTS_PER_THREAD))
+    most = blocks * block_size // _ELEMENTS_PER_THREAD
+    threads = min(_workers.threads(), most) if most > 1 else 1
     if threads == 1:
         work(0, blocks)
         return

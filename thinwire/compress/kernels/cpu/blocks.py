@@ -3,6 +3,7 @@ over a whole bucket, where each run of it lies."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,7 @@ class Form(NamedTuple):
     scales: int
 
 
+@functools.cache
 def form_of(codec: str) -> Form:
     """The form of the codec of that name."""
     return Form(_CODECS[codec], CODE_BITS[codec], BLOCK_SCALES[codec])
