@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.compress import kernels
 from thinwire.compress.kernels import buckets
@@ -191,12 +192,12 @@ class CastCodec(Codec):
             )
         return packets[:, HEADER_BYTES:].view(self._dtype)
 
+    @override
     def packet_bytes(self, shard: int) -> int:
-        """See Codec."""
         return codec_packet_bytes(self.name, shard, self.block_size)
 
+    @override
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
-        """See Codec."""
         if residual is not None:
             payload.add_(residual)
         rows = payload.view(packets.shape[0], -1)
@@ -207,23 +208,23 @@ class CastCodec(Codec):
         else:
             rows.sub_(values)
 
+    @override
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        """See Codec."""
         rows = packets.shape[0]
         if not rows or output.numel() % rows:
             raise ValueError(f"output has {output.numel()} elements, not a multiple of the {rows} rows of packets")
         output.view(rows, -1).copy_(self.values(packets, output.numel() // rows))
 
+    @override
     def scale(self, packets: Tensor, factor: float) -> None:
-        """See Codec."""
         self.values(packets).mul_(factor)
 
+    @override
     def all_finite(self, packets: Tensor) -> bool | Tensor:
-        """See Codec."""
         return all_finite(self.values(packets))
 
+    @override
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        """See Codec."""
         values = self.values(packets, output.numel())
         if not len(values):
             raise ValueError("a mean needs at least one row of packets")
@@ -238,8 +239,8 @@ class CastCodec(Codec):
         if len(values) > 1:
             output.div_(len(values))
 
+    @override
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """See Codec."""
         return torch.cat([parts[0], *(part[:, HEADER_BYTES:] for part in parts[1:])], dim=1)
 
 

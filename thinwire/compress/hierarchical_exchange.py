@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
@@ -89,8 +90,8 @@ class HierarchicalExchange(Exchange):
         self._headers.append(Headers(neighbours, 0, links.groups.members[links.node]))
         self._passed_on = 0
 
+    @override
     def advance(self, adjust: Adjust | None = None) -> None:
-        """See Exchange."""
         if self._links.lane is not None:
             super().advance(adjust)
 
@@ -110,8 +111,8 @@ class HierarchicalExchange(Exchange):
             self._headers.append(Headers(kept_headers(packets), number, senders))
             self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
 
+    @override
     def scale_step(self, coefficient: float | Tensor) -> None:
-        """See Exchange."""
         if self._links.lane is not None:
             super().scale_step(coefficient)
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import CastCodec, Codec
@@ -129,8 +130,8 @@ class ExactExchange(Exchange):
     ) -> None:
         super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device)
 
+    @override
     def advance(self, adjust: Adjust | None = None) -> None:
-        """See Exchange."""
         assert self._leg_1, "advance() follows start()"
         for number, place in enumerate(self.parts):
             received = self._receive(number, self._leg_1.pop(0))
@@ -164,28 +165,28 @@ class SoleExchange(Exchange):
         self._arrived = False
         self._hear(flags, True)
 
+    @override
     def advance(self, adjust: Adjust | None = None) -> None:
-        """See Exchange."""
         if adjust is not None:
             adjust(self.payload, slice(0, self.shard))
         self._hear(Flags.NONE, all_finite(self.payload))
 
+    @override
     def wait(self) -> None:
-        """See Exchange."""
         self._arrived = True
 
     @property
+    @override
     def leg_1_is_over(self) -> bool:
-        """See Exchange."""
         return True
 
     @property
+    @override
     def has_arrived(self) -> bool:
-        """See Exchange."""
         return self._arrived
 
+    @override
     def read(self, output: Tensor) -> None:
-        """See Exchange."""
         assert self._arrived, "read() follows wait()"
         self._arrived = False
         if output.data_ptr() != self.payload.data_ptr():

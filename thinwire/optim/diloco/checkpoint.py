@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.optim.checkpoint import mean_over_ranks, ranks_to_resume
@@ -261,18 +262,18 @@ class _HeldState(OuterState):
         self._owner_residual = owner
 
     @property
+    @override
     def worker_place(self) -> slice:
-        """See OuterState."""
         return self._worker_place
 
     @property
+    @override
     def worker_residual(self) -> Tensor | None:
-        """See OuterState."""
         return self._worker_residual
 
     @property
+    @override
     def owner_residual(self) -> Tensor | None:
-        """See OuterState."""
         return self._owner_residual
 
 

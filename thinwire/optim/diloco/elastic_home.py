@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.elastic import MembershipError
@@ -118,8 +119,8 @@ class ElasticHome(LocalHome):
 
     # Training
 
+    @override
     def step(self) -> StepResult:
-        """See Home."""
         if self._is_over:
             raise RuntimeError(
                 "synchronize() has ended this worker's part in the job: to evaluate, or to save the model, while it "
@@ -350,8 +351,8 @@ class ElasticHome(LocalHome):
 
     # Checkpoints
 
+    @override
     def counters(self) -> dict[str, Any]:
-        """See Home."""
         owned = [[one.own.start, one.own.stop] for one in self._states]
         place = self._relay.ask(
             lambda: asdict(SavedPlace(self.index, self.workers, owned, self.membership.claim(0), self._taken))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.comm.agreement import on_every_rank
@@ -229,12 +230,12 @@ class NodeOuterStep(OuterStep):
         self._error: CommunicationError | None = None
 
     @property
+    @override
     def momentum(self) -> Tensor:  # type: ignore[override]
-        """See OuterStep."""
         return self._nothing if self._of_leader is None else self._of_leader.momentum
 
+    @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
-        """See OuterStep."""
         self._error = None
         if self._of_leader is not None:
             try:
@@ -242,12 +243,12 @@ class NodeOuterStep(OuterStep):
             except CommunicationError as error:
                 self._error = error
 
+    @override
     def may_pass_on(self) -> bool:
-        """See OuterStep."""
         return self._error is None and self._of_leader is not None and self._of_leader.may_pass_on()
 
+    @override
     def pass_on(self, settings: OuterSettings) -> None:
-        """See OuterStep."""
         if self._of_leader is not None and self._error is None:
             try:
                 self._of_leader.pass_on(settings)
@@ -267,29 +268,29 @@ class NodeOuterStep(OuterStep):
         self._relay.spread(update)
         return Arrived(update, meet)
 
+    @override
     def settle(self, finite: bool) -> None:
-        """See OuterStep."""
         if self._of_leader is not None:
             self._of_leader.settle(finite)
 
+    @override
     def reset(self) -> None:
-        """See OuterStep."""
         if self._of_leader is not None:
             self._of_leader.reset()
 
     @property
+    @override
     def worker_place(self) -> slice:
-        """See OuterStep."""
         return slice(0, 0) if self._of_leader is None else self._of_leader.worker_place
 
     @property
+    @override
     def worker_residual(self) -> Tensor | None:
-        """See OuterStep."""
         return None if self._of_leader is None else self._of_leader.worker_residual
 
     @property
+    @override
     def owner_residual(self) -> Tensor | None:
-        """See OuterStep."""
         return None if self._of_leader is None else self._of_leader.owner_residual
 
     def _arrive_between(self, here: list[Arrived]) -> tuple[str | None, bool]:

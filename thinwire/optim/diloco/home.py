@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
@@ -84,18 +85,18 @@ class LocalHome(Home):
         return None if self._links is None else list(self._links.groups.node_of)
 
     @property
+    @override
     def in_sync(self) -> bool:
-        """See Home."""
         return not self.under_way and self.met_at == self._steps
 
     @property
+    @override
     def bytes_sent(self) -> int:
-        """See Home."""
         return self.bytes_sent_between_nodes + self.worker.bytes_inside + self._bytes_inside
 
     @property
+    @override
     def bytes_sent_between_nodes(self) -> int:
-        """See Home."""
         return self._exchange_comm.traffic.bytes_sent if self._links is None else self._links.bytes_between
 
     @property
@@ -103,8 +104,8 @@ class LocalHome(Home):
         return 0 if self._links is None else self._links.bytes_inside
 
     @property
+    @override
     def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
-        """See Home."""
         return ring_bytes(self._ranks, (one for one in self.parameters if one.requires_grad))
 
     @property
@@ -118,13 +119,13 @@ class LocalHome(Home):
         return self.comm.rank == 0
 
     @property
+    @override
     def parameters(self) -> Sequence[Tensor]:
-        """See Home."""
         return self.worker.parameters
 
     @property
+    @override
     def names(self) -> Sequence[str]:
-        """See Home."""
         return self._names
 
     # One step
@@ -146,24 +147,24 @@ class LocalHome(Home):
     def drop(self) -> None:
         """See Home; gradients never leave a worker."""
 
+    @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """See Home."""
         return self.worker.no_sync()
 
+    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """See Home."""
         self.worker.leave_out(parameters)
 
+    @override
     def end_backward(self) -> None:
-        """See Home."""
         self.worker.end_backward()
 
+    @override
     def follow(self, gate: Callable[[], bool]) -> None:
-        """See Home."""
         self.worker.follow(gate)
 
+    @override
     def before_first_backward(self, callback: Callable[[], None]) -> None:
-        """See Home."""
         self._before_first = callback
 
     def name(self, names: Mapping[int, str]) -> None:
@@ -181,13 +182,13 @@ class LocalHome(Home):
             self._take_in(self.under_way[0])
         self._note_met()
 
+    @override
     def show_own_weights(self, own: bool) -> None:
-        """See Home."""
         self._take_over_written()
         self.weights.show(not own)
 
+    @override
     def parameter_state(self) -> ParameterState:
-        """See Home."""
         return self.worker.parameter_state(lambda: self.in_sync)
 
     # Checkpoints
@@ -198,25 +199,25 @@ class LocalHome(Home):
         self._bring_all()
         return self._checkpoint(self._saved_states()).slices(self.under_way)
 
+    @override
     def rank_tensors(self) -> dict[str, Tensor]:
-        """See Home."""
         self._bring_all()
         return self._checkpoint(self._saved_states()).rank_tensors()
 
+    @override
     def counters(self) -> dict[str, Any]:
-        """See Home."""
         self._bring_all()
         counted = self._checkpoint(self.outer_steps).counters(self._steps, self.met_at, self.under_way)
         return {**counted, **vars(self.outer_settings)}
 
+    @override
     def load(self, source: SliceSource) -> None:
-        """See Home."""
         self._take_in_all()
         self._steps, self.met_at, self.under_way = self._checkpoint(self.outer_steps).load(source)
         self.weights.note_met()
 
+    @override
     def load_weights(self, source: SliceSource) -> None:
-        """See Home."""
         self._take_in_all()
         self._checkpoint(self.outer_steps).load_weights(source)
         self._note_met()
@@ -232,8 +233,8 @@ class LocalHome(Home):
         self._steps = 0
         self._note_met()
 
+    @override
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home."""
         numel = sum(one.numel() for one in self.parameters if one.requires_grad)
         found = self.worker.model_state_bytes(numel)
         steps = self.outer_steps
@@ -243,8 +244,8 @@ class LocalHome(Home):
         found["residuals"] = float(sum(one.nbytes for one in residuals))
         return found
 
+    @override
     def close(self) -> None:
-        """See Home."""
         self.worker.close()
         self._exchange_comm.close()
         if self._links is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
@@ -142,20 +143,20 @@ class Together(OuterStep):
         self.momentum = torch.zeros(self.own.stop - self.own.start, device=device)
         self._next_momentum: Tensor | None = None
 
+    @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
-        """See OuterStep."""
         payload = self._exchange.unwritten_payload()
         payload[self._numel :].zero_()
         for place, pair in _end_to_end(weights):
             torch.sub(pair.outer, pair.own, out=payload[place])
         self._exchange.start(step, Flags.MEET if meet else Flags.NONE, settings)
 
+    @override
     def may_pass_on(self) -> bool:
-        """See OuterStep."""
         return self._exchange.leg_1_is_over
 
+    @override
     def pass_on(self, settings: OuterSettings) -> None:
-        """See OuterStep."""
         after = torch.empty_like(self.momentum)
 
         def take_outer_step(average: Tensor, place: slice) -> None:
@@ -165,8 +166,8 @@ class Together(OuterStep):
         self._exchange.advance(take_outer_step)
         self._next_momentum = after
 
+    @override
     def arrive(self) -> Arrived:
-        """See OuterStep."""
         exchange = self._exchange
         assert self._next_momentum is not None, "arrive() follows pass_on()"
         exchange.wait()
@@ -178,8 +179,8 @@ class Together(OuterStep):
         exchange.read(update)
         return Arrived(update[: self._numel], outcome.meet)
 
+    @override
     def settle(self, finite: bool) -> None:
-        """See OuterStep."""
         after, self._next_momentum = self._next_momentum, None
         assert after is not None, "settle() follows pass_on()"
         if finite:
@@ -189,18 +190,18 @@ class Together(OuterStep):
             self._exchange.revert()
 
     @property
+    @override
     def worker_place(self) -> slice:
-        """See OuterStep."""
         return self._exchange.worker_place
 
     @property
+    @override
     def worker_residual(self) -> Tensor | None:
-        """See OuterStep."""
         return self._exchange.worker_residual
 
     @property
+    @override
     def owner_residual(self) -> Tensor | None:
-        """See OuterStep."""
         return self._exchange.owner_residual
 
 
@@ -215,19 +216,19 @@ class Alone(OuterStep):
         self._update: Tensor | None = None
         self._meet = False
 
+    @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
-        """See OuterStep."""
         self._gradient = torch.empty_like(self.momentum, dtype=torch.float64)
         for place, pair in _end_to_end(weights):
             self._gradient[place].copy_(pair.outer).sub_(pair.own)
         self._meet = meet
 
+    @override
     def may_pass_on(self) -> bool:
-        """See OuterStep."""
         return True
 
+    @override
     def pass_on(self, settings: OuterSettings) -> None:
-        """See OuterStep."""
         assert self._gradient is not None, "pass_on() follows leave()"
         gradient, self._gradient = self._gradient, None
         if bool(torch.isfinite(gradient.abs().max())) if gradient.numel() else True:
@@ -235,8 +236,8 @@ class Alone(OuterStep):
             self._update = gradient.add_(momentum, alpha=settings.momentum).mul_(settings.lr)
             self.momentum.copy_(momentum)
 
+    @override
     def arrive(self) -> Arrived:
-        """See OuterStep."""
         update, self._update = self._update, None
         return Arrived(update, self._meet)
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.optim.home import check_in_sync
@@ -111,8 +112,8 @@ class RankWorker(Worker):
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._max_norm = max_norm
 
+    @override
     def step(self, loss_scale: float, overflows: bool) -> StepResult:
-        """See Worker."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not gradients:
             return StepResult(False, math.nan, NO_GRADIENTS)
@@ -125,16 +126,16 @@ class RankWorker(Worker):
         self.optimizer.step()
         return StepResult(True, norm)
 
+    @override
     def weights(self, number: int) -> Tensor:
-        """See Worker."""
         return self.parameters[number].detach().reshape(-1)
 
+    @override
     def write(self, number: int, start: int, values: Tensor) -> None:
-        """See Worker."""
         self.show(number, start, values)
 
+    @override
     def show(self, number: int, start: int, values: Tensor) -> None:
-        """See Worker."""
         with torch.no_grad():
             parameter = self.parameters[number]
             if parameter.is_contiguous():
@@ -144,12 +145,12 @@ class RankWorker(Worker):
                 whole[start : start + values.numel()].copy_(values)
                 parameter.copy_(whole.view(parameter.shape))
 
+    @override
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
-        """See Worker."""
         return _OwnState(self, self._comm, in_sync)
 
+    @override
     def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
-        """See Worker."""
         return {
             (f"{kind}{'' if isinstance(value, Tensor) else _NUMBER}", name): torch.as_tensor(value)
             for name, parameter in zip(names, self.parameters, strict=True)
@@ -157,8 +158,8 @@ class RankWorker(Worker):
             if value is not None
         }
 
+    @override
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
-        """See Worker."""
         self.reset_state()
         for name, parameter in zip(names, self.parameters, strict=True):
             for kind in kinds:
@@ -173,8 +174,8 @@ class RankWorker(Worker):
                     # Step counts stay on the CPU, where torch's optimizers keep them.
                     entry[kind] = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
 
+    @override
     def reset_state(self) -> None:
-        """See Worker."""
         self.optimizer.state.clear()
 
     def model_state_bytes(self, numel: int) -> dict[str, float]:
@@ -184,8 +185,8 @@ class RankWorker(Worker):
         )
         return {"weights": 4.0 * numel, "masters": 0.0, "gradients": 4.0 * numel, "optimizer state": held}
 
+    @override
     def before_backwards(self, callback: Callable[[int], None]) -> None:
-        """See Worker."""
         for number, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
                 GradientHook(callback, number).register(parameter)
@@ -204,21 +205,21 @@ class NodeWorker(Worker):
         found = next(one for one in map(find_state, self.parameters) if one is not None)
         self._state = found[0]
 
+    @override
     def step(self, loss_scale: float, overflows: bool) -> StepResult:
-        """See Worker."""
         self.optimizer.loss_scale = loss_scale
         self.optimizer.step()
         return self.optimizer.last_step
 
+    @override
     def weights(self, number: int) -> Tensor:
-        """See Worker."""
         parameter = self.parameters[number].detach()
         if parameter.dtype == torch.float32:
             return parameter.reshape(-1)
         return whole_values(self._state, number, self._state.weights(number))[0].reshape(-1)
 
+    @override
     def write(self, number: int, start: int, values: Tensor) -> None:
-        """See Worker."""
         if self.parameters[number].dtype == torch.float32:
             self.show(number, start, values)
             return
@@ -228,8 +229,8 @@ class NodeWorker(Worker):
             held.values.copy_(whole[held.start : held.start + held.values.numel()])
         self._state.after_writing_weights(number, whole.view(self.parameters[number].shape))
 
+    @override
     def show(self, number: int, start: int, values: Tensor) -> None:
-        """See Worker."""
         parameter = self.parameters[number]
         with torch.no_grad():
             if parameter.dtype == torch.float32:
@@ -240,28 +241,28 @@ class NodeWorker(Worker):
             shown.view(-1)[start : start + values.numel()].copy_(values)
             self._state.after_writing_weights(number, shown)  # else master weights would follow it
 
+    @override
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
-        """See Worker."""
         return self._state
 
+    @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """See Worker."""
         return self.optimizer.no_sync()
 
+    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """See Worker."""
         self.optimizer.leave_out(parameters)
 
+    @override
     def end_backward(self) -> None:
-        """See Worker."""
         self.optimizer.end_backward()
 
+    @override
     def follow(self, gate: Callable[[], bool]) -> None:
-        """See Worker."""
         self.optimizer._home.follow(gate)
 
+    @override
     def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
-        """See Worker."""
         found: dict[tuple[str, str], Tensor] = {}
         for one in self.optimizer.saved_slices():
             if one.kind not in ("weight", "master"):
@@ -287,12 +288,12 @@ class NodeWorker(Worker):
         state["thinwire"] |= {"slices": slices, "rank_tensors": {}}
         self.optimizer.load_state_dict(state)
 
+    @override
     def reset_state(self) -> None:
-        """See Worker."""
         self.optimizer.reset_state()
 
+    @override
     def model_state_bytes(self, numel: int) -> dict[str, float]:
-        """See Worker."""
         return self.optimizer.model_state_bytes()
 
     def before_backwards(self, callback: Callable[[int], None]) -> None:
@@ -302,12 +303,12 @@ class NodeWorker(Worker):
             self.optimizer._home.before_first_backward(lambda: callback(0))
 
     @property
+    @override
     def bytes_inside(self) -> int:
-        """See Worker."""
         return self.optimizer.bytes_sent
 
+    @override
     def close(self) -> None:
-        """See Worker."""
         self.optimizer.close()
         self._inside.close()
 
@@ -322,34 +323,34 @@ class _OwnState(ParameterState):
         self._worker = worker
         self._in_sync = in_sync
 
+    @override
     def parameter(self, number: int) -> Tensor:
-        """See ParameterState."""
         return self._worker.parameters[number]
 
+    @override
     def weights(self, number: int) -> Held:
-        """See ParameterState."""
         check_in_sync(self._in_sync())
         return Held([Fragment(0, self._worker.weights(number))], everywhere=True)
 
+    @override
     def after_writing_weights(self, number: int, value: Tensor | None) -> None:
-        """See ParameterState."""
         assert value is not None, "every rank has all of its weights"
         self._worker.write(number, 0, value.reshape(-1))
 
+    @override
     def state(self, number: int, kind: str) -> Held:
-        """See ParameterState."""
         values = self._worker.optimizer.state.get(self.parameter(number), {}).get(kind)
         known = isinstance(values, Tensor) and values.numel() == self.parameter(number).numel()
         return Held([Fragment(0, values.reshape(-1))] if known else [], everywhere=True, known=known)
 
+    @override
     def gradient(self, number: int) -> Held | None:
-        """See ParameterState."""
         gradient = self.parameter(number).grad
         return None if gradient is None else Held([Fragment(0, gradient.reshape(-1))], everywhere=True)
 
     def after_writing_gradient(self, number: int) -> None:
         """See ParameterState; the step reads the gradient itself."""
 
+    @override
     def kinds(self) -> list[str]:
-        """See ParameterState."""
         return sorted({kind for entry in self._worker.optimizer.state.values() for kind in entry})
