@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.compress.bodies import exchange_equals_the_algorithm
+from tests.pairwise import each_once, pairwise
 from thinwire.comm import threads
 from thinwire.compress import Codec, Exchange, Flags, PacketError, make_codec
 
@@ -17,15 +18,15 @@ def random_payloads(seed: int, world_size: int, numel: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((world_size, numel)).astype(np.float32)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("numel", [63, 777])
+@pytest.mark.parametrize(("world_size", "numel"), [(1, 63), (2, 777), (3, 63), (4, 777)])
 def test_equals_the_algorithm_in_float64_over_100_steps(world_size, numel) -> None:
     threads.run(lambda comm: exchange_equals_the_algorithm(comm, numel), world_size)
 
 
-@pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("numel", [0, 1, 5, 640, 1001])
+@pytest.mark.parametrize(
+    ("codec", "world_size", "numel"),
+    pairwise(["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"], [1, 2, 3, 5], [0, 1, 5, 640, 1001]),
+)
 def test_nothing_is_lost_outputs_and_residuals_add_up_to_the_inputs(codec, world_size, numel) -> None:
     steps = [random_payloads(7 * world_size + numel + step, world_size, numel) for step in range(20)]
 
@@ -59,8 +60,10 @@ def test_none_is_the_exact_mean(world_size) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("codec", ["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("codec", "bad"),
+    each_once(["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"], [float("nan"), float("inf"), -float("inf")]),
+)
 def test_one_rank_overflows_every_rank_knows_and_residuals_stay(codec, bad) -> None:
     def rank(comm):
         exchange = Exchange(comm, 500, make_codec(codec, BLOCK))

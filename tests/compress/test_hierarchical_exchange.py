@@ -33,7 +33,7 @@ def run(node_of: list[int], body: Any) -> list[Any]:
     return threads.run(on_rank, len(node_of))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     node_of=st.sampled_from(CLUSTERS),
     numel=st.integers(0, 3000),

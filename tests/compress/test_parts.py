@@ -53,7 +53,7 @@ def alike(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     numel=st.integers(0, 4000),
     size=st.integers(1, 5),
@@ -80,7 +80,7 @@ def test_sign1_in_parts_equals_the_algorithm_in_float64(world_size: int, part: i
     threads.run(lambda comm: exchange_equals_the_algorithm(comm, 1111, steps=60, part=part), world_size)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     node_of=st.sampled_from([[0, 0, 1, 1], [0, 1, 0], [0, 0, 0, 1, 1], [0, 1, 2], [0, 0]]),
     numel=st.integers(0, 4000),
@@ -103,7 +103,7 @@ def test_parts_change_no_bit_over_nodes(node_of: list[int], numel: int, part: in
     assert threads.run(body, len(node_of)) == [True] * len(node_of)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     numel=st.integers(0, 4000),
     size=st.integers(1, 4),
@@ -167,7 +167,7 @@ def test_every_part_has_left_before_the_first_is_waited_for() -> None:
     threads.run(body, 3)
 
 
-@pytest.mark.parametrize("bad", range(0, 1000, 111))
+@pytest.mark.parametrize("bad", [0, 333, 999])
 def test_what_is_not_finite_in_one_part_is_known_on_every_rank(bad: int) -> None:
     def body(comm: Communicator) -> tuple[bool, bool, bool]:
         exchange = Exchange(comm, 1000, make_codec("sign1", BLOCK), part=BLOCK)

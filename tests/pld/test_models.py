@@ -10,6 +10,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.pairwise import each_once, pairwise
 from tests.pld.models import Stack, batch, hugging_face, make_stack
 from thinwire.engine.activation_checkpointing import checkpoint_activations
 from thinwire.pld import ProgressiveLayerDrop, drop_layers, undrop
@@ -73,8 +74,7 @@ def test_hugging_face_generates_in_evaluation() -> None:
     assert torch.equal(model.generate(tokens(0), max_new_tokens=3, do_sample=False, pad_token_id=0), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", PRE_LN)
+@pytest.mark.parametrize(("name", "reentrant"), each_once(PRE_LN, [False, True]))
 def test_hugging_face_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model = hugging_face(name).train()
     for module in model.modules():
@@ -135,9 +135,7 @@ class Recomputed(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("forwards_first", [False, True])
+@pytest.mark.parametrize(("whole", "reentrant", "forwards_first"), pairwise(*[[False, True]] * 3))
 def test_recomputation_repeats_the_first_run(whole: bool, reentrant: bool, forwards_first: bool) -> None:
     plain, twin = make_stack(), make_stack()
     recomputed = Recomputed(twin, reentrant, whole)

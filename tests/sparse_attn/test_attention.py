@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pairwise import pairwise
 from tests.sparse_attn.cases import BLOCKS, HEADS, doubles, layouts, qkv, relative_error
 from thinwire.sparse_attn import BigBird, Custom, Dense, block_sparse_attention, reference_attention
 
@@ -37,9 +38,7 @@ def run(function, inputs, layout, options, d_out):  # type: ignore[no-untyped-de
     return [out, *torch.autograd.grad(out, wanted, d_out.to(out.dtype))]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("block", [16, 32, 64])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mask", "block", "kind"), pairwise(list(MASKS), [16, 32, 64], list(KINDS)))
 def test_values_and_gradients_are_the_references(kind: str, block: int, mask: str) -> None:
     torch.manual_seed(block)
     length = BLOCKS * block - 3

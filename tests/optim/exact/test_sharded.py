@@ -21,8 +21,7 @@ ALL = pytest.mark.parametrize("options", [LAMB, MUON, LION], ids=["Lamb", "Muon"
 
 
 @ALL
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, None), (2, torch.bfloat16), (3, None), (4, torch.bfloat16)])
 def test_every_stage_has_the_bits_of_stage_0(ranks: int, options: dict, dtype: torch.dtype | None) -> None:
     def body(comm: Communicator, stage: int) -> Tensor:
         model = make_model()
