@@ -1,6 +1,6 @@
 import threading
 
-from thinwire.zero.live_objects import instances_of
+from thinwire.zero.memory import instances_of
 
 
 class Wanted:

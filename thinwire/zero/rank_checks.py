@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -99,13 +100,16 @@ def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
     Numbers, strings and lists of them count, and one-element tensors in CPU memory: nothing waits for a GPU. With the
     step's number in it, what chance hid in one step shows in the next.
     """
-    values = [
-        [
-            zlib.crc32(bytes(_trained(group))),
-            *((name, _comparable(value)) for name, value in group.items() if _counts(value)),
-        ]
-        for group in groups
-    ]
+    values = []
+    for group in groups:
+        trained = bytes(map(operator.attrgetter("requires_grad"), group.get("params", ())))
+        of_group: list[object] = [zlib.crc32(trained)]
+        for name, value in group.items():
+            if isinstance(value, Tensor):
+                of_group += [(name, float(value))] if value.numel() == 1 and value.device.type == "cpu" else []
+            elif isinstance(value, int | float | str | tuple | None):
+                of_group.append((name, value))
+        values.append(of_group)
     return zlib.crc32(repr((step, values)).encode()) & 0xFFFF
 
 
@@ -126,12 +130,6 @@ def check_settings_votes(
 
 def _trained(group: Mapping[str, Any]) -> list[bool]:
     return [parameter.requires_grad for parameter in group.get("params", ())]
-
-
-def _counts(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.device.type == "cpu"
-    return isinstance(value, int | float | str | tuple | None)
 
 
 _NOT_COMPARED = ("params", "param_names")

@@ -20,7 +20,7 @@ from thinwire.comm import Communicator
 from thinwire.deepspeed.parameters.gathering import GatheredParameters
 from thinwire.deepspeed.parameters.placeholders import Cutting, ParameterShard, shard_of
 from thinwire.zero.fsdp import is_sharded, join_process_group
-from thinwire.zero.live_objects import with_subclasses
+from thinwire.zero.memory import with_subclasses
 
 __all__ = ["Constructions", "Init"]
 
