@@ -64,7 +64,7 @@ class ProgressiveLayerDrop:
         self._begun = True
 
     def get_theta(self) -> float:
-        """θ in the step under way, in DeepSpeed's arithmetic, to the bit."""
+        """θ in the step in flight, in numpy's double precision."""
         return float((1.0 - self.theta) * np.exp(-self.gamma * self._step) + self.theta)
 
     def get_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The attention layers whose names DeepSpeed's users know, over any layout of this package.
+"""Attention layers, SparseSelfAttention and its BERT form, over any layout of this package.
 
 They keep their two mask modes: 'add' (floats added to the scores) and 'mul' (zero means "do not attend").
 """
@@ -28,7 +28,7 @@ class SparseSelfAttention(nn.Module):
     - `max_seq_length`: longer inputs are refused.
     - `dropout`: the share of probabilities dropped in training.
 
-    A `master_layout` in a state that DeepSpeed saved is taken: attention is over its blocks from then on, whatever
+    A `master_layout` in a saved state is taken: attention is over its blocks from then on, whatever
     random ones this layout would have drawn.
 
     Raises ValueError for an unknown mode, and at a call for an input too long or that `block_sparse_attention` refuses.
@@ -135,7 +135,7 @@ class BertSparseSelfAttention(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _SavedBlocks:
-    """What DeepSpeed's module saved, [heads, blocks, blocks] of the longest sequence, cut to shorter ones."""
+    """A `master_layout` that was saved, [heads, blocks, blocks] of the longest sequence, cut to shorter ones."""
 
     master: Tensor
     block: int

@@ -1,6 +1,6 @@
 """Inputs of a Hugging Face model padded to whole blocks, and its output cut back; and the layout for shorter ones.
 
-The kernels take any length; this serves fixed shapes, as compiled graphs like them, and code written for DeepSpeed."""
+The kernels take any length; this serves fixed shapes, as compiled graphs and older code like them."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def densify(model: _Model) -> _Model:
 def replace_model_self_attention_with_sparse_self_attention(
     model: _Model, max_position: int, sparsity_config: Layout
 ) -> _Model:
-    """`sparsify` under the name, and with the order of arguments, that DeepSpeed's users know."""
+    """`sparsify` under the name, and with the order of arguments, that its earliest users know."""
     return sparsify(model, sparsity_config, max_position)
 
 

@@ -18,7 +18,7 @@ __all__ = ["MadeLayout", "SparsityConfig", "layout_from_config", "layout_of", "l
 
 
 class SparsityConfig:
-    """What users derive their own layouts from, as in DeepSpeed: a subclass has `make_layout(seq_len)`, which returns
+    """The base of users' own layouts: a subclass has `make_layout(seq_len)`, which returns
     0 and 1 [num_heads, blocks, blocks].
 
     `num_layout_heads`: heads to fill in, 1 where all are alike.
@@ -105,8 +105,8 @@ _MODES: dict[str, type[Layout]] = {
 def layout_from_config(section: Mapping[str, Any], num_heads: int) -> Layout:
     """The layout that `section` describes: `mode`, "fixed" by default, and that layout's parameters by their names.
 
-    Another mode's parameter may stand there at its default, where it asks for nothing: DeepSpeed's own example of a
-    section spells them all out.
+    Another mode's parameter may stand there at its default, where it asks for nothing: widely copied examples of a
+    section spell them all out.
 
     Raises ValueError or TypeError for an unknown mode, or a parameter that is unknown or cannot work.
     """

@@ -1,5 +1,5 @@
-"""Which blocks of keys each block of queries attends: the patterns of sparse transformers, with the names and
-parameters that DeepSpeed made known, without its faults."""
+"""The patterns of sparse transformers, blocks of keys that each block of queries attends, with the names and parameters
+by which they became known."""
 
 from __future__ import annotations
 
