@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.engine.tiny import Tiny, loss_of, make_engine, make_model, settings, train
+from tests.optim.zero_one.training import SCHEDULE as ZERO_ONE_SCHEDULE
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError
@@ -64,6 +65,49 @@ def test_resume_on_other_ranks_and_stages(tmp_path, precision, saved_stage, stag
     for world in (1, 3, 8) if saved_stage else (4,):
         for losses, _ in threads.run(body, world):
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=0)
+
+
+BF16 = {"bf16": {"enabled": True}}
+LAMB = {"lr": 1e-2, "freeze_step": 8, "block_size": 64, "max_coeff": 0.5, "factor_threshold": 0.2}
+ZERO_ONE = {"lr": 3e-3, "block_size": 64, "weight_decay": 0.01, **ZERO_ONE_SCHEDULE}
+ZERO_ONE |= {"var_freeze_step": 10, "local_step_scaler": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "steps", "precision"),
+    [
+        ("OneBitAdam", {"lr": 3e-3, "freeze_step": 8, "block_size": 64}, 5, {}),
+        ("OneBitAdam", {"lr": 3e-3, "freeze_step": 8, "block_size": 64}, 14, BF16),
+        ("OneBitLamb", LAMB, 5, BF16),
+        ("OneBitLamb", LAMB, 14, {}),
+        ("ZeroOneAdam", ZERO_ONE, 7, {}),
+        ("ZeroOneAdam", ZERO_ONE, 17, BF16),
+    ],
+)
+def test_compressed_optimizers_resume_before_and_after_their_freeze(tmp_path, kind, params, steps, precision) -> None:
+    """To the last bit on as many ranks, between two syncs too, and closely on others."""
+    chosen = settings(1, optimizer={"type": kind, "params": params}, **precision)
+
+    def go_on(engine):
+        following = range(steps, steps + 8)
+        return train_same_data(engine, following), getattr(engine.optimizer, "get_lamb_coeffs", list)()
+
+    def save(comm):
+        engine = make_engine(comm, chosen)
+        train(engine, range(steps))
+        engine.save_checkpoint(tmp_path)
+        return go_on(engine)
+
+    def resume(comm):
+        engine = make_engine(comm, chosen, seed=1)
+        assert engine.load_checkpoint(tmp_path)[0]
+        assert engine.global_steps == steps
+        return go_on(engine)
+
+    expected = threads.run(save, 4)
+    assert threads.run(resume, 4) == expected
+    for world in (1, 3):
+        assert sum(threads.run(resume, world)[0][0]) == pytest.approx(sum(expected[0][0]), rel=0.05)
 
 
 def test_fp16_continues_with_its_scale(tmp_path) -> None:

@@ -105,7 +105,7 @@ def test_torchs_own_muon_is_an_error_that_names_ours() -> None:
         ({"type": "Muon"}, {"zero_optimization": {"stage": 3}}, 'stage" 3 does not go with Muon, which steps whole'),
         ({"type": "Lamb"}, {"zero_optimization": {"stage": 3}}, "use stage 0, 1 or 2, or AdamW with stage 3"),
         ({"type": "Muon", "params": {"ns_method": "gram"}}, {}, 'can only be "standard", got "gram"'),
-        ({"type": "Lamb", "params": {"amsgrad": True}}, {}, "LAMB keeps no maximum"),
+        ({"type": "Lamb", "params": {"amsgrad": True}}, {}, "the optimizer keeps no maximum of a variance"),
         ({"type": "Lamb", "params": {"max_coef": 1.0}}, {}, 'Did you mean "max_coeff"'),
         ({"type": "Lamb", "params": {"min_coeff": 20.0}}, {}, "max_coeff must be at least min_coeff"),
         ({"type": "Lion", "params": {"betas": [0.9]}}, {}, "must be a list of 2 numbers"),

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from tests.engine.test_engine_checkpoints import train_same_data
 from tests.engine.tiny import make_engine, settings, train
 from thinwire import OneBitLamb
 from thinwire.comm import threads
@@ -39,25 +38,6 @@ def test_it_trains(stage, precision) -> None:
 
     weights = threads.run(body, 3)
     assert all(torch.equal(weights[0][name], other[name]) for other in weights for name in other)
-
-
-@pytest.mark.parametrize("steps", [5, 14])
-def test_resume(tmp_path, steps) -> None:
-    def save(comm):
-        engine = make_engine(comm, lamb(1))
-        train(engine, range(steps))
-        engine.save_checkpoint(tmp_path)
-        return train_same_data(engine, range(steps, steps + 6)), engine.optimizer.get_lamb_coeffs()
-
-    def resume(comm):
-        engine = make_engine(comm, lamb(1), seed=1)
-        assert engine.load_checkpoint(tmp_path)[0]
-        return train_same_data(engine, range(steps, steps + 6)), engine.optimizer.get_lamb_coeffs()
-
-    expected = threads.run(save, 4)[0]
-    assert threads.run(resume, 4)[0] == expected
-    for world in (1, 3):
-        assert sum(threads.run(resume, world)[0][0]) == pytest.approx(sum(expected[0]), rel=0.02)
 
 
 def test_a_loss_that_is_not_finite_once_frozen() -> None:

@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.engine.test_engine_checkpoints import train_same_data
 from tests.engine.tiny import make_engine, settings, train
 from tests.optim.zero_one.training import SCHEDULE
 from thinwire.comm import threads
@@ -51,27 +50,6 @@ def test_it_trains_and_evaluates_on_weights_in_sync(stage: int, precision: dict)
     for name, expected in outcomes[0][1].items():
         assert all(torch.equal(common[name], expected) for _, common in outcomes)
     assert any(not torch.equal(own[name], outcomes[0][0][name]) for own, _ in outcomes for name in own)
-
-
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
-@pytest.mark.parametrize("steps", [7, 17])
-def test_resume(tmp_path, steps: int, precision: dict) -> None:
-    def save(comm):
-        engine = make_engine(comm, zero_one(**precision))
-        train(engine, range(steps))
-        engine.save_checkpoint(tmp_path)
-        return train_same_data(engine, range(steps, steps + 8))
-
-    def resume(comm):
-        engine = make_engine(comm, zero_one(**precision), seed=1)
-        assert engine.load_checkpoint(tmp_path)[0]
-        assert engine.optimizer.steps == steps
-        return train_same_data(engine, range(steps, steps + 8))
-
-    expected = threads.run(save, 2)
-    assert threads.run(resume, 2) == expected
-    for world in (1, 3):
-        assert sum(threads.run(resume, world)[0]) == pytest.approx(sum(expected[0]), rel=0.05)
 
 
 def test_what_is_exported_between_two_syncs_is_what_all_ranks_have(tmp_path) -> None:

@@ -4,6 +4,7 @@ A checkpoint whose values are of other types is refused on all ranks before any 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -121,7 +122,10 @@ class SavedJob(_Part):
 
         Raises ValueError for what could not be read back.
         """
-        return cls.model_validate(values).model_dump(exclude_unset=True)
+        values["client_values"] = [one.model_dump() for one in values["client_values"]]
+        plain: dict[str, Any] = json.loads(json.dumps(values))  # keys are strings there
+        cls.model_validate(plain)
+        return plain
 
 
 _LOSS_SCALE = TypeAdapter(_LossScale | None)

@@ -1,4 +1,4 @@
-"""A configuration with DeepSpeed's keys, loaded and checked as a whole: nothing in it is accepted and ignored."""
+"""A configuration, loaded and checked as a whole: nothing in it is accepted and ignored."""
 
 from __future__ import annotations
 
