@@ -103,8 +103,8 @@ def find_name(path: str, name: str) -> Any:
         return importlib.import_module(".".join(filter(None, (_ROOM, path, name))))
     if name == "__all__":
         return sorted({*_sources(path), *_whole_names(path)})
-    for module in _whole_modules(path):
-        if not name.startswith("_") and hasattr(module, name):
+    for module in () if name.startswith("_") else _whole_modules(path):
+        if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(
         f"module {'.'.join(filter(None, (_ROOM, path)))!r} has no attribute {name!r}; {_GUIDE} lists what thinwire has "
