@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,12 @@ if importlib.util.find_spec("hypothesis") is not None:  # a GPU's machine may ha
     settings.load_profile("untimed")
 
 _OWNER = pytest.StashKey[WarmPython]()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what needs a GPU, which make gpu names."""
+    asked = any("gpu" in Path(one).parts for one in config.args)
+    return True if collection_path == Path(__file__).with_name("gpu") and not asked else None
 
 
 @pytest.fixture(autouse=True, scope="session")
