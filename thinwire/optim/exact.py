@@ -38,7 +38,7 @@ def check_betas(betas: tuple[float, float]) -> None:
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB with the formulas and names of DeepSpeed's FusedLamb. Sharded, every parameter lies whole on one rank.
+    """LAMB with the formulas and names of FusedLamb. Sharded, every parameter lies whole on one rank.
 
     m ← β₁m + (1 - β₁)g, v ← β₂v + (1 - β₂)g²; u = m / (√v + ε) + λw; w ← w - η·c·u with c = ‖w‖ / ‖u‖ within
     [`min_coeff`, `max_coeff`], 1 where either norm is 0, and η = lr·√(1 - β₂ᵗ) / (1 - β₁ᵗ), or lr without
@@ -314,7 +314,7 @@ class Muon(torch.optim.Optimizer):
 
 def mark_matrices(named: Iterable[tuple[str, Tensor]]) -> None:
     """Set the attribute `use_muon` of parameters that have none: of two dimensions or more, not of an embedding or the
-    language model's head by their names. DeepSpeed's rule."""
+    language model's head by their names."""
     for name, parameter in named:
         if not hasattr(parameter, "use_muon"):
             hidden = not any(word in name.lower() for word in _NOT_HIDDEN)

@@ -11,7 +11,7 @@ from thinwire.simd import floats, memory
 from thinwire.simd.compiling import inner, kernel
 from thinwire.simd.floats import LANES
 
-__all__ = ["COLUMNS", "END", "FIRST", "GRADIENT", "Factors", "Form", "adam_step"]
+__all__ = ["COLUMNS", "END", "FIRST", "GRADIENT", "Factors", "StepForm", "adam_step"]
 
 GRADIENT = END + 1
 _MOMENTUM, _VARIANCE, _OUTPUT, COLUMNS = range(GRADIENT + 1, GRADIENT + 5)
@@ -29,7 +29,7 @@ class Factors(NamedTuple):
     rate: np.float32
 
 
-class Form(NamedTuple):
+class StepForm(NamedTuple):
     """Which parts of a step there are, and which way they are done."""
 
     tracks: bool
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
 
 @kernel
-def adam_step(runs: Table, factors: Factors, form: Form, elements: Range) -> None:
+def adam_step(runs: Table, factors: Factors, form: StepForm, elements: Range) -> None:
     """See `plain_adam_step`. `runs`: the elements of each tensor, counted over all, and addresses: gradient,
     momentum, variance, and the weight or denominator."""
     run = first_run(runs, elements.first)
@@ -62,7 +62,7 @@ def adam_step(runs: Table, factors: Factors, form: Form, elements: Range) -> Non
 
 
 @inner
-def _sixteen(gradient: int, momentum: int, variance: int, output: int, factors: Factors, form: Form) -> None:
+def _sixteen(gradient: int, momentum: int, variance: int, output: int, factors: Factors, form: StepForm) -> None:
     """Elements at these addresses."""
     v = memory.load_floats(variance)
     m = v
@@ -81,7 +81,9 @@ def _sixteen(gradient: int, momentum: int, variance: int, output: int, factors: 
 
 
 @inner
-def _some(gradient: int, momentum: int, variance: int, output: int, count: int, factors: Factors, form: Form) -> None:
+def _some(
+    gradient: int, momentum: int, variance: int, output: int, count: int, factors: Factors, form: StepForm
+) -> None:
     """The first `count` of them."""
     v = memory.load_some_floats(variance, count)
     m = v
@@ -100,7 +102,9 @@ def _some(gradient: int, momentum: int, variance: int, output: int, count: int, 
 
 
 @inner
-def _tracked_momentum(gradient: floats.Vector, momentum: floats.Vector, factors: Factors, form: Form) -> floats.Vector:
+def _tracked_momentum(
+    gradient: floats.Vector, momentum: floats.Vector, factors: Factors, form: StepForm
+) -> floats.Vector:
     change = floats.multiply(floats.broadcast(factors.weight), floats.subtract(gradient, momentum))
     return floats.add(momentum if form.from_momentum else gradient, change)
 
@@ -112,7 +116,7 @@ def _tracked_variance(gradient: floats.Vector, variance: floats.Vector, factors:
 
 
 @inner
-def _denominator(variance: floats.Vector, factors: Factors, form: Form) -> floats.Vector:
+def _denominator(variance: floats.Vector, factors: Factors, form: StepForm) -> floats.Vector:
     correction, eps = floats.broadcast(factors.correction), floats.broadcast(factors.eps)
     if form.eps_inside_root:
         found = floats.square_root(floats.add(floats.divide(variance, correction), eps))

@@ -302,10 +302,10 @@ def adam_step(call: AdamStep) -> None:
     share_blocks(work, -(-numel // _BLOCK), _BLOCK)
 
 
-def _form(call: AdamStep) -> adam.Form:
+def _form(call: AdamStep) -> adam.StepForm:
     tracks = call.gradients is not None
     given = call.factors
-    return adam.Form(
+    return adam.StepForm(
         tracks,
         tracks and call.momenta is not None,
         given.from_momentum,

@@ -26,8 +26,8 @@ __all__ = [
     "STAT2",
     "STEP",
     "Bytes",
+    "CodecForm",
     "Floats",
-    "Form",
     "Layout",
     "PartLayout",
     "Place",
@@ -51,7 +51,7 @@ SIGN1, STAT2, INT4, FP8, INT8 = range(5)
 _CODECS = {"sign1": SIGN1, "stat2": STAT2, "int4": INT4, "fp8": FP8, "int8": INT8}
 
 
-class Form(NamedTuple):
+class CodecForm(NamedTuple):
     """How a codec, one of those above, writes a block: bits a code, and scales."""
 
     codec: int
@@ -60,16 +60,16 @@ class Form(NamedTuple):
 
 
 @functools.cache
-def form_of(codec: str) -> Form:
+def form_of(codec: str) -> CodecForm:
     """The form of the codec of that name."""
-    return Form(_CODECS[codec], CODE_BITS[codec], BLOCK_SCALES[codec])
+    return CodecForm(_CODECS[codec], CODE_BITS[codec], BLOCK_SCALES[codec])
 
 
 class Layout(NamedTuple):
     """How packets end to end, of `row_blocks` blocks and `row_bytes` bytes each, carry a vector of `numel` valid
     elements. Apart from their memory: to count references to that costs inner loops more than what they do."""
 
-    form: Form
+    form: CodecForm
     block_size: int
     row_blocks: int
     row_bytes: int
@@ -113,7 +113,7 @@ class PartLayout(NamedTuple):
     """How packets, `row_blocks` blocks of `block_size` and `row_bytes` each, carry the part of every shard of `shard`
     elements that begins at its element `first`; `numel` elements of the bucket are not padding."""
 
-    form: Form
+    form: CodecForm
     block_size: int
     row_blocks: int
     row_bytes: int
