@@ -279,6 +279,7 @@ class Communicator(ABC):
         """Carry out a collective of the only rank there is: nothing is sent."""
         if self._failure is not None:
             self._raise_earlier_failure()
+        self._needs_staging(input.device, reduction=False)  # raises for a device that the backend cannot serve
         self._sequence += 1
         if output is not input:
             flat_view(output).copy_(flat_view(input))
