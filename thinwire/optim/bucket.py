@@ -270,7 +270,7 @@ class AlgorithmBucket:
         return self.exchange.payload
 
     def average_rewritten(self) -> None:
-        """Note that somebody has written into `average`."""
+        """Note that `average` was written into."""
         self._rewritten = True
 
     def receive(self) -> None:

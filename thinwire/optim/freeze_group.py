@@ -63,7 +63,7 @@ class FreezeGroup:
 
     @property
     def send(self) -> Send:
-        """What the step under way, or that comes next, sends."""
+        """What the step in flight, or the next one, sends."""
         return next_send(self.algorithm, self.clock)
 
     @property
@@ -275,7 +275,7 @@ class FreezeGroup:
                 bucket.state[name].zero_()
 
     def take_over_written(self) -> None:
-        """Take over weights that somebody wrote into the parameters.
+        """Take over weights that other code wrote into the parameters.
 
         Raises RuntimeError where those were this rank's own: what was written need not be the same on other ranks.
         """

@@ -96,7 +96,7 @@ class GroupWeights(ABC):
 
     @abstractmethod
     def take_over_written(self, in_sync: bool) -> list[tuple[AlgorithmBucket, Slot]]:
-        """Take over what somebody else has written into parameters; without `in_sync` say where instead."""
+        """Take over what other code has written into parameters; without `in_sync` say where instead."""
 
     @abstractmethod
     def holds(self, bucket: AlgorithmBucket, slot: Slot, weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What both homes of algorithms tell of them."""
+"""The base of both homes of algorithms, and the errors that both raise."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_may_write(algorithm: Algorithm, clock: Clock, kind: str) -> None:
 
 
 def check_averages(exact: bool) -> None:
-    """Raise RuntimeError unless the step under way averages gradients."""
+    """Raise RuntimeError unless the step in flight averages gradients."""
     if not exact:
         raise RuntimeError(
             "there is no averaged gradient: the optimizer's steps are compressed by now, and ranks send momenta "

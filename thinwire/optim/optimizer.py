@@ -64,7 +64,7 @@ class SavingsReport:
         """Say what the run has saved; only once, at the latest when the process ends."""
 
     def note(self, steps: int, frozen_at: int | None, sent: int, uncompressed: int) -> None:
-        """Hear of a step: the counts of all steps so far."""
+        """Take note of a step: the counts of all steps so far."""
         self._steps, self._frozen_at, self._sent, self._uncompressed = steps, frozen_at, sent, uncompressed
         if frozen_at is None or not self._freezes:
             return

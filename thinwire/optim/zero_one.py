@@ -139,7 +139,7 @@ class ZeroOne(LocalSteps, Algorithm):
         self._schedule = schedule
         self._variance_updates = 0
         self._progress = _LocalProgress()
-        self._shares: dict[int, float] = {}  # by group: the weight of the step under way in the mean momentum
+        self._shares: dict[int, float] = {}  # by group: the weight of the step in flight in the mean momentum
 
     @override
     def next_send(self, clock: Clock) -> Send:

@@ -58,7 +58,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs of one device, which share their memory: of what one leaves behind, only what somebody holds is safe
+    """CUDA graphs of one device, which share their memory: of what one leaves behind, only what is still held is safe
     from the next."""
 
     def __init__(self, device: torch.device) -> None:
@@ -270,7 +270,7 @@ class StepCapture:
         for parameter in self._table.parameters:
             parameter.grad = None  # so that the graph's memory becomes it
         watcher = self._synchronizer.watcher
-        self._synchronizer.capturing, watcher.samples_values = True, False  # in replays nobody sees gradients before
+        self._synchronizer.capturing, watcher.samples_values = True, False  # nothing reads gradients before a replay
         try:
             with turn.capturing(turn.exchanging):
                 turn.output = work()

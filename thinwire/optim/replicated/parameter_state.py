@@ -100,7 +100,7 @@ class ReplicatedParameterState(ParameterState):
 def frozen_bytes(
     parameters: Sequence[Tensor], states: Iterable[Mapping[str, Tensor]], buckets: Iterable[AlgorithmBucket]
 ) -> dict[str, float]:
-    """Bytes of a rank once frozen, by what they are for; counted, as nobody has published a formula."""
+    """Bytes of a rank once frozen, by what they are for; counted, as there is no published formula."""
     entries = [(name, one) for state in states for name, one in state.items()]
     exchanges = [one.compressed for one in buckets if one.compresses]
     residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]

@@ -42,7 +42,7 @@ class ParameterTable:
         self._optimizer = optimizer
         self._settings_class = settings_class
         self._group_numbers: list[int] = []
-        self._published: list[_Shown] = []  # a parameter changed since by somebody else outdates its master
+        self._published: list[_Shown] = []  # a parameter changed since by other code outdates its master
         self._param_dtype = param_dtype
         self._given_names = {id(parameter): name for name, parameter in named_parameters or ()}
         self._called: dict[int, str] = {}
@@ -156,7 +156,7 @@ class ParameterTable:
         self.accept(index)
 
     def changed(self, index: int) -> bool:
-        """Whether somebody else has written to the parameter, or replaced its `.data`, since it was last published."""
+        """Whether other code has written to the parameter, or replaced its `.data`, since it was last published."""
         return not self._published[index].is_shown_by(self.parameters[index])
 
     def accept(self, index: int) -> None:
@@ -200,7 +200,7 @@ class _Shown:
         self._values = parameter.detach()  # held, so that its memory is not another tensor's while it is compared
 
     def is_shown_by(self, parameter: Tensor) -> bool:
-        """Whether nobody has written to the parameter, or given it other memory."""
+        """Whether the parameter was not written to, or given other memory."""
         return parameter._version == self._version and parameter.data_ptr() == self._values.data_ptr()
 
 

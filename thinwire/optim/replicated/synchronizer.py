@@ -184,7 +184,7 @@ class Synchronizer:
         layout: FreezeGroups,
         max_norm: float,
     ) -> None:
-        self.outcome: SynchronizedBackward | None = None  # of the step under way, once it is known
+        self.outcome: SynchronizedBackward | None = None  # of the step in flight, once it is known
         self.scaled: bool | None = None  # see Home
         self.capturing = False  # into a graph: nothing can be read at the end of a backward
         self.watcher = BackwardWatcher(table.describe, self._on_whole)
@@ -279,7 +279,7 @@ class Synchronizer:
         return outcome
 
     def read_again(self) -> None:
-        """Find out once more what became of this backward, whose averages somebody has written to."""
+        """Find out once more what became of this backward, whose averages were written to."""
         self.outcome = None
         self._read = 0
 

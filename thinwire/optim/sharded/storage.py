@@ -1,5 +1,5 @@
-"""What a sharded home and the storage of its algorithm's state share: where the run is, its parameters as buckets ask
-for them, and sums over shards; and what a storage does for the home."""
+"""The storage of an algorithm's sharded state, as its home asks for it; and what both share: where the run is, its
+parameters as buckets ask for them, sums over shards."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class CommonWeights:
 
     @torch.no_grad()
     def take_over_written(self, in_sync: bool) -> list[Slot]:
-        """Take over what somebody else has written into parameters; without `in_sync` the slots of those instead."""
+        """Take over what other code has written into parameters; without `in_sync` the slots of those instead."""
         written = self.bucket.take_written()
         if not written or not in_sync:
             return written
