@@ -26,6 +26,7 @@ __all__ = [
     "MembersByGroup",
     "Send",
     "next_send",
+    "variance_of",
 ]
 
 
@@ -338,3 +339,10 @@ def next_send(algorithm: Algorithm, clock: Clock) -> Send:
     if isinstance(algorithm, LocalSteps):
         return algorithm.next_send(clock)
     return Send.COMPRESSED if clock.frozen else Send.EXACT
+
+
+def variance_of(algorithm: Algorithm) -> str | None:
+    """The name of the state that becomes the form's denominators at the freeze; None if none does."""
+    denominators = algorithm.form.denominators
+    variance = algorithm.frozen_state.get(denominators or "")
+    return None if variance == denominators else variance

@@ -10,7 +10,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import AdamSettings, Agreement, Algorithm, Clock, LocalSteps, Members, Send, next_send
+from thinwire.optim.algorithm import (
+    AdamSettings,
+    Agreement,
+    Algorithm,
+    Clock,
+    LocalSteps,
+    Members,
+    Send,
+    next_send,
+    variance_of,
+)
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.freeze_rule import FreezeRule, variance_norm
 from thinwire.optim.group_weights import GroupWeights, slots_with_elements
@@ -158,7 +168,9 @@ class FreezeGroup:
         for bucket in self.buckets:
             bucket.receive()
         everyone = self.weights.members()
-        trained = everyone if self._all_train() else self.weights.members(trained=True)
+        slots = (slot for bucket in self.buckets for slot in bucket.layout.slots)
+        all_train = all(self._parameters.parameters[slot.parameter].requires_grad for slot in slots)
+        trained = everyone if all_train else self.weights.members(trained=True)
         self.algorithm.compressed(everyone, self.clock, self._agreement(_settings(trained)))
         self._move(trained)
         if send is Send.SYNC:
@@ -180,10 +192,6 @@ class FreezeGroup:
 
     def _change(self, change: Callable[[Sequence[Members], Clock], None], groups: Sequence[Members]) -> None:
         self.weights.change(lambda members: change(members, self.clock), groups, self.clock.steps)
-
-    def _all_train(self) -> bool:
-        slots = (slot for bucket in self.buckets for slot in bucket.layout.slots)
-        return all(self._parameters.parameters[slot.parameter].requires_grad for slot in slots)
 
     def _count_local(self) -> None:
         numbers = {self._parameters.group_number(slot.parameter) for one in self.buckets for slot in one.layout.slots}
@@ -304,32 +312,26 @@ class FreezeGroup:
 
     def _freeze(self) -> None:
         for bucket in self.buckets:
-            bucket.hold_masked(self._variance, 0.0)
+            bucket.hold_masked(variance_of(self.algorithm), 0.0)
         self.begin_frozen_state()
         groups = self.weights.members()
-        self.algorithm.freeze(groups, self.clock, self._agreement(_settings(groups)), self._precondition)
+
+        def precondition() -> None:
+            for bucket in self.buckets:
+                bucket.precondition()
+
+        self.algorithm.freeze(groups, self.clock, self._agreement(_settings(groups)), precondition)
         self.clock.frozen_at = self.clock.steps
         for bucket in self.buckets:
             bucket.begin_compression()
         if self.local is not None:
             self.weights.stand_apart()
 
-    def _precondition(self) -> None:
-        for bucket in self.buckets:
-            bucket.precondition()
-
-    @property
-    def _variance(self) -> str | None:
-        """The state that becomes denominators at the freeze."""
-        denominators = self.algorithm.form.denominators
-        variance = self.algorithm.frozen_state.get(denominators or "")
-        return None if variance == denominators else variance
-
     def _variance_norms(self) -> list[float]:
         """Of each parameter, by their numbers. The host waits once."""
         norms: dict[int, torch.Tensor] = {}
         for members in self.weights.members():
-            for parameter, variance in zip(members.parameters, members[self._variance or ""], strict=True):
+            for parameter, variance in zip(members.parameters, members[variance_of(self.algorithm) or ""], strict=True):
                 norm = variance_norm(variance, members.settings, self.clock.steps)
                 norms[parameter] = norms[parameter] + norm if parameter in norms else norm
         return [float(one) for one in read_together([norms[parameter] for parameter in sorted(norms)])]

@@ -41,12 +41,8 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         self._run = ShardedRun(parameters, options, recipe, make_rule, self._watcher, self._vote_on_averages)
         options.averaging.prepare(self.parameters)
         self._loss_scale = 1.0
-        self._storage = self._begin()
+        self._storage = _storage_of(self._run)
         self._watcher.follow(lambda: not self._scales_apart)
-
-    def _begin(self) -> Storage:
-        """State as at step 0."""
-        return PackedStorage(self._run) if self._run.algorithm.form.packs else WholeStorage(self._run)
 
     @property
     @override
@@ -131,17 +127,10 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     @override
     def _end_step(self) -> None:
         super()._end_step()
-        self._prepare()
+        self._run.begin_step()
+        self._storage.prepare()
         # A GradScaler has to see them, and may change its scale: then they are sent again.
         self._run.step.frees_gradients = self.scaled is False
-
-    def _prepare(self) -> None:
-        run = self._run
-        if run.sketch is not None:
-            run.sketch.begin(self.steps)
-        run.step.begin()
-        run.step.number = self.steps
-        self._storage.prepare()
 
     @override
     def drop(self) -> None:
@@ -194,32 +183,12 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     @override
     def load(self, source: SliceSource) -> None:
         saved = source.counters()
-        group = self._check_saved(saved)
+        group = _check_saved(saved, self._recipe.settings)
         self.reset_state()
-        self._load_weights_of(source)
+        _load_weights_of(self._parameters, source)
         self._storage.load(saved, group, source)
-        self._prepare()
-
-    def _check_saved(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The saved freeze group, None where a run had not begun; raises ValueError where it cannot go on here."""
-        check_settings(saved["settings"], self._recipe.settings)
-        groups = saved["freeze_groups"]
-        if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
-            raise ValueError(
-                "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
-                "load it at stage 0"
-            )
-        return {**groups[0], "scalars": _merged(groups)} if groups else None
-
-    def _load_weights_of(self, source: SliceSource) -> None:
-        """Take the weights over where they were saved; else the parameters have them, and the source the masters."""
-        if "weight" in source.kinds():
-            self._parameters.load_weights(source)
-            return
-        for masters in self._parameters.masters:
-            for run, view in zip(masters.runs, masters.views, strict=True) if masters.separate else ():
-                view.copy_(source.read("master", self._parameters.names[run.parameter], run.start, run.numel))
-        self._parameters.accept_written()
+        self._run.begin_step()
+        self._storage.prepare()
 
     @override
     def load_weights(self, source: SliceSource) -> None:
@@ -232,11 +201,39 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         """The weights are those of the last sync."""
         self._storage.release()
         self._run.begin_again()
-        self._storage = self._begin()
+        self._storage = _storage_of(self._run)
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
         return self._storage.model_state_bytes()
+
+
+def _storage_of(run: ShardedRun) -> Storage:
+    """State as at step 0."""
+    return PackedStorage(run) if run.algorithm.form.packs else WholeStorage(run)
+
+
+def _check_saved(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The saved freeze group, None where a run had not begun; raises ValueError where it cannot go on here."""
+    check_settings(saved["settings"], mine)
+    groups = saved["freeze_groups"]
+    if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
+        raise ValueError(
+            "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
+            "load it at stage 0"
+        )
+    return {**groups[0], "scalars": _merged(groups)} if groups else None
+
+
+def _load_weights_of(parameters: ShardedParameters, source: SliceSource) -> None:
+    """Take the weights over where they were saved; else the parameters have them, and the source the masters."""
+    if "weight" in source.kinds():
+        parameters.load_weights(source)
+        return
+    for masters in parameters.masters:
+        for run, view in zip(masters.runs, masters.views, strict=True) if masters.separate else ():
+            view.copy_(source.read("master", parameters.names[run.parameter], run.start, run.numel))
+    parameters.accept_written()
 
 
 def _merged(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.compress.codecs import make_codec
-from thinwire.optim.algorithm import AdamSettings, Members, MembersByGroup
+from thinwire.optim.algorithm import AdamSettings, Members, MembersByGroup, variance_of
 from thinwire.optim.checkpoint import load_counters
 from thinwire.optim.home import check_averages, check_plain
 from thinwire.optim.options import check_same_freeze
@@ -157,14 +157,20 @@ class PackedStorage(Storage):
             return run.settings_of(number).beta2
 
         return variance_norms(
-            run.comm, self._masters, self._state, self._variance, beta2, run.clock.steps, len(run.parameters)
+            run.comm,
+            self._masters,
+            self._state,
+            variance_of(run.algorithm) or "",
+            beta2,
+            run.clock.steps,
+            len(run.parameters),
         )
 
     def _freeze(self) -> None:
         run = self.run
         buckets, algorithm = run.sharded.buckets, run.algorithm
         for bucket, state in zip(buckets, self._state, strict=True):
-            hold_masked(bucket, bucket.own_runs, state[self._variance], self._mask_of)
+            hold_masked(bucket, bucket.own_runs, state[variance_of(algorithm) or ""], self._mask_of)
         renamed = [self._renamed(*one) for one in zip(buckets, self._state, strict=True)]
         packing = Packing(run.comm, buckets, renamed, algorithm.form, len(run.parameters))
         members = MembersByGroup(run.settings)
@@ -212,14 +218,6 @@ class PackedStorage(Storage):
 
     def _mask_of(self, number: int) -> Tensor | None:
         return self.run.mask(self.run.group_number(number))
-
-    @property
-    def _variance(self) -> str:
-        """The state that becomes denominators."""
-        algorithm = self.run.algorithm
-        name = algorithm.frozen_state[algorithm.form.denominators or ""]
-        assert name is not None
-        return name
 
     @property
     def _added(self) -> list[str]:

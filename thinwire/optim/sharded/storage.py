@@ -64,6 +64,13 @@ class ShardedRun:
         self.rule = self._make_rule()
         self.clock = Clock(frozen_at=None if self.algorithm.freezes else 0)
 
+    def begin_step(self) -> None:
+        """Forget the last step; the next one is another."""
+        if self.sketch is not None:
+            self.sketch.begin(self.clock.steps)
+        self.step.begin()
+        self.step.number = self.clock.steps
+
     # The parameters, as buckets ask for them
 
     @property

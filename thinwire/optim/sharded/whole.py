@@ -53,7 +53,7 @@ class WholeStorage(Storage):
                 run.algorithm,
                 run.clock,
                 run.step,
-                new_state=partial(self._new_state, bucket),
+                new_state=partial(_new_state, run, bucket),
                 shards_state=True,
             )
             for bucket in sharded.buckets
@@ -72,12 +72,6 @@ class WholeStorage(Storage):
         )
         self._comparisons = ComparisonTimes(options.resync_interval)
         self.prepare()
-
-    def _new_state(self, bucket: FlatBucket, name: str, layout: BucketLayout) -> Tensor:
-        owned = self.run.algorithm.state.get(name) is Keep.OWNER
-        published = self.run.local is not None and name in self.run.local.published
-        dtype = torch.bfloat16 if published and bucket.dtype != torch.float32 else torch.float32
-        return torch.zeros(layout.shard if owned else layout.padded_numel, dtype=dtype, device=bucket.flat.device)
 
     # A step
 
@@ -255,3 +249,10 @@ class WholeStorage(Storage):
             "residuals": float(sum(one.nbytes for one in residuals)),
             "optimizer state": float(sum(one.nbytes for one in states)),
         }
+
+
+def _new_state(run: ShardedRun, bucket: FlatBucket, name: str, layout: BucketLayout) -> Tensor:
+    owned = run.algorithm.state.get(name) is Keep.OWNER
+    published = run.local is not None and name in run.local.published
+    dtype = torch.bfloat16 if published and bucket.dtype != torch.float32 else torch.float32
+    return torch.zeros(layout.shard if owned else layout.padded_numel, dtype=dtype, device=bucket.flat.device)
