@@ -376,7 +376,7 @@ class OneBitLamb(CompressedOptimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """What each parameter's learning rate was multiplied by in its last step, in the order of the groups; 1 for a
-        parameter that has not stepped. The method's name is DeepSpeed's."""
+        parameter that has not stepped."""
         coefficients: dict[int, float] = {}
         for algorithm in self._home.algorithms:
             assert isinstance(algorithm, Lamb)

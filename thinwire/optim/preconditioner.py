@@ -70,7 +70,7 @@ def hold_masked(values: list[Tensor], mask: Tensor | None, value: float = float(
 
 
 def shaped_mask(mask: Tensor, shape: torch.Size) -> Tensor:
-    """`mask` in a parameter's shape: it broadcasts to it, or is flat, as DeepSpeed's is."""
+    """`mask` in a parameter's shape: it broadcasts to it, or is flat."""
     return mask.reshape(shape) if mask.numel() == shape.numel() else mask.expand(shape)
 
 

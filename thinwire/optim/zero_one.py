@@ -35,7 +35,7 @@ __all__ = ["ZeroOne", "ZeroOneAdam", "ZeroOneSchedule"]
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """The policies T_v and T_u of 0/1 Adam (Lu et al. 2022, arXiv 2202.06009), with DeepSpeed's names.
+    """The policies T_v and T_u of 0/1 Adam (Lu et al. 2022, arXiv 2202.06009).
 
     The variance is updated at steps divisible by an interval that begins at 1 and doubles every `var_update_scaler`
     updates. Once it is frozen, ranks meet at steps divisible by an interval that begins at 1, doubles every
