@@ -4,7 +4,7 @@ backward, and when a step, is over."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -142,7 +142,7 @@ class BackwardWatcher:
                     refuse_edit(self._describe(number))
             elif not is_untouched(gradient, was):
                 # Of one that was not sampled, as in a capture, nobody knows what it was.
-                known = number in self._samples or gradient is not was[0] or type(gradient) is SentGradient
+                known = self.samples_values or gradient is not was[0] or type(gradient) is SentGradient
                 compared += [number] if known else []
             elif (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and number in self._samples:
                 compared += [number] if parameter.is_cpu else []
@@ -380,13 +380,10 @@ class BackwardWatcher:
         if self.samples_values:
             self._samples.take([number for number in numbers if number in self.arrived], self.parameters)
         in_place = transport.averaged_by_advance or transport.averaged_by_wait
-        self._pipeline.follow(AveragedInPlace(transport, self._sample_averages) if in_place else transport)
-
-    def _sample_averages(self, numbers: Collection[int]) -> None:
-        """Take the samples of gradients that averages took the place of anew, unless somebody had edited them."""
-        known = [one for one in numbers if one in self.arrived]
-        intact = [one for one in known if is_untouched(self.parameters[one].grad, self.arrived[one])]
-        self._samples.take(intact, self.parameters)
+        if in_place:
+            self._pipeline.follow(AveragedInPlace(transport, self.arrived, self._samples, self.parameters))
+        else:
+            self._pipeline.follow(transport)
 
     def _send_rest(self) -> None:
         # Gradients that no hook announced: accumulated in no_sync, or set by hand.

@@ -3,12 +3,13 @@ so that ranks cannot disagree about it, and never idle while a bucket waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from thinwire.zero.bucket_layout import BucketLayout, Slot
+from thinwire.zero.gradient_seal import Samples, Taken, is_untouched, taken
 
 __all__ = ["AveragedInPlace", "BucketTransport", "Legs", "Pipeline"]
 
@@ -98,18 +99,37 @@ class BucketTransport(Legs, Protocol):
 
 
 class AveragedInPlace:
-    """The legs of a bucket whose averages take the place of gradients in `.grad`; `sample` is told of which."""
+    """The legs of a bucket whose averages take the place of gradients in `.grad`: those count as what was taken then.
 
-    def __init__(self, transport: BucketTransport, sample: Callable[[Collection[int]], None]) -> None:
+    `arrived`, `samples`: of all `parameters`, as gradients were taken.
+    """
+
+    def __init__(
+        self, transport: BucketTransport, arrived: dict[int, Taken], samples: Samples, parameters: Sequence[Tensor]
+    ) -> None:
         self._transport = transport
-        self._sample = sample
+        self._arrived = arrived
+        self._samples = samples
+        self._parameters = parameters
 
     def advance(self) -> None:
-        """Average, and start leg 2."""
+        """Average, and start leg 2, which writes into `.grad` whenever it arrives."""
+        unedited = self._unedited(self._transport.averaged_by_advance)
+        self._samples.expect(self._transport.averaged_by_wait)
         self._transport.advance()
-        self._sample(self._transport.averaged_by_advance)
+        self._take(unedited)
 
     def wait(self) -> None:
         """Wait for leg 2."""
+        unedited = self._unedited(self._transport.averaged_by_wait)
         self._transport.wait()
-        self._sample(self._transport.averaged_by_wait)
+        self._take(unedited)
+
+    def _unedited(self, numbers: Collection[int]) -> list[int]:
+        known = [one for one in numbers if one in self._arrived]
+        return [one for one in known if is_untouched(self._parameters[one].grad, self._arrived[one])]
+
+    def _take(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._arrived[number] = taken(self._parameters[number].grad)
+        self._samples.take(numbers, self._parameters, averages=True)

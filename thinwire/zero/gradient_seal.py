@@ -10,7 +10,7 @@ a larger one. An edit of a few elements of a large gradient can pass unseen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -103,16 +103,27 @@ class Samples:
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Tensor, slice]] = {}
+        self._expected: set[int] = set()
 
     def __contains__(self, number: int) -> bool:
         return number in self._found
 
-    def take(self, numbers: Iterable[int], parameters: Sequence[Tensor]) -> None:
-        """Take those of the gradients of these parameters as they are now, with one launch a dtype."""
+    def expect(self, numbers: Collection[int]) -> None:
+        """Averages may take the place of these parameters' gradients at any time: no value is known until then."""
+        self._expected.update(numbers)
+        self.drop(numbers)
+
+    def take(self, numbers: Iterable[int], parameters: Sequence[Tensor], *, averages: bool = False) -> None:
+        """Take those of the gradients of these parameters as they are now, with one launch a dtype.
+
+        Those whose averages are expected are left out; `averages`: these are there now.
+        """
+        if averages:
+            self._expected.difference_update(numbers := list(numbers))
         by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
         for number in numbers:
             gradient = parameters[number].grad
-            if gradient is not None and type(gradient) is not SentGradient:
+            if gradient is not None and type(gradient) is not SentGradient and number not in self._expected:
                 of_dtype = by_dtype.setdefault(gradient.dtype, ([], []))
                 of_dtype[0].append(number)
                 of_dtype[1].append(_some_of(gradient))
@@ -130,6 +141,7 @@ class Samples:
     def clear(self) -> None:
         """Forget all."""
         self._found.clear()
+        self._expected.clear()
 
     def first_that_differs(self, numbers: Sequence[int], parameters: Sequence[Tensor]) -> int | None:
         """The first of these whose gradient is not what it was, by the samples. Waits for an accelerator."""
