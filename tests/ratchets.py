@@ -51,8 +51,8 @@ QUESTIONS = re.compile(r"\s*(What|Which|How|Where|Who|Whether)\b")
 def measure(journeys: bool = True) -> dict[str, dict[str, int]]:
     """Every value by rule and name."""
     return {
-        "files": {"thinwire": len(files())},
-        "lines": {"thinwire": sum(map(lines, files()))},
+        "files of a room": dict(Counter(room_of(path) for path in files())),
+        "lines of a room": lines_of_rooms(),
         "methods of a class": dict(large_classes()),
         "members of an algorithm": dict(algorithms()),
         "bases of a class": dict(deep_classes()),
