@@ -142,7 +142,7 @@ class BackwardWatcher:
                     refuse_edit(self._describe(number))
             elif not is_untouched(gradient, was):
                 # Of one that was not sampled, as in a capture, nobody knows what it was.
-                known = self.samples_values or gradient is not was[0] or type(gradient) is SentGradient
+                known = self._samples.knows(number) or gradient is not was[0] or type(gradient) is SentGradient
                 compared += [number] if known else []
             elif (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and number in self._samples:
                 compared += [number] if parameter.is_cpu else []

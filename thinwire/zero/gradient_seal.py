@@ -108,6 +108,10 @@ class Samples:
     def __contains__(self, number: int) -> bool:
         return number in self._found
 
+    def knows(self, number: int) -> bool:
+        """Whether a write to this parameter's gradient can be told: by its sample, or as none may happen now."""
+        return number in self._found or number in self._expected
+
     def expect(self, numbers: Collection[int]) -> None:
         """Averages may take the place of these parameters' gradients at any time: no value is known until then."""
         self._expected.update(numbers)
