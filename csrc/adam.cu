@@ -1,4 +1,4 @@
-// A step of Adam over many tensors: the moments, what they divide by, and the weights; specified by adam_reference.py.
+// A step of Adam over many tensors: the moments, what they divide by, and the weights; specified by kernels/adam.py.
 // Tensors may lie anywhere, and what is written may be what was read.
 
 #include "numbers.cuh"

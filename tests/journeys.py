@@ -72,7 +72,7 @@ def traces() -> dict[str, Trace]:
     found: dict[str, Trace] = {}
     for stage in (0, 1):
         net = model()
-        optimizer = thinwire.OneBitAdam(net.parameters(), lr=1e-3, freeze_step=3, stage=stage)
+        optimizer = thinwire.OneBitAdam(net.parameters(), lr=1e-3, freeze_step=4, stage=stage)
 
         def step(net: nn.Module = net, optimizer: thinwire.OneBitAdam = optimizer) -> None:
             net(inputs).square().mean().backward()

@@ -11,6 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+
+from thinwire.comm import Communicator
 
 REPOSITORY = Path(__file__).parents[1]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
@@ -55,6 +59,11 @@ def find_mpirun() -> str:
         pytest.skip("no mpirun on this machine")
     need_mpi()
     return mpirun
+
+
+def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:
+    """To the bit."""
+    return len(set(comm.all_gather_bytes(values.contiguous().view(torch.uint8).numpy().tobytes()))) == 1
 
 
 class Jobs:

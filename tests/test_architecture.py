@@ -44,12 +44,10 @@ COMPILED = {"triton.jit"}
 # __init__.py that imports on first use, the modules of thinwire/ itself) and in these files only.
 LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
-    "engine/checkpoint/command_line.py": "--help needs no torch",
+    "engine/command_line.py": "--help needs no torch",
     "engine/config/rules.py": "layouts import what torch.compile needs, and most files have none",
-    "engine/config_command.py": "--help needs no torch",
     "optim/registry.py": "it names optimizers to those that need no torch",
-    "plan/command_line.py": "--help needs no torch",
-    "plan/plan_command.py": "a calibration takes pydantic, and most plans have none",
+    "plan/commands.py": "a calibration takes pydantic, and a probe torch; most plans need neither",
     "compress/kernels/loading.py": "a backend is imported where a bucket lies on its device",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }

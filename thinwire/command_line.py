@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from thinwire.comm import CommunicationError
 from thinwire.deepspeed.files import add_deepspeed_commands
 from thinwire.engine.checkpoint import CheckpointError
-from thinwire.engine.checkpoint.command_line import add_commands
-from thinwire.engine.checkpoint.errors import UsageError, printable
-from thinwire.engine.config_command import add_config_commands
-from thinwire.plan.command_line import add_plan_arguments, add_probe_arguments
+from thinwire.engine.checkpoint.files import UsageError, printable
+from thinwire.engine.command_line import add_checkpoint_commands, add_config_commands
+from thinwire.plan.commands import add_plan_arguments, add_probe_arguments
 from thinwire.plan.units import PlanError
 
 __all__ = ["main", "make_parser"]
@@ -24,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="thinwire", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="checkpoint|config|meet|plan|probe")
     checkpoint = commands.add_parser("checkpoint", help="verify, inspect, export or import checkpoints")
-    add_deepspeed_commands(add_commands(checkpoint))
+    add_deepspeed_commands(add_checkpoint_commands(checkpoint))
     add_config_commands(commands.add_parser("config", help="say what a configuration file will do"))
     _add_meet_arguments(commands.add_parser("meet", help="serve the place where the workers of an elastic job meet"))
     add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))

@@ -30,7 +30,6 @@ _THREADS = {
     "packed_moves": 256,
     "rounding": 256,
     "headers": 128,
-    "seal": 256,
 }  # of sources that know no blocks
 _SOURCES: dict[str, int | None] = dict.fromkeys(_BY_BLOCK) | _THREADS
 _OUTPUT = RESULTS / "kernel_code.json"

@@ -20,7 +20,9 @@ from experiments.benchmarks.kernel_peers import (
     eager_encode_as_deepspeed,
 )
 from thinwire.compress import kernels
-from thinwire.compress.kernels import buckets, store_rounded
+from thinwire.compress.kernels import packed, store_rounded
+from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet_layout import CODE_BITS, scale_block
 
 __all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]
@@ -112,15 +114,15 @@ def _frozen_stage(buffers: _Buffers) -> list[Peer]:
     codes = torch.randint(0, 256, (elements,), dtype=torch.uint8, device=buffers.device)
     tables = torch.rand(1, 256, device=buffers.device)
     gradient, residual, weights = (buffers.source.bfloat16() for _ in range(3))
-    state = buckets.PackedState(packets.clone(), codes, elements, elements, BLOCK_SIZE)
-    segments = buckets.Segments([(0, elements)])
+    state = packed.PackedState(packets.clone(), codes, elements, elements, BLOCK_SIZE)
+    segments = Segments([(0, elements)])
 
     def payload() -> None:
-        tensors = {"tables": tables, "residual": residual, "lost": residual, "packets": packets}
-        buckets.encode_packed_payload(state, segments, [gradient], [0.9], [1.0], **tensors, part=state.whole)
+        given = [gradient], [0.9], [1.0], tables, residual, residual, packets
+        execute(packed.EncodePackedPayload(state, segments, *given, part=state.whole))
 
     def move() -> None:
-        buckets.move_packed(state, segments, weights=weights, first=0, moves=[True], rates=[1e-4], decays=[1.0], seed=3)
+        execute(packed.MovePacked(state, segments, weights, 0, [True], [1e-4], [1.0], seed=3), [weights])
 
     def rounded() -> None:
         store_rounded(weights, buffers.target, seed=5)

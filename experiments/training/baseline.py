@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from experiments.training.lamb import Lamb
-from experiments.training.lion import Lion
 from thinwire.comm import Communicator
+from thinwire.optim import Lion
 
 __all__ = ["Averaged", "AveragedAdamW", "AveragedLamb", "AveragedLion"]
 

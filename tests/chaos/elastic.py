@@ -338,10 +338,10 @@ def undisturbed_loss(trial: Trial) -> float:
     return losses.pop()
 
 
-def run(count: int, seed: int) -> Outcome:
+def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
     """Run so many jobs, in a process of their own."""
     outcome = Outcome()
-    command = [sys.executable, "-m", "tests.chaos.elastic", str(count), str(seed)]
+    command = [python, "-m", "tests.chaos.elastic", str(count), str(seed)]
     quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
     done = subprocess.run(command, env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
     lines = done.stdout.splitlines()

@@ -222,11 +222,11 @@ def kill_form(form: Form, count: int, seed: str) -> tuple[int, list[str]]:
     return kills, [f"{form}, seed {seed}, after {kills} kills: {fault}" for fault in comparison.bad]
 
 
-def run(count: int, seed: int, forms: list[Form] = FORMS) -> Outcome:
+def run(count: int, seed: int, forms: list[Form] = FORMS, python: str = sys.executable) -> Outcome:
     """Kill each form so often."""
     outcome = Outcome()
     for form in forms:
-        command = [sys.executable, "-m", "tests.chaos.kills", str(form), str(count), f"{seed}"]
+        command = [python, "-m", "tests.chaos.kills", str(form), str(count), f"{seed}"]
         quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
         ended = subprocess.run(command, env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
         first, *bad = ended.stdout.splitlines() or ["0"]

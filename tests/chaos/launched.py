@@ -134,10 +134,10 @@ def _tell(line: str) -> None:
 # The trial
 
 
-def faults(trial: Trial) -> list[str]:
+def faults(trial: Trial, python: str = sys.executable) -> list[str]:
     """What is wrong with how the ranks of a trial ended."""
     with tempfile.TemporaryFile("w+") as output:
-        jobs = _start(trial, output)
+        jobs = _start(trial, output, python)
         hung = _wait(trial, jobs)
         output.seek(0)
         lines = output.read().splitlines()
@@ -167,8 +167,8 @@ def _faults_of_errors(trial: Trial, errors: list[str]) -> list[str]:
     return [] if all(wanted in error for error in errors) else [f"no word of {wanted!r} in {errors}"]
 
 
-def _start(trial: Trial, output: object) -> list[subprocess.Popen[bytes]]:
-    program = [sys.executable, "-m", "tests.chaos.launched", "rank", *trial.arguments]
+def _start(trial: Trial, output: object, python: str) -> list[subprocess.Popen[bytes]]:
+    program = [python, "-m", "tests.chaos.launched", "rank", *trial.arguments]
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     common = {"stdout": output, "stderr": subprocess.DEVNULL, "cwd": REPOSITORY}
     if trial.backend == "mpi":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import thinwire
 from thinwire.engine.checkpoint import CheckpointError
-from thinwire.engine.checkpoint.errors import UsageError
+from thinwire.engine.checkpoint.files import UsageError
 
 # Trials take milliseconds; only one that hangs takes so long, however slow the machine.
 LONGEST_TRIAL_SECONDS = 300.0

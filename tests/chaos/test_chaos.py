@@ -6,16 +6,48 @@ import importlib
 
 import pytest
 
-from tests.chaos import HARNESSES, configs
+from tests.chaos import HARNESSES, configs, elastic, kills, launched
+from tests.chaos.outcome import Outcome
+from tests.launching import Jobs
+
+
+def check(outcome: Outcome, tried: int) -> None:
+    assert outcome.tried >= tried
+    assert outcome.bad == 0, "\n".join(outcome.examples)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", [name for name, counts in HARNESSES.items() if counts.slice])
 def test_a_slice(name: str) -> None:
-    outcome = importlib.import_module(f"tests.chaos.{name}").run(HARNESSES[name].slice, seed=7)
-    assert outcome.tried >= HARNESSES[name].slice
-    assert outcome.bad == 0, "\n".join(outcome.examples)
+    count = HARNESSES[name].slice
+    check(importlib.import_module(f"tests.chaos.{name}").run(count, seed=7), count)
 
 
 def test_the_seed_decides() -> None:
     assert configs.run(20, 3) == configs.run(20, 3)
+
+
+@pytest.mark.launch
+def test_surviving_nodes_end_together_and_a_node_joins(jobs: Jobs) -> None:
+    """Nodes of two ranks, of which one rank dies."""
+    check(elastic.run(1, seed=5, python=jobs.python), 1)
+
+
+@pytest.mark.launch
+def test_what_was_killed_goes_on_bit_for_bit(jobs: Jobs) -> None:
+    check(kills.run(2, seed=1, forms=[kills.Form("OneBitAdam", 1)], python=jobs.python), 2)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "trial",
+    [
+        launched.Trial("gloo", "adamw-3", "another rate", 1, 2),
+        launched.Trial("mpi", "onebit-1", "another thinwire", 2, 1),
+    ],
+    ids=lambda trial: trial.backend,
+)
+def test_real_ranks_of_which_one_differs(trial: launched.Trial, jobs: Jobs) -> None:
+    if trial.backend not in launched.backends():
+        pytest.skip("no mpirun")
+    assert launched.faults(trial, jobs.python) == []

@@ -263,6 +263,7 @@ CHECKS = (
     check_handles,
     check_polling,
     check_control,
+    check_purposes,
     check_split,
     check_duplicate,
     check_traffic,

@@ -110,7 +110,7 @@ def stall() -> None:
         with pytest.raises(comm.CommunicationTimeout) as failure:
             work.wait()
         assert world._progress is not None
-        assert not world._progress._watched._transfers
+        assert not world._progress.watched._transfers
         assert failure.value.ranks == (1,)
         sys.stdout.write(f"{failure.value}\n")
     from mpi4py import MPI
@@ -272,15 +272,15 @@ def progress_threads() -> list[threading.Thread]:
 
 def end_threads() -> None:
     """The thread is there from the first asynchronous transfer to the last communicator, or the process's end."""
-    from thinwire.comm.mpi_progress import _Watched
+    from thinwire.comm.mpi_progress import Watched
 
-    drive = _Watched.drive
+    drive = Watched.drive
 
-    def drive_and_say(watched: _Watched) -> None:
+    def drive_and_say(watched: Watched) -> None:
         drive(watched)
         sys.stdout.write("ended\n")  # not where a process ends without having waited for it
 
-    _Watched.drive = drive_and_say  # type: ignore[method-assign]
+    Watched.drive = drive_and_say  # type: ignore[method-assign]
     world = comm.init("mpi", quiet=True)
     assert world.size > 1, "of one rank nothing moves"
     assert not progress_threads()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pairwise import pairwise
 from thinwire.deepspeed import checkpointing
 
 
@@ -51,9 +52,10 @@ def run(module: Counted, x: Tensor, mask: Tensor | None, *, checkpointed: bool) 
     return found, other
 
 
-@pytest.mark.parametrize("in_cpu", [False, True])
-@pytest.mark.parametrize("other", [None, 2.5, (None, True, torch.arange(3.0))])
-@pytest.mark.parametrize("mask", [None, torch.arange(7) > 2, (torch.arange(7) > 2).float()])
+MASKS, OTHERS = (None, torch.arange(7) > 2, (torch.arange(7) > 2).float()), (None, 2.5, (None, True, torch.arange(3.0)))
+
+
+@pytest.mark.parametrize(("mask", "other", "in_cpu"), pairwise(list(MASKS), list(OTHERS), [False, True]))
 def test_the_same_to_the_bit(mask: Tensor | None, other: Any, in_cpu: bool) -> None:
     torch.manual_seed(1)
     module, x = Counted(other), torch.randn(5, 7)

@@ -18,17 +18,20 @@ from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from thinwire.deepspeed.runtime.utils import call_to_str, prefix_sum_inc
+from thinwire.deepspeed.runtime.zero.utils import ZeRORuntimeException
 from thinwire.deepspeed.utils.logging import logger
-from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST, read_manifest
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01}}
 
 
-def engine_of(**keys: Any) -> deepspeed.DeepSpeedEngine:
+def engine_of(optimizer_class: type[torch.optim.Optimizer] | None = None, **keys: Any) -> deepspeed.DeepSpeedEngine:
     """One that trains three features to one."""
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, **keys}
-    return deepspeed.initialize(model=torch.nn.Linear(3, 1), config=config)[0]
+    model = torch.nn.Linear(3, 1)
+    config = {"train_micro_batch_size_per_gpu": 2, **({} if optimizer_class else {"optimizer": ADAM}), **keys}
+    optimizer = optimizer_class(model.parameters()) if optimizer_class else None
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def on_two_ranks(body: Callable[[Communicator], None]) -> None:
@@ -193,3 +196,25 @@ def test_stage_0_coalesces_nothing() -> None:
     with pytest.raises(NotImplementedError, match="requires ZeRO stage 1, 2 or 3"), engine.coalesce_grad_reduction():
         pytest.fail("it was entered")
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_buckets_of_gathered_weights_are_of_even_size(stage: int) -> None:
+    engine_of(zero_optimization={"stage": stage, "allgather_bucket_size": 1000}).close()
+    odd = {"stage": stage, "allgather_bucket_size": 1001}
+    if stage:
+        with pytest.raises(AssertionError, match=r"is 1001: allgather_bucket_size must be a multiple of nccl_start"):
+            engine_of(zero_optimization=odd)
+    else:
+        engine_of(zero_optimization=odd).close()
+
+
+def test_offloaded_state_is_stepped_by_an_optimizer_for_it_where_that_is_forced() -> None:
+    offloads = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ZeRORuntimeException, match='"zero_force_ds_cpu_optimizer" is true, and AdamW is not'):
+        engine_of(torch.optim.AdamW, zero_optimization=offloads, zero_force_ds_cpu_optimizer=True)
+    engine_of(torch.optim.AdamW, zero_optimization=offloads, zero_force_ds_cpu_optimizer=False).close()
+    engine_of(torch.optim.AdamW, zero_optimization=offloads).close()
+    engine_of(torch.optim.AdamW, zero_optimization={"stage": 1}, zero_force_ds_cpu_optimizer=True).close()
+    engine_of(DeepSpeedCPUAdam, zero_optimization=offloads, zero_force_ds_cpu_optimizer=True).close()
+    engine_of(zero_optimization=offloads, zero_force_ds_cpu_optimizer=True).close()

@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.tiny import loss_of, make_engine, make_model, settings, train
 from thinwire.comm import Communicator, threads
-from thinwire.zero.uncorrected_adam import AdamW
+from thinwire.zero.optimizer import AdamW
 
 
 def config(stage: int, corrects: bool, kind: str = "AdamW") -> dict[str, Any]:

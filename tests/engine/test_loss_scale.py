@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.engine.config.models import Fp16Config
-from thinwire.engine.errors import NonFiniteError
-from thinwire.engine.loss_scale import DynamicLossScale, FixedLossScale, make_loss_scale
+from thinwire.engine.loss_scale import DynamicLossScale, FixedLossScale, NonFiniteError, make_loss_scale
 
 
 def test_what_the_configuration_asks_for() -> None:

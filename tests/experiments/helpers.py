@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +60,3 @@ def write_text(path: Path, lines: int) -> Path:
     goods = ("apples", "bread", "candles", "dates", "eggs")
     path.write_text("".join(f"day {day}: {goods[day % 5]} and {day % 7} {goods[day % 3]}\n" for day in range(lines)))
     return path
-
-
-def run_module(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m module` from the repository, outside of any launcher."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return run_command(command, **environment)
-
-
-def run_command(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command that starts ranks, one thread each."""
-    variables: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment}
-    # Only what hangs should end here, just before the test's own limit would take the output along.
-    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=280)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tests.compress.kernels import emulation
 from tests.fake_device.graphs import recording
-from thinwire.compress.kernels import bucket_reference, loading
-from thinwire.compress.kernels.bucket_calls import DigestGradients
+from thinwire.compress.kernels import loading
 from thinwire.compress.kernels.cuda.backend import CudaBackend
 from thinwire.compress.kernels.cuda.launch import Launch
 
@@ -27,10 +26,6 @@ _NAME = "fake"
 
 class HostBuckets:
     """One launch a call, as on a GPU."""
-
-    def digest_gradients(self, call: DigestGradients) -> None:
-        torch.ops.fake_device.launched("buckets::digest_gradients")
-        bucket_reference.digest_gradients(_on_host(call))
 
     def __getattr__(self, kernel: str) -> Any:
         if kernel == "adam_step":  # plain torch's, whose launches are counted one by one
@@ -44,32 +39,34 @@ class HostBuckets:
         return run
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _launch(launch: Launch, device: torch.device) -> None:
+    """Stands for `Runner.run`: counts each launch."""
+    assert device.type == _NAME
+    if 0 in launch.grid:
+        return
+
+    def run() -> None:
+        torch.ops.fake_device.launched(f"cuda::{launch.function}")
+        with _ONE_AT_A_TIME:
+            emulation.run(launch)
+
+    launches = recording()
+    if launches is None:
+        run()
+    else:
+        launches.append(run)
+
+
 class _BucketsAlone(CudaBackend):
     """Leaves the step of Adam to plain torch."""
 
-    adam_step = property()  # type: ignore[assignment]
-
-
-class _EmulatedRunner:
-    """Stands for `cuda.runner.Runner`: counts each launch."""
-
-    def __init__(self) -> None:
-        self._one_at_a_time = threading.Lock()
-
-    def run(self, launch: Launch, device: torch.device) -> None:
-        assert device.type == _NAME
-        if 0 in launch.grid:
-            return
-        launches = recording()
-        if launches is None:
-            self._run(launch)
-        else:
-            launches.append(lambda: self._run(launch))
-
-    def _run(self, launch: Launch) -> None:
-        torch.ops.fake_device.launched(f"cuda::{launch.function}")
-        with self._one_at_a_time:
-            emulation.run(launch)
+    def __getattr__(self, kernel: str) -> Any:
+        if kernel == "adam_step":
+            raise AttributeError(kernel)
+        return super().__getattr__(kernel)
 
 
 def serve_buckets(backend: Any) -> None:
@@ -81,7 +78,7 @@ def serve_buckets(backend: Any) -> None:
 @contextmanager
 def on_an_emulated_gpu() -> Iterator[None]:
     """Have them go the way of the CUDA backend."""
-    serve_buckets(_BucketsAlone(_EmulatedRunner()))  # type: ignore[arg-type]
+    serve_buckets(_BucketsAlone(_launch))
     try:
         yield
     finally:

@@ -23,7 +23,6 @@ from thinwire.hugging_face import Trainer, adapt
 STEPS, SAVED_AT = 8, 5
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": 3}}
 LOCAL = {"type": "ZeroOneAdam", "params": {"var_freeze_step": 3, "local_step_scaler": 3, "local_step_clipper": 4}}
-WORKERS = {"type": "DiLoCo", "params": {"every": 4, "inner": {"type": "AdamW", "params": {"betas": "auto"}}}}
 ADAMW = {"type": "AdamW", "params": {"betas": "auto", "eps": "auto"}}
 
 
@@ -78,7 +77,7 @@ def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def every_stage_resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
     """With dropout, shuffled data, accumulation, clipping, and a checkpoint from the compressed stage."""
     samples = make_samples(160)
-    kinds = ((0, LOCAL, False), (1, ONE_BIT, False), (2, ONE_BIT, True), (3, ADAMW, False), (0, WORKERS, True))
+    kinds = ((0, LOCAL, False), (1, ONE_BIT, False), (2, ONE_BIT, True), (3, ADAMW, False))
     for number, (stage, optimizer, bf16) in enumerate(kinds):
         arguments = make_arguments(
             folder / str(number),
@@ -187,12 +186,7 @@ def trains_as_the_stock_trainer(comm: Communicator, folder: Path) -> None:
 def keeps_the_best(comm: Communicator, folder: Path) -> None:
     """At stage 3: weights of the best checkpoint in the end, the others deleted."""
     samples = make_samples(160)
-    arguments = make_arguments(
-        folder,
-        max_steps=9,
-        save_total_limit=1,
-        **KEEP_BEST,
-    )
+    arguments = make_arguments(folder, max_steps=9, save_total_limit=1, **KEEP_BEST)
     qualities = iter((0.0, 1.0, 0.0, 0.0))
     trainer = Trainer(
         make_model(),

@@ -25,10 +25,10 @@ MAX_NORM = 0.3
 STEPS = 10
 
 
-def by_hand(comm: Communicator, samples: Any, accumulation: int, dtype: torch.dtype | None = None) -> Tensor:
+def by_hand(comm: Communicator, samples: Any, accumulation: int) -> Tensor:
     """What a plain loop ends with on this rank, whose gradients nobody averages; then, after an outer step of all."""
     model = make_model()
-    optimizer = DiLoCo(model.named_parameters(), lr=RATE, max_norm=MAX_NORM, param_dtype=dtype, **OPTIONS)
+    optimizer = DiLoCo(model.named_parameters(), lr=RATE, max_norm=MAX_NORM, **OPTIONS)
     micro = batches(samples, comm.rank, comm.size)
     for step in range(len(micro) // accumulation):
         *first, last = micro[step * accumulation : (step + 1) * accumulation]
@@ -70,29 +70,28 @@ def trains_workers_apart(comm: Communicator, folder: Path) -> None:
 
 
 def accelerates_workers(comm: Communicator, folder: Path) -> None:
-    """fp32 and bf16 parameters, under the DistributedDataParallel that Accelerate makes."""
+    """Under the DistributedDataParallel that Accelerate makes."""
     del folder
     samples = make_samples(BATCH * comm.size * STEPS * 2)
-    for dtype in (None, torch.bfloat16):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = make_model()
-        optimizer = DiLoCo(model.named_parameters(), lr=RATE, max_norm=MAX_NORM, param_dtype=dtype, **OPTIONS)
-        loader = DataLoader(samples, batch_size=BATCH, collate_fn=transformers.default_data_collator)
-        wrapped, prepared, loader = accelerator.prepare(model, optimizer, loader)
-        assert isinstance(wrapped, DistributedDataParallel)
-        for batch in loader:
-            with accelerator.accumulate(wrapped):
-                accelerator.backward(wrapped(**batch).loss)
-                prepared.step()
-                prepared.zero_grad()
-        own, together = by_hand(comm, samples, 2, dtype)
-        torch.testing.assert_close(flat(model), own, rtol=1e-4, atol=1e-6 if dtype is None else 1e-2)
-        optimizer.synchronize()
-        torch.testing.assert_close(flat(model), together, rtol=1e-4, atol=1e-6 if dtype is None else 1e-2)
-        mine = [flat(model).float(), own.float()]
-        theirs = [torch.empty(comm.size * one.numel()) for one in mine]
-        for everyone, one in zip(theirs, mine, strict=True):
-            comm.all_gather(everyone, one)
-        common, apart = (one.view(comm.size, -1) for one in theirs)
-        assert torch.equal(common[0], common[-1])
-        assert not torch.allclose(apart[0], apart[-1], atol=1e-4)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make_model()
+    optimizer = DiLoCo(model.named_parameters(), lr=RATE, max_norm=MAX_NORM, **OPTIONS)
+    loader = DataLoader(samples, batch_size=BATCH, collate_fn=transformers.default_data_collator)
+    wrapped, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    assert isinstance(wrapped, DistributedDataParallel)
+    for batch in loader:
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(wrapped(**batch).loss)
+            prepared.step()
+            prepared.zero_grad()
+    own, together = by_hand(comm, samples, 2)
+    torch.testing.assert_close(flat(model), own, rtol=1e-4, atol=1e-6)
+    optimizer.synchronize()
+    torch.testing.assert_close(flat(model), together, rtol=1e-4, atol=1e-6)
+    mine = [flat(model), own]
+    theirs = [torch.empty(comm.size * one.numel()) for one in mine]
+    for everyone, one in zip(theirs, mine, strict=True):
+        comm.all_gather(everyone, one)
+    common, apart = (one.view(comm.size, -1) for one in theirs)
+    assert torch.equal(common[0], common[-1])
+    assert not torch.allclose(apart[0], apart[-1], atol=1e-4)

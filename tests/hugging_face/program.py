@@ -19,15 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.hugging_face.local_updates import WORKERS, accelerates_workers, trains_workers_apart
-from tests.hugging_face.lora import accelerates_adapters, the_lora_example, trains_adapters
+from tests.hugging_face.lora import the_lora_example, trains_adapters
 from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, batches, flat, make_arguments, make_model, make_samples
+from tests.launching import same_on_all_ranks
 from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine import CheckpointError
+from thinwire.engine.checkpoint import store
 from thinwire.hugging_face import Trainer, TrainerMixin, adapt
 from thinwire.hugging_face.acceleration import check_optimizer
-from thinwire.hugging_face.engine_training import load_optimizer
+from thinwire.hugging_face.engine_training import NOTHING_TO_GO_ON_FROM, TAG
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 FREEZE = 5
@@ -50,7 +52,6 @@ def main(folder: Path) -> None:
         a_stock_trainer,
         accelerate_by_itself,
         trains_adapters,
-        accelerates_adapters,
         trains_workers_apart,
         accelerates_workers,
         what_is_refused,
@@ -62,12 +63,6 @@ def main(folder: Path) -> None:
     comm.barrier()
     if comm.rank == 0:
         print(f"all held with {comm.size} ranks", flush=True)
-
-
-def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:
-    everyones = torch.empty(comm.size * values.numel(), dtype=values.dtype)
-    comm.all_gather(everyones, values)
-    return all(torch.equal(row, values) for row in everyones.view(comm.size, -1))
 
 
 def losses(trainer: transformers.Trainer) -> list[float]:
@@ -135,14 +130,7 @@ def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
 def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
     """With dropout, shuffled data, and a checkpoint from the compressed stage."""
     samples = make_samples(160)
-    for number, (kind, options) in enumerate(
-        (
-            (OneBitAdam, {"freeze_step": 4}),
-            (OneBitAdam, {"freeze_step": 4, "stage": 1}),
-            LOCAL,
-            WORKERS,
-        )
-    ):
+    for number, (kind, options) in enumerate(((OneBitAdam, {"freeze_step": 4, "stage": 1}), LOCAL, WORKERS)):
         arguments = make_arguments(
             folder / str(number),
             max_steps=8,
@@ -171,17 +159,8 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
 
 
 def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
-    for kind in (LOCAL, WORKERS):
-        keeps_the_best_of(kind, comm, folder / kind[0].__name__)
-
-
-def keeps_the_best_of(chosen: Any, comm: Communicator, folder: Path) -> None:
     samples = make_samples(160)
-    arguments = make_arguments(
-        folder,
-        max_steps=12,
-        **KEEP_BEST,
-    )
+    arguments = make_arguments(folder, max_steps=12, **KEEP_BEST)
     seen: list[Tensor] = []
     qualities = iter((0.0, 1.0, 0.0, 0.0, 0.0))
     trainer = Trainer(
@@ -189,7 +168,7 @@ def keeps_the_best_of(chosen: Any, comm: Communicator, folder: Path) -> None:
         arguments,
         train_dataset=samples,
         eval_dataset=samples[:16],
-        optimizer_cls_and_kwargs=chosen,
+        optimizer_cls_and_kwargs=LOCAL,
         compute_metrics=lambda _: {"quality": next(qualities)},
         callbacks=[Looking(seen)],
     )
@@ -392,7 +371,7 @@ def what_is_refused(comm: Communicator, folder: Path) -> None:
         stock.mkdir(parents=True)
     comm.barrier()
     with pytest.raises(CheckpointError, match=r"train without resume_from_checkpoint"):
-        load_optimizer(optimizer, stock)
+        store.load_optimizer(optimizer, stock, TAG, NOTHING_TO_GO_ON_FROM)
 
 
 def the_example(comm: Communicator, folder: Path) -> None:

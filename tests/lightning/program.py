@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, Subset
 
-from tests.lightning.lora import trains_adapters
+from tests.launching import same_on_all_ranks
 from tests.lightning.tiny import (
     BATCH,
     RATE,
@@ -54,7 +54,6 @@ def main(folder: Path) -> None:
         validates_and_keeps_the_best,
         mixed_precision,
         under_ddp,
-        trains_adapters,
         what_is_refused,
         the_example,
     ):
@@ -74,12 +73,6 @@ def local(module: Any) -> ZeroOneAdam:
 
 def workers(module: Any, **options: Any) -> DiLoCo:
     return DiLoCo(module.named_parameters(), torch.optim.AdamW, lr=RATE, every=4, **options)
-
-
-def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:
-    everyones = torch.empty(comm.size * values.numel(), dtype=values.dtype)
-    comm.all_gather(everyones, values)
-    return all(torch.equal(row, values) for row in everyones.view(comm.size, -1))
 
 
 def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
@@ -167,7 +160,7 @@ def manual_optimization(comm: Communicator, folder: Path) -> None:
 
 def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
     """With a checkpoint from the compressed stage, after the first of two epochs."""
-    for number, build in enumerate((compressed, lambda one: compressed(one, stage=1), local, workers)):
+    for number, build in enumerate((lambda one: compressed(one, stage=1), local, workers)):
         place = folder / str(number)
 
         def train(seed: int, checkpoint: Path | None = None, place: Path = place, build: Any = build) -> Any:
@@ -206,12 +199,7 @@ class Watching(Callback):
 
 def validates_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
     """With optimizers whose ranks hold weights of their own between syncs, and batch norm, whose buffers differ."""
-    for build in (local, workers):
-        keeps_the_best_of(build, comm, folder / build.__name__)
-
-
-def keeps_the_best_of(build: Any, comm: Communicator, folder: Path) -> None:
-    module = Classifier(build, batches=15, ranks=RANKS)
+    module = Classifier(workers, batches=15, ranks=RANKS)
     keep = ModelCheckpoint(folder, monitor="quality", mode="max", filename="{step}", save_last=True)
     trainer = make_trainer(
         pl,
@@ -235,7 +223,7 @@ def keeps_the_best_of(build: Any, comm: Communicator, folder: Path) -> None:
     assert states == ["last.ckpt", "step=6.ckpt"]  # those of removed checkpoints are gone
 
     trainer.test(module, ckpt_path="best", verbose=False)
-    best = Classifier.load_from_checkpoint(keep.best_model_path, build=build, weights_only=True)
+    best = Classifier.load_from_checkpoint(keep.best_model_path, build=workers, weights_only=True)
     assert torch.equal(flat(best), flat(module))
     seen = torch.cat([one.detach().double().reshape(-1) for one in best.state_dict().values()])
     assert torch.equal(seen, module.evaluated[2])

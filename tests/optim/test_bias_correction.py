@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.comm import Communicator, threads
 from thinwire.optim import OneBitAdam, ZeroOneAdam
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.uncorrected_adam import Adam, AdamW
+from thinwire.zero.optimizer import Adam, AdamW
 
 NUMEL, RANKS, LR, BETAS, EPS = 77, 2, 0.01, (0.8, 0.95), 1e-3
 DECAY = 0.1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from torch import nn
 
-import thinwire
-from thinwire.comm import threads
+from tests.optim.subject import Subject
+from tests.optim.training import make_model, train
+from thinwire.comm import Communicator, threads
+from thinwire.optim import registry
 from thinwire.optim.freeze_rule import make_freeze_rule
 
 
@@ -132,17 +132,21 @@ def test_the_rule_continues_from_its_state() -> None:
     )
 
 
-def test_auto_freezes_a_short_run_at_the_same_step_on_every_rank() -> None:
-    def rank(comm):
-        weight = nn.Parameter(torch.zeros(500))
-        optimizer = thinwire.OneBitAdam([weight], comm=comm)
-        generator = torch.Generator().manual_seed(comm.rank)
-        for _ in range(200):
-            weight.grad = torch.randn(500, generator=generator)
-            optimizer.step()
-        return optimizer.frozen, optimizer.frozen_at
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
+def test_auto_freezes_at_one_step_on_every_rank_at_every_stage_resumed_or_not(name: str) -> None:
+    # Next to no learning rate: gradients whose variance settles.
+    options = {"freeze_step": "auto", "betas": (0.9, 0.9), "lr": 1e-6}
 
-    results = threads.run(rank, 2)
-    assert results[0] == results[1]
-    assert results[0][0]
-    assert 80 <= results[0][1] <= 200
+    def body(comm: Communicator, stage: int) -> list[int | None]:
+        models = [make_model() for _ in range(2)]
+        optimizer, resumed = (Subject(name, stage).build(model, comm, **options) for model in models)
+        train(models[0], optimizer, range(20))
+        resumed.load_state_dict(optimizer.state_dict())
+        for one, model in zip((optimizer, resumed), models, strict=True):
+            train(model, one, range(20, 60))
+        return [optimizer.frozen_at, resumed.frozen_at]
+
+    found = [threads.run(lambda comm, s=stage: body(comm, s), 2) for stage in registry.entry(name).stages]
+    taken = {step for ranks in found for of_rank in ranks for step in of_rank}
+    assert len(taken) == 1
+    assert taken.pop() > 20

@@ -32,14 +32,13 @@ def layout_of(seed: int, ranks: int) -> BucketLayout:
 
 def packets_of(comm: Communicator, layout: BucketLayout, codec: CodecName, divisor: float) -> tuple[Tensor, Tensor]:
     """All parts' packets: from the gradients, and from a payload."""
-    end = max(slot.offset + slot.numel for slot in layout.slots)
     made = make_codec(codec, BLOCK)
-    exchange = ExactExchange(comm, end, made, bucket=2)  # type: ignore[arg-type]
+    exchange = ExactExchange(comm, layout.numel, made, bucket=2)  # type: ignore[arg-type]
     held = HeldGradients(layout)
     for slot in layout.slots:
         gradient = torch.randn(slot.numel, generator=torch.Generator().manual_seed(slot.parameter))
         if slot.parameter % 3 != 1:
-            held.take(slot, gradient)
+            held.gradients[slot.parameter] = gradient
             exchange.payload[slot.offset : slot.offset + slot.numel] = gradient / divisor
     cast = held.caster(exchange, divisor)
     header = Header(made.identifier, BLOCK, 2, step=9)

@@ -1,4 +1,4 @@
-"""The same bodies on threads, with 2 and 4 ranks, and on real processes, with 1 and 3: Gloo under torchrun, Open MPI
+"""The same bodies on threads, with 4 ranks, and on real processes, with 1 and 3: Gloo under torchrun, Open MPI
 under mpirun."""
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from thinwire.comm import threads
 PROGRAM = ("-m", "tests.optim.rank_program")
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
-def test_on_threads(body, size) -> None:
-    threads.run(body, size)
+def test_on_threads(body) -> None:
+    threads.run(body, 4)
 
 
 @pytest.mark.launch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire.comm import Communicator, threads
-from thinwire.compress.kernels import buckets
+from thinwire.compress.kernels import loading
 
 CASES = [
     ("OneBitAdam", {"freeze_step": 3}),
@@ -61,7 +61,7 @@ def test_steps_are_those_of_the_specification(
 ) -> None:
     pytest.importorskip("numba")
     compiled = train(name, options, dtype)
-    monkeypatch.setattr(buckets, "compiled_backend", lambda device: None)
+    monkeypatch.setattr(loading, "compiled_backend", lambda device: None)
     specified = train(name, options, dtype)
     for one, other in zip(compiled, specified, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

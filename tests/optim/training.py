@@ -72,8 +72,7 @@ def exchange_comm(optimizer: Any) -> Communicator:
 
 def watcher(optimizer: Any) -> BackwardWatcher:
     """What watches its backwards."""
-    home = optimizer._home
-    return home._watcher if home.kind == "sharded" else home._synchronizer.watcher
+    return optimizer._home.watcher
 
 
 def buckets_of(optimizer: Any) -> list[AlgorithmBucket]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ from thinwire.plan import (
     predict,
     save_calibration,
 )
-from thinwire.plan.plotting import finding
+from thinwire.plan.answer import finding
 
 COMPUTE = ("--forward", "100ms", "--backward", "200ms")
 NODES = ("--nodes", "4", "--ranks-per-node", "3")
@@ -39,6 +40,9 @@ SAME_CLUSTER = Cluster(
     4, 3, Link.of(GIGABIT, 50e-6, 5e-6), Link.of(80 * GIGABIT, 10e-6, 1e-6), Processor.of_memory(30e9)
 )
 ONE_LINE = ("--model", "bert-large", "--nodes", "16", "--link", "1Gb/s")
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "planning.md"
+EXAMPLES = re.findall(r"```console\n\$ thinwire (.*)\n([\s\S]*?)```", GUIDE.read_text())
 
 RUN = """
 import sys
@@ -116,6 +120,17 @@ def test_a_fast_network_is_left_to_ddp(capsys) -> None:
     assert "model.register_comm_hook(None, default_hooks.bf16_compress_hook)" in printed
     assert "a node OneBitAdam would be" not in printed
     assert "where OneBitAdam is at least 1.1x as fast as DDP with its bf16 hook" in printed
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES[0][0] == "plan --model bert-large --nodes 16 --link 1Gb/s"
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize(("command", "shown"), EXAMPLES)
+def test_the_guide_s_examples_print_what_it_shows(command: str, shown: str, capsys) -> None:
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_verbose_names_every_method(capsys) -> None:

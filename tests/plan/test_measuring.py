@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.plan import Matrices, PlanError
-from thinwire.plan.measure import MeasuredSteps, measure_script
-from thinwire.plan.measured_script import StepTimer
+from thinwire.plan.measure import MeasuredSteps, StepTimer, measure_script
 
 # As for torchrun: a process group, DDP, two micro-batches a step, a sleep in forward, and work left to do afterwards.
 SCRIPT = """
@@ -76,54 +75,30 @@ def test_no_script() -> None:
         measure_script(Path("/nowhere/train.py"), 3, 1.0)
 
 
-class Training:
-    """A small model under a timer of this process; what the timer found."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, optimizers: int = 1) -> None:
-        monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
-        self.found: list[dict[str, Any]] = []
-        self.timer = StepTimer(1, 2, self.found.append)
-        self.handles = self.timer.install()
-        self.model = nn.Linear(3, 2)
-        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1) for _ in range(optimizers)]
-
-    def step(self, backwards: int = 1, which: int = 0) -> None:
-        for _ in range(backwards):
-            self.model(torch.ones(3)).sum().backward()
-        self.optimizers[which].step()
-
-    def end(self) -> None:
-        for handle in self.handles:
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([(1, 0), (2, 0), (3, 0)], "its steps have 2 to 3 backwards: give --forward, --backward"),
+        ([(1, 0), (1, 1)], "it steps several optimizers, SGD and SGD"),
+        ([(0, 0)], "it steps without a backward before, as with a closure"),
+    ],
+)
+def test_steps_that_are_no_measure(monkeypatch, steps: list[tuple[int, int]], told: str) -> None:
+    """Of each step: how many backwards it has, and the optimizer that makes it."""
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    found: list[dict[str, Any]] = []
+    handles = StepTimer(1, 2, found.append).install()
+    model = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    try:
+        for backwards, which in steps:
+            for _ in range(backwards):
+                model(torch.ones(3)).sum().backward()
+            optimizers[which].step()
+    finally:
+        for handle in handles:
             handle.remove()
-
-
-def test_steps_that_differ_are_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch)
-    try:
-        for backwards in (1, 2, 3):
-            training.step(backwards)
-    finally:
-        training.end()
-    assert training.found == [{"problem": "its steps have 2 to 3 backwards: give --forward, --backward"}]
-
-
-def test_several_optimizers_are_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch, optimizers=2)
-    try:
-        training.step()
-        training.step(which=1)
-    finally:
-        training.end()
-    assert "it steps several optimizers, SGD and SGD" in training.found[0]["problem"]
-
-
-def test_a_step_without_backward_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch)
-    try:
-        training.step(backwards=0)
-    finally:
-        training.end()
-    assert "it steps without a backward before, as with a closure" in training.found[0]["problem"]
+    assert told in found[0]["problem"]
 
 
 def test_16_bit_parameters() -> None:

@@ -1,4 +1,5 @@
-"""Models by name and by configuration have the parameters of Hugging Face's classes."""
+"""Models by name and by configuration have the parameters of Hugging Face's classes; low rank is torch's; activations
+are the paper's."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import transformers
 
-from thinwire.plan import PlanError, models, named_model
-from thinwire.plan.model_families import FAMILIES, model_of
-from thinwire.plan.models import MODELS, built_model
+from experiments.tasks.models import build_bert
+from experiments.tasks.sizes import SIZES as BERT_SIZES
+from thinwire.plan import Activations, Matrices, PlanError, Transformer, named_model, plain_model
+from thinwire.plan.model_families import FAMILIES, built_model, model_of
+from thinwire.plan.models import MODELS
 
 # Parameters as counted in the published weights, the head that is trained included.
 PUBLISHED = {
@@ -113,15 +116,10 @@ def test_flan_has_a_gate_and_a_head() -> None:
     assert model_of("it", json.loads(configuration.to_json_string())).parameters == expected
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_known_names_have_their_published_size(name: str) -> None:
-    assert named_model(name).parameters == PUBLISHED[name]
-    assert named_model(f"somebody/{name.upper()}").parameters == PUBLISHED[name]
-
-
-def test_every_known_name_is_a_model() -> None:
-    for name in MODELS:
-        assert named_model(name).parameters > 1e6
+def test_known_names_have_their_published_size() -> None:
+    assert {name: named_model(name).parameters for name in PUBLISHED} == PUBLISHED
+    assert {name: named_model(f"anyone/{name.upper()}").parameters for name in PUBLISHED} == PUBLISHED
+    assert all(named_model(name).parameters > 1e6 for name in MODELS)
 
 
 def write(folder: Path, **configuration: object) -> Path:
@@ -145,11 +143,11 @@ def test_a_folder_that_is_called_as_a_model(tmp_path: Path, monkeypatch: pytest.
 
 def test_hugging_face_s_cache_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    folder = tmp_path / "models--somebody--gpt2"
+    folder = tmp_path / "models--anyone--gpt2"
     write(folder / "snapshots" / "abc", model_type="gpt2", **OF_FAMILY["gpt2"])
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
-    assert named_model("somebody/gpt2").parameters < 1e6
+    assert named_model("anyone/gpt2").parameters < 1e6
     assert named_model("gpt2").parameters == PUBLISHED["gpt2"]
 
 
@@ -188,7 +186,7 @@ def test_what_is_no_configuration(tmp_path: Path, content: str, told: str) -> No
         named_model(str(path))
 
 
-def test_a_name_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(PlanError, match=r"Did you mean bert-large.*340M.*hf download ORGANISATION/bert-lage"):
         named_model("bert-lage")
@@ -201,4 +199,48 @@ def test_transformers_is_asked_for_other_families_alone(monkeypatch: pytest.Monk
     assert named_model("bert-base").parameters == PUBLISHED["bert-base-uncased"]
     path = write(tmp_path, model_type="electra")
     with pytest.raises(PlanError, match="transformers alone, which is not installed: pip install 'thinwire\\[hf\\]'"):
-        models.named_model(str(path))
+        named_model(str(path))
+
+
+@pytest.mark.parametrize("size", ["tiny", "mini", "small"])
+def test_named_models_are_hugging_face_s(size: str) -> None:
+    model = build_bert(BERT_SIZES[size], 30522, 512, 0.1, seed=0)
+    named = named_model(f"bert-{size}")
+    assert named.parameters == sum(one.numel() for one in model.parameters())
+    two_dimensional = [one for one in model.parameters() if one.dim() == 2]
+    assert sum(one.numel for one in named.matrices) == sum(one.numel() for one in two_dimensional)
+    assert sum(one.count for one in named.matrices) == len(two_dimensional)
+    assert named.last_elements == model.bert.embeddings.word_embeddings.weight.numel()
+
+
+@pytest.mark.parametrize(("rank", "factors"), [(1, 1000 + 400), (4, 4 * 1400), (142, 142 * 1400), (143, 0), (9999, 0)])
+def test_low_rank_only_where_it_halves(rank: int, factors: int) -> None:
+    assert Matrices(1000, 400).low_rank_elements(rank) == factors
+    assert Matrices(1000, 400, 3).low_rank_elements(rank) == 3 * factors
+
+
+@pytest.mark.parametrize("parameters", [1, 2, 17, 1024**2, 10**9 + 7])
+def test_a_count_alone(parameters: int) -> None:
+    model = plain_model(parameters)
+    assert model.parameters == parameters
+    assert parameters * 0.5 <= sum(one.numel for one in model.matrices) <= parameters
+
+
+def test_activations() -> None:
+    """Korthikanti et al.: s·b·h·L·(34 + 5·a·s/h) in 16 bits, of which the masks, 2 + a·s/h, are bytes in any case."""
+    activations = Activations(layers=24, hidden=1024, heads=16, sequence=128, micro_batch=16)
+    whole = 128 * 16 * 1024 * 24 * (34 + 5 * 16 * 128 / 1024)
+    masks = 128 * 16 * 1024 * 24 * (2 + 16 * 128 / 1024)
+    assert activations.nbytes("bf16") == whole
+    assert activations.nbytes("fp32") == 2 * whole - masks
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(PlanError, match="more elements in its matrices"):
+        Transformer("x", 10, (Matrices(4, 4),))
+    with pytest.raises(PlanError, match="not among its matrices"):
+        Transformer("x", 100, (Matrices(4, 4),), Matrices(5, 5))
+    with pytest.raises(PlanError, match="parameters must be a whole number"):
+        plain_model(0)
+    with pytest.raises(PlanError, match="heads must be"):
+        Activations(1, 1, 0, 1, 1)

@@ -186,7 +186,7 @@ def test_compiled(compiled_first: bool) -> None:
     for each, schedule in zip((plain, compiled if compiled_first else twin), schedules, strict=True):
         drop_layers(each, schedule, seed=2)
     counts = []
-    for step in range(2, 26):
+    for step in range(2, 16):
         for schedule in schedules:
             schedule.update_state(step)
         for model, each in ((plain, plain), (compiled, twin)):
@@ -194,4 +194,4 @@ def test_compiled(compiled_first: bool) -> None:
             model(batch(step)).square().sum().backward()
         assert_same_gradients(plain, twin)
         counts.append(graphs.frame_count)
-    assert 0 < counts[-1] == counts[11], "gates must not make it compile again"
+    assert 0 < counts[-1] == counts[7], "gates must not make it compile again"

@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.sparse_attn import (
-    BigBird,
-    BSLongformer,
-    Custom,
-    Dense,
-    Fixed,
-    Layout,
-    LocalSlidingWindow,
-    Variable,
-)
+from thinwire.sparse_attn import BigBird, BSLongformer, Custom, Dense, Fixed, Layout, LocalSlidingWindow, Variable
 
 HEADS = 2
 BLOCKS = 5

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.zero.gradient_seal import Samples, is_untouched, taken
+from thinwire.zero.gradient_seal import Samples, edited, taken
 
 
 def with_gradients() -> list[Tensor]:
@@ -21,10 +21,10 @@ def with_gradients() -> list[Tensor]:
 def test_a_write_is_known_by_the_version_and_an_edit_by_the_values() -> None:
     parameters, samples = with_gradients(), Samples()
     samples.take(range(3), parameters)
-    was = [taken(one.grad) for one in parameters]
+    was = {number: taken(one.grad) for number, one in enumerate(parameters)}
     for parameter in parameters:
         parameter.grad.mul_(1.0)
-    assert [is_untouched(one.grad, before) for one, before in zip(parameters, was, strict=True)] == [False] * 3
+    assert edited(was, parameters) == [0, 1, 2]
     assert samples.first_that_differs(range(3), parameters) is None
     parameters[2].grad.mul_(1.0625)
     assert samples.first_that_differs(range(3), parameters) == 2
@@ -41,7 +41,7 @@ def test_what_was_not_sampled_is_taken_for_edited() -> None:
 
 
 def test_memory_that_was_swapped_is_no_untouched_gradient() -> None:
-    parameter = with_gradients()[0]
-    was = taken(parameter.grad)
-    parameter.grad.data = torch.ones(3)
-    assert not is_untouched(parameter.grad, was)
+    parameters = with_gradients()
+    was = taken(parameters[0].grad)
+    parameters[0].grad.data = torch.ones(3)
+    assert edited({0: was}, parameters) == [0]

@@ -15,16 +15,15 @@ from tests.zero.training import ADAMW, LION, SGD, build, by_one_process, train
 from thinwire.comm import Communicator, threads
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("options", [ADAMW, SGD, LION], ids=["AdamW", "SGD", "Lion"])
+@pytest.mark.parametrize(("ranks", "options"), [(1, ADAMW), (2, SGD), (3, LION), (4, ADAMW)])
 def test_every_stage_gives_the_weights_of_one_process(ranks: int, options: dict) -> None:
     def body(comm: Communicator, stage: int) -> Tensor:
         model = make_model()
         optimizer = build(comm, model, stage, **options)
-        train(optimizer, model, range(30))
+        train(optimizer, model, range(15))
         return weights(model)
 
-    expected = by_one_process(ranks, 30, **options)
+    expected = by_one_process(ranks, 15, **options)
     of_stage = [threads.run(lambda comm, stage=stage: body(comm, stage), ranks) for stage in (0, 1, 2)]
     for of_rank in of_stage:
         for mine in of_rank:
@@ -33,16 +32,15 @@ def test_every_stage_gives_the_weights_of_one_process(ranks: int, options: dict)
     torch.testing.assert_close(of_stage[0][0], expected, rtol=0, atol=2e-6 if options is not LION else 2.1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (1, 1), (1, 3), (2, 3)])
 def test_accumulation_and_clipping_are_those_of_one_process(stage: int, ranks: int) -> None:
     def body(comm: Communicator) -> Tensor:
         model = make_model()
         optimizer = build(comm, model, stage, max_norm=0.05, **SGD)
-        train(optimizer, model, range(20), accumulation=3)
+        train(optimizer, model, range(10), accumulation=3)
         return weights(model)
 
-    expected = by_one_process(ranks, 20, accumulation=3, max_norm=0.05, **SGD)
+    expected = by_one_process(ranks, 10, accumulation=3, max_norm=0.05, **SGD)
     for mine in threads.run(body, ranks):
         torch.testing.assert_close(mine, expected, rtol=0, atol=2e-6)
 
@@ -78,7 +76,7 @@ def test_16_bit_parameters_follow_fp32_masters_of_the_unrounded_values(dtype: to
             assert torch.equal(
                 torch.cat([saved.read("master", n, 0, p.numel()) for n, p in model.named_parameters()]), before
             )
-        train(optimizer, model, range(30))
+        train(optimizer, model, range(10))
         return weights(model)
 
     for ranks in (1, 3):
@@ -115,8 +113,7 @@ class Awkward(nn.Module):
         return hidden.square().mean()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (1, 1), (1, 2), (2, 3)])
 def test_awkward_parameters(stage: int, ranks: int) -> None:
     def body(comm: Communicator) -> dict[str, Tensor]:
         model = Awkward()

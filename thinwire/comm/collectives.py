@@ -73,8 +73,10 @@ def check_pair(collective: str, output: Tensor, input: Tensor, output_numel: int
             f"{collective}: output has {output.numel()} elements, expected {output_numel} "
             f"for an input of {input.numel()}"
         )
-    if _overlap(output, input):
-        raise ValueError(f"{collective}: output and input share memory; give it two separate tensors")
+    if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+        first_end = min(one.data_ptr() + one.nbytes for one in (output, input))
+        if max(output.data_ptr(), input.data_ptr()) < first_end:
+            raise ValueError(f"{collective}: output and input share memory; give it two separate tensors")
 
 
 def check_reduction(tensor: Tensor, op: str) -> None:
@@ -113,14 +115,6 @@ def check_timeout(timeout: float) -> None:
     """Check that a timeout is a positive number of seconds."""
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-
-
-def _overlap(left: Tensor, right: Tensor) -> bool:
-    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
-        return False
-    left_end = left.data_ptr() + left.numel() * left.element_size()
-    right_end = right.data_ptr() + right.numel() * right.element_size()
-    return left.data_ptr() < right_end and right.data_ptr() < left_end
 
 
 class Pending(Protocol):
@@ -217,7 +211,7 @@ class Staging:
 
     def begin_arrived(self) -> None:
         """Begin those that can begin without a wait."""
-        while self._waiting and self._waiting[0].has_arrived():
+        while self._waiting and self._waiting[0].arrived.query():
             self._waiting.popleft().begin()
 
     def begin_all(self) -> None:
@@ -236,17 +230,14 @@ class _Staged:
 
     def __init__(self, staging: Staging, arrived: torch.Event, begin: Callable[[], Pending]) -> None:
         self._staging = staging
-        self._arrived = arrived
+        self.arrived = arrived
         self._begin = begin
         self._pending: Pending | None = None
         self._error: Exception | None = None
 
-    def has_arrived(self) -> bool:
-        return self._arrived.query()
-
     def begin(self) -> None:
         """Begin, waiting for what is sent; what the transport raises is for who waits for this one."""
-        self._arrived.synchronize()
+        self.arrived.synchronize()
         try:
             self._pending = self._begin()
         except Exception as error:

@@ -131,7 +131,10 @@ class Communicator(ABC):
         ``purpose`` completes "rank 3 is about to ...". Where ranks' purposes differ they are not at the same call, and
         every one of them gets a ``CommunicationError`` that names both, in place of a message that it cannot read.
         """
-        heads = self._gather_on_host("all_gather_bytes", torch.tensor([_head(payload, purpose)])).tolist()
+        if len(payload) > _LONGEST:
+            raise ValueError(f"all_gather_bytes: a message of {len(payload)} bytes; the longest is {_LONGEST}")
+        head = (zlib.crc32(purpose.encode()) & 0x7FFFFFFF) << 32 | len(payload)  # 31 bits of the purpose, and a length
+        heads = self._gather_on_host("all_gather_bytes", torch.tensor([head])).tolist()
         if any(head >> 32 != heads[0] >> 32 for head in heads):
             self._raise_different_purposes(purpose)
         lengths = [head & _LONGEST for head in heads]
@@ -306,7 +309,13 @@ class Communicator(ABC):
         self._sequence += 1
         call = Call(self._sequence, signature)
         if arrived is not None:
-            pending = self._staging.follow(arrived, partial(self._start_staged, start, call))
+
+            def start_staged() -> Pending:
+                pending = start(call)
+                self._leave_in_flight()
+                return pending
+
+            pending = self._staging.follow(arrived, start_staged)
         else:
             self._staging.begin_all()
             with _Failures(self, call):
@@ -318,11 +327,6 @@ class Communicator(ABC):
         else:
             work.wait()
         return work
-
-    def _start_staged(self, start: Callable[[Call], Pending], call: Call) -> Pending:
-        pending = start(call)
-        self._leave_in_flight()
-        return pending
 
     def _wait(self, call: Call, pending: Pending, timeout: float | None) -> None:
         """Wait for a transfer of ``call``, for ``timeout`` seconds or, with None, for the communicator's own."""
@@ -356,12 +360,6 @@ class Communicator(ABC):
                 collective=self._failure.collective,
             ) from self._failure
 
-    def _note_failure(self, call: Call, error: BaseException) -> None:
-        if isinstance(error, CommunicationError):
-            self._failure = error
-        elif isinstance(error, self._transport_errors):
-            raise self._fail(call, cause=error) from error
-
     def _fail(self, call: Call, *, timeout: float | None = None, cause: object = None) -> CommunicationError:
         roll_call = self._roll_call(call)
         self._abandon()
@@ -385,15 +383,10 @@ class _Failures:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._communicator._note_failure(self._call, error)
-
-
-def _head(payload: bytes, purpose: str) -> int:
-    """What precedes a control message: its length, and above that 31 bits of its purpose."""
-    if len(payload) > _LONGEST:
-        raise ValueError(f"all_gather_bytes: a message of {len(payload)} bytes; the longest is {_LONGEST}")
-    return (zlib.crc32(purpose.encode()) & 0x7FFFFFFF) << 32 | len(payload)
+        if isinstance(error, CommunicationError):
+            self._communicator._failure = error
+        elif isinstance(error, self._communicator._transport_errors):
+            raise self._communicator._fail(self._call, cause=error) from error
 
 
 def _amount(tensor: Tensor) -> str:

@@ -49,7 +49,11 @@ def init_process_group(launch: Launch, backend: Literal["gloo", "nccl", "mpi"] |
     name = choose_backend(launch, backend, gpus, os.environ)
     if "nccl" in name:
         torch.cuda.set_device((launch.local_rank or 0) % gpus)
-    _import_what_would_keep_the_group()
+    # This module keeps the process group that there is when it is imported, and torch.optim imports it, through
+    # torch._dynamo. The group would outlive Python, whose shutdown Gloo's threads then abort.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
+        importlib.import_module("torch.distributed.nn.functional")
     limit = group_timeout(timeout)
     if launch.launcher == "torchrun":
         dist.init_process_group(name, timeout=limit)
@@ -76,14 +80,6 @@ def choose_backend(launch: Launch, backend: str | None, gpus: int, environ: Mapp
             "fewer ranks, or use backend='gloo'"
         )
     return backend
-
-
-def _import_what_would_keep_the_group() -> None:
-    # This module keeps the process group that there is when it is imported, and torch.optim imports it, through
-    # torch._dynamo. The group would outlive Python, whose shutdown Gloo's threads then abort.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
-        importlib.import_module("torch.distributed.nn.functional")
 
 
 def _destroy_process_group() -> None:
@@ -162,20 +158,16 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
 
 def _join(launch: Launch, backend: Backend | None, timeout: float) -> Communicator:
     if dist.is_initialized() and backend != "mpi":
-        return _wrap_initialised(backend, timeout)
+        if backend is None or backend in dist.get_backend_config():
+            return TorchCommunicator(timeout=timeout)
+        # A new group beside the job's, as another backend is asked for.
+        return TorchCommunicator(dist.new_group(backend=backend, timeout=group_timeout(timeout)), timeout)
     if backend == "mpi" or (backend is None and launch.launcher == "mpirun" and _has_mpi()):
         return _join_mpi(launch, timeout)
     if launch.launcher == "single" and backend is None:
         return threads.single(timeout)
     init_process_group(launch, backend, timeout)
     return TorchCommunicator(timeout=timeout)
-
-
-def _wrap_initialised(backend: Backend | None, timeout: float) -> Communicator:
-    """Use the job's process group, or a new one beside it if another backend is asked for."""
-    if backend is None or backend in dist.get_backend_config():
-        return TorchCommunicator(timeout=timeout)
-    return TorchCommunicator(dist.new_group(backend=backend, timeout=group_timeout(timeout)), timeout)
 
 
 def _join_mpi(launch: Launch, timeout: float) -> Communicator:

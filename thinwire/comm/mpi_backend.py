@@ -133,8 +133,11 @@ class MPICommunicator(Communicator):
         _await_streams(*tensors)
         if nbytes <= _LARGEST_COUNT:
             return self._track([start(MPI.BYTE, nbytes)], *tensors)
-        block = _large_block(nbytes)
-        request = start(block, 1)
+        pieces, rest = divmod(nbytes, _LARGEST_COUNT)  # more bytes than a count can hold
+        piece = MPI.BYTE.Create_contiguous(_LARGEST_COUNT)
+        block = MPI.Datatype.Create_struct([pieces, rest], [0, pieces * _LARGEST_COUNT], [piece, MPI.BYTE])
+        piece.Free()
+        request = start(block.Commit(), 1)
         block.Free()
         return self._track([request], *tensors)
 
@@ -210,7 +213,7 @@ class MPICommunicator(Communicator):
         if self._progress is None or not driven[0]:
             return None
         rounds = Rounds(self._comm)
-        self._progress.add_rounds(rounds)
+        self._progress.watched.add_rounds(rounds)
         return rounds
 
     def _leave_in_flight(self) -> None:
@@ -219,7 +222,7 @@ class MPICommunicator(Communicator):
 
     def _abandon(self) -> None:
         if self._progress is not None:
-            self._progress.forget(self._in_flight)
+            self._progress.watched.remove(self._in_flight)
         if self._rounds is not None:
             self._rounds.stop()
 
@@ -264,15 +267,6 @@ def _await_streams(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
-
-
-def _large_block(nbytes: int) -> MPI.Datatype:
-    """Datatype of ``nbytes`` contiguous bytes, more than a count can hold. The caller frees it."""
-    pieces, rest = divmod(nbytes, _LARGEST_COUNT)
-    piece = MPI.BYTE.Create_contiguous(_LARGEST_COUNT)
-    block = MPI.Datatype.Create_struct([pieces, rest], [0, pieces * _LARGEST_COUNT], [piece, MPI.BYTE])
-    piece.Free()
-    return block.Commit()
 
 
 @cache

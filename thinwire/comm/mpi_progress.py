@@ -40,42 +40,30 @@ class Progress:
     """A thread that drives the transfers of some communicators. It starts with the first of them.
 
     It ends with this object or the process, whichever is first, and holds neither up. MPI must allow calls from
-    several threads at once (MPI_THREAD_MULTIPLE).
+    several threads at once (MPI_THREAD_MULTIPLE). `watched`: what it drives.
     """
 
     def __init__(self) -> None:
-        self._watched = _Watched()
+        self.watched = Watched()
         self._stop: weakref.finalize[..., Progress] | None = None
 
     def watch(self, transfers: Iterable[Transfer]) -> None:
         """Drive ``transfers`` until they are over or forgotten."""
-        self._watched.add(transfers)
+        self.watched.add(transfers)
         if self._stop is None:
-            thread = threading.Thread(target=self._watched.drive, name="thinwire-mpi-progress", daemon=True)
+            thread = threading.Thread(target=self.watched.drive, name="thinwire-mpi-progress", daemon=True)
             thread.start()
             # At exit too: MPI must not be called once it is finalised.
-            self._stop = weakref.finalize(self, _stop, self._watched, thread)
-
-    def forget(self, transfers: Iterable[Transfer]) -> None:
-        """Leave ``transfers`` alone."""
-        self._watched.remove(transfers)
-
-    def add_rounds(self, rounds: Rounds) -> None:
-        """Move these too, for as long as they exist, whoever drives MPI."""
-        self._watched.add_rounds(rounds)
-
-    def look_at_rounds(self) -> bool:
-        """Move what MPI does not move of itself while it is called; whether something did."""
-        return self._watched.look_at_rounds()
+            self._stop = weakref.finalize(self, _stop, self.watched, thread)
 
     @contextmanager
     def attended(self) -> Iterator[None]:
         """Within this context the caller drives MPI, and the thread stands aside."""
-        self._watched.attend(1)
+        self.watched.attend(1)
         try:
             yield
         finally:
-            self._watched.attend(-1)
+            self.watched.attend(-1)
 
 
 class Transfer:
@@ -144,7 +132,7 @@ class Transfer:
 
     def _look_at_rounds(self) -> bool:
         # All of them: another rank may need them to move before it comes to what this one waits for.
-        return self._progress is not None and self._progress.look_at_rounds()
+        return self._progress is not None and self._progress.watched.look_at_rounds()
 
     def _test(self) -> None:
         try:
@@ -156,7 +144,7 @@ class Transfer:
             if self._over:
                 self._in_flight.discard(self)
         if self._over and self._progress is not None:
-            self._progress.forget((self,))
+            self._progress.watched.remove((self,))
 
 
 class _Pace:
@@ -171,8 +159,9 @@ class _Pace:
         return self._pause
 
 
-class _Watched:
-    """What the thread and the rest of the process share."""
+class Watched:
+    """What the thread and the rest of the process share: transfers to drive until they are over or removed, and rounds
+    to move, for as long as they exist, whoever drives MPI."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -183,31 +172,36 @@ class _Watched:
         self._closed = False
 
     def add(self, transfers: Iterable[Transfer]) -> None:
+        """Drive these."""
         with self._changed:
             self._transfers.update(transfers)
             self._changed.notify()
 
     def remove(self, transfers: Iterable[Transfer]) -> None:
+        """Leave these alone."""
         with self._changed:
             self._transfers.difference_update(transfers)
 
     def add_rounds(self, rounds: Rounds) -> None:
+        """Move these too."""
         with self._adding_rounds:
             self._rounds.add(rounds)
 
     def look_at_rounds(self) -> bool:
-        """Whether something moved."""
+        """Move what MPI does not move of itself while it is called; whether something did."""
         with self._adding_rounds:
             everywhere = list(self._rounds)
         return any([rounds.look() for rounds in everywhere])
 
     def attend(self, callers: int) -> None:
+        """Count callers who drive MPI themselves."""
         with self._changed:
             self._attending += callers
             if self._transfers and not self._attending:
                 self._changed.notify()
 
     def close(self) -> None:
+        """Let the thread end."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -237,7 +231,7 @@ class _Watched:
         return moved
 
 
-def _stop(watched: _Watched, thread: threading.Thread) -> None:
+def _stop(watched: Watched, thread: threading.Thread) -> None:
     # In a forked child there is no such thread, and its locks may be held forever.
     if thread.is_alive():
         watched.close()

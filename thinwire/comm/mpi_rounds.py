@@ -55,7 +55,7 @@ class Rounds:
         self._under_way: deque[_Piece] = deque()
         self._most = _FEWEST
         self._looked = 0.0
-        self._error: MPI.Exception | None = None
+        self.error: MPI.Exception | None = None  # that ended these rounds
         self._stopped = False
 
     def start(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Exchange:
@@ -85,13 +85,8 @@ class Rounds:
             try:
                 return self._advance()
             except MPI.Exception as error:
-                self._error, self._stopped = error, True
+                self.error, self._stopped = error, True
                 return True
-
-    def raise_error(self) -> None:
-        """Raise the ``MPI.Exception`` that ended these rounds, if one did."""
-        if self._error is not None:
-            raise self._error
 
     def stop(self) -> None:
         """Leave MPI alone from now on: what is under way stays there."""
@@ -114,8 +109,8 @@ class Rounds:
     def _end(self) -> bool:
         """See which pieces have moved; whether one has."""
         before = len(self._under_way)
-        while self._under_way and self._under_way[0].has_ended():
-            self._under_way.popleft().exchange.end_one()
+        while self._under_way and any(self._under_way[0].test() for _ in range(CALLS_A_LOOK)):
+            self._under_way.popleft().exchange.ended += 1
         return len(self._under_way) < before
 
     def _begin(self) -> bool:
@@ -137,18 +132,14 @@ class Exchange:
         self._tag = tag
         self._pieces = -(-sent[0].nbytes // _PIECE)
         self._total = self._pieces * (len(sent) - 1)
-        self._begun = self._ended = 0
+        self._begun = self.ended = 0  # pieces
 
     def test(self) -> bool:
         """Whether it is over. Raises ``MPI.Exception``."""
-        if not self.over:
-            self._rounds.raise_error()
-        return self.over
-
-    @property
-    def over(self) -> bool:
-        """Whether all of it has moved."""
-        return self._ended == self._total
+        over = self.ended == self._total
+        if not over and self._rounds.error is not None:
+            raise self._rounds.error
+        return over
 
     @property
     def all_begun(self) -> bool:
@@ -167,10 +158,6 @@ class Exchange:
         arrival = comm.Irecv([arriving, MPI.BYTE], source, self._tag)
         return _Piece(self, [arrival, comm.Isend([leaving, MPI.BYTE], to, self._tag)])
 
-    def end_one(self) -> None:
-        """Count a piece that has moved."""
-        self._ended += 1
-
 
 @dataclass(frozen=True)
 class _Piece:
@@ -179,8 +166,8 @@ class _Piece:
     exchange: Exchange
     requests: list[MPI.Request]
 
-    def has_ended(self) -> bool:
-        return any(MPI.Request.Testall(self.requests) for _ in range(CALLS_A_LOOK))
+    def test(self) -> bool:
+        return bool(MPI.Request.Testall(self.requests))
 
 
 def address(tensor: Tensor) -> MPI.buffer:

@@ -109,8 +109,11 @@ class OperationLog:
         """Note that a collective begins; what is returned notes its end. None for one that is not counted."""
         if self._paused or (self._names is not None and name not in self._names):
             return None
-        if self._caller:
-            name = f"{name} in {_calling_function()}"
+        if self._caller:  # the innermost function outside of this room
+            frame = sys._getframe(1)
+            while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("thinwire.comm."):
+                frame = frame.f_back
+            name = f"{name} in {frame.f_code.co_name}"
         self._ranks[name] = comm.size
         if comm.backend == "nccl":
             return self._begin_on_device(name, nbytes)
@@ -187,14 +190,6 @@ def _shown_size(nbytes: int) -> str:
     while size >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1
     return f"{size:.4g} {_UNITS[unit]}"
-
-
-def _calling_function() -> str:
-    """The innermost function outside of this room on the way to a collective."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("thinwire.comm."):
-        frame = frame.f_back
-    return frame.f_code.co_name
 
 
 class LoggedCommunicator(Communicator):

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LEAST_CHUNK_BYTES", "Pairwise"]
+__all__ = ["LEAST_CHUNK_BYTES", "Pairwise", "all_gather", "all_to_all"]
 
 LEAST_CHUNK_BYTES = 64 << 10
 """Of a message to one peer: below, a round's latency is felt beside its transfer, and switches hold all streams."""
@@ -37,21 +37,15 @@ class Pairwise:
         self._waiting: SimpleQueue[_Turn | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start_all_to_all(self, output: Tensor, input: Tensor) -> _Turn:
-        """Start the all-to-all of flat tensors of as many equal chunks as there are ranks."""
-        return self._start(_all_to_all, output, input)
-
-    def start_all_gather(self, output: Tensor, input: Tensor) -> _Turn:
-        """Start the all-gather of a flat tensor into one of as many chunks of its size as there are ranks."""
-        return self._start(_all_gather, output, input)
-
     def close(self) -> None:
         """End the thread, once what it has been given is over."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_EXIT_SECONDS)
 
-    def _start(self, collective: Callable[..., None], output: Tensor, input: Tensor) -> _Turn:
+    def start(self, collective: Callable[..., None], output: Tensor, input: Tensor) -> _Turn:
+        """Start `all_to_all` or `all_gather` below, of flat tensors; the larger one has as many equal chunks as there
+        are ranks."""
         tag = self._tags[self._started % len(self._tags)]
         turn = _Turn(partial(collective, self._group, output, input, tag))
         self._started += 1
@@ -59,7 +53,7 @@ class Pairwise:
         if self._thread is None:
             # A daemon, as a process that gives up on its peers must be able to end.
             self._thread = threading.Thread(
-                target=_work_off, args=(self._waiting,), name="thinwire-pairwise", daemon=True
+                target=_run_turns, args=(self._waiting,), name="thinwire-pairwise", daemon=True
             )
             self._thread.start()
         return turn
@@ -95,7 +89,7 @@ class _Turn:
             self._over.set()
 
 
-def _all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
+def all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
     """In rounds: in round k every rank sends to the one k places on, and hears from the one k places back."""
     rank, size = group.rank(), group.size()
     received, sent = output.chunk(size), input.chunk(size)
@@ -109,7 +103,7 @@ def _all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: in
         leaving.wait()
 
 
-def _all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
+def all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
     """In a ring: every rank passes on to the next what it hears from the one before. All is asked for at once, as it
     comes one after another."""
     rank, size = group.rank(), group.size()
@@ -125,7 +119,7 @@ def _all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: in
         work.wait()
 
 
-def _work_off(waiting: SimpleQueue[_Turn | None]) -> None:
+def _run_turns(waiting: SimpleQueue[_Turn | None]) -> None:
     while (turn := waiting.get()) is not None:
         turn.run()
         del turn  # its tensors and its group are the caller's to free

@@ -248,7 +248,13 @@ class ThreadCommunicator(Communicator):
         meeting, complete = self._group.attend(self.rank, call, part)
         if complete:
             parts = [meeting.parts[rank] for rank in range(self.size)]
-            _perform_in_stream_order(parts, perform)
+            devices = {one.output.device for one in parts}
+            for ready in (one.ready for one in parts if one.ready is not None):
+                for device in devices:
+                    torch.cuda.current_stream(device).wait_event(ready)
+            perform(parts)
+            for one in parts:
+                one.finished = _mark_stream(one.output.device)
             self._group.conclude(meeting)
         return _Attendance(self._group, self.rank, meeting)
 
@@ -258,17 +264,6 @@ def _mark_stream(device: torch.device) -> torch.cuda.Event | None:
         return None
     event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return event
-
-
-def _perform_in_stream_order(parts: list[_Part], perform: Callable[[list[_Part]], None]) -> None:
-    devices = {part.output.device for part in parts}
-    for part in parts:
-        if part.ready is not None:
-            for device in devices:
-                torch.cuda.current_stream(device).wait_event(part.ready)
-    perform(parts)
-    for part in parts:
-        part.finished = _mark_stream(part.output.device)
 
 
 def _all_to_all(parts: list[_Part]) -> None:

@@ -26,7 +26,7 @@ from typing_extensions import override
 from thinwire.comm.collectives import Pending, ReduceOp
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, RollCall
-from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise
+from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise, all_gather, all_to_all
 
 __all__ = ["GenerationCommunicator", "StoreRollCall", "TorchCommunicator", "connect", "group_timeout", "within"]
 
@@ -61,7 +61,9 @@ class StoreRollCall:
         except RuntimeError:
             complete = None
         if complete is None:
-            return self._without_store()
+            if self._host is None or self._host == self._rank:
+                return RollCall({}, (), "the job's store does not answer either, so no rank can be named")
+            return RollCall({}, (self._host,), "it serves the job's store, so the other ranks are unknown")
         absent = [rank for rank in range(self._size) if rank not in answers]
         return RollCall(answers, tuple(absent))
 
@@ -83,11 +85,6 @@ class StoreRollCall:
 
     def _present(self, kind: str, ranks: set[int]) -> set[int]:
         return {rank for rank in ranks if self._store.check([f"{kind}/{rank}"])}
-
-    def _without_store(self) -> RollCall:
-        if self._host is None or self._host == self._rank:
-            return RollCall({}, (), "the job's store does not answer either, so nobody can be named")
-        return RollCall({}, (self._host,), "it serves the job's store, so the other ranks are unknown")
 
 
 def within(seconds: float, ask: Callable[[], Result]) -> Result | None:
@@ -173,12 +170,12 @@ class TorchCommunicator(Communicator):
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         if self._takes_turns(input, input.nbytes // self.size):
-            return self._pairwise.start_all_to_all(output, input)
+            return self._pairwise.start(all_to_all, output, input)
         return _pending(output, dist.all_to_all_single(output, input, group=self._group, async_op=True))
 
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         if self._takes_turns(input, input.nbytes):
-            return self._pairwise.start_all_gather(output, input)
+            return self._pairwise.start(all_gather, output, input)
         return _pending(output, _all_gather(output, input, group=self._group, async_op=True))
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:

@@ -12,7 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.compress import kernels
-from thinwire.compress.kernels import buckets
+from thinwire.compress.kernels.buckets import AverageAndEncode
+from thinwire.compress.kernels.loading import execute, serves
 from thinwire.compress.packet import all_finite
 from thinwire.compress.packet_layout import (
     DEFAULT_BLOCK_SIZE,
@@ -21,7 +22,6 @@ from thinwire.compress.packet_layout import (
     codec_packet_bytes,
     scale_block,
 )
-from thinwire.zero import valid_in_shard
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "CastCodec", "Codec", "CodecName", "make_codec"]
 
@@ -141,13 +141,10 @@ class _BlockCodec(Codec):
     def average_and_encode(
         self, received: Tensor, residual: Tensor | None, average: Tensor, packets: Tensor, numel: int
     ) -> None:
-        if not buckets.serves(average.device, self.name):
+        if not serves(average.device, self.name):
             super().average_and_encode(received, residual, average, packets, numel)
             return
-        size = self.scale_block
-        buckets.average_and_encode(
-            self.name, received, residual=residual, lost=average, packets=packets, numel=numel, block_size=size
-        )
+        execute(AverageAndEncode(self.name, received, residual, average, packets, numel, self.scale_block))
 
     def all_finite(self, packets: Tensor) -> bool | Tensor:
         return all_finite(kernels.scales(self.name, packets, self.scale_block))
@@ -166,7 +163,7 @@ class _BlockCodec(Codec):
 
 def _within(vector: Tensor, numel: int) -> int:
     """Of `numel` elements from the vector's first one's place on, those that lie before its end."""
-    return valid_in_shard(numel, kernels.span(vector), 0)
+    return min(max(numel, 0), kernels.span(vector))
 
 
 class CastCodec(Codec):

@@ -369,7 +369,7 @@ def bring_headers(exchanges: Iterable[Exchange], others: Sequence[Tensor] = ()) 
     """
     away = [one for one in exchanges if one._device.type != "cpu" and one._headers]
     if not away:
-        return read_together(others)
+        return read_together(others) if others else []
     held = [headers.raw for exchange in away for headers in exchange._headers]
     together, *found = read_together([torch.cat(held), *others])
     brought = iter(torch.split(together, [len(one) for one in held]))

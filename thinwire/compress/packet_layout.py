@@ -41,6 +41,7 @@ VALUE_BYTES = {"bf16": 2, "fp16": 2, "none": 4}
 """Of the codecs that send values themselves."""
 
 
+@functools.cache
 def scale_block(codec: str, block_size: int) -> int:
     """Elements that share their scales where a codec is asked for blocks of `block_size`: that many; of int4 128, or 64
     where 128 does not divide them."""
@@ -81,6 +82,7 @@ def codec_packet_bytes(codec: CodecName, shard: int, block_size: int = DEFAULT_B
     return packet_bytes(codec, shard, scale_block(codec, block_size))
 
 
+@functools.cache
 def check_codec(codec: str) -> None:
     """Raise ValueError for a codec that has no kernels."""
     if codec not in CODE_BITS:

@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,37 +75,34 @@ class RandomStates:
             taken = f"state {name!r}" if name in self._states else f"seed {seed}"
             raise ValueError(f"{taken} was added already: two states alike would draw the same numbers; call reset()")
         self._seeds.add(seed)
-        before = _get_state()
-        _seed(seed)
-        self._states[name] = _get_state()
-        _set_state(before)
+        before = _random().get_rng_state()
+        _random().manual_seed(seed)
+        self._states[name] = _random().get_rng_state()
+        _random().set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
         """Draw from the state `name`. Raises KeyError for one that was not added."""
         if name not in self._states:
             raise KeyError(f"no state {name!r}: call model_parallel_cuda_manual_seed(seed), or add({name!r}, seed)")
-        before = _get_state()
-        _set_state(self._states[name])
+        before = _random().get_rng_state()
+        _random().set_rng_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _get_state()
-            _set_state(before)
+            self._states[name] = _random().get_rng_state()
+            _random().set_rng_state(before)
 
 
-@dataclass
 class _Process:
     """What configure() has set; `states`: those of the generators; `model_parallel_rank`: of the `mpu` given."""
 
-    states: RandomStates
-    configured: bool = False
-    checkpoint_in_cpu: bool = False
-    synchronize: bool = False
-    model_parallel_rank: int = 0
+    states = RandomStates()
+    configured = checkpoint_in_cpu = synchronize = False
+    model_parallel_rank = 0
 
 
-_process = _Process(RandomStates())
+_process = _Process()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +195,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the generator with `seed`, and begin the state that `get_cuda_rng_tracker().fork()` draws from with one that
     differs between the ranks of a model-parallel group."""
     _process.states.reset()
-    _seed(seed)
+    _random().manual_seed(seed)
     _process.states.add(_MODEL_PARALLEL, seed + 2718 + _process.model_parallel_rank)
 
 
@@ -249,19 +245,6 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _get_state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+def _random() -> Any:
+    """The module of the generator that dropout draws from: torch.cuda for the current GPU's, or torch."""
+    return torch.cuda if torch.cuda.is_available() else torch

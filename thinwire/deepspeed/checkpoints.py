@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from thinwire.deepspeed.files.model_files import looks_like_deepspeed
-from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST
 
 __all__ = ["clone_tensors_for_torch_save", "copy_universal", "get_model_ckpt_name_for_rank"]

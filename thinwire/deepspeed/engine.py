@@ -19,10 +19,10 @@ from thinwire.deepspeed.parameters.sharded import PREPARED
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.checkpoint.manifest import rank_file
 from thinwire.engine.data import ResumableLoader, make_loader, resized
-from thinwire.engine.errors import CallError
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints
-from thinwire.engine.job_reports import JobReports
+from thinwire.engine.optimizers import CallError
+from thinwire.engine.reports import JobReports
 from thinwire.zero.fsdp import free_gathered
 
 __all__ = ["DeepSpeedEngine", "TrainingEngine"]

@@ -4,6 +4,7 @@ its loss scale, and names of its that have nothing to say here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.config.models import OffloadConfig
 from thinwire.engine.loss_scale import DynamicLossScale, LossScale
-from thinwire.engine.optimizers import EngineOptimizer
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["LossScaleConfig", "why_foreign", "with_getters"]
 
@@ -51,32 +52,23 @@ def _offload(section: OffloadConfig) -> OffloadConfig | None:
     return None if section.device == "none" else section
 
 
-# Of the configuration as it is now: methods without arguments, and below them properties.
-_METHODS: Mapping[str, tuple[_Read, str]] = {
-    "train_batch_size": (lambda s: s.train_batch_size, "Samples of a step, over all ranks."),
-    "train_micro_batch_size_per_gpu": (
-        lambda s: s.train_micro_batch_size_per_gpu,
-        "Samples of one forward on one rank.",
-    ),
-    "gradient_accumulation_steps": (lambda s: s.gradient_accumulation_steps, "Micro-batches of a step."),
+# Of the configuration as it is now, where it stands or how it is made of it: methods without arguments, and properties.
+_METHODS: Mapping[str, tuple[str | _Read, str]] = {
+    "train_batch_size": ("train_batch_size", "Samples of a step, over all ranks."),
+    "train_micro_batch_size_per_gpu": ("train_micro_batch_size_per_gpu", "Samples of one forward on one rank."),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "Micro-batches of a step."),
     "get_batch_info": (
         lambda s: (s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps),
         "(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps), as numbers.",
     ),
-    "dataloader_drop_last": (
-        lambda s: s.dataloader_drop_last,
-        "Whether loaders leave out what does not fill a batch.",
-    ),
-    "gradient_clipping": (
-        lambda s: s.gradient_clipping,
-        "What the averaged gradient's norm is clipped to; 0 for no clipping.",
-    ),
+    "dataloader_drop_last": ("dataloader_drop_last", "Whether loaders leave out what does not fill a batch."),
+    "gradient_clipping": ("gradient_clipping", "What the averaged gradient's norm is clipped to; 0 for no clipping."),
     # Precision
-    "fp16_enabled": (lambda s: s.fp16.enabled, "Whether the model computes in fp16."),
-    "bfloat16_enabled": (lambda s: s.bf16.enabled, "Whether the model computes in bf16."),
+    "fp16_enabled": ("fp16.enabled", "Whether the model computes in fp16."),
+    "bfloat16_enabled": ("bf16.enabled", "Whether the model computes in bf16."),
     "amp_enabled": (lambda _: False, "Whether apex casts: never."),
     "loss_scale": (
-        lambda s: s.fp16.loss_scale,
+        "fp16.loss_scale",
         "fp16's loss scale in the configuration; 0 for a dynamic one: `optimizer.cur_scale` is what it is now.",
     ),
     "dynamic_loss_scale": (lambda s: s.fp16.loss_scale == 0, "Whether fp16's loss scale follows from overflows."),
@@ -86,14 +78,11 @@ _METHODS: Mapping[str, tuple[_Read, str]] = {
         lambda s: not s.prescale_gradients,
         "Whether gradients are divided by the ranks after they are summed, and not before.",
     ),
-    "gradient_predivide_factor": (
-        lambda s: s.gradient_predivide_factor,
-        "What gradients are divided by before they are summed.",
-    ),
+    "gradient_predivide_factor": ("gradient_predivide_factor", "What gradients are divided by before they are summed."),
     "sparse_gradients_enabled": (lambda _: False, "Whether embeddings' gradients leave as their rows: never."),
     # ZeRO
     "zero_optimization": (lambda s: s.zero_optimization.stage > 0, "Whether anything is sharded."),
-    "zero_optimization_stage": (lambda s: s.zero_optimization.stage, "0 to 3."),
+    "zero_optimization_stage": ("zero_optimization.stage", "0 to 3."),
     "zero_optimization_partition_gradients": (
         lambda s: s.zero_optimization.stage >= 2,
         "Whether gradients are sharded: from stage 2 on.",
@@ -103,13 +92,10 @@ _METHODS: Mapping[str, tuple[_Read, str]] = {
         "Whether parameters are sharded: at stage 3.",
     ),
     "zero_overlap_comm": (
-        lambda s: s.zero_optimization.overlap_comm,
+        "zero_optimization.overlap_comm",
         "Whether step() returns while new weights are on their way.",
     ),
-    "zero_reduce_bucket_size": (
-        lambda s: s.zero_optimization.reduce_bucket_size,
-        "Elements of gradients that leave together.",
-    ),
+    "zero_reduce_bucket_size": ("zero_optimization.reduce_bucket_size", "Elements of gradients that leave together."),
     "zero_offload_optimizer": (
         lambda s: _offload(s.zero_optimization.offload_optimizer),
         "The section of the optimizer's state between steps; None if it stays on the device.",
@@ -127,10 +113,10 @@ _METHODS: Mapping[str, tuple[_Read, str]] = {
         "Whether `save_16bit_model` writes whole weights at stage 3: always.",
     ),
     # Layer drop
-    "pld_enabled": (lambda s: s.progressive_layer_drop.enabled, "Whether layers are dropped while the model trains."),
+    "pld_enabled": ("progressive_layer_drop.enabled", "Whether layers are dropped while the model trains."),
     "pld_params": (_pld_params, "Layer drop's `theta` and `gamma`; False if it is off."),
-    "pld_theta": (lambda s: s.progressive_layer_drop.theta, "What layer drop's θ falls to."),
-    "pld_gamma": (lambda s: s.progressive_layer_drop.gamma, "How fast layer drop's θ falls."),
+    "pld_theta": ("progressive_layer_drop.theta", "What layer drop's θ falls to."),
+    "pld_gamma": ("progressive_layer_drop.gamma", "How fast layer drop's θ falls."),
     # Checkpoints and reports
     "checkpoint_tag_validation_enabled": (
         lambda s: s.checkpoint.tag_validation != "Ignore",
@@ -140,13 +126,13 @@ _METHODS: Mapping[str, tuple[_Read, str]] = {
         lambda s: s.checkpoint.tag_validation == "Fail",
         "Whether ranks that save under different tags are an error.",
     ),
-    "flops_profiler_enabled": (lambda s: s.flops_profiler.enabled, "Whether one step is profiled."),
-    "flops_profiler_profile_step": (lambda s: s.flops_profiler.profile_step, "The step that is."),
-    "steps_per_print": (lambda s: s.steps_per_print, "Steps between two lines of rank 0; None if it prints none."),
-    "wall_clock_breakdown": (lambda s: s.wall_clock_breakdown, "Whether a step's times are printed."),
-    "memory_breakdown": (lambda s: s.memory_breakdown, "Whether memory is printed."),
+    "flops_profiler_enabled": ("flops_profiler.enabled", "Whether one step is profiled."),
+    "flops_profiler_profile_step": ("flops_profiler.profile_step", "The step that is."),
+    "steps_per_print": ("steps_per_print", "Steps between two lines of rank 0; None if it prints none."),
+    "wall_clock_breakdown": ("wall_clock_breakdown", "Whether a step's times are printed."),
+    "memory_breakdown": ("memory_breakdown", "Whether memory is printed."),
 }
-_PROPERTIES: Mapping[str, tuple[_Read, str]] = {
+_PROPERTIES: Mapping[str, tuple[str | _Read, str]] = {
     "config": (lambda s: s.describe(), "The configuration with its defaults, by DeepSpeed's keys; a copy."),
     "communication_data_type": (
         _communication_data_type,
@@ -182,8 +168,9 @@ def with_getters(kind: type[_Engine]) -> type[_Engine]:
     return kind
 
 
-def _of_settings(read: _Read) -> Callable[[Any], Any]:
-    return lambda engine: read(engine.settings)
+def _of_settings(read: str | _Read) -> Callable[[Any], Any]:
+    of_settings = attrgetter(read) if isinstance(read, str) else read
+    return lambda engine: of_settings(engine.settings)
 
 
 def _method(name: str, read: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
@@ -234,7 +221,7 @@ class LossScaleConfig:
     def __init__(self, loss_scale: LossScale | None) -> None:
         self._loss_scale = loss_scale
 
-    def show_on(self, optimizer: EngineOptimizer) -> None:
+    def show_on(self, optimizer: SynchronizedOptimizer) -> None:
         """Have an engine's optimizer answer for its loss scale."""
         optimizer.loss_scale_config = optimizer.loss_scaler = self
         optimizer.dynamic_loss_scale = self.dynamic_loss_scale

@@ -26,8 +26,8 @@ from thinwire.engine.config.loading import read_json_object
 from thinwire.engine.config.models import FloatName
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.initialization import BAD_INPUT, ConfigSource, Given, build_engine, load_settings
-from thinwire.engine.optimizers import EngineOptimizer
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["add_config_arguments", "initialize", "initialize_as_deepspeed"]
 
@@ -52,7 +52,7 @@ def initialize(
     config_params: ConfigSource | None = None,
     *,
     comm: Communicator | None = None,
-) -> tuple[TrainingEngine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
+) -> tuple[TrainingEngine, SynchronizedOptimizer | None, ResumableLoader | None, LRScheduler | None]:
     """Build the engine that trains `model`; returns (engine, optimizer, data loader, schedule). Collective.
 
     Arguments come in DeepSpeed's order. Without an optimizer, here or in the configuration, the engine evaluates only.
@@ -81,7 +81,9 @@ def initialize(
     """
     comm = comm if comm is not None else communication.init()
     on_every_rank(comm, lambda: _check_foreign(distributed_port, mpu, mesh_param), "take its arguments", BAD_INPUT)
-    settings = load_settings(lambda: _source(args, config, config_params), comm)
+    path = getattr(args, "thinwire_config", None) or getattr(args, "deepspeed_config", None)
+    named = {"`config`": config, "`config_params`, its old name": config_params, "one on the command line": path}
+    settings = load_settings(lambda: _only(named, ""), comm)
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
     return build_engine(TrainingEngine, given, settings, comm)
 
@@ -111,7 +113,9 @@ def initialize_as_deepspeed(
     ZeRORuntimeException, a RuntimeError, for a torch optimizer over offloaded state where
     `zero_force_ds_cpu_optimizer` is true; and else what `thinwire.initialize` raises.
     """
-    config = _only_configuration(args, config, others.pop("config_params", None))
+    named = {"config": config, "config_params": others.pop("config_params", None)}
+    named |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
+    config = _only(named, ", or --deepspeed_config on the command line")
     if others.pop("mesh_param", None) is not None:
         raise NotOfferedError("thinwire has no sequence parallelism: leave mesh_param out")
     if others:
@@ -129,10 +133,8 @@ def initialize_as_deepspeed(
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
     comm = communication.init()
     settings = load_settings(lambda: config, comm)
-    tree = _tree(config)
-    _check_optimizer(settings, tree, optimizer)
-    _check_dtypes(settings, tree)
-    _check_buckets(settings, tree)
+    tree = config if isinstance(config, Mapping) else read_json_object(Path(config))
+    _refuse_as_deepspeed(settings, tree, optimizer)
     try:
         return build_engine(DeepSpeedEngine, given, settings, comm)
     except ValueError as error:
@@ -151,81 +153,53 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _only_configuration(args: Any, config: Any, params: Any) -> Any:
-    """The one that is given: as an argument, by an old argument, on the command line."""
-    named = {
-        "config": config,
-        "config_params": params,
-        **{f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")},
-    }
+def _only(named: Mapping[str, Any], how: str) -> Any:
+    """The one configuration that is given, of those that may be; `how` to give one."""
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1:
         raise ConfigError(f"there are two configurations, {' and '.join(given)}: remove one")
     if not given:
-        raise ConfigError(
-            "there is none: pass the path of a JSON file, or a dict, as config, or --deepspeed_config on the command "
-            "line"
-        )
+        raise ConfigError(f"there is none: pass the path of a JSON file, or a dict, as `config`{how}")
     return next(iter(given.values()))
 
 
-def _tree(config: Any) -> Mapping[str, Any]:
-    """A configuration as it was written."""
-    return config if isinstance(config, Mapping) else read_json_object(Path(config))
-
-
-def _check_optimizer(settings: EngineConfig, tree: Mapping[str, Any], optimizer: Any) -> None:
-    """Refuse a client's optimizer that `zero_allow_untested_optimizer` or `zero_force_ds_cpu_optimizer` rules out."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    _check_tested(optimizer, tree)
-    offloads = settings.zero_optimization.offload_optimizer.device == "cpu"
-    forced = tree.get("zero_force_ds_cpu_optimizer") is True
-    if offloads and forced and not isinstance(optimizer, DeepSpeedCPUAdam | FusedLion):
-        raise ZeRORuntimeException(
-            f'"zero_force_ds_cpu_optimizer" is true, and {type(optimizer).__name__} is not DeepSpeedCPUAdam: delete '
-            "the key, as offloaded state is stepped by torch's own optimizer here, or name the optimizer in the "
-            "configuration"
-        )
-
-
-def _check_buckets(settings: EngineConfig, tree: Mapping[str, Any]) -> None:
-    """Refuse an odd `allgather_bucket_size` at stages 1 and 2."""
-    zero = tree.get("zero_optimization")
-    size = zero.get("allgather_bucket_size") if isinstance(zero, Mapping) else None
-    if settings.zero_optimization.stage in (1, 2) and isinstance(size, int) and size % _ALIGNMENT:
-        raise DeepSpeedUsageError(
-            f'"zero_optimization.allgather_bucket_size" is {size}: allgather_bucket_size must be a multiple of '
-            f"nccl_start_alignment_factor, {_ALIGNMENT}. Delete the key: weights are gathered in the buckets of "
-            "reduce_bucket_size"
-        )
-
-
-def _check_dtypes(settings: EngineConfig, tree: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed has no optimizer for: at stage 0, sums in another dtype than the model computes in."""
-    section = tree.get("data_types")
-    given = section.get("grad_accum_dtype") if isinstance(section, Mapping) else None
+def _refuse_as_deepspeed(settings: EngineConfig, tree: Mapping[str, Any], optimizer: Any) -> None:
+    """Refuse what DeepSpeed does, of a configuration as it was written, and a client's optimizer beside it."""
+    section = tree.get("zero_optimization")
+    zero, stage = section if isinstance(section, Mapping) else {}, settings.zero_optimization.stage
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        allows = tree.get("zero_allow_untested_optimizer")
+        sharded = section.get("stage") if isinstance(section, Mapping) else section
+        is_tested = type(optimizer).__module__.startswith(_TESTED)
+        if not is_tested and isinstance(allows, int) and not allows and sharded:
+            raise DeepSpeedUsageError(
+                f'"zero_allow_untested_optimizer" is false, and {name} is none of torch\'s: delete the key where the '
+                "class steps every element by itself, as any elementwise optimizer can be sharded"
+            )
+        offloads = settings.zero_optimization.offload_optimizer.device == "cpu"
+        forced = tree.get("zero_force_ds_cpu_optimizer") is True
+        if offloads and forced and not isinstance(optimizer, DeepSpeedCPUAdam | FusedLion):
+            raise ZeRORuntimeException(
+                f'"zero_force_ds_cpu_optimizer" is true, and {name} is not DeepSpeedCPUAdam: delete the key, as '
+                "offloaded state is stepped by torch's own optimizer here, or name the optimizer in the configuration"
+            )
+    data_types = tree.get("data_types")
+    given = data_types.get("grad_accum_dtype") if isinstance(data_types, Mapping) else None
     wanted = _FLOAT_NAME.validate_python(given)
     model = "fp16" if settings.fp16.enabled else "bf16" if settings.bf16.enabled else "fp32"
-    if settings.zero_optimization.stage == 0 and wanted not in (None, model):
+    if stage == 0 and wanted not in (None, model):
         raise NotOfferedError(
             f'"data_types.grad_accum_dtype" is {wanted!r}, and the model computes in {model}: DeepSpeed has no '
             "optimizer for both at stage 0, and neither has its door here. Delete the key, use zero_optimization stage "
             "1, or thinwire.initialize, which adds up in fp32 at stage 0 too"
         )
-
-
-def _check_tested(optimizer: Any, tree: Mapping[str, Any]) -> None:
-    """Refuse what "zero_allow_untested_optimizer": false refuses: sharding a client's class that is not torch's."""
-    if type(optimizer).__module__.startswith(_TESTED):
-        return
-    zero = tree.get("zero_optimization")
-    sharded = zero.get("stage") if isinstance(zero, Mapping) else zero
-    allows = tree.get("zero_allow_untested_optimizer")
-    if isinstance(allows, int) and not allows and sharded:
+    size = zero.get("allgather_bucket_size")
+    if stage in (1, 2) and isinstance(size, int) and size % _ALIGNMENT:
         raise DeepSpeedUsageError(
-            f'"zero_allow_untested_optimizer" is false, and {type(optimizer).__name__} is none of torch\'s: delete the '
-            "key where the class steps every element by itself, as any elementwise optimizer can be sharded"
+            f'"zero_optimization.allgather_bucket_size" is {size}: allgather_bucket_size must be a multiple of '
+            f"nccl_start_alignment_factor, {_ALIGNMENT}. Delete the key: weights are gathered in the buckets of "
+            "reduce_bucket_size"
         )
 
 
@@ -239,20 +213,3 @@ def _check_foreign(port: object, mpu: object, mesh_param: object) -> None:
                 f"{name} asks for model, pipeline or sequence parallelism, and thinwire has data parallelism alone: "
                 "leave it out, or give the ranks that hold the same part of a model as `comm`, a Communicator's split()"
             )
-
-
-def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
-    if config is not None and config_params is not None:
-        raise ConfigError("there are two configurations: `config`, and `config_params`, its old name; remove one")
-    config = config if config is not None else config_params
-    on_command_line = [
-        (name, getattr(args, name, None)) for name in ("thinwire_config", "deepspeed_config") if hasattr(args, name)
-    ]
-    found = [path for _, path in on_command_line if path is not None]
-    if config is not None and found:
-        raise ConfigError(
-            "there are two configurations: initialize's `config`, and one on the command line; remove one"
-        )
-    if config is None and not found:
-        raise ConfigError("there is none: pass the path of a JSON file, or a dict, as `config`")
-    return config if config is not None else found[0]

@@ -10,8 +10,8 @@ from torch import nn
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine.config.models import EngineConfig, MonitorConfig, WandbConfig
-from thinwire.engine.monitoring.flops_profiler import FlopsProfiler
-from thinwire.engine.monitoring.monitor import Monitor, log_folder
+from thinwire.engine.flops_profiler import FlopsProfiler
+from thinwire.engine.monitor import Monitor, log_folder
 
 __all__ = [
     "CSV_MONITOR_ENABLED_DEFAULT",

@@ -86,7 +86,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "reduce_scatter_tensor scatter send",
     },
     "git_version_info": {
-        ".operations": "compatible_ops git_branch git_hash installed_ops torch_info",
+        ".devices": "compatible_ops git_branch git_hash installed_ops torch_info",
         "thinwire.version": "version=__version__",
     },
     "moe": {".moe.layer": "MoE"},
@@ -102,16 +102,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "monitor.monitor": {".monitor.comet": "CometMonitor", ".monitors": _MONITORS, "thinwire.engine": "Monitor"},
     "monitor.tensorboard": {".monitors": "TensorBoardMonitor"},
     "monitor.wandb": {".monitors": "WandbMonitor"},
-    "ops": {".operations": "__compatible_ops__=compatible_ops"},
+    "ops": {".devices": "__compatible_ops__=compatible_ops"},
     "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
     "ops.adam": {".optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {".optimizers": "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {".optimizers": "FusedAdam"},
-    "ops.aio": {".operations": "AsyncIOBuilder"},
+    "ops.aio": {".devices": "AsyncIOBuilder"},
     "ops.lamb": {"thinwire.optim": "FusedLamb=Lamb"},
     "ops.lion": {".optimizers": "DeepSpeedCPULion=FusedLion FusedLion"},
     "ops.op_builder": {
-        ".operations": "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder FusedLambBuilder OpBuilder SparseAttnBuilder"
+        ".devices": "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder FusedLambBuilder OpBuilder SparseAttnBuilder"
     },
     "ops.sparse_attention": {
         ".ops.sparse_attention.sparsity_config": _LAYOUTS,

@@ -16,11 +16,7 @@ from thinwire.sparse_attn.hugging_face.sparsify import (
     update_tokenizer_model_max_length,
 )
 from thinwire.sparse_attn.layouts.made import SparsityConfig, layout_of
-from thinwire.sparse_attn.layouts.named import (
-    Custom,
-    Layout,
-    LocalSlidingWindow,
-)
+from thinwire.sparse_attn.layouts.named import Custom, Layout, LocalSlidingWindow
 from thinwire.sparse_attn.modules import MaskMode, mask_by_mode
 from thinwire.sparse_attn.packed import MODES, block_sparse_matmul, block_sparse_softmax
 
@@ -33,11 +29,7 @@ class LocalSlidingWindowSparsityConfig(LocalSlidingWindow):
     """`LocalSlidingWindow` with DeepSpeed's order of arguments, in which no `different_layout_per_head` stands."""
 
     def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        num_sliding_window_blocks: int = 3,
-        attention: Any = "unidirectional",
+        self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: Any = "unidirectional"
     ) -> None:
         super().__init__(num_heads, block, num_sliding_window_blocks=num_sliding_window_blocks, attention=attention)
 

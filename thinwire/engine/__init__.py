@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from thinwire.engine.config import ConfigError, EngineConfig, load_config
     from thinwire.engine.data import RepeatingLoader, ResumableLoader
     from thinwire.engine.engine import Engine
-    from thinwire.engine.errors import CallError, NonFiniteError
-    from thinwire.engine.monitoring.flops_profiler import FlopsProfiler, get_model_profile
-    from thinwire.engine.monitoring.monitor import Monitor
+    from thinwire.engine.flops_profiler import FlopsProfiler, get_model_profile
+    from thinwire.engine.loss_scale import NonFiniteError
+    from thinwire.engine.monitor import Monitor
+    from thinwire.engine.optimizers import CallError
     from thinwire.engine.schedules import (
         LRRangeTest,
         OneCycle,
@@ -56,9 +57,10 @@ else:
             "config": ("ConfigError", "EngineConfig", "load_config"),
             "data": ("RepeatingLoader", "ResumableLoader"),
             "engine": ("Engine",),
-            "errors": ("CallError", "NonFiniteError"),
-            "monitoring.flops_profiler": ("FlopsProfiler", "get_model_profile"),
-            "monitoring.monitor": ("Monitor",),
+            "flops_profiler": ("FlopsProfiler", "get_model_profile"),
+            "loss_scale": ("NonFiniteError",),
+            "monitor": ("Monitor",),
+            "optimizers": ("CallError",),
             "schedules": ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_schedule"),
         },
     )

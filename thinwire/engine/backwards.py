@@ -14,9 +14,9 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.errors import name_ranks
-from thinwire.engine.errors import CallError, NonFiniteError
 from thinwire.engine.job import Job
-from thinwire.engine.optimizers import check_trains
+from thinwire.engine.loss_scale import NonFiniteError
+from thinwire.engine.optimizers import CallError, check_trains
 
 __all__ = ["Accumulation", "StepBackwards", "StepLosses"]
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from thinwire.engine.backwards import StepBackwards
 from thinwire.engine.data import warn_of_another_size
-from thinwire.engine.errors import NonFiniteError
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
-from thinwire.engine.job_reports import JobReports, StepSummary
-from thinwire.engine.loss_scale import LossScale
+from thinwire.engine.loss_scale import LossScale, NonFiniteError
 from thinwire.engine.optimizers import NoOptimizer, check_trains, steps_alone
+from thinwire.engine.reports import JobReports, StepSummary
 from thinwire.zero.fsdp import Preparation
 
 __all__ = ["Engine"]
@@ -69,7 +68,7 @@ class Engine:
         self._layer_drop = job.layer_drop
         self._checkpoints = checkpoints
         self._reports = reports
-        self._timers = reports.timers
+        self._span = reports.span
         self.monitor = reports.monitor
         self.flops_profiler = reports.flops_profiler
         self._backwards = StepBackwards(job)
@@ -85,7 +84,7 @@ class Engine:
         if self._module.training and not self._accumulation.inside_no_sync and not self._seen_batch:
             warn_of_another_size((args, kwargs), self.settings.train_micro_batch_size_per_gpu, self.comm.rank)
             self._seen_batch = True
-        with self._timers("forward"):
+        with self._span("forward"):
             args, kwargs = self._precision.place((args, kwargs), self.device)
             if self._layer_drop is not None and self._module.training:
                 kwargs = {**kwargs, **self._layer_drop.begin_step(self.global_steps)}
@@ -111,7 +110,7 @@ class Engine:
         """
         parts = self.settings.gradient_accumulation_steps if scale_wrt_gas else None
         start = self._backwards.begin(loss, parts, retain_graph)
-        with self._timers("backward"):
+        with self._span("backward"):
             loss.backward(start, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self._optimizer.end_backward()
         self._accumulation.end_backward()
@@ -359,7 +358,7 @@ class Engine:
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> NonFiniteError | None:
         """Move the weights; what went wrong where the optimizer has ended the step and training cannot just go on."""
-        with self._timers("step"):
+        with self._span("step"):
             self._optimizer.step()
             self._optimizer.zero_grad()
             self._module.zero_grad()  # parameters that no optimizer holds
@@ -374,7 +373,10 @@ class Engine:
         self.skipped_steps += not outcome.applied
         if self.lr_scheduler is not None and (outcome.applied or alone):  # else a worker's rate would fall behind
             self.lr_scheduler.step(**lr_kwargs)
-        self._reports.report(self._summary(), self._losses)
+        done = self.global_steps, self.global_samples, self.skipped_steps
+        scale = None if self.loss_scaler is None else self.loss_scaler.value
+        summary = StepSummary(*done, self.settings.train_batch_size, self.get_lr(), self._grad_norm, scale)
+        self._reports.report(summary, self._losses)
         if self.loss_scaler is None:
             stops = outcome.overflow and not alone
             return self._losses.not_finite(self.comm, self.global_steps) if stops else None
@@ -385,8 +387,3 @@ class Engine:
         except NonFiniteError as failure:
             return failure
         return None
-
-    def _summary(self) -> StepSummary:
-        done = self.global_steps, self.global_samples, self.skipped_steps
-        scale = None if self.loss_scaler is None else self.loss_scaler.value
-        return StepSummary(*done, self.settings.train_batch_size, self.get_lr(), self._grad_norm, scale)

@@ -25,14 +25,15 @@ from thinwire.engine.data import ResumableLoader, make_loader
 from thinwire.engine.engine import Engine
 from thinwire.engine.job import Job, agree_on_config, agree_on_model
 from thinwire.engine.job_checkpoints import JobCheckpoints, ModelNames
-from thinwire.engine.job_reports import JobReports
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
-from thinwire.engine.optimizers import EngineOptimizer, NoOptimizer, build_optimizer, shard_for_evaluation, steps_alone
+from thinwire.engine.optimizers import NoOptimizer, build_optimizer, shard_for_evaluation, steps_alone
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
+from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
 from thinwire.zero.fsdp import Preparation
 from thinwire.zero.rank_checks import broadcast_from_rank_0
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["BAD_INPUT", "AnyEngine", "ConfigSource", "Given", "build_engine", "load_settings"]
 
@@ -56,7 +57,7 @@ class Given:
 
 def build_engine(
     kind: type[AnyEngine], given: Given, settings: EngineConfig, comm: Communicator
-) -> tuple[AnyEngine, EngineOptimizer | None, ResumableLoader | None, LRScheduler | None]:
+) -> tuple[AnyEngine, SynchronizedOptimizer | None, ResumableLoader | None, LRScheduler | None]:
     """Return (an engine of class `kind`, optimizer, data loader, schedule). Collective.
 
     Raises ValueError or TypeError, on every rank, for what cannot work.
@@ -127,7 +128,7 @@ def _build_steps(
     settings: EngineConfig,
     precision: Precision,
     prepared: Preparation,
-) -> tuple[EngineOptimizer | NoOptimizer, LRScheduler | None]:
+) -> tuple[SynchronizedOptimizer | NoOptimizer, LRScheduler | None]:
     """What moves the weights, and the schedule that steers it, if there is one."""
     if recipe is None:
         return NoOptimizer(shard_for_evaluation(model, comm, device, settings, precision, prepared)), None
@@ -187,7 +188,7 @@ def _plug_in(
 
 
 def _watch_for_unused(
-    model: nn.Module, optimizer: EngineOptimizer, settings: EngineConfig, comm: Communicator, undo: ExitStack
+    model: nn.Module, optimizer: SynchronizedOptimizer, settings: EngineConfig, comm: Communicator, undo: ExitStack
 ) -> None:
     if not settings.zero_optimization.ignore_unused_parameters:
         used = UsedParameters(model, comm)

@@ -18,7 +18,8 @@ from thinwire.engine.config.errors import dotted
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.loss_scale import LossScale
 from thinwire.engine.model import LayerDropping, Precision
-from thinwire.engine.optimizers import EngineOptimizer, NoOptimizer
+from thinwire.engine.optimizers import NoOptimizer
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["Job", "agree_on_config", "agree_on_model"]
 
@@ -32,7 +33,7 @@ class Job:
     """
 
     model: nn.Module
-    optimizer: EngineOptimizer | NoOptimizer
+    optimizer: SynchronizedOptimizer | NoOptimizer
     schedule: LRScheduler | None
     loader: ResumableLoader | None
     loss_scale: LossScale | None

@@ -32,8 +32,14 @@ from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.engine.checkpoint.store import one_tag
 from thinwire.engine.job import Job
 from thinwire.engine.optimizers import steps_alone
-from thinwire.engine.saved_job import KeptWeights, ModelNames, SavedJob, fault_of_saved_job
-from thinwire.engine.schedules import load_schedule_state, schedule_state
+from thinwire.engine.saved_job import (
+    KeptWeights,
+    ModelNames,
+    SavedJob,
+    fault_of_saved_job,
+    load_schedule_state,
+    schedule_state,
+)
 from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.fsdp import fill, local_run, whole
 

@@ -9,11 +9,14 @@ from typing import Any, Protocol
 import torch
 
 from thinwire.engine.config.models import Fp16Config
-from thinwire.engine.errors import NonFiniteError
 
-__all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "make_loss_scale"]
+__all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "NonFiniteError", "make_loss_scale"]
 
 _MANY = 20
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or a gradient is not finite, and no smaller loss scale can help. Raised on every rank; nothing moved."""
 
 
 class LossScale(Protocol):

@@ -18,7 +18,6 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.launchers import detect
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import ZeroConfig
-from thinwire.engine.errors import CallError
 from thinwire.engine.model import Precision
 from thinwire.engine.recipe import LocalUpdates, Recipe
 from thinwire.optim import DiLoCo
@@ -34,7 +33,7 @@ from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = [
-    "EngineOptimizer",
+    "CallError",
     "NoOptimizer",
     "build_optimizer",
     "check_trains",
@@ -85,9 +84,6 @@ def _lack(backend: Named, comm: Communicator, device: torch.device) -> str | Non
     return None
 
 
-EngineOptimizer = SynchronizedOptimizer | FullyShardedOptimizer
-"""The optimizer that an engine steps: one surface, whatever the ZeRO stage."""
-
 _BYTES_OF_FP32 = 4
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -101,7 +97,7 @@ def build_optimizer(
     config: EngineConfig,
     precision: Precision,
     prepared: stage3.Preparation,
-) -> EngineOptimizer:
+) -> SynchronizedOptimizer:
     """The recipe's optimizer, sharded as `config` says; at stage 3 the model with it, in place. Collective.
 
     Raises ValueError or TypeError, on every rank, for what cannot be sharded.
@@ -288,6 +284,11 @@ def _names(groups: list[dict[str, Any]], model: nn.Module) -> list[list[str]]:
     if foreign:
         raise ValueError(f"{foreign} of the optimizer's parameters are not in the model: pass the model's own")
     return [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+class CallError(RuntimeError, AssertionError):
+    """A call that cannot come here, as step() before backward(). An AssertionError too, as scripts written for
+    other engines catch. Nothing has changed."""
 
 
 class NoOptimizer:

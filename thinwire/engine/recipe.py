@@ -19,8 +19,7 @@ from thinwire.engine.schedules import build_schedule
 from thinwire.optim import registry
 from thinwire.optim.exact import EXACT, mark_matrices
 from thinwire.optim.registry import OptimizerEntry
-from thinwire.zero import uncorrected_adam
-from thinwire.zero.optimizer import OptimizerClass
+from thinwire.zero.optimizer import UNCORRECTED, OptimizerClass
 
 __all__ = [
     "GivenOptimizer",
@@ -100,8 +99,8 @@ def _uncompressed(section: OptimizerConfig, model: nn.Module) -> tuple[Optimizer
     options = dict(section.params)
     if section.type == "Muon":
         mark_matrices(model.named_parameters())
-    if section.type in uncorrected_adam.__all__ and not options.pop("bias_correction", True):
-        return getattr(uncorrected_adam, section.type), options
+    if section.type in UNCORRECTED and not options.pop("bias_correction", True):
+        return UNCORRECTED[section.type], options
     return uncompressed_class(section.type), options
 
 

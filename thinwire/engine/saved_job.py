@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from thinwire.engine.checkpoint import ModelDescription
@@ -20,7 +21,7 @@ from thinwire.engine.model import Precision
 from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.saved_state import OwnSlices
 
-__all__ = ["KeptWeights", "ModelNames", "SavedJob", "fault_of_saved_job"]
+__all__ = ["KeptWeights", "ModelNames", "SavedJob", "fault_of_saved_job", "load_schedule_state", "schedule_state"]
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -280,3 +281,37 @@ class KeptWeights(SliceSource):
     @override
     def read_rank(self, key: str, rank: int) -> Tensor:
         return self._found.read_rank(key, rank)
+
+
+def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
+    """The part of `schedule.state_dict()` that JSON keeps as it is; the rest follows from how it was built."""
+    return dict(_kept(schedule.state_dict()))
+
+
+def load_schedule_state(schedule: LRScheduler, state: dict[str, Any]) -> None:
+    """Continue from `schedule_state`, the optimizer's rates included: some of torch's schedules start from those.
+
+    What `state` lacks stays as it is; with nothing in it, only the optimizer's rates are the schedule's again.
+    """
+    schedule.load_state_dict({**schedule.state_dict(), **state})
+    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def _kept(value: Any) -> Any:
+    """`value` without the entries of dicts, however deep, that JSON would change."""
+    if isinstance(value, dict):
+        return {name: _kept(one) for name, one in value.items() if isinstance(name, str) and _holds_something(one)}
+    return [_kept(one) for one in value] if isinstance(value, list) else value
+
+
+def _holds_something(value: Any) -> bool:
+    """Whether JSON keeps `value`, or entries of the dicts in it."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) for name in value)
+    if isinstance(value, list):
+        return all(_holds_something(one) for one in value)
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False

@@ -13,12 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine import CheckpointError, Engine, EngineConfig
-from thinwire.engine.checkpoint import store
 from thinwire.engine.recipe import GivenSchedule
 from thinwire.hugging_face.acceleration import check_engine_arguments, never_wrap_models, refuse_clipping_by_value
 from thinwire.hugging_face.filled_config import TrainerConfig
@@ -33,8 +31,6 @@ __all__ = [
     "EngineTraining",
     "ThinwireConfig",
     "adapt_accelerator_to_engine",
-    "load_optimizer",
-    "save_optimizer",
 ]
 
 
@@ -46,23 +42,6 @@ NOTHING_TO_GO_ON_FROM = (
     "its weights with from_pretrained(), and train without resume_from_checkpoint"
 )
 """What to do where it is missing."""
-
-
-def save_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLike[str]) -> None:
-    """Save weights, state and every rank's residuals to `checkpoint`/thinwire. Collective.
-
-    Raises CheckpointError, on every rank, where it could not be written, as on a full disk.
-    """
-    store.save_optimizer(optimizer, checkpoint, TAG)
-
-
-def load_optimizer(optimizer: SynchronizedOptimizer, checkpoint: str | os.PathLike[str]) -> None:
-    """Load what `save_optimizer` wrote, on any number of ranks. Collective.
-
-    Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
-    optimizer's.
-    """
-    store.load_optimizer(optimizer, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)
 
 
 ThinwireConfig = str | os.PathLike[str] | Mapping[str, Any]
@@ -166,13 +145,6 @@ class EngineTraining:
         norm = self.running.get_global_grad_norm()
         return math.nan if norm is None else norm
 
-    @property
-    def schedule(self) -> LRScheduler:
-        """What steers the learning rates: the configuration's, or the Trainer's."""
-        schedule = self.running.lr_scheduler
-        assert schedule is not None, "a Trainer always has one"
-        return schedule
-
     def backward(self, loss: Tensor, last: bool) -> None:
         """Take one micro-batch's share of the step's loss; `last`: of this step, which `Engine.step` then ends."""
         engine = self.running
@@ -203,41 +175,30 @@ class EngineTraining:
 
 def adapt_accelerator_to_engine(accelerator: Accelerator, training: EngineTraining) -> None:
     """Replace what an accelerator does with models and gradients."""
-    plug = _Plug(accelerator, training)
-    # Precision is the engine's.
-    accelerator.native_amp = False
-    accelerator.scaler = None
-    never_wrap_models(accelerator)
-    accelerator.backward = plug.backward
-    accelerator.no_sync = lambda model: nullcontext()
-    accelerator.clip_grad_norm_ = plug.clip_grad_norm_
-    accelerator.clip_grad_value_ = refuse_clipping_by_value
 
+    def backward(loss: Tensor) -> None:
+        # The Trainer has divided the loss, and says whether it is the step's last.
+        training.backward(loss, last=accelerator.sync_gradients)
 
-class _Plug:
-    """The methods that take the place of an accelerator's own."""
-
-    def __init__(self, accelerator: Accelerator, training: EngineTraining) -> None:
-        self._accelerator = accelerator
-        self._training = training
-
-    def backward(self, loss: Tensor) -> None:
-        """One micro-batch's; the Trainer has divided its loss, and says whether it is the step's last."""
-        self._training.backward(loss, last=self._accelerator.sync_gradients)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Leave it to the engine, whose step clips the averaged gradient; NaN, as the norm is not known yet.
-
-        Raises ValueError for another norm than the configuration's.
-        """
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Leave it to the engine, whose step clips the averaged gradient; NaN, as the norm is not known yet."""
         del parameters
-        clipping = self._training.running.settings.gradient_clipping
+        clipping = training.running.settings.gradient_clipping
         if (max_norm != math.inf and max_norm != clipping) or norm_type != 2:
             raise ValueError(
                 f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called, and the engine clips the "
                 f'averaged gradient to a 2-norm of {clipping}: set "gradient_clipping" and max_grad_norm'
             )
         return torch.tensor(math.nan)
+
+    # Precision is the engine's.
+    accelerator.native_amp = False
+    accelerator.scaler = None
+    never_wrap_models(accelerator)
+    accelerator.backward = backward
+    accelerator.no_sync = lambda model: nullcontext()
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_value_ = refuse_clipping_by_value
 
 
 class EngineStep(AcceleratedOptimizer):  # type: ignore[misc]
@@ -276,7 +237,7 @@ class EngineSchedule:
     """What a Trainer takes for its schedule, which the engine steps. Other attributes are the schedule's own."""
 
     def __init__(self, training: EngineTraining) -> None:
-        self._schedule = training.schedule
+        self._schedule = training.running.lr_scheduler
 
     def step(self) -> None:
         """Nothing: the engine has stepped it."""

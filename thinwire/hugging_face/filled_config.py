@@ -196,7 +196,7 @@ class _Filling:
         found = section.get(key)
         if _is_open(found):
             section[key] = value
-        elif compare and _plain(found) != _plain(value):
+        elif compare and (list(found) if isinstance(found, tuple) else found) != value:
             self.problems.append(
                 f'"{path}" is {shown(found)}, and {argument} of TrainingArguments {shown(value)}: give both the same, '
                 'or leave it to them with "auto"'
@@ -259,7 +259,3 @@ def _is_auto(value: Any) -> bool:
 
 def _is_open(value: Any) -> bool:
     return value is None or _is_auto(value)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

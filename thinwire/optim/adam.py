@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire.compress.kernels.adam import AdamFactors, adam_step
+from thinwire.compress.kernels.adam import AdamFactors, AdamStep
+from thinwire.compress.kernels.loading import execute_adam_step
 from thinwire.optim.algorithm import AdamSettings, Agreement, Algorithm, Clock, Form, Keep, Members
 from thinwire.optim.freeze_rule import make_freeze_rule
 from thinwire.optim.optimizer import CompressedOptimizer
@@ -50,7 +51,7 @@ def warmup_step(
         decay=1 - settings.lr * settings.weight_decay,
         rate=settings.lr / settings.first_correction(step),
     )
-    adam_step(factors, gradients=gradients, momenta=momenta, variances=variances, weights=weights)
+    execute_adam_step(AdamStep(factors, gradients=gradients, momenta=momenta, variances=variances, weights=weights))
 
 
 def track_moments(
@@ -63,7 +64,9 @@ def track_moments(
 ) -> None:
     """m and v of `warmup_step`, in place, and √v̂ + ε into `denominators`, which may be the gradients."""
     factors = _factors(settings, step)
-    adam_step(factors, gradients=gradients, momenta=momenta, variances=variances, denominators=denominators)
+    execute_adam_step(
+        AdamStep(factors, gradients=gradients, momenta=momenta, variances=variances, denominators=denominators)
+    )
 
 
 def track_variances(
@@ -76,7 +79,9 @@ def track_variances(
     """v ← β₂ v + (1 - β₂) g², in place, and what the frozen stage divides by at `step` into `denominators`, if there
     are any: see `to_denominators`."""
     factors = replace(_factors(settings, step), holds_zero=True)
-    adam_step(factors, gradients=gradients, momenta=None, variances=variances, denominators=denominators)
+    execute_adam_step(
+        AdamStep(factors, gradients=gradients, momenta=None, variances=variances, denominators=denominators)
+    )
 
 
 def frozen_update(
@@ -93,14 +98,14 @@ def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) 
     A coordinate whose gradient was always 0 would otherwise move by ± scale / ε at every step.
     """
     factors = replace(_factors(settings, step), holds_zero=True)
-    adam_step(factors, gradients=None, momenta=None, variances=variances, denominators=variances)
+    execute_adam_step(AdamStep(factors, gradients=None, momenta=None, variances=variances, denominators=variances))
 
 
 def roots(variances: list[Tensor], settings: AdamSettings, step: int) -> list[Tensor]:
     """√v̂ of each, new: rounded as all of a step is, where torch.sqrt is up to one unit in the last place off."""
     factors = replace(_factors(settings, step), eps=0.0)
     found = [torch.empty_like(variance) for variance in variances]
-    adam_step(factors, gradients=None, momenta=None, variances=variances, denominators=found)
+    execute_adam_step(AdamStep(factors, gradients=None, momenta=None, variances=variances, denominators=found))
     return found
 
 

@@ -27,9 +27,10 @@ __all__ = ["AlgorithmBucket", "place_of"]
 class AlgorithmBucket:
     """A flat run of parameters with an algorithm's state, and the transport of their gradients.
 
-    `state`: by name; those that every rank holds are [padded_numel], as the exchange pads. `send`: what the step under
-    way sends. `zero_variance`: the `held_coordinates` of [padded_numel], which stay where they are; None where there
-    are none. `stayed`: whether this step sent nothing, since every parameter was left out.
+    `state`: by name; those that every rank holds are [padded_numel], as the exchange pads. `send`: what the step in
+    flight sends. `zero_variance`: the `held_coordinates` of [padded_numel], which do not move; None if there are none.
+    `sent`: what this step's payload went through; None before, and if nothing was sent. `stayed`: whether nothing was,
+    since every parameter was left out.
 
     Args:
         new_state: makes a state by name: zeros on the parameters' device.
@@ -56,6 +57,7 @@ class AlgorithmBucket:
         self.index = index
         self.layout = layout
         self.zero_variance: Tensor | None = None
+        self.sent: Exchange | None = None
         self.stayed = False
         self._has_average = False
         self._rewritten = False
@@ -74,17 +76,11 @@ class AlgorithmBucket:
         self._held = HeldGradients(layout)
         self._exact: Exchange | None = None
         self._compressed: Exchange | None = None
-        self.begin()
+        self.state = {name: new_state(name, layout) for name in algorithm.state}
+        if (denominators := algorithm.form.denominators) in self.state:
+            self.state[denominators][: layout.numel].fill_(math.inf)
 
     # State
-
-    def begin(self) -> None:
-        """Have the state that the algorithm begins with, and no residuals."""
-        self.state = {name: self._new_state(name, self.layout) for name in self._algorithm.state}
-        if (denominators := self._algorithm.form.denominators) in self.state:
-            self.state[denominators][: self.layout.numel].fill_(math.inf)
-        self._exact = self._compressed = None
-        self.zero_variance = None
 
     def rename_state(self) -> None:
         """Have the frozen stage's state, in the memory of the warmup's where the algorithm says so."""
@@ -173,6 +169,8 @@ class AlgorithmBucket:
         self.send = send
         if send is not Send.EXACT or self._shards_state:  # which keeps no payload between steps
             self._exact = None
+        # Whether leg 1 takes gradients as they are, held until then.
+        self._holds_gradients = self.exchange.takes_gradients if send is Send.EXACT else self._local is None
 
     # What a backward does
 
@@ -180,21 +178,15 @@ class AlgorithmBucket:
         """Leave the gradient in `.grad`, where further backwards add to it."""
 
     def take(self, slot: Slot, parameter: Tensor) -> None:
-        """Write what a parameter contributes into the payload."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._take(slot, parameter)
-        else:  # as in most backwards: to enter no_grad costs more than to hold a gradient
-            self._take(slot, parameter)
-
-    def _take(self, slot: Slot, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        """Hold a parameter's gradient until leg 1, or write what it contributes into the payload."""
+        gradient = parameter.grad
+        assert gradient is not None
         if self._step.sketch is not None:
-            self._step.sketch.add(parameter.grad.reshape(-1), slot.parameter)
+            self._step.sketch.add(gradient, slot.parameter)
         if self._holds_gradients:
-            self._held.take(slot, parameter.grad)
+            self._held.gradients[slot.parameter] = gradient.contiguous()
         else:
-            self._write_payload(slot, parameter.grad.reshape(-1))
+            self._write_payload(slot, gradient.reshape(-1))
         if self._step.frees_gradients:
             parameter.grad = None
 
@@ -215,50 +207,46 @@ class AlgorithmBucket:
             flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
             if self._step.unplaced():
                 flags |= Flags.UNPLACED
-            self.exchange.start(self._step.number, flags, self._step.settings, self._encoder())
-            self._held.release()
+            self.sent = exchange = self.exchange
+            exchange.start(self._step.number, flags, self._step.settings, self._encoder(exchange))
+            self._held.gradients = {}
 
     def advance(self) -> None:
         """Average what leg 1 brought, clip it, and start leg 2; nothing in a local step."""
-        if self.send is Send.LOCAL:
-            return
         clip = self._step.clip
-        if self.send is Send.EXACT or not may_clip(clip):
-            self.exchange.advance()
+        if self.sent is None:
             return
-        self.exchange.scale_step(clip)
-        kept = self._payload_of_zeros()[self.exchange.owner_place]
+        if self.send is Send.EXACT or not may_clip(clip):
+            self.sent.advance()
+            return
+        self.sent.scale_step(clip)
+        kept = self._payload_of_zeros()[self.sent.owner_place]
 
         def adjust(average: Tensor, place: slice) -> None:
             torch.lerp(kept[place], average, clip, out=average)
 
-        self.exchange.advance(adjust)
+        self.sent.advance(adjust)
 
     def wait(self) -> None:
         """Wait for leg 2; nothing in a local step."""
-        if self.send is not Send.LOCAL:
-            self.exchange.wait()
+        if self.sent is not None:
+            self.sent.wait()
 
     def end_step(self) -> None:
         """Forget what this step brought, and was not applied."""
+        self.sent = None
         self.stayed = self._has_average = self._rewritten = False
-        self._held.release()
+        self._held.gradients = {}
         self._incomplete = False
         if self._compressed is not None:
             self._compressed.revert()
 
     # What a step does
 
-    @property
-    def sent(self) -> Exchange | None:
-        """What this step's payload went through; None where nothing was sent."""
-        return None if self.stayed or self.send is Send.LOCAL else self.exchange
-
-    def outcome(self) -> Outcome | None:
-        """What the headers said, the same on every rank; None where nothing was sent."""
-        if self.sent is None:
-            return None
-        outcome = self.exchange.outcome()
+    def outcome(self) -> Outcome:
+        """What the headers of `sent` said, the same on every rank."""
+        assert self.sent is not None
+        outcome = self.sent.outcome()
         return replace(outcome, finite=bool(self.own_is_finite())) if self._rewritten else outcome
 
     def average(self) -> Tensor | None:
@@ -298,33 +286,39 @@ class AlgorithmBucket:
             zero_held(output, self.zero_variance, slice(0, output.numel()))
             self.exchange.hold_zero(self.zero_variance)
 
-    def receive_and_move(self, weights: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+    def receive_and_move(self, weights: Sequence[Tensor | None], replicas: Sequence[Tensor | None]) -> None:
         """Do in a COMPRESSED step what the algorithm's form says, in one pass over memory if kernels read the codec.
 
-        `weights`: of each slot, fp32, and the replica that is rounded from it, where there are any.
+        `weights`: of each slot, fp32, and the `replicas` that are rounded from them, None for those that have none.
         """
-        exchange: Exchange | None = self.exchange
-        assert exchange is not None
-        holds = self.zero_variance is not None
-        if self.stayed or not exchange.codec.has_kernels:
+        exchange, holds = self.sent, self.zero_variance is not None
+        if exchange is None or not exchange.codec.has_kernels:
             self.receive()
             exchange = None
         else:
             exchange.commit()
-        self._held.move(exchange, self._algorithm.form, self.state, holds, weights, self.rates(self._clock))
+        form, rates = self._algorithm.form, self.rates(self._clock)
+        self._held.move(exchange, form, self.state, holds, weights, replicas, *rates)
         if exchange is not None and self.zero_variance is not None:
             exchange.hold_zero(self.zero_variance)
 
-    def rates(self, clock: Clock) -> list[tuple[float, float]]:
+    def rates(self, clock: Clock) -> tuple[list[float], list[float]]:
         """By what each slot's weights move when a COMPRESSED step is counted on `clock`, and what decay leaves of
         them."""
-        return [self._algorithm.rates(number, settings, clock) for number, settings in self._settings()]
+        rates, decays = [], []
+        for slot, settings in zip(self.layout.slots, self._settings(), strict=True):
+            rate, decay = self._algorithm.rates(slot.parameter, settings, clock)
+            rates.append(rate)
+            decays.append(decay)
+        return rates, decays
 
     def payload_factors(self) -> PayloadFactors:
         """β₁, and what the gradient is divided by, of each slot."""
-        settings = self._settings()
-        divisors = [self._step.loss_scale / self._algorithm.scale(number) for number, _ in settings]
-        return [one.beta1 for _, one in settings], divisors
+        betas, divisors = [], []
+        for slot, settings in zip(self.layout.slots, self._settings(), strict=True):
+            betas.append(settings.beta1)
+            divisors.append(self._step.loss_scale / self._algorithm.scale(slot.parameter))
+        return betas, divisors
 
     @property
     def segments(self) -> buckets.Segments:
@@ -341,24 +335,21 @@ class AlgorithmBucket:
 
     # Parts
 
-    def _settings(self) -> list[tuple[int, AdamSettings]]:
-        """Each parameter's number, and its hyperparameters now."""
-        of_group = {group: self._parameters.settings(group) for group in set(self._groups)}
-        return [(slot.parameter, of_group[group]) for slot, group in zip(self.layout.slots, self._groups, strict=True)]
+    def _settings(self) -> list[AdamSettings]:
+        """Each slot's hyperparameters now."""
+        of_group: dict[int, AdamSettings] = {}
+        for group in self._groups:
+            if group not in of_group:
+                of_group[group] = self._parameters.settings(group)
+        return [of_group[group] for group in self._groups]
 
-    @property
-    def _holds_gradients(self) -> bool:
-        """Whether gradients are held until this step's leg 1, which takes them as they are."""
-        return self.exchange.takes_gradients if self.send is Send.EXACT else self._local is None
-
-    def _encoder(self) -> EncodePart | None:
+    def _encoder(self, exchange: Exchange) -> EncodePart | None:
         """What makes this step's packets of the gradients that are held; None where the payload has been written."""
-        if self.send is Send.EXACT:
-            exchange = self.exchange
-            return self._held.caster(exchange, self._step.divide_first) if exchange.takes_gradients else None
-        if self._local is not None:
+        if not self._holds_gradients:
             return None
-        return self._held.encoder(self.compressed, self._algorithm.form, self.state, self.payload_factors())
+        if self.send is Send.EXACT:
+            return self._held.caster(exchange, self._step.divide_first)
+        return self._held.encoder(exchange, self._algorithm.form, self.state, self.payload_factors())
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         out = self.exchange.payload[place_of(slot)]

@@ -229,26 +229,18 @@ def load(
                 own = kind not in common and ranks is not None
                 read = mean_over_ranks(source, f"{kind}.{name}", ranks or ()) if own else None
                 values[place_of(slot)].copy_(source.read(kind, name, 0, slot.numel) if read is None else read)
-        _load_owned(group, bucket, names, source)
+        for kind in bucket.owned:
+            for run in runs_in(bucket.layout, bucket.compressed.owner_place):
+                bucket.state[kind][run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
     group.restore()
     for bucket in group.buckets if ranks is not None and group.compresses else ():
-        _load_residuals(bucket, names, source, ranks or ())
-
-
-def _load_owned(group: FreezeGroup, bucket: AlgorithmBucket, names: Sequence[str], source: SliceSource) -> None:
-    for kind in bucket.owned:
-        for run in runs_in(bucket.layout, bucket.compressed.owner_place):
-            bucket.state[kind][run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
-
-
-def _load_residuals(bucket: AlgorithmBucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int]) -> None:
-    exchange = bucket.compressed
-    assert exchange.worker_residual is not None
-    assert exchange.owner_residual is not None
-    load_worker_residual(bucket.layout, exchange.worker_place, exchange.worker_residual, names, source, ranks)
-    load_owner_residual(bucket.layout, exchange.owner_place, exchange.owner_residual, names, source)
-    if bucket.zero_variance is not None:
-        exchange.hold_zero(bucket.zero_variance)
+        exchange = bucket.compressed
+        assert exchange.worker_residual is not None
+        assert exchange.owner_residual is not None
+        load_worker_residual(bucket.layout, exchange.worker_place, exchange.worker_residual, names, source, ranks or ())
+        load_owner_residual(bucket.layout, exchange.owner_place, exchange.owner_residual, names, source)
+        if bucket.zero_variance is not None:
+            exchange.hold_zero(bucket.zero_variance)
 
 
 def _common(group: FreezeGroup, bucket: AlgorithmBucket) -> list[str]:

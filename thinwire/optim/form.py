@@ -11,10 +11,12 @@ from torch import Tensor
 
 from thinwire.compress.codecs import CastCodec
 from thinwire.compress.exchange import EncodePart, Exchange
-from thinwire.compress.kernels import buckets
+from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
+from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, Part, Segments
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet import Header, write_headers
 from thinwire.optim.algorithm import Form
-from thinwire.zero import BucketLayout, Slot
+from thinwire.zero import BucketLayout
 
 __all__ = ["HeldGradients", "PayloadFactors", "part_of", "segments_of"]
 
@@ -23,25 +25,14 @@ PayloadFactors = tuple[Sequence[float], Sequence[float]]
 
 
 class HeldGradients:
-    """What `payload` would be made of, for the bucket of `layout`."""
+    """What `payload` would be made of, for the bucket of `layout`; `gradients`: contiguous, by parameter."""
 
     def __init__(self, layout: BucketLayout) -> None:
         self.segments = segments_of(layout)
         self._parameters = [slot.parameter for slot in layout.slots]
         self._starts = [slot.offset for slot in layout.slots]
         self._ends = [slot.offset + slot.numel for slot in layout.slots]
-        self._gradients: dict[int, Tensor] = {}
-
-    def take(self, slot: Slot, gradient: Tensor | None) -> None:
-        """Hold a parameter's gradient, or note that it has none."""
-        if gradient is None:
-            self._gradients.pop(slot.parameter, None)
-        else:
-            self._gradients[slot.parameter] = gradient.contiguous()
-
-    def release(self) -> None:
-        """Hold them no longer."""
-        self._gradients = {}
+        self.gradients: dict[int, Tensor] = {}
 
     def encoder(
         self, exchange: Exchange, form: Form, state: Mapping[str, Tensor], factors: PayloadFactors
@@ -51,33 +42,28 @@ class HeldGradients:
         assert form.payload is not None
         momentum = state[form.momentum]
         denominators = None if form.denominators is None else state[form.denominators]
-        gradients = [self._gradients.get(number) for number in self._parameters]
+        gradients = [self.gradients.get(number) for number in self._parameters]
         if not exchange.takes_encoder:
-            buckets.write_payload(
-                form.payload,
-                self.segments,
-                gradients,
-                *factors,
-                momentum=momentum,
-                denominators=denominators,
-                output=exchange.payload,
-            )
+            given = gradients, *factors
+            write_payload(form.payload, self.segments, *given, momentum, denominators, exchange.payload)
             return None
 
         def encode(place: slice, packets: Tensor, header: Header) -> None:
             assert form.payload is not None
-            buckets.encode_payload(
-                exchange.codec.name,
-                form.payload,
-                self.segments,
-                gradients,
-                *factors,
-                momentum=momentum,
-                denominators=denominators,
-                residual=exchange.worker_residual,
-                lost=exchange.next_residual,
-                packets=packets,
-                part=part_of(exchange, place, header.pack()),
+            execute(
+                EncodePayload(
+                    exchange.codec.name,
+                    form.payload,
+                    self.segments,
+                    gradients,
+                    *factors,
+                    momentum=momentum,
+                    denominators=denominators,
+                    residual=exchange.worker_residual,
+                    lost=exchange.next_residual,
+                    packets=packets,
+                    part=part_of(exchange, place, header.pack()),
+                )
             )
 
         return encode
@@ -86,7 +72,7 @@ class HeldGradients:
         """What casts a part of the bucket's gradients over `divisor` into packets, and zeros where there are none."""
         codec = exchange.codec
         assert isinstance(codec, CastCodec), "nothing else carries gradients as they are"
-        gradients = [self._gradients.get(number) for number in self._parameters]
+        gradients = [self.gradients.get(number) for number in self._parameters]
         flat = [None if gradient is None else gradient.view(-1) for gradient in gradients]
 
         def cast(place: slice, packets: Tensor, header: Header) -> None:
@@ -128,58 +114,51 @@ class HeldGradients:
         form: Form,
         state: Mapping[str, Tensor],
         holds: bool,
-        weights: Sequence[tuple[Tensor | None, Tensor | None]],
-        rates: Sequence[tuple[float, float]],
+        weights: Sequence[Tensor | None],
+        replicas: Sequence[Tensor | None],
+        rates: Sequence[float],
+        decays: Sequence[float],
     ) -> None:
         """Decode what `exchange` brought into the momentum, and move `weights` and their replicas by it.
 
-        Without an exchange the momentum is there. `holds`: whether some denominators are infinite. `rates`: with what
-        decay leaves, of each slot.
+        Without an exchange the momentum is there. `holds`: whether some denominators are infinite. `rates`, and what
+        decay leaves: of each slot.
         """
         assert form.update is not None
         momentum = state[form.momentum]
         denominators = None if form.denominators is None else state[form.denominators]
-        kept = [weight for weight, _ in weights]
-        replicas = [replica for _, replica in weights]
-        rate, decay = [rate for rate, _ in rates], [decay for _, decay in rates]
         if exchange is None:
-            buckets.move_weights(
-                form.update,
-                self.segments,
-                updates=momentum,
-                denominators=denominators,
-                weights=kept,
-                replicas=replicas,
-                rates=rate,
-                decays=decay,
-            )
+            move_weights(form.update, self.segments, momentum, denominators, weights, replicas, rates, decays)
             return
 
         def decode(place: slice, packets: Tensor) -> None:
             assert form.update is not None
-            buckets.decode_and_move(
-                exchange.codec.name,
-                form.update,
-                self.segments,
-                packets=packets,
-                output=momentum,
-                denominators=denominators,
-                holds=holds,
-                weights=kept,
-                replicas=replicas,
-                rates=rate,
-                decays=decay,
-                part=part_of(exchange, place),
+            execute(
+                DecodeAndMove(
+                    exchange.codec.name,
+                    form.update,
+                    self.segments,
+                    packets=packets,
+                    output=momentum,
+                    denominators=denominators,
+                    holds=holds,
+                    weights=weights,
+                    replicas=replicas,
+                    rates=rates,
+                    decays=decays,
+                    part=part_of(exchange, place),
+                ),
+                written=[*weights, *replicas],
             )
 
         exchange.read_parts(decode)
 
 
-def segments_of(layout: BucketLayout) -> buckets.Segments:
+def segments_of(layout: BucketLayout) -> Segments:
     """A run for each of a bucket's slots."""
-    return buckets.Segments((slot.offset, slot.numel) for slot in layout.slots)
+    return Segments((slot.offset, slot.numel) for slot in layout.slots)
 
 
-def part_of(exchange: Exchange, place: slice, header: bytes | None = None) -> buckets.Part:
+def part_of(exchange: Exchange, place: slice, header: bytes | None = None) -> Part:
     """A part of an exchange, as kernels over whole buckets take it; `header`: what its packets begin with."""
-    return buckets.Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.scale_block, header)
+    return Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.scale_block, header)

@@ -34,7 +34,8 @@ __all__ = ["FreezeGroup"]
 class FreezeGroup:
     """Buckets with one step count and one freeze; a parameter group added later begins its own.
 
-    `left_out_steps`: local steps to which this rank added nothing, as its gradient was not finite.
+    `send`: what the step in flight, or the next one, sends. `left_out_steps`: local steps to which this rank added
+    nothing, as its gradient was not finite.
 
     Args:
         agreement: makes an Agreement between parameters with these settings.
@@ -70,11 +71,6 @@ class FreezeGroup:
         self._changed = changed
         changed()
         self.prepare()
-
-    @property
-    def send(self) -> Send:
-        """What the step in flight, or the next one, sends."""
-        return next_send(self.algorithm, self.clock)
 
     @property
     def shows_own_weights(self) -> bool:
@@ -129,14 +125,15 @@ class FreezeGroup:
         self.clock.steps += 1
         for bucket in self.buckets:
             bucket.exchange.commit()
-            pairs = self.weights.to_move(bucket)
-            torch.autograd.graph.increment_version([one for pair in pairs for one in pair if one is not None])
+            weights, replicas = self.weights.to_move(bucket)
+            torch.autograd.graph.increment_version([one for one in weights + replicas if one is not None])
             self.weights.moved(bucket)
         self.weights.end_step(True, False, self.clock.steps)
         self.prepare()
 
     def prepare(self) -> None:
         """Have every bucket ready for the kind of step that comes next, before its first gradient arrives."""
+        self.send = next_send(self.algorithm, self.clock)
         for bucket in self.buckets:
             bucket.prepare(self.send)
 
@@ -160,7 +157,7 @@ class FreezeGroup:
     def _compressed_step(self, send: Send) -> None:
         if self.algorithm.form.update is not None:
             for bucket in self.buckets:
-                bucket.receive_and_move(self.weights.to_move(bucket))
+                bucket.receive_and_move(*self.weights.to_move(bucket))
                 self.weights.moved(bucket)
             return
         if send is Send.SYNC:

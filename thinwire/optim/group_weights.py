@@ -66,9 +66,9 @@ class GroupWeights(ABC):
         """Have the common weights of `groups` changed, the same bits on every rank, after so many steps."""
 
     @abstractmethod
-    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]]:
-        """The weights of each slot that trains, fp32 and contiguous, and the 16-bit replica that shows them, for the
-        form to move; copies of those that lie otherwise, which `moved` takes back."""
+    def to_move(self, bucket: AlgorithmBucket) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The weights of each slot that trains, fp32 and contiguous, and the 16-bit replicas that show them, for the
+        form to move; copies of those that lie otherwise, which `moved` takes back. After `take_over_written`."""
 
     @abstractmethod
     def moved(self, bucket: AlgorithmBucket) -> None:
@@ -109,6 +109,7 @@ class GroupWeights(ABC):
         `own`: whether parameters show the ranks' own weights.
         """
 
+    @abstractmethod
     def end_step(self, sent: bool, exact: bool, steps: int) -> None:
         """Note that a step is over, and whether it sent something, exact averages at that."""
 

@@ -57,7 +57,7 @@ class SavingsReport:
         self._steps = self._sent = self._uncompressed = 0
         self._frozen_at: int | None = None
         self._first_frozen: tuple[int, int] | None = None
-        self._speaks = comm.speaks and comm.size > 1
+        self.speaks = comm.speaks and comm.size > 1
         when = f"it freezes by {freezes}" if freezes else "it compresses from the first step on"
         self._say(f"{self._name} on {comm.size} ranks: {_amount(uncompressed)} a step uncompressed; {when}")
         self.end = weakref.finalize(optimizer, self._end)
@@ -92,7 +92,7 @@ class SavingsReport:
         )
 
     def _say(self, line: str) -> None:
-        if self._speaks:
+        if self.speaks:
             print(f"thinwire: {line}", file=sys.stderr, flush=True)
 
 
@@ -172,7 +172,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
     @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss: float | None = super().step(closure)
-        if self.comm.speaks:
+        if self._savings.speaks:
             self._savings.note(self.steps, self.frozen_at, self.bytes_sent, self.bytes_uncompressed)
         return loss
 

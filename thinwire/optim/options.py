@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -74,11 +74,11 @@ class HomeOptions:
         named_parameters: names, for checkpoints and errors; by default those that `params` come with.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         codec: what compressed steps go through: "sign1" (1 bit), "stat2" (2 bits), "int4", "fp8", "int8", "bf16",
-            "fp16" or "none"; at stage 0. Sharded state is kept as signs.
+            "fp16" or "none". 1-bit Adam and LAMB keep their sharded state as signs, and take "sign1" alone there.
         block_size: elements that share one scale, a multiple of 64.
         bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 4 to 16 MiB, or at
             stages 1 and 2 16 MiB.
-        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes; at stage 0.
+        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
             the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else
             the node's number for each rank. At stage 0; sharded state goes between ranks.
@@ -145,6 +145,8 @@ class HomeOptions:
     @property
     def sharding(self) -> Sharding:
         """How stages 1 and 2 lay parameters out."""
+        wire = _DTYPES[self.warmup_wire]
+        exact = self.averaging if wire == torch.float32 else replace(self.averaging, wire_dtype=wire)
         return Sharding(
             self.stage,
             self.param_dtype,
@@ -153,14 +155,13 @@ class HomeOptions:
             self.clips_to,
             self.offload,
             self.pin_memory,
-            self.averaging,
+            exact,
         )
 
     @property
     def exact_codec(self) -> CodecName:
         """What gradients that are averaged exactly go through, where a codec carries them."""
-        wire = self.averaging.wire_dtype
-        return _EXACT_CODECS[self.warmup_wire] if wire is None else _EXACT_CODECS[_NAMES[wire]]
+        return _EXACT_CODECS[self.averaging.wire_dtype or _DTYPES[self.warmup_wire]]
 
     def compared(self) -> dict[str, Any]:
         """What has to be the same on every rank."""
@@ -173,15 +174,15 @@ class HomeOptions:
 
     def _check_home(self, packs: bool) -> None:
         """Refuse what only the other home has, rather than ignore it."""
-        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | ({} if packs else _ONLY_PACKED)
+        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | (_NOT_PACKED if packs else _ONLY_PACKED)
         default = HomeOptions()
         for name, instead in foreign.items():
             if getattr(self, name) != getattr(default, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
 
 
-_NAMES: Mapping[torch.dtype, WarmupWire] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_EXACT_CODECS: Mapping[WarmupWire, CodecName] = {"fp32": "none", "bf16": "bf16", "fp16": "fp16"}
+_DTYPES: Mapping[WarmupWire, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_EXACT_CODECS: Mapping[torch.dtype, CodecName] = {torch.float32: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _ONLY_PACKED: dict[str, str] = {
     "offload": "every rank uses all of its state at every step; leave it out",
@@ -191,11 +192,8 @@ _ONLY_SHARDED: dict[str, str] = {
     "offload": "every rank keeps all state at stage 0; use stage 1 or 2",
     "reversible": "residuals always survive a skipped step at stage 0; leave it out",
 }
-_ONLY_REPLICATED: dict[str, str] = {
-    "codec": "sharded state is kept as signs; use stage 0, or codec='sign1'",
-    "warmup_wire": "give averaging=Averaging(wire_dtype=...)",
-    "nodes": "shards go between ranks, not nodes; use stage 0, or leave it out",
-}
+_ONLY_REPLICATED: dict[str, str] = {"nodes": "shards go between ranks, not nodes; use stage 0, or leave it out"}
+_NOT_PACKED: dict[str, str] = {"codec": "sharded state is kept as signs; use stage 0, or codec='sign1'"}
 
 
 def _listed(stages: Sequence[int]) -> str:

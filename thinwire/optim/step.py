@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,21 +99,37 @@ def clip_by_sketch(step: Step, max_norm: float, loss_scale: float) -> None:
     step.clip = clip_of_norm(max_norm, step.sketched / loss_scale)
 
 
-def read_outcomes(
-    step: Step, comm: Communicator, exchanges: Iterable[Exchange], outcomes: Callable[[], Iterable[Outcome | None]]
-) -> list[Outcome]:
-    """Copy the headers of `exchanges` to the host, with `step`'s norm and clip if a sketch found them, in one wait;
-    return the outcomes of those that were sent.
+class Sent(Protocol):
+    """A bucket whose legs are over."""
 
-    Where packets say that ranks have other hyperparameters, raises ValueError, on every rank, that names the first;
+    @property
+    def sent(self) -> Exchange | None:
+        """What this step went through; None if nothing was sent."""
+
+    def outcome(self) -> Outcome:
+        """What the headers said, the same on every rank."""
+
+
+def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Sent]) -> Outcome:
+    """Copy the headers of `buckets` to the host, with `step`'s norm and clip if a sketch found them, in one wait;
+    return what they said together.
+
+    If packets say that ranks have other hyperparameters, raises ValueError, on every rank, that names the first;
     collective only then.
     """
     sketched = [] if step.sketched is None else [step.sketched, torch.as_tensor(step.clip, dtype=torch.float64)]
+    finite, incomplete, unplaced = True, False, False
     try:
-        if found := bring_headers(exchanges, sketched):
+        if found := bring_headers([one.sent for one in buckets if one.sent is not None], sketched):
             step.norm, step.clip = map(float, found)
             step.sketched = None
-        return [one for one in outcomes() if one is not None]
+        for bucket in buckets:
+            if bucket.sent is not None:
+                outcome = bucket.outcome()
+                finite &= outcome.finite
+                incomplete |= outcome.incomplete
+                unplaced |= outcome.unplaced
     except SettingsError:
         check_same_on_every_rank(comm, [], step.groups, {})
         raise
+    return Outcome(finite, incomplete, unplaced)

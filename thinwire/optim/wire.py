@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
-from thinwire.compress.codecs import Codec, CodecName, make_codec
+from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
@@ -74,12 +74,12 @@ class Wire:
 class LowMemoryWire:
     """Exchanges of buckets, with residuals in bf16 for parameters in 16 bits; exact averages go through `exact`."""
 
-    def __init__(self, comm: Communicator, buckets: Sequence[FlatBucket], block_size: int, exact: CodecName) -> None:
+    def __init__(self, comm: Communicator, buckets: Sequence[FlatBucket], codec: Codec, warmup_codec: Codec) -> None:
         self.ranks = comm.size
         self._comm = comm
         self._buckets = buckets
-        self._codec = make_codec("sign1", block_size)
-        self._exact = make_codec(exact, block_size)
+        self._codec = codec
+        self._exact = warmup_codec
 
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
         """See Exchanges."""

@@ -6,6 +6,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
+from thinwire.plan.cluster import Cluster, Link, Processor, Speed
+from thinwire.plan.methods import Method, OuterSchedule, Schedule, methods_for
+from thinwire.plan.models import named_model
+from thinwire.plan.prediction import Prediction, StepPrediction, predict
+from thinwire.plan.recommendation import Plan, break_even_rate, plan
+from thinwire.plan.units import PlanError
+from thinwire.plan.workload import Activations, Blocks, Matrices, Transformer, Workload, plain_model
+
+# A plan needs neither torch nor pydantic, which these import.
+if TYPE_CHECKING:
+    from thinwire.plan.calibration import Calibration, load_calibration, save_calibration
+    from thinwire.plan.probing import probe
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__, {"calibration": ("Calibration", "load_calibration", "save_calibration"), "probing": ("probe",)}
+    )
 
 __all__ = [
     "Activations",
@@ -35,30 +51,3 @@ __all__ = [
     "probe",
     "save_calibration",
 ]
-
-# `thinwire plan --help` needs none of this room's heavy imports.
-if TYPE_CHECKING:
-    from thinwire.plan.calibration import Calibration, load_calibration, save_calibration
-    from thinwire.plan.cluster import Cluster, Link, Processor, Speed
-    from thinwire.plan.methods import Method, OuterSchedule, Schedule, methods_for
-    from thinwire.plan.models import named_model
-    from thinwire.plan.prediction import Prediction, StepPrediction, predict
-    from thinwire.plan.probing import probe
-    from thinwire.plan.recommendation import Plan, break_even_rate, plan
-    from thinwire.plan.units import PlanError
-    from thinwire.plan.workload import Activations, Blocks, Matrices, Transformer, Workload, plain_model
-else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "calibration": ("Calibration", "load_calibration", "save_calibration"),
-            "cluster": ("Cluster", "Link", "Processor", "Speed"),
-            "methods": ("Method", "OuterSchedule", "Schedule", "methods_for"),
-            "prediction": ("Prediction", "StepPrediction", "predict"),
-            "probing": ("probe",),
-            "recommendation": ("Plan", "break_even_rate", "plan"),
-            "models": ("named_model",),
-            "units": ("PlanError",),
-            "workload": ("Activations", "Blocks", "Matrices", "Transformer", "Workload", "plain_model"),
-        },
-    )

@@ -1,10 +1,11 @@
-"""A plan as people and programs read it: the short answer with the line to write, a table, JSON."""
+"""A plan as people and programs read it: the short answer with the line to write, a table, JSON, a picture."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from thinwire.plan.cluster import Cluster
@@ -12,32 +13,24 @@ from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method, OuterS
 from thinwire.plan.prediction import Prediction, StepPrediction, predict
 from thinwire.plan.recommendation import (
     BASELINE,
+    LOSSES,
     SMALLEST,
     SOURCE,
     WORTH_IT,
     Plan,
+    at_rate,
+    better_buckets,
     local_updates_loss,
     loss_in_words,
-    loss_of,
 )
-from thinwire.plan.units import rate_in_words, seconds_in_words, size_in_words
+from thinwire.plan.units import PlanError, rate_in_words, seconds_in_words, size_in_words
 
-__all__ = [
-    "BucketAdvice",
-    "as_answer",
-    "as_json",
-    "as_table",
-    "better_buckets",
-    "code_for",
-    "outer_in_words",
-    "title_of",
-]
-
+__all__ = ["as_answer", "as_json", "as_table", "draw_plan", "finding"]
 
 _DDP = "model = DistributedDataParallel(model)"
 
 
-def title_of(method: Method) -> str:
+def _title(method: Method) -> str:
     """What a sentence calls it."""
     if method.algorithm == POWERSGD:
         return f"PowerSGD of rank {method.rank}"
@@ -53,7 +46,7 @@ def title_of(method: Method) -> str:
     return f"{title}, by node" if method.hierarchical else title
 
 
-def code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_given: bool = False) -> str:
+def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_given: bool = False) -> str:
     """The line. `steps_given`: the schedule's steps are the run's own, so that the step of the freeze is known."""
     if method.algorithm == "ddp-fp32":
         return _DDP
@@ -89,42 +82,6 @@ def code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_give
     return f"thinwire.{method.entry.name}(model.parameters(), {', '.join(options)})"
 
 
-# Sizes of buckets: what each costs by itself, latency above all, against what the last one leaves with nothing to hide
-# behind
-
-_MEBIBYTE = 1 << 20
-_TRIED = tuple(_MEBIBYTE << power for power in range(9))
-WORTH_SAYING = 0.03
-"""The part of a step that other buckets have to save."""
-
-
-@dataclass(frozen=True)
-class BucketAdvice:
-    """`bucket_bytes` to give the optimizer, and the average step, in seconds, with it."""
-
-    bucket_bytes: int
-    step_seconds: float
-
-
-def better_buckets(plan: Plan) -> BucketAdvice | None:
-    """The buckets with which the recommended optimizer's steps are shortest; None where its own are as good, or given.
-
-    At stage 0, where the size costs no memory. The smallest that is within a hundredth of the best.
-    """
-    best = plan.best
-    if best is None or best.method.entry is None or best.method.stage or plan.schedule.bucket_bytes is not None:
-        return None
-    tried = {
-        size: predict(plan.workload, plan.cluster, best.method, replace(plan.schedule, bucket_bytes=size)).step_seconds
-        for size in _TRIED
-    }
-    shortest = min(tried.values())
-    if shortest > (1 - WORTH_SAYING) * best.step_seconds:
-        return None
-    size = next(size for size, seconds in tried.items() if seconds <= 1.01 * shortest)
-    return BucketAdvice(size, tried[size])
-
-
 _ROUNDING = 1e-9
 _HEADINGS = ("step ms", "compute", "encode", "wire", "exposed", "MB sent", "MB node", "GB held")
 
@@ -132,27 +89,30 @@ _HEADINGS = ("step ms", "compute", "encode", "wire", "exposed", "MB sent", "MB n
 def as_table(plan: Plan) -> str:
     """Of all methods, the phases of each that has several, and the break-even rates."""
     workload, cluster = plan.workload, plan.cluster
-    width = max(_longest(plan), len("method")) + 2
+    rows: list[tuple[str, StepPrediction, str]] = []
+    for prediction in plan.predictions:
+        held = f"{prediction.memory_bytes / 1e9:.2f}" + ("" if plan.fits(prediction) else "!")
+        rows.append((prediction.method.name, prediction.average, held))
+        if len(prediction.phases) > 1:
+            rows += [
+                (f"  {name}, {100 * prediction.shares[name]:.3g}% of steps", step, "")
+                for name, step in prediction.phases.items()
+            ]
+    width = max(len(label) for label, _, _ in rows) + 2
     lines = [
         f"{workload.model.name}, {workload.model.parameters:,} parameters in {workload.dtype}, "
         f"on {cluster.nodes} nodes of {cluster.ranks_per_node}",
         "",
         f"{'method':<{width}}" + "".join(f"{heading:>10}" for heading in _HEADINGS),
     ]
-    for prediction in plan.predictions:
-        held = f"{prediction.memory_bytes / 1e9:.2f}" + ("" if plan.fits(prediction) else "!")
-        lines.append(f"{prediction.method.name:<{width}}" + _cells(prediction.average, held))
-        if len(prediction.phases) > 1:
-            for name, step in prediction.phases.items():
-                label = f"  {name}, {_percent(prediction.shares[name])}"
-                lines.append(f"{label:<{width}}" + _cells(step, ""))
+    lines += [f"{label:<{width}}{_cells(step, held)}" for label, step, held in rows]
     lines += [
         "",
         "Times in ms of one step, averaged over the run; below, its phases. Exposed: the part of the wire that nothing",
         "hides. MB sent by a rank, and by a node to others. GB held by a rank; ! is more than there is.",
         "",
         *(_break_even(one.method, plan) for one in plan.predictions if one.method.sends_less),
-        *(f"{one.method.name}: {text}" for one in plan.predictions if (text := outer_in_words(plan, one)) is not None),
+        *(f"{one.method.name}: {text}" for one in plan.predictions if (text := _outer(plan, one)) is not None),
     ]
     return "\n".join(lines)
 
@@ -188,7 +148,7 @@ def _prediction_as_json(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "memory_bytes": prediction.memory_bytes,
         "fits": plan.fits(prediction),
     }
-    measured = loss_of(prediction.method)
+    measured = LOSSES.get(prediction.method.algorithm)
     described["measured_loss"] = None if measured is None else asdict(measured)
     if prediction.method.algorithm == DILOCO:
         workers = prediction.method.workers(plan.cluster)
@@ -200,7 +160,7 @@ def _prediction_as_json(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     return described
 
 
-def outer_in_words(plan: Plan, prediction: Prediction) -> str | None:
+def _outer(plan: Plan, prediction: Prediction) -> str | None:
     """Whether a fragment's way hides behind the steps that it is under way; None where there are no outer steps."""
     step, local = prediction.phases.get("outer"), prediction.phases.get("local")
     if step is None:
@@ -222,26 +182,11 @@ def outer_in_words(plan: Plan, prediction: Prediction) -> str | None:
     return f"{text}: training stalls {stall} beyond {steps}; only a longer interval or fewer bits help"
 
 
-def _longest(plan: Plan) -> int:
-    labels = [prediction.method.name for prediction in plan.predictions]
-    for prediction in plan.predictions:
-        labels += [f"  {name}, {_percent(share)}" for name, share in prediction.shares.items()]
-    return max(map(len, labels))
-
-
 def _cells(step: StepPrediction, held: str) -> str:
-    milliseconds = (step.step, step.compute, step.encode, step.wire, step.exposed)
-    cells = [_short(1e3 * value) for value in milliseconds]
-    cells += [_short(value / 1e6) for value in (step.bytes_sent, step.bytes_between)]
-    return "".join(f"{cell:>10}" for cell in (*cells, held))
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}% of steps"
+    milliseconds = [1e3 * value for value in (step.step, step.compute, step.encode, step.wire, step.exposed)]
+    numbers = [*milliseconds, step.bytes_sent / 1e6, step.bytes_between / 1e6]
+    short = (f"{one:.{0 if one >= 1000 else 1 if one >= 10 else 2}f}" for one in numbers)
+    return "".join(f"{cell:>10}" for cell in (*short, held))
 
 
 def _break_even(method: Method, plan: Plan) -> str:
@@ -253,75 +198,68 @@ def _break_even(method: Method, plan: Plan) -> str:
     return f"{method.name} beats {BASELINE.name} below {rate_in_words(rate)} a node"
 
 
-_PLAIN = Method("ddp-fp32")
-_USUAL = Method("onebit-adam")
 _MOST_FASTER = 3
 
 
 def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = False) -> str:
     """At most 12 lines. `assumed`: in words, what nobody gave or measured; `steps_given`: the run's length was."""
     best = plan.best
+    context = [_subject(plan), *([f"Assumed: {'; '.join(assumed)}"] if assumed else [])]
     if best is None:
-        return "\n".join([_nothing_fits(plan), _subject(plan), *_assumptions(assumed)])
+        return "\n".join([_nothing_fits(plan), *context])
     lines = [_headline(plan, best)]
-    warm = [name for name in best.phases if best.shares[name] < 1]
-    if warm:
-        parts = [f"{seconds_in_words(best.phases[name].step)} in {_share(best, name)}" for name in warm]
+    parts = [
+        f"{seconds_in_words(step.step)} in {name} steps ({100 * best.shares[name]:.3g}%)"
+        for name, step in best.phases.items()
+        if best.shares[name] < 1
+    ]
+    if parts:
         lines.append(f"  a step   {', '.join(parts)}")
+    counted = "" if "activations" in best.memory else ", activations not counted"
+    loss = loss_in_words(best.method, plan.workload.model.parameters, best.method.workers(plan.cluster))
     lines += [
-        f"  write    {code_for(best.method, plan.cluster, plan.schedule, steps_given=steps_given)}",
-        f"  loss     {_loss(plan, best.method)}",
-        f"  memory   {size_in_words(best.memory_bytes)} a rank{_activations(plan, best)}",
+        f"  write    {_code_for(best.method, plan.cluster, plan.schedule, steps_given=steps_given)}",
+        f"  loss     {loss}",
+        f"  memory   {size_in_words(best.memory_bytes)} a rank{counted}",
         f"  pays     {_where_it_pays(plan, best.method)}",
     ]
     if (buckets := better_buckets(plan)) is not None:
         given = f"bucket_bytes={buckets.bucket_bytes >> 20} << 20"
         lines.append(f"  buckets  with {given} {seconds_in_words(buckets.step_seconds)} a step, by this link's latency")
-    if (outer := outer_in_words(plan, best)) is not None:
+    if (outer := _outer(plan, best)) is not None:
         lines.append(f"  outer    {outer}")
-    if plan.faster():
-        lines.append(f"Faster, not recommended: {_faster(plan)}")
-    return "\n".join([*lines, _subject(plan), *_assumptions(assumed)])
-
-
-def _loss(plan: Plan, method: Method) -> str:
-    return loss_in_words(method, plan.workload.model.parameters, method.workers(plan.cluster))
+    faster = [
+        f"{_title(one.method)} {seconds_in_words(one.step_seconds)} ({_why_not(plan, one.method)})"
+        for one in plan.faster()
+    ]
+    if faster:
+        more = [f"{len(faster) - _MOST_FASTER} more"] if len(faster) > _MOST_FASTER else []
+        lines.append(f"Faster, not recommended: {'; '.join(faster[:_MOST_FASTER] + more)}")
+    return "\n".join([*lines, *context])
 
 
 def _headline(plan: Plan, best: Prediction) -> str:
-    text = f"Take {title_of(best.method)}: {seconds_in_words(best.step_seconds)} a step"
+    text = f"Take {_title(best.method)}: {seconds_in_words(best.step_seconds)} a step"
     if len(best.phases) > 1:
         text += " over the run"
     if plan.cluster.ranks == 1:
         return f"{text}; one rank sends nothing"
     # A model in bf16 sends bf16 in both.
-    others = [one for one in (BASELINE, _PLAIN) if one != best.method and (one == BASELINE or _in_fp32(plan))]
-    times = [f"{_times(plan.of(one).step_seconds / best.step_seconds)} {title_of(one)}" for one in others]
-    return ", ".join([text, *([" and ".join(times)] if times else [])])
-
-
-def _in_fp32(plan: Plan) -> bool:
-    return plan.workload.dtype == "fp32"
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.1f}x as fast as" if factor >= 1.05 else "as fast as"
-
-
-def _share(prediction: Prediction, name: str) -> str:
-    return f"{name} steps ({100 * prediction.shares[name]:.3g}%)"
-
-
-def _activations(plan: Plan, best: Prediction) -> str:
-    return "" if "activations" in best.memory else ", activations not counted"
+    others = [BASELINE, Method("ddp-fp32")] if plan.workload.dtype == "fp32" else [BASELINE]
+    comparisons = []
+    for other in others:
+        if other != best.method:
+            factor = plan.of(other).step_seconds / best.step_seconds
+            comparisons.append(f"{f'{factor:.1f}x ' if factor >= 1.05 else ''}as fast as {_title(other)}")
+    return f"{text}, {' and '.join(comparisons)}" if comparisons else text
 
 
 def _where_it_pays(plan: Plan, best: Method) -> str:
     """The link rate at which one has to think again."""
-    one_bit = best if best.sends_less else _USUAL
+    one_bit = best if best.sends_less else Method("onebit-adam")
     rate = plan.break_even(one_bit, WORTH_IT)
-    ahead = f"{WORTH_IT}x as fast as {title_of(BASELINE)}"
-    who = "it" if best.sends_less else title_of(one_bit)
+    ahead = f"{WORTH_IT}x as fast as {_title(BASELINE)}"
+    who = "it" if best.sends_less else _title(one_bit)
     if rate == 0:
         return f"at no link rate is {who} {ahead}"
     if math.isinf(rate):
@@ -329,21 +267,12 @@ def _where_it_pays(plan: Plan, best: Method) -> str:
     return f"on links below {rate_in_words(rate)} a node, where {who} is at least {ahead}"
 
 
-def _faster(plan: Plan) -> str:
-    found = plan.faster()
-    shown = [
-        f"{title_of(one.method)} {seconds_in_words(one.step_seconds)} ({_why_not(plan, one.method)})" for one in found
-    ]
-    more = len(shown) - _MOST_FASTER
-    return "; ".join(shown[:_MOST_FASTER]) + (f"; {more} more" if more > 0 else "")
-
-
 def _why_not(plan: Plan, method: Method) -> str:
     if method.algorithm == DILOCO:
         loss = local_updates_loss(plan.workload.model.parameters, method.workers(plan.cluster))
         worse = " or worse" if plan.workload.model.parameters < SMALLEST else ""
         return f"loss {loss:+.1%}{worse}, published"
-    measured = loss_of(method)
+    measured = LOSSES.get(method.algorithm)
     if measured is None:
         return "speed only"
     return f"loss {measured.difference:+.1%}, {measured.seeds} seed{'s' if measured.seeds > 1 else ''}"
@@ -351,8 +280,13 @@ def _why_not(plan: Plan, method: Method) -> str:
 
 def _subject(plan: Plan) -> str:
     workload, cluster = plan.workload, plan.cluster
-    text = f"For {workload.model.name}, {_millions(workload.model.parameters)} parameters in {workload.dtype}, on "
-    text += f"{_plural(cluster.nodes, 'node')} of {_plural(cluster.ranks_per_node, 'rank')}"
+    parameters = workload.model.parameters
+    millions = f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
+    nodes, ranks = (
+        f"{count} {what}{'s' if count > 1 else ''}"
+        for count, what in ((cluster.nodes, "node"), (cluster.ranks_per_node, "rank"))
+    )
+    text = f"For {workload.model.name}, {millions} parameters in {workload.dtype}, on {nodes} of {ranks}"
     if cluster.nodes > 1:
         text += f" at {rate_in_words(cluster.between.speed.bytes_per_second)} a node"
     if cluster.ranks_a_core > 1:
@@ -361,29 +295,105 @@ def _subject(plan: Plan) -> str:
     return f"{text}; {computed} {seconds_in_words(workload.backward_seconds)}"
 
 
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"
-
-
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
-
-
-def _assumptions(assumed: Sequence[str]) -> list[str]:
-    return [f"Assumed: {'; '.join(assumed)}"] if assumed else []
-
-
 def _nothing_fits(plan: Plan) -> str:
     assert plan.memory_limit is not None or not plan.speed_only
     fitting = [one for one in plan.predictions if plan.fits(one)]
     if fitting:
         fastest = min(fitting, key=lambda one: one.step_seconds)
         return (
-            f"None of these is known to keep the loss; the fastest is {title_of(fastest.method)}, "
+            f"None of these is known to keep the loss; the fastest is {_title(fastest.method)}, "
             f"{seconds_in_words(fastest.step_seconds)} a step ({_why_not(plan, fastest.method)}): --speed-only takes it"
         )
     least = min(plan.predictions, key=lambda one: one.memory_bytes)
     return (
-        f"Nothing fits into {size_in_words(plan.memory_limit or 0)} a rank: {title_of(least.method)} needs least, "
+        f"Nothing fits into {size_in_words(plan.memory_limit or 0)} a rank: {_title(least.method)} needs least, "
         f"{size_in_words(least.memory_bytes)}"
     )
+
+
+# Step time against link rate, as a picture
+
+_AROUND = 100.0  # the picture goes from a hundredth of the link's rate to a hundred times it
+_POINTS = 60
+_ALIKE = 0.02
+_COLOURS = ("#d1495b", "#edae49", "#00798c", "#7a9e3f", "#5a3e85", "#30638e", "#3d348b")
+
+
+def finding(plan: Plan) -> str:
+    """What the picture shows, in a sentence."""
+    where = f"{plan.workload.model.name} on {plan.cluster.nodes} nodes"
+    best = plan.best
+    if best is None:
+        return f"{where}: nothing fits into {size_in_words(plan.memory_limit or 0)} a rank"
+    rate = rate_in_words(_own_rate(plan))
+    if best.method == BASELINE:
+        return f"{where}: at {rate} {_title(BASELINE)} is as fast as anything that keeps the loss"
+    times = plan.of(BASELINE).step_seconds / best.step_seconds
+    text = f"{where}: at {rate} {_title(best.method)} is {times:.1f}x as fast as DDP in bf16"
+    even = plan.break_even(best.method, WORTH_IT)
+    return f"{text}, and worth it below {rate_in_words(even)}" if 0 < even < math.inf else text
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write the picture. Raises PlanError without matplotlib, or where the file cannot be written."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    own = _own_rate(plan)
+    rates = [own * _AROUND ** (2 * point / (_POINTS - 1) - 1) for point in range(_POINTS)]
+    gigabits = [8 * rate / 1e9 for rate in rates]
+    for number, (methods, seconds) in enumerate(_curves(plan, rates)):
+        label = ", ".join(map(_title, methods))
+        if BASELINE in methods:
+            axes.plot(gigabits, seconds, color="#222222", linewidth=3, label=f"{label} (baseline)")
+        else:
+            speed_only = all(one.algorithm == POWERSGD for one in methods)
+            label, style = (f"{label} (speed only)", ":") if speed_only else (label, "-")
+            colour = _COLOURS[number % len(_COLOURS)]
+            axes.plot(gigabits, seconds, color=colour, linewidth=2, linestyle=style, label=label)
+    axes.axvline(8 * own / 1e9, color="#999999", linewidth=1, linestyle="--", label=f"your link, {rate_in_words(own)}")
+    axes.set(xscale="log", yscale="log", xlabel="link of a node (Gb/s)", ylabel="seconds a step, mean of the run (s)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(True, which="both", color="#eeeeee")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    where, _, what = finding(plan).partition(": ")
+    figure.suptitle(f"{where}\n{what}")
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"the picture {path} cannot be written: {error}") from error
+
+
+def _curves(plan: Plan, rates: Sequence[float]) -> list[tuple[list[Method], list[float]]]:
+    """Seconds at every rate, of the baseline first; those that nobody could tell apart are one curve."""
+    found: list[tuple[list[Method], list[float]]] = []
+    for method in _shown(plan):
+        seconds = [
+            predict(plan.workload, at_rate(plan.cluster, rate), method, plan.schedule).step_seconds for rate in rates
+        ]
+        for methods, others in found:
+            if all(abs(one / other - 1) < _ALIKE for one, other in zip(seconds, others, strict=True)):
+                methods.append(method)
+                break
+        else:
+            found.append(([method], seconds))
+    return found
+
+
+def _shown(plan: Plan) -> list[Method]:
+    """The baseline first, then of every algorithm the form that is fastest on the cluster and fits."""
+    fastest: dict[str, Method] = {}
+    for prediction in sorted(plan.predictions, key=lambda one: one.step_seconds):
+        if plan.fits(prediction):
+            fastest.setdefault(prediction.method.algorithm, prediction.method)
+    others = [method for method in fastest.values() if method != BASELINE]
+    return [BASELINE, *sorted(others, key=lambda method: method.name)]
+
+
+def _own_rate(plan: Plan) -> float:
+    cluster = plan.cluster
+    return (cluster.inside if cluster.nodes == 1 else cluster.between).speed.bytes_per_second

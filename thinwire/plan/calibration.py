@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -72,7 +71,16 @@ class Calibration(_Section):
     def link(self, which: Literal["between", "inside"]) -> Link | None:
         """The link for a Cluster, or None where it was not there to be measured."""
         fit: LinkFit | None = getattr(self, which)
-        return None if fit is None else _link(fit)
+        if fit is None:
+            return None
+        measured = {}
+        for name, one in fit.collectives.items():
+            # What a round costs: the intercept without further messages, shared among the rounds of the collective.
+            a_second_a_round = Link.of(one.bytes_per_second, 1.0, 0.0).seconds(name, fit.ranks, 0)
+            further = Link.of(one.bytes_per_second, 0.0, fit.message).seconds(name, fit.ranks, 0)
+            latency = max(0.0, one.intercept - further) / a_second_a_round
+            measured[name] = Speed(latency, one.bytes_per_second)
+        return Link(measured["all_reduce"], fit.message, measured)
 
     def ranks_a_core(self, cores_per_node: float | None) -> float:
         """Ranks that shared a processor while it was measured, at least 1: on so many cores a node."""
@@ -98,24 +106,10 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
     """Write the file. It appears whole or not at all."""
-    tree: dict[str, Any] = calibration.model_dump()
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(calibration.model_dump_json(indent=1) + "\n", encoding="utf-8")
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _link(fit: LinkFit) -> Link:
-    """What a round costs: the intercept, shared among the rounds of the collective, further messages taken off."""
-    measured = {name: _speed(name, one, fit) for name, one in fit.collectives.items()}
-    return Link(measured["all_reduce"], fit.message, measured)
-
-
-def _speed(name: Collective, one: CollectiveFit, fit: LinkFit) -> Speed:
-    alone = Link.of(one.bytes_per_second, 1.0, 0.0)
-    one_second_a_round = alone.seconds(name, fit.ranks, 0)
-    further = Link.of(one.bytes_per_second, 0.0, fit.message).seconds(name, fit.ranks, 0)
-    return Speed(max(0.0, one.intercept - further) / one_second_a_round, one.bytes_per_second)

@@ -11,17 +11,14 @@ from thinwire.plan.cluster import Cluster, Collective, Processor
 from thinwire.zero.bucket_layout import shard_numel
 
 __all__ = [
+    "CAST_BYTES",
     "NO_BUCKETS",
     "Buckets",
     "Cost",
-    "between_nodes",
-    "compute",
     "cut",
     "everywhere",
-    "gather",
     "hierarchical_exchange",
     "inside_nodes",
-    "reduce",
     "seconds_beside",
     "two_legs",
 ]
@@ -69,11 +66,6 @@ class Cost:
         )
 
 
-def compute(seconds: float) -> Cost:
-    """So many seconds of the processor."""
-    return Cost(codec=seconds)
-
-
 def everywhere(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
     """A collective of all ranks with an input of `nbytes` a rank, which knows nothing of nodes.
 
@@ -95,7 +87,7 @@ def everywhere(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
     return Cost(between=seconds + cluster.turn_seconds, bytes_sent=sent, bytes_between=crossing)
 
 
-def between_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
+def _between_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
     """A collective of one rank of each node; all ranks of a node are in one such, and share its link."""
     sent = sent_bytes(collective, nbytes, cluster.nodes)
     crossing = sent * cluster.ranks_per_node
@@ -118,21 +110,7 @@ def inside_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
 # Memory traffic of the passes that no fused kernel makes, bytes an element.
 _FILL_BYTES = 16  # momentum, gradient and denominator in, payload out
 _SUM_BYTES = 4  # an owner reads every rank's fp32 and keeps the sum in its cache
-_CAST_BYTES = 12  # fp32 to 16 bits and back
-
-
-def reduce(cluster: Cluster, elements: int, element_bytes: int, *, cast: bool) -> Cost:
-    """One all-reduce of `elements`, as DDP makes it; with `cast`, fp32 gradients travel in 16 bits."""
-    cost = everywhere(cluster, "all_reduce", elements * element_bytes)
-    if cast:
-        cost += compute(elements * _CAST_BYTES / cluster.processor.memory)
-    return cost
-
-
-def gather(cluster: Cluster, elements: int, element_bytes: int) -> Cost:
-    """Every rank gets everybody's shard of `elements`."""
-    shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
-    return everywhere(cluster, "all_gather", shard * element_bytes)
+CAST_BYTES = 12  # fp32 to 16 bits and back
 
 
 def two_legs(cluster: Cluster, elements: int, codec: CodecName, *, back: bool = True) -> Cost:
@@ -143,7 +121,7 @@ def two_legs(cluster: Cluster, elements: int, codec: CodecName, *, back: bool = 
     cost = everywhere(cluster, "all_to_all", ranks * packet)
     if back:
         cost += everywhere(cluster, "all_gather", packet)
-    return cost + compute(_codec_seconds(cluster.processor, codec, elements, shard, ranks, back=back))
+    return cost + Cost(_codec_seconds(cluster.processor, codec, elements, shard, ranks, back=back))
 
 
 def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
@@ -152,29 +130,25 @@ def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> 
     shard = shard_numel(local, cluster.nodes, DEFAULT_BLOCK_SIZE)
     packet = codec_packet_bytes(codec, shard)
     cost = inside_nodes(cluster, "all_to_all", 4 * local * cluster.ranks_per_node)
-    cost += between_nodes(cluster, "all_to_all", cluster.nodes * packet)
-    cost += between_nodes(cluster, "all_gather", packet)
+    cost += _between_nodes(cluster, "all_to_all", cluster.nodes * packet)
+    cost += _between_nodes(cluster, "all_gather", packet)
     cost += inside_nodes(cluster, "all_gather", 4 * local)
     sums = local * cluster.ranks_per_node * _SUM_BYTES / cluster.processor.memory
-    return cost + compute(sums + _codec_seconds(cluster.processor, codec, local, shard, cluster.nodes, back=True))
+    return cost + Cost(sums + _codec_seconds(cluster.processor, codec, local, shard, cluster.nodes, back=True))
 
 
 def _codec_seconds(
     processor: Processor, codec: CodecName, elements: int, shard: int, owners: int, *, back: bool
 ) -> float:
-    if codec in CODE_BITS:  # at the rates of sign1, which the probe measures
-        fill = elements * _FILL_BYTES / processor.memory
-        return fill + _kernel_seconds(processor, elements, shard, owners, back)
-    sums = owners * shard * _SUM_BYTES / processor.memory
-    return sums + (elements * _CAST_BYTES / processor.memory if codec != "none" else 0.0)
-
-
-def _kernel_seconds(processor: Processor, elements: int, shard: int, owners: int, back: bool) -> float:
     """Encode all, average what came to the own shard; on the way back encode the shard and decode all."""
+    if codec not in CODE_BITS:
+        sums = owners * shard * _SUM_BYTES / processor.memory
+        return sums + (elements * CAST_BYTES / processor.memory if codec != "none" else 0.0)
+    # At the rates of sign1, which the probe measures.
     seconds = elements / processor.encode + owners * shard / processor.average
     if back:
         seconds += shard / processor.encode + elements / processor.decode
-    return seconds
+    return elements * _FILL_BYTES / processor.memory + seconds
 
 
 # Overlap: buckets leave as their gradients complete

@@ -12,6 +12,7 @@ from thinwire.compress.packet_layout import CodecName
 from thinwire.optim import registry
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.units import PlanError, require_whole
+from thinwire.plan.workload import Transformer
 
 __all__ = [
     "ALGORITHMS",
@@ -24,37 +25,21 @@ __all__ = [
     "Schedule",
     "ZeroOneSteps",
     "methods_for",
-    "stages_of",
 ]
 
 POWERSGD, SHARDED_ADAM, DILOCO = "powersgd", "sharded-adam", "diloco"
 
 
-def _name(class_name: str) -> str:
-    """OneBitAdam is "onebit-adam", ZeroOneAdam "zero-one-adam"."""
-    words = re.findall("[A-Z][a-z0-9]*", class_name.replace("OneBit", "Onebit"))
-    return "-".join(words).lower()
-
-
-_OWN = {_name(class_name): registry.entry(class_name) for class_name in registry.NAMES}
-_OTHERS: dict[str, tuple[int, ...]] = {
-    "ddp-fp32": (0,),
-    "ddp-bf16": (0,),
-    POWERSGD: (0,),
-    SHARDED_ADAM: (1, 2, 3),
-    DILOCO: (0,),
+# OneBitAdam is "onebit-adam", ZeroOneAdam "zero-one-adam".
+_OWN = {
+    "-".join(re.findall("[A-Z][a-z0-9]*", name.replace("OneBit", "Onebit"))).lower(): registry.entry(name)
+    for name in registry.NAMES
 }
+_OTHERS = {"ddp-fp32": (0,), "ddp-bf16": (0,), POWERSGD: (0,), SHARDED_ADAM: (1, 2, 3), DILOCO: (0,)}
 
-ALGORITHMS: tuple[str, ...] = (*_OTHERS, *_OWN)
-
-
-def stages_of(algorithm: str) -> tuple[int, ...]:
-    """The ZeRO stages at which an algorithm works. Raises PlanError for one that is not known."""
-    if algorithm in _OWN:
-        return _OWN[algorithm].stages
-    if algorithm not in _OTHERS:
-        raise PlanError(f"method {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
-    return _OTHERS[algorithm]
+# The ZeRO stages at which each works.
+_STAGES = _OTHERS | {name: entry.stages for name, entry in _OWN.items()}
+ALGORITHMS = tuple(_STAGES)
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,9 @@ class Method:
     hierarchical: bool = False
 
     def __post_init__(self) -> None:
-        known = stages_of(self.algorithm)
+        known = _STAGES.get(self.algorithm)
+        if known is None:
+            raise PlanError(f"method {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
         if self.stage not in known:
             stages = " or ".join(map(str, known))
             raise PlanError(f"{self.algorithm} works at ZeRO stage {stages}, not {self.stage}")
@@ -126,8 +113,8 @@ def methods_for(
         if algorithm == POWERSGD:
             methods += [Method(algorithm, rank=rank) for rank in powersgd_ranks]
             continue
-        methods += [Method(algorithm, stage) for stage in stages_of(algorithm)]
-        if (algorithm in _OWN or algorithm == DILOCO) and cluster.has_hierarchy:
+        methods += [Method(algorithm, stage) for stage in _STAGES.get(algorithm, (0,))]
+        if methods[-1].sends_less and cluster.has_hierarchy:
             methods.append(Method(algorithm, hierarchical=True))
     return methods
 
@@ -163,11 +150,10 @@ class OuterSchedule:
         if self.codec not in CODECS:
             raise PlanError(f"codec {self.codec!r} is not one of {', '.join(CODECS)}")
 
-    def fragments_of(self, layers: int | None) -> int:
-        """Into how many a model of so many layers is cut."""
-        if self.fragments is not None:
-            return self.fragments
-        return max(1, (layers or 1) // _LAYERS_A_FRAGMENT)
+    def fragments_of(self, model: Transformer) -> int:
+        """Into how many a model is cut."""
+        layers = 1 if model.blocks is None else model.blocks.layers
+        return max(1, layers // _LAYERS_A_FRAGMENT) if self.fragments is None else self.fragments
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,48 @@
 """Parameters and shapes of the well-known families, from their configurations: what Hugging Face's classes hold with
-the head that a pretraining of the family trains."""
+the head that a pretraining of the family trains; of other families, what transformers builds."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Blocks, Matrices, Transformer
 
-__all__ = ["FAMILIES", "model_of"]
-
-Configuration = Mapping[str, Any]
+__all__ = ["FAMILIES", "built_model", "model_of"]
 
 
-def model_of(name: str, configuration: Configuration) -> Transformer:
+def model_of(name: str, configuration: Mapping[str, Any]) -> Transformer:
     """The model that `configuration` describes, one of `FAMILIES` by its model_type.
 
-    Raises PlanError for another family, or a configuration that lacks a number or has one of another kind.
+    Raises PlanError for a configuration that lacks a number or has one of another kind.
     """
-    kind = configuration.get("model_type")
-    if kind not in FAMILIES:
-        raise PlanError(f"{name} is of model_type {kind!r}, none of {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[kind](_Reader(name, configuration))
+    return FAMILIES[configuration["model_type"]](_Reader(name, configuration))
 
 
 class _Reader:
     """A configuration whose values are checked as they are read."""
 
-    def __init__(self, name: str, values: Configuration) -> None:
+    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
         self.name = name
-        self._values = values
+        self.family = str(values["model_type"])
+        self.values = values
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number, at least 1; raises PlanError for what is none."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PlanError(f"the configuration of {self.name}: {key} must be a whole number above 0, got {value!r}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._values.get(key)
+        value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
             raise PlanError(f"the configuration of {self.name}: {key} must be true or false, got {value!r}")
         return value
-
-    def text(self, key: str, default: str) -> str:
-        return str(self._values.get(key) or default)
-
-    def labels(self) -> int:
-        named = self._values.get("id2label")
-        return len(named) if isinstance(named, Mapping) else self.whole("num_labels", 2)
 
     def model(self, matrices: list[Matrices], vectors: int, blocks: Blocks, last: Matrices | None) -> Transformer:
         shapes = tuple(matrices)
@@ -60,36 +50,26 @@ class _Reader:
 
 
 def _bert(read: _Reader) -> Transformer:
-    """BertForMaskedLM, and RoBERTa's, CamemBERT's and XLM-RoBERTa's."""
-    blocks = _blocks(read, "num_hidden_layers", "hidden_size", "num_attention_heads", layers=12)
-    return _encoder(read, blocks, read.whole("intermediate_size", 3072), read.whole("type_vocab_size", 2))
-
-
-def _distilbert(read: _Reader) -> Transformer:
-    """DistilBertForMaskedLM: as BERT, without token types."""
-    return _encoder(read, _blocks(read, "n_layers", "dim", "n_heads", layers=6), read.whole("hidden_dim", 3072), 0)
-
-
-def _blocks(read: _Reader, depth: str, width: str, heads: str, *, layers: int) -> Blocks:
-    positions = min(read.whole("max_position_embeddings", 512), 512)
-    return Blocks(read.whole(depth, layers), read.whole(width, 768), read.whole(heads, 12), positions)
-
-
-def _encoder(read: _Reader, blocks: Blocks, feed_forward: int, types: int) -> Transformer:
-    """With a head for masked words, whose output matrix is the embedding."""
-    width, layers = blocks.hidden, blocks.layers
+    """With a head for masked words, whose output matrix is the embedding. DistilBERT has other keys and no token types;
+    RoBERTa, CamemBERT and XLM-RoBERTa are alike."""
+    distilled = read.family == "distilbert"
+    layers = read.whole("n_layers", 6) if distilled else read.whole("num_hidden_layers", 12)
+    width = read.whole("dim" if distilled else "hidden_size", 768)
+    heads = read.whole("n_heads" if distilled else "num_attention_heads", 12)
+    feed_forward = read.whole("hidden_dim" if distilled else "intermediate_size", 3072)
+    positions = read.whole("max_position_embeddings", 512)
     embedding = Matrices(read.whole("vocab_size", 30522), width)
     matrices = [
         embedding,
-        Matrices(read.whole("max_position_embeddings", 512), width),
-        *([Matrices(types, width)] if types else []),
+        Matrices(positions, width),
+        *([] if distilled else [Matrices(read.whole("type_vocab_size", 2), width)]),
         Matrices(width, width, 4 * layers + 1),
         Matrices(feed_forward, width, layers),
         Matrices(width, feed_forward, layers),
     ]
     # A layer's biases and two norms; outside: a norm each for embeddings and head, the head's biases.
     vectors = layers * (9 * width + feed_forward) + 5 * width + embedding.rows
-    return read.model(matrices, vectors, blocks, embedding)
+    return read.model(matrices, vectors, Blocks(layers, width, heads, min(positions, 512)), embedding)
 
 
 def _gpt2(read: _Reader) -> Transformer:
@@ -129,12 +109,11 @@ def _gpt_neox(read: _Reader) -> Transformer:
 
 def _llama(read: _Reader) -> Transformer:
     """LlamaForCausalLM, and Mistral, Qwen2, Qwen3 and Gemma, which differ by biases, norms and a tied head."""
-    kind = read.text("model_type", "llama")
     width, layers, heads = read.whole("hidden_size"), read.whole("num_hidden_layers"), read.whole("num_attention_heads")
     groups, feed_forward = read.whole("num_key_value_heads", heads), read.whole("intermediate_size")
     head = read.whole("head_dim", width // heads)
     embedding = Matrices(read.whole("vocab_size"), width)
-    tied = read.flag("tie_word_embeddings", kind == "gemma")
+    tied = read.flag("tie_word_embeddings", read.family == "gemma")
     matrices = [
         embedding,
         *([] if tied else [Matrices(embedding.rows, width, 1)]),
@@ -147,9 +126,9 @@ def _llama(read: _Reader) -> Transformer:
     in_a_layer = 2 * width
     if read.flag("attention_bias", False):
         in_a_layer += (heads + 2 * groups) * head + width
-    elif kind == "qwen2":
+    elif read.family == "qwen2":
         in_a_layer += (heads + 2 * groups) * head
-    if kind == "qwen3":
+    if read.family == "qwen3":
         in_a_layer += 2 * head
     if read.flag("mlp_bias", False):
         in_a_layer += 2 * feed_forward + width
@@ -163,7 +142,7 @@ def _t5(read: _Reader) -> Transformer:
     heads, feed_forward = read.whole("num_heads", 8), read.whole("d_ff", 2048)
     encoder = read.whole("num_layers", 6)
     decoder = read.whole("num_decoder_layers", encoder)
-    gates = 1 + read.text("feed_forward_proj", "relu").startswith("gated")
+    gates = 1 + str(read.values.get("feed_forward_proj")).startswith("gated")
     embedding = Matrices(read.whole("vocab_size", 32128), width)
     attentions = encoder + 2 * decoder
     matrices = [
@@ -185,7 +164,8 @@ def _vit(read: _Reader) -> Transformer:
     heads = read.whole("num_attention_heads", 12)
     feed_forward, patch = read.whole("intermediate_size", 3072), read.whole("patch_size", 16)
     patches = (read.whole("image_size", 224) // patch) ** 2
-    labels = read.labels()
+    named = read.values.get("id2label")
+    labels = len(named) if isinstance(named, Mapping) else read.whole("num_labels", 2)
     first = Matrices(width, read.whole("num_channels", 3) * patch**2)
     matrices = [
         first,
@@ -200,19 +180,60 @@ def _vit(read: _Reader) -> Transformer:
 
 
 FAMILIES: dict[str, Callable[[_Reader], Transformer]] = {
-    "bert": _bert,
-    "roberta": _bert,
-    "xlm-roberta": _bert,
-    "camembert": _bert,
-    "distilbert": _distilbert,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "distilbert"), _bert),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-    "gemma": _llama,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _llama),
     "t5": _t5,
     "vit": _vit,
 }
 """By Hugging Face's model_type."""
+
+
+# Other families
+
+
+def built_model(name: str, path: Path) -> Transformer:
+    """The model of the configuration in `path`, as its "architectures" says, else without a head.
+
+    Raises PlanError where transformers is not installed or does not know it. Runs no code that came with a model.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        raise PlanError(
+            f"the family of {name} is known to transformers alone, which is not installed: pip install 'thinwire[hf]', "
+            "or give its size, --parameters 340M"
+        ) from None
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            architecture = (getattr(configuration, "architectures", None) or [""])[0]
+            make = getattr(transformers, architecture, transformers.AutoModel.from_config)
+            built = make(configuration)
+    except Exception as error:  # whatever a configuration makes transformers do
+        raise PlanError(f"transformers cannot build {name} from {path}: {error}; give --parameters 340M") from error
+    return _shapes(name, built, configuration, torch.nn.Embedding)
+
+
+def _shapes(name: str, built: Any, configuration: Any, embedding_class: Any) -> Transformer:
+    parameters = [one for one in built.parameters() if one.requires_grad]
+    # Convolutions count as the matrices that PowerSGD takes them for.
+    shapes = Counter((one.shape[0], one[0].numel()) for one in parameters if one.dim() > 1)
+    matrices = tuple(Matrices(rows, columns, count) for (rows, columns), count in shapes.items())
+    embedding = getattr(built, "get_input_embeddings", lambda: None)()
+    last = None
+    if isinstance(embedding, embedding_class):
+        last = next((one for one in matrices if (one.rows, one.columns) == embedding.weight.shape), None)
+        if last is not None and last.count > 1:
+            rest = Matrices(last.rows, last.columns, last.count - 1)
+            last = Matrices(last.rows, last.columns)
+            matrices = (last, rest, *(one for one in matrices if one.rows != last.rows or one.columns != last.columns))
+    text = configuration.get_text_config()
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    layers, width, heads, positions = (getattr(text, key, None) for key in keys)
+    blocks = None
+    if isinstance(layers, int) and isinstance(width, int) and isinstance(heads, int):
+        blocks = Blocks(layers, width, heads, min(positions, 2048) if isinstance(positions, int) else 512)
+    return Transformer(name, sum(one.numel() for one in parameters), matrices, last, blocks)

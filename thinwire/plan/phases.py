@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.compress.packet_layout import CodecName
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.costs import (
+    CAST_BYTES,
     NO_BUCKETS,
     Buckets,
     Cost,
-    compute,
     cut,
     everywhere,
-    gather,
     hierarchical_exchange,
     inside_nodes,
-    reduce,
     two_legs,
 )
 from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method, Schedule
 from thinwire.plan.workload import Matrices, Workload
-from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel
+from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel, shard_numel
 
 __all__ = ["Phase", "phases"]
 
@@ -96,8 +94,10 @@ class _Setting:
         """The model in buckets of about `bucket_elements`, each of which costs what `cost` says of its elements."""
         return cut(self.parameters, self.workload.model.last_elements, bucket_elements, cost)
 
-    def _sharded_bucket(self, size: int) -> int:
-        return bucket_numel(self.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, self.parameters, size)
+    def in_sharded_buckets(self, size: int, cost: Callable[[int], Cost]) -> Buckets:
+        """The same in the buckets of sharded optimizers, with elements of `size` bytes."""
+        largest = self.schedule.bucket_bytes or LARGEST_BUCKET_BYTES
+        return self.in_buckets(bucket_numel(largest, self.parameters, size), cost)
 
     def exchanged(self, codec: CodecName) -> Buckets:
         """Averages through `codec` as thinwire's unsharded optimizers make them, flat or by node."""
@@ -107,40 +107,39 @@ class _Setting:
             lambda elements: exchange(self.cluster, elements, codec),
         )
 
-    def exact_buckets(self) -> Buckets:
-        """Exact averages while the variance is not frozen."""
-        return self.exchanged(_EXACT[self.schedule.warmup_wire])
-
     def sharded_gradients(self) -> Buckets:
-        """Gradients on their way to their owners, in the weights' dtype."""
+        """Gradients sent to their owners, in the weights' dtype."""
         codec = _EXACT[self.workload.dtype]
-        return self.in_buckets(
-            self._sharded_bucket(self.workload.element_bytes),
-            lambda elements: two_legs(self.cluster, elements, codec, back=False),
+        return self.in_sharded_buckets(
+            self.workload.element_bytes, lambda elements: two_legs(self.cluster, elements, codec, back=False)
         )
 
-    def gathered_weights(self) -> Buckets:
-        """Weights on their way from their owners."""
-        return self.gathered(self.workload.element_bytes)
-
     def gathered(self, size: int) -> Buckets:
-        """As many elements as there are weights, each of `size` bytes, on their way from their owners."""
-        return self.in_buckets(self._sharded_bucket(size), lambda elements: gather(self.cluster, elements, size))
+        """As many elements as there are weights, each of `size` bytes, sent by their owners to all."""
+
+        def gather(elements: int) -> Cost:
+            shard = shard_numel(elements, self.cluster.ranks, DEFAULT_BLOCK_SIZE)
+            return everywhere(self.cluster, "all_gather", shard * size)
+
+        return self.in_sharded_buckets(size, gather)
 
     def resync(self) -> Cost:
         """A step's share of the owners' weights, which replicas of sharded state take over now and then."""
         if not self.method.stage:
             return _NOTHING
-        return self.gathered_weights().total * (1 / self.schedule.resync_interval)
+        return self.gathered(self.workload.element_bytes).total * (1 / self.schedule.resync_interval)
 
 
 def _ddp(setting: _Setting) -> list[Phase]:
     size = setting.workload.element_bytes
     wire_bytes = 2 if setting.method.algorithm == "ddp-bf16" else size
-    buckets = setting.in_buckets(
-        _DDP_BUCKET_BYTES // size,
-        lambda elements: reduce(setting.cluster, elements, wire_bytes, cast=wire_bytes < size),
-    )
+    cast_bytes = CAST_BYTES if wire_bytes < size else 0
+
+    def reduce(elements: int) -> Cost:
+        sent = everywhere(setting.cluster, "all_reduce", elements * wire_bytes)
+        return sent + Cost(elements * cast_bytes / setting.cluster.processor.memory)
+
+    buckets = setting.in_buckets(_DDP_BUCKET_BYTES // size, reduce)
     return [Phase("every step", 1.0, buckets, setting.adam_seconds)]
 
 
@@ -168,7 +167,7 @@ def _low_rank_cost(setting: _Setting, matrices: Sequence[Matrices], elements: in
     small = [one for one in matrices if one.low_rank_elements(setting.method.rank)]
     factors = sum(one.low_rank_elements(setting.method.rank) for one in small)
     whole = elements - sum(one.numel for one in small)
-    cost = compute(elements * _POWERSGD_BYTES / setting.cluster.processor.memory / buckets)
+    cost = Cost(elements * _POWERSGD_BYTES / setting.cluster.processor.memory / buckets)
     for sent in (whole, factors // 2, factors - factors // 2):
         nbytes = -(-sent * setting.workload.element_bytes // buckets)
         cost += everywhere(setting.cluster, "all_reduce", nbytes)
@@ -179,7 +178,7 @@ def _sharded_adam(setting: _Setting) -> list[Phase]:
     if setting.method.stage < 3:
         return [_sharded_step(setting, 1.0, "every step")]
     # Weights come as layers run, in forward and again in backward.
-    weights = setting.gathered_weights()
+    weights = setting.gathered(setting.workload.element_bytes)
     both = weights + setting.sharded_gradients()
     return [Phase("every step", 1.0, both, setting.adam_seconds, forward=weights, backward=both)]
 
@@ -192,7 +191,7 @@ def _sharded_step(setting: _Setting, share: float, name: str, *, warm: bool = Fa
         share,
         gradients,
         setting.adam_seconds,
-        after=setting.gathered_weights().total,
+        after=setting.gathered(setting.workload.element_bytes).total,
         # Stage 2 keeps no gradients, so that every backward sends its own.
         backward=gradients if setting.method.stage == 2 else NO_BUCKETS,
         warm=warm,
@@ -210,22 +209,21 @@ def _one_bit(setting: _Setting) -> list[Phase]:
     if setting.method.stage:
         warm = _sharded_step(setting, share, "warmup", warm=True)
     else:
-        warm = Phase("warmup", share, setting.exact_buckets(), setting.adam_seconds, warm=True)
+        exact = setting.exchanged(_EXACT[setting.schedule.warmup_wire])
+        warm = Phase("warmup", share, exact, setting.adam_seconds, warm=True)
     return [warm, replace(frozen, share=1 - share)]
 
 
 def _local_steps(setting: _Setting) -> list[Phase]:
-    steps = setting.schedule.zero_one_steps()
-    total = setting.schedule.steps
-    local_update = setting.pass_seconds(_LOCAL_STEP_BYTES)
-    one_bit, resync = setting.exchanged("sign1"), setting.resync()
+    steps, total = setting.schedule.zero_one_steps(), setting.schedule.steps
+    adam, local_update = setting.adam_seconds, setting.pass_seconds(_LOCAL_STEP_BYTES)
+    exact, one_bit = setting.exchanged(_EXACT[setting.schedule.warmup_wire]), setting.exchanged("sign1")
+    resync = setting.resync()
     # Owners of sharded state publish the momentum that local steps begin with.
     published = setting.gathered(_FP32).total if setting.method.stage else _NOTHING
     return [
-        Phase(
-            "exact gradients", steps.exact / total, setting.exact_buckets(), setting.adam_seconds, published, warm=True
-        ),
-        Phase("1-bit gradients", steps.gradients / total, one_bit, setting.adam_seconds, resync),
+        Phase("exact gradients", steps.exact / total, exact, adam, published, warm=True),
+        Phase("1-bit gradients", steps.gradients / total, one_bit, adam, resync),
         # Updates are exchanged once the local step is made, beside nothing.
         Phase("1-bit updates", steps.updates / total, NO_BUCKETS, local_update, after=one_bit.total + resync),
         Phase("local", steps.local / total, NO_BUCKETS, local_update),
@@ -235,21 +233,18 @@ def _local_steps(setting: _Setting) -> list[Phase]:
 def _local_updates(setting: _Setting) -> list[Phase]:
     """DiLoCo: each fragment takes an outer step once in `every` steps; `workers` are ranks, or nodes that average their
     gradients exactly inside."""
-    outer, cluster, parameters = setting.schedule.outer, setting.cluster, setting.parameters
-    blocks = setting.workload.model.blocks
-    fragments = outer.fragments_of(None if blocks is None else blocks.layers)
+    outer, cluster = setting.schedule.outer, setting.cluster
+    fragments = outer.fragments_of(setting.workload.model)
     inside = NO_BUCKETS
     if setting.method.hierarchical:
         size = setting.workload.element_bytes
-        inside = setting.in_buckets(
-            setting._sharded_bucket(size), lambda elements: inside_nodes(cluster, "all_reduce", elements * size)
-        )
+        inside = setting.in_sharded_buckets(size, lambda elements: inside_nodes(cluster, "all_reduce", elements * size))
     local = Phase("local", 1.0, inside, setting.adam_seconds)
     if setting.method.workers(cluster) == 1:
         return [replace(local, name="every step")]
     exchange = hierarchical_exchange if setting.method.hierarchical else two_legs
-    elements = -(-parameters // fragments)
-    one = exchange(cluster, elements, outer.codec) + compute(elements * _OUTER_BYTES / cluster.processor.memory)
+    elements = -(-setting.parameters // fragments)
+    one = exchange(cluster, elements, outer.codec) + Cost(elements * _OUTER_BYTES / cluster.processor.memory)
     # Where there are more fragments than steps, several leave at once.
     at_once = max(1.0, fragments / outer.every)
     share = min(1.0, fragments / outer.every)

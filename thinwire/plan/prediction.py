@@ -14,14 +14,14 @@ from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Workload
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
 
-__all__ = ["Prediction", "StepPrediction", "memory_by_category", "predict"]
+__all__ = ["Prediction", "StepPrediction", "predict"]
 
 # Memory: ZeRO's formulas, and beside them what is not sharded
 
 _FP32 = 4
 
 
-def memory_by_category(
+def _memory(
     method: Method, workload: Workload, cluster: Cluster, schedule: Schedule, *, warm: bool
 ) -> dict[str, float]:
     """Bytes a rank holds between two steps, by category; `warm` before a 1-bit optimizer freezes.
@@ -29,9 +29,8 @@ def memory_by_category(
     DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the model, and its factors.
     """
     parameters = workload.model.parameters
-    entry = method.entry
-    if entry is not None:
-        held = _one_bit_state(entry, method, workload, cluster, warm=warm)
+    if method.entry is not None:
+        held = _one_bit_state(method.entry, method, workload, cluster, warm=warm)
     else:
         held = model_state_formula(method.stage, parameters, cluster.ranks, element_bytes=workload.element_bytes)
         if method.algorithm == DILOCO:
@@ -40,8 +39,7 @@ def memory_by_category(
             held["buckets"] = parameters * workload.element_bytes
     if method.rank is not None:
         factors = sum(one.low_rank_elements(method.rank) for one in workload.model.matrices)
-        held["residuals"] = parameters * _FP32
-        held["factors"] = factors * _FP32
+        held |= {"residuals": parameters * _FP32, "factors": factors * _FP32}
     if workload.activations is not None:
         held["activations"] = workload.activations.nbytes(workload.dtype)
     return held
@@ -49,14 +47,13 @@ def memory_by_category(
 
 def _outer_state(method: Method, workload: Workload, cluster: Cluster, schedule: Schedule) -> dict[str, float]:
     """Beside what a worker trains with: outer weights, the owner's part of their momentum, what codecs have lost, and a
-    fragment under way."""
+    fragment in flight."""
     parameters, workers, outer = workload.model.parameters, method.workers(cluster), schedule.outer
     inside = cluster.ranks_per_node if method.hierarchical else 1
     owned = parameters / (workers * inside)
     held = {"outer weights": parameters * _FP32 * 1.0, "outer momentum": owned * _FP32}
     if workers > 1:
-        blocks = workload.model.blocks
-        held["under way"] = parameters * _FP32 / outer.fragments_of(None if blocks is None else blocks.layers)
+        held["under way"] = parameters * _FP32 / outer.fragments_of(workload.model)
         if outer.codec != "none":
             kept = _FP32 if method.hierarchical else _FP32 / 2
             held["residuals"] = parameters / inside * kept + owned * _FP32
@@ -66,44 +63,41 @@ def _outer_state(method: Method, workload: Workload, cluster: Cluster, schedule:
 def _one_bit_state(
     entry: OptimizerEntry, method: Method, workload: Workload, cluster: Cluster, *, warm: bool
 ) -> dict[str, float]:
-    parameters, size = workload.model.parameters, workload.element_bytes
+    parameters, size, ranks = workload.model.parameters, workload.element_bytes, cluster.ranks
+    # What scales whole layers has a second variance, which follows the frozen one.
+    fresh_variance = not entry.elementwise
     if method.stage == 0:
-        return _replicated(entry, method, workload, cluster, warm=warm)
-    if _keeps_whole_momentum(entry):
-        return _half_sharded(entry, parameters, size, cluster.ranks, warm=warm)
+        vectors = (1 if entry.freeze_option is None else 2) + (not warm and fresh_variance)
+        held = model_state_formula(0, parameters, ranks, element_bytes=size, state_bytes=_FP32 * vectors)
+        inside = cluster.ranks_per_node if method.hierarchical else 1
+        return held | _replicated(entry, parameters, size, parameters / inside, parameters / ranks, warm=warm)
+    if entry.local_steps or entry.freeze_option is None:
+        return _half_sharded(entry, parameters, size, ranks, warm=warm)
     if warm:
-        return model_state_formula(method.stage, parameters, cluster.ranks, element_bytes=size)
-    return frozen_state_formula(
-        parameters, cluster.ranks, element_bytes=size, fresh_variance=_has_fresh_variance(entry)
-    )
+        return model_state_formula(method.stage, parameters, ranks, element_bytes=size)
+    return frozen_state_formula(parameters, ranks, element_bytes=size, fresh_variance=fresh_variance)
 
 
 def _replicated(
-    entry: OptimizerEntry, method: Method, workload: Workload, cluster: Cluster, *, warm: bool
+    entry: OptimizerEntry, parameters: int, size: int, sent: float, owned: float, *, warm: bool
 ) -> dict[str, float]:
     """Beside plain state a payload, and the average of the own shard while averages are exact, then residuals: the
     worker's of what it sends, the owner's of its shard. Local steps take their sum and, frozen, the weights that they
     began with."""
-    parameters = workload.model.parameters
-    vectors = _vectors(entry) + (not warm and _has_fresh_variance(entry))
-    held = model_state_formula(
-        0, parameters, cluster.ranks, element_bytes=workload.element_bytes, state_bytes=_FP32 * vectors
-    )
-    held["payload"] = parameters * _FP32
-    sent = parameters / (cluster.ranks_per_node if method.hierarchical else 1)
-    owned = parameters / cluster.ranks
+    held: dict[str, float] = {"payload": parameters * _FP32}
     if warm and not entry.local_steps:
         held["average"] = owned * _FP32
     else:
         held["residuals"] = (sent + owned) * _FP32
     if entry.local_steps:
-        begun_with = not warm and workload.element_bytes == _FP32  # masters are these weights in 16 bits
+        begun_with = not warm and size == _FP32  # master weights are these in 16 bits
         held["local updates"] = parameters * _FP32 * (1 + begun_with)
     return held
 
 
 def _half_sharded(entry: OptimizerEntry, parameters: int, size: int, ranks: int, *, warm: bool) -> dict[str, float]:
-    """Stage 1 of what takes its own whole momentum on every rank: what it does not take is on the owner."""
+    """Stage 1 of what cannot be packed, as it steps locally or not linearly in what comes back: every rank takes its
+    own whole momentum, and what it does not take is on the owner."""
     shared = 1 / ranks
     each = {
         "weights": float(size),
@@ -116,21 +110,6 @@ def _half_sharded(entry: OptimizerEntry, parameters: int, size: int, ranks: int,
         each["optimizer state"] += _FP32 * shared if warm else size
         each["local updates"] = float(size if warm else size + _FP32)
     return {category: parameters * factor for category, factor in each.items()}
-
-
-def _vectors(entry: OptimizerEntry) -> int:
-    """Of fp32 state as long as the weights: a momentum, and a variance where there is one to freeze."""
-    return 1 if entry.freeze_option is None else 2
-
-
-def _has_fresh_variance(entry: OptimizerEntry) -> bool:
-    """Whether a second variance follows the frozen one: what scales whole layers has one."""
-    return not entry.elementwise
-
-
-def _keeps_whole_momentum(entry: OptimizerEntry) -> bool:
-    """Whether its sharded state cannot be packed: local steps, or a step that is not linear in what comes back."""
-    return entry.local_steps or entry.freeze_option is None
 
 
 @dataclass(frozen=True)
@@ -192,13 +171,21 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
         raise PlanError(
             f"{method.name} needs several nodes of several ranks, not {cluster.nodes} of {cluster.ranks_per_node}"
         )
-    workload, cluster = _with_shared_cores(workload, cluster)
+    times = cluster.ranks_a_core
+    if times > 1:  # what every rank computes takes as many times as long as ranks share a core
+        cluster = replace(cluster, processor=cluster.processor.slower(times))
+        workload = replace(
+            workload,
+            forward_seconds=times * workload.forward_seconds,
+            backward_seconds=times * workload.backward_seconds,
+            update_seconds=None if workload.update_seconds is None else times * workload.update_seconds,
+        )
     run = schedule or Schedule()
     parts = phases(method, workload, cluster, run)
     steps = [_step(phase, workload, cluster) for phase in parts]
     shares = [phase.share for phase in parts]
     steady_shares = [0.0 if phase.warm else phase.share for phase in parts]
-    held = [memory_by_category(method, workload, cluster, run, warm=phase.warm) for phase in parts]
+    held = [_memory(method, workload, cluster, run, warm=phase.warm) for phase in parts]
     return Prediction(
         method,
         _average(steps, shares),
@@ -207,21 +194,6 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
         {phase.name: phase.share for phase in parts},
         max(held, key=lambda categories: sum(categories.values())),
     )
-
-
-def _with_shared_cores(workload: Workload, cluster: Cluster) -> tuple[Workload, Cluster]:
-    """What every rank computes takes as many times as long as ranks share a core."""
-    times = cluster.ranks_a_core
-    if times == 1:
-        return workload, cluster
-    update = None if workload.update_seconds is None else times * workload.update_seconds
-    slower = replace(
-        workload,
-        forward_seconds=times * workload.forward_seconds,
-        backward_seconds=times * workload.backward_seconds,
-        update_seconds=update,
-    )
-    return slower, replace(cluster, processor=cluster.processor.slower(times))
 
 
 def _step(phase: Phase, workload: Workload, cluster: Cluster) -> StepPrediction:

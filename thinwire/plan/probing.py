@@ -3,32 +3,27 @@ model, measured on all ranks at once, as they share their node's cores and memor
 
 from __future__ import annotations
 
-import argparse
 import math
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from math import log, sqrt
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import raise_together
 from thinwire.comm.collectives import Work
 from thinwire.comm.traffic import sent_bytes
 from thinwire.compress import make_codec
-from thinwire.plan.calibration import Calibration, CollectiveFit, LinkFit, ProcessorRates, save_calibration
+from thinwire.plan.calibration import Calibration, CollectiveFit, LinkFit, ProcessorRates
 from thinwire.plan.cluster import COLLECTIVES, Collective
 from thinwire.plan.units import PlanError, require_positive
 
-__all__ = ["Stopwatch", "fit_line", "fit_link", "hidden_part", "probe", "processor_rates", "run_probe"]
+__all__ = ["Stopwatch", "fit_line", "fit_link", "hidden_part", "probe", "processor_rates"]
 
 # Fits: one disturbed measurement among many does not move the line
 
@@ -253,16 +248,6 @@ _OVERLAP = 0.15
 _BETWEEN = 0.65
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a rank lies: its node, by the order in which ranks name them, and its index there."""
-
-    node: int
-    index: int
-    nodes: int
-    ranks_per_node: int
-
-
 def probe(comm: Communicator, seconds: float = 45.0, device: torch.device | str = "cpu") -> Calibration:
     """Measure links for about `seconds`, then the processor for a few more, with tensors on `device`. Collective; the
     result is the same on every rank.
@@ -274,32 +259,33 @@ def probe(comm: Communicator, seconds: float = 45.0, device: torch.device | str 
     fails.
     """
     require_positive("the seconds of a probe", seconds)
-    place = _find_place(comm)
+    node, index, nodes, ranks_per_node = _find_place(comm)
     device = torch.device(device)
     rates = processor_rates(Stopwatch(comm, device))
-    between = comm.split(0 if place.index == 0 else None) if place.nodes > 1 else None
-    inside = comm.split(place.node) if place.ranks_per_node > 1 else None
+    between = comm.split(0 if index == 0 else None) if nodes > 1 else None
+    inside = comm.split(node) if ranks_per_node > 1 else None
     for_links = (1 - _OVERLAP) * seconds
-    for_between = for_links * (1.0 if place.ranks_per_node == 1 else _BETWEEN)
-    for_inside = for_links * (1.0 if place.nodes == 1 else 1 - _BETWEEN)
+    for_between = for_links * (1.0 if ranks_per_node == 1 else _BETWEEN)
+    for_inside = for_links * (1.0 if nodes == 1 else 1 - _BETWEEN)
     between_fit = _on_every_rank(comm, None if between is None else fit_link(Stopwatch(between, device), for_between))
     inside_fit = _on_every_rank(comm, None if inside is None else fit_link(Stopwatch(inside, device), for_inside))
-    group, fit = (between, between_fit) if place.nodes > 1 else (inside, inside_fit)
+    group, fit = (between, between_fit) if nodes > 1 else (inside, inside_fit)
     hidden = 1.0
     if fit is not None:
         mine = None if group is None else hidden_part(Stopwatch(group, device), fit, _OVERLAP * seconds)
         hidden = min(float(one) for one in comm.all_gather_bytes(b"" if mine is None else repr(mine).encode()) if one)
     return Calibration(
         backend=comm.backend,
-        nodes=place.nodes,
-        ranks_per_node=place.ranks_per_node,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
         between=between_fit,
         inside=inside_fit,
         processor=ProcessorRates(**rates, overlap=hidden),
     )
 
 
-def _find_place(comm: Communicator) -> _Place:
+def _find_place(comm: Communicator) -> tuple[int, int, int, int]:
+    """This rank's node, by the order in which ranks name them, and its index there; nodes, and ranks of each."""
     hosts = [name.decode() for name in comm.all_gather_bytes(socket.gethostname().encode())]
     order = list(dict.fromkeys(hosts))
     counts = {host: hosts.count(host) for host in order}
@@ -307,52 +293,11 @@ def _find_place(comm: Communicator) -> _Place:
         listed = ", ".join(f"{host} {count}" for host, count in counts.items())
         raise PlanError(f"a probe needs equally many ranks on every node, got {listed}: start it on an even set")
     mine = hosts[comm.rank]
-    return _Place(order.index(mine), hosts[: comm.rank].count(mine), len(order), counts[mine])
+    return order.index(mine), hosts[: comm.rank].count(mine), len(order), counts[mine]
 
 
 def _on_every_rank(comm: Communicator, fit: LinkFit | None) -> LinkFit | None:
     """The slowest of the fits that some ranks made, on all of them; None where none did."""
     raw = comm.all_gather_bytes(b"" if fit is None else fit.model_dump_json().encode())
     fits = [LinkFit.model_validate_json(one) for one in raw if one]
-    return min(fits, key=_rate, default=None)
-
-
-def _rate(fit: LinkFit) -> float:
-    return math.prod(one.bytes_per_second for one in fit.collectives.values())
-
-
-def run_probe(arguments: argparse.Namespace) -> int:
-    """Measure the cluster this runs on, and write the calibration on rank 0; returns the exit code. Collective."""
-    world = communication.init(arguments.backend, timeout=arguments.timeout)
-    raise_together(world, _refusal(arguments, world.rank), "write the calibration")
-    calibration = probe(world, arguments.seconds, torch.device(arguments.device))
-    if world.rank == 0:
-        save_calibration(calibration, arguments.output)
-        print(_in_words(calibration, arguments.output))
-    return 0
-
-
-def _refusal(arguments: argparse.Namespace, rank: int) -> PlanError | None:
-    """What would waste the probe's time, told before it begins."""
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        return PlanError("--device cuda, and this rank sees no GPU")
-    if rank == 0 and not arguments.output.absolute().parent.is_dir():
-        return PlanError(f"the folder of {arguments.output} does not exist")
-    return None
-
-
-def _in_words(calibration: Calibration, path: Path) -> str:
-    lines = [f"{path}: {calibration.nodes} nodes of {calibration.ranks_per_node}, backend {calibration.backend}"]
-    for name, link in (("between nodes", calibration.between), ("inside nodes", calibration.inside)):
-        for collective, fit in link.collectives.items() if link is not None else ():
-            lines.append(
-                f"{name}, {collective}: {8 * fit.bytes_per_second / 1e9:.3g} Gb/s, {1e6 * fit.intercept:.0f} us, "
-                f"fits to {100 * fit.error:.0f}%"
-            )
-    rates = calibration.processor
-    lines.append(
-        f"encode {rates.encode / 1e9:.2f}, decode {rates.decode / 1e9:.2f}, average {rates.average / 1e9:.2f}, AdamW "
-        f"{rates.adam / 1e9:.2f} billion elements a second; {100 * rates.overlap:.0f}% of a transfer goes on beside "
-        "computation"
-    )
-    return "\n".join(lines)
+    return min(fits, key=lambda one: math.prod(fit.bytes_per_second for fit in one.collectives.values()), default=None)

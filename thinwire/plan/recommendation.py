@@ -14,21 +14,20 @@ from thinwire.plan.units import PlanError, require_positive
 from thinwire.plan.workload import Workload
 
 __all__ = [
-    "ACCEPTED",
     "BASELINE",
     "LOSSES",
     "SMALLEST",
     "SOURCE",
     "WORTH_IT",
+    "BucketAdvice",
     "MeasuredLoss",
     "Plan",
     "at_rate",
+    "better_buckets",
     "break_even_rate",
     "keeps_the_loss",
-    "local_updates_in_words",
     "local_updates_loss",
     "loss_in_words",
-    "loss_of",
     "plan",
 ]
 
@@ -47,7 +46,6 @@ _LOSSES = {
     4: (3.554, 3.213, 2.981, 2.808, 2.673, 2.472, 2.332),
     8: (3.621, 3.265, 3.019, 2.841, 2.698, 2.493, 2.351),
 }
-_WORKERS = tuple(_LOSSES)
 
 
 def local_updates_loss(parameters: int, workers: int) -> float:
@@ -55,41 +53,26 @@ def local_updates_loss(parameters: int, workers: int) -> float:
 
     Between published sizes and numbers of workers linear in their logarithms; beyond them as at the nearest.
     """
-    sizes = [math.log(size) for size in _SIZES]
-    by_workers = [_between(sizes, _relative(one), math.log(parameters)) for one in _WORKERS]
-    return _between([math.log(one) for one in _WORKERS], by_workers, math.log(workers))
+    by_workers = []
+    for losses in _LOSSES.values():
+        relative = [loss / exact - 1 for loss, exact in zip(losses, _DATA_PARALLEL, strict=True)]
+        by_workers.append(_interpolate(_SIZES, relative, parameters))
+    return _interpolate(tuple(_LOSSES), by_workers, workers)
 
 
-def local_updates_in_words(parameters: int, workers: int) -> str:
-    """The same for one line, with what it does not know."""
-    text = (
-        f"{local_updates_loss(parameters, workers):+.1%} beside data parallel, published, not measured here ({SOURCE}"
-    )
-    beyond = []
-    if parameters < SMALLEST:
-        beyond.append(f"for {SMALLEST / 1e6:.0f}M parameters; below that it is worse")
-    if workers > _WORKERS[-1]:
-        beyond.append(f"for {_WORKERS[-1]} workers; with more it is worse")
-    return "; ".join([text, *beyond]) + ")" if beyond else f"{text})"
-
-
-def _relative(workers: int) -> list[float]:
-    return [loss / exact - 1 for loss, exact in zip(_LOSSES[workers], _DATA_PARALLEL, strict=True)]
-
-
-def _between(places: list[float], values: list[float], place: float) -> float:
-    """What a line through the two nearest has at `place`; the first or the last value outside."""
+def _interpolate(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """Of a line through the two nearest, in logarithms, the value at `place`; the first or the last value outside."""
     if place <= places[0] or place >= places[-1]:
         return values[0] if place <= places[0] else values[-1]
     right = bisect_right(places, place)
-    part = (place - places[right - 1]) / (places[right] - places[right - 1])
-    return values[right - 1] + part * (values[right] - values[right - 1])
+    left, here, end = (math.log(one) for one in (places[right - 1], place, places[right]))
+    return values[right - 1] + (here - left) / (end - left) * (values[right] - values[right - 1])
 
 
 # Losses as measured here: the figures of experiments/results, which a test compares
 
-ACCEPTED = 0.02
-"""The final loss above the exact optimizer's, relative, that a recommendation may cost."""
+# The final loss above the exact optimizer's, relative, that a recommendation may cost.
+_ACCEPTED = 0.02
 _LEAST_SEEDS = 3
 
 
@@ -113,11 +96,6 @@ LOSSES: dict[str, MeasuredLoss] = {
 """By algorithm. Averages that are exact, or in bf16, count as costing nothing (Agarwal et al., MLSys 2022)."""
 
 
-def loss_of(method: Method) -> MeasuredLoss | None:
-    """None where it was not measured, or nothing is lost."""
-    return LOSSES.get(method.algorithm)
-
-
 def keeps_the_loss(method: Method) -> bool:
     """Whether it may be recommended: exact averages, or a loss that was measured, on 3 seeds, and is near enough.
 
@@ -128,19 +106,25 @@ def keeps_the_loss(method: Method) -> bool:
         return False
     if not method.is_one_bit:
         return True
-    measured = loss_of(method)
-    return measured is not None and measured.difference <= ACCEPTED and measured.seeds >= _LEAST_SEEDS
+    measured = LOSSES.get(method.algorithm)
+    return measured is not None and measured.difference <= _ACCEPTED and measured.seeds >= _LEAST_SEEDS
 
 
 def loss_in_words(method: Method, parameters: int, workers: int) -> str:
     """What is known of it, for one line; `workers`: that train by themselves, with DiLoCo."""
     if method.algorithm == DILOCO:
-        return local_updates_in_words(parameters, workers)
+        text = f"{local_updates_loss(parameters, workers):+.1%} beside data parallel, published, not measured here"
+        beyond = [SOURCE]
+        if parameters < SMALLEST:
+            beyond.append(f"for {SMALLEST / 1e6:.0f}M parameters; below that it is worse")
+        if workers > max(_LOSSES):
+            beyond.append(f"for {max(_LOSSES)} workers; with more it is worse")
+        return f"{text} ({'; '.join(beyond)})"
     if method.algorithm == POWERSGD:
         return "speed only: its loss has to be tried; in our races rank 16 alone reached DDP's"
     if not method.is_one_bit:
         return "none: averages are exact, or in bf16"
-    measured = loss_of(method)
+    measured = LOSSES.get(method.algorithm)
     if measured is None:
         return "not measured"
     seeds = "1 seed" if measured.seeds == 1 else f"{measured.seeds} seeds"
@@ -267,3 +251,38 @@ def at_rate(cluster: Cluster, bytes_per_second: float) -> Cluster:
     if cluster.nodes == 1:
         return replace(cluster, inside=cluster.inside.with_rate(bytes_per_second))
     return replace(cluster, between=cluster.between.with_rate(bytes_per_second))
+
+
+# Sizes of buckets: what each costs by itself, latency above all, against what the last one leaves with nothing to hide
+# behind
+
+_MEBIBYTE = 1 << 20
+_TRIED = tuple(_MEBIBYTE << power for power in range(9))
+_WORTH_SAYING = 0.03  # the part of a step that other buckets have to save
+
+
+@dataclass(frozen=True)
+class BucketAdvice:
+    """`bucket_bytes` to give the optimizer, and the average step, in seconds, with it."""
+
+    bucket_bytes: int
+    step_seconds: float
+
+
+def better_buckets(plan: Plan) -> BucketAdvice | None:
+    """The buckets with which the recommended optimizer's steps are shortest; None where its own are as good, or given.
+
+    At stage 0, where the size costs no memory. The smallest that is within a hundredth of the best.
+    """
+    best = plan.best
+    if best is None or best.method.entry is None or best.method.stage or plan.schedule.bucket_bytes is not None:
+        return None
+    tried = {
+        size: predict(plan.workload, plan.cluster, best.method, replace(plan.schedule, bucket_bytes=size)).step_seconds
+        for size in _TRIED
+    }
+    shortest = min(tried.values())
+    if shortest > (1 - _WORTH_SAYING) * best.step_seconds:
+        return None
+    size = next(size for size, seconds in tried.items() if seconds <= 1.01 * shortest)
+    return BucketAdvice(size, tried[size])

@@ -1,4 +1,4 @@
-"""Workloads: what one rank computes in a step, the devices that may compute it, and estimates where nobody measured."""
+"""Workloads: what one rank computes in a step, the devices that may compute it, and estimates of what it takes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ __all__ = [
     "Batch",
     "Blocks",
     "Device",
-    "Estimate",
     "Matrices",
     "ParameterDtype",
     "Transformer",
     "Workload",
-    "batch_for",
-    "estimate",
+    "forward_seconds",
     "named_device",
     "plain_model",
 ]
@@ -153,11 +151,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         require_whole("accumulation", self.accumulation)
-        seconds = {"forward_seconds": self.forward_seconds, "backward_seconds": self.backward_seconds}
-        if self.update_seconds is not None:
-            seconds["update_seconds"] = self.update_seconds
-        for name, value in seconds.items():
-            if not 0 <= value < math.inf:
+        for name in ("forward_seconds", "backward_seconds", "update_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
                 raise PlanError(f"{name} must be a number of seconds, at least 0, got {value!r}")
         if self.dtype not in ("fp32", "bf16"):
             raise PlanError(f"dtype must be 'fp32' or 'bf16', got {self.dtype!r}")
@@ -173,8 +169,6 @@ class Workload:
 EFFICIENCY = 0.4
 """The part of a data sheet's peak that training transformers commonly reaches."""
 
-_TERA, _GIGA = 1e12, 1e9
-
 
 @dataclass(frozen=True)
 class Device:
@@ -186,36 +180,30 @@ class Device:
     memory_rate: float
     inside: float
 
-    @property
-    def sustained_flops(self) -> float:
-        """What a training reaches of them."""
-        return EFFICIENCY * self.flops
-
-
-def _device(name: str, teraflops: float, memory_gigabytes: float, inside_gigabytes: float) -> tuple[str, Device]:
-    return name, Device(name, teraflops * _TERA, memory_gigabytes * _GIGA, inside_gigabytes * _GIGA)
-
 
 _PCIE3, _PCIE4, _PCIE5 = 12, 24, 48
 
-DEVICES: dict[str, Device] = dict(
-    (
-        _device("t4", 65, 320, _PCIE3),
-        _device("v100", 125, 900, 130),
-        _device("a10", 125, 600, _PCIE4),
-        _device("a10g", 70, 600, _PCIE4),
-        _device("l4", 121, 300, _PCIE4),
-        _device("l40s", 362, 864, _PCIE4),
-        _device("a100", 312, 2039, 300),
-        _device("h100", 989, 3350, 450),
-        _device("h200", 989, 4800, 450),
-        _device("rtx3090", 71, 936, _PCIE4),
-        _device("rtx4090", 165, 1008, _PCIE4),
-        _device("rtx5090", 210, 1792, _PCIE5),
-        # One core at 3 GHz with AVX2: 2 products and sums of 8 numbers a cycle. With its share of the memory.
-        _device("cpu-core", 0.096, 10, 10),
-    )
-)
+# Tera-operations, gigabytes of memory and gigabytes to a neighbour, a second.
+_DATA_SHEETS = {
+    "t4": (65, 320, _PCIE3),
+    "v100": (125, 900, 130),
+    "a10": (125, 600, _PCIE4),
+    "a10g": (70, 600, _PCIE4),
+    "l4": (121, 300, _PCIE4),
+    "l40s": (362, 864, _PCIE4),
+    "a100": (312, 2039, 300),
+    "h100": (989, 3350, 450),
+    "h200": (989, 4800, 450),
+    "rtx3090": (71, 936, _PCIE4),
+    "rtx4090": (165, 1008, _PCIE4),
+    "rtx5090": (210, 1792, _PCIE5),
+    # One core at 3 GHz with AVX2: 2 products and sums of 8 numbers a cycle. With its share of the memory.
+    "cpu-core": (0.096, 10, 10),
+}
+DEVICES = {
+    name: Device(name, teraflops * 1e12, memory * 1e9, inside * 1e9)
+    for name, (teraflops, memory, inside) in _DATA_SHEETS.items()
+}
 DEFAULT_DEVICE = "a100"
 
 
@@ -231,12 +219,6 @@ def named_device(name: str) -> Device:
     )
 
 
-# Estimates: operations of a transformer over a device's speed
-
-_SEQUENCE = 512
-_SEQUENCES = 8
-
-
 @dataclass(frozen=True)
 class Batch:
     """What one rank computes at once: `sequences` of `length` tokens."""
@@ -248,36 +230,11 @@ class Batch:
         require_whole("the micro-batch", self.sequences)
         require_whole("a sequence's length", self.length)
 
-    @property
-    def tokens(self) -> int:
-        """Of all sequences."""
-        return self.sequences * self.length
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of one micro-batch, and `assumed`, what they were computed from, in words."""
-
-    forward: float
-    backward: float
-    assumed: str
-
-
-def batch_for(model: Transformer, sequences: int | None, length: int | None) -> Batch:
-    """What was given, else 8 sequences as long as the model is usually trained on, or 512."""
-    usual = _SEQUENCE if model.blocks is None else model.blocks.sequence
-    return Batch(_SEQUENCES if sequences is None else sequences, usual if length is None else length)
-
-
-def estimate(model: Transformer, batch: Batch, device: Device) -> Estimate:
-    """Two operations a parameter and token forward, and those of attention, 4 · layers · width · length a token where
-    layers are known; twice as many backward (Kaplan et al. 2020, arXiv 2001.08361, §2.1)."""
-    a_token = 2.0 * model.parameters
+def forward_seconds(model: Transformer, batch: Batch, device: Device) -> float:
+    """Two operations a parameter and token, and those of attention, 4 · layers · width · length a token where layers
+    are known, at the device's speed. Backward takes twice as many (Kaplan et al. 2020, arXiv 2001.08361, §2.1)."""
+    operations = 2.0 * model.parameters
     if model.blocks is not None:
-        a_token += 4.0 * model.blocks.layers * model.blocks.hidden * batch.length
-    forward = a_token * batch.tokens / device.sustained_flops
-    assumed = (
-        f"{batch.sequences} sequence{'s' if batch.sequences > 1 else ''} of {batch.length} tokens a rank, "
-        f"{device.name} at {EFFICIENCY:.0%} of its peak"
-    )
-    return Estimate(forward, 2 * forward, assumed)
+        operations += 4.0 * model.blocks.layers * model.blocks.hidden * batch.length
+    return operations * (batch.sequences * batch.length) / (EFFICIENCY * device.flops)

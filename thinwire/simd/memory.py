@@ -12,11 +12,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.np.numpy_support import carray
 
 from thinwire.simd import floats, integers
 from thinwire.simd.building import LANES, add_intrinsic
-from thinwire.simd.compiling import kernel
 
 __all__ = [
     "load_floats",
@@ -25,7 +23,6 @@ __all__ = [
     "load_some_shorts",
     "store_floats",
     "store_shorts",
-    "word_sum",
 ]
 
 __all__ += ["store_some_floats", "store_some_shorts"]
@@ -106,35 +103,3 @@ store_floats = _storer(_FLOATS, floats.vector, some=False)
 store_some_floats = _storer(_FLOATS, floats.vector, some=True)
 store_shorts = _storer(_SHORTS, integers.vector, some=False)
 store_some_shorts = _storer(_SHORTS, integers.vector, some=True)
-
-
-@kernel
-def word_sum(address: int, length: int) -> int:
-    """Of the `length` bytes from `address` on: words of 64 bits, and bytes at the end, modulo 2⁶⁴.
-
-    As fast as one thread reads memory. Whoever gives an address keeps its memory.
-    """
-    words = carray(_words_at(address), length // 8)
-    total = 0
-    for number in range(length // 8):
-        total += words[number]
-    rest = carray(_bytes_at(address + length // 8 * 8), length % 8)
-    for number in range(length % 8):
-        total += rest[number]
-    return total
-
-
-def _pointers_to(element: Any, bits: int) -> Any:
-    """Intrinsic (address) -> a pointer to integers."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.IntType(bits).as_pointer())
-
-    def pointer(typing_context: Any, address: Any) -> Any:
-        return types.CPointer(element)(types.int64), generate  # type: ignore[no-untyped-call]
-
-    return add_intrinsic(pointer)
-
-
-_words_at = _pointers_to(types.int64, 64)
-_bytes_at = _pointers_to(types.uint8, 8)

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from thinwire.sparse_attn.block_index import Pattern
 from thinwire.sparse_attn.layouts.base import Layout
-from thinwire.sparse_attn.masks import attention_bias, key_bias
 from thinwire.sparse_attn.operator import attend
-from thinwire.sparse_attn.reference import draw_seed
+from thinwire.sparse_attn.reference import make_pattern
 
 __all__ = ["autocast_like_torch", "block_sparse_attention", "check_layout"]
 
@@ -57,25 +55,22 @@ def block_sparse_attention(
     """
     q, k, v = autocast_like_torch(q), autocast_like_torch(k), autocast_like_torch(v)
     _check_tensors(q, k, v)
-    batch, heads, query_length, head_size = q.shape
-    key_length = k.shape[2]
-    check_layout(layout, heads)
-    causal = causal or layout.causal
-    _check_lengths_and_dropout(query_length, key_length, dropout_p, causal=causal)
-    _check_devices(q, key_padding_mask=key_padding_mask, attn_mask=attn_mask, rpe=rpe)
+    check_layout(layout, q.shape[1])
+    if (causal or layout.causal) and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
+            f"attend across lengths with a bidirectional Custom layout and an attn_mask"
+        )
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p}, expected 0 <= dropout_p < 1")
+    masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "rpe": rpe}
+    for name, mask in masks.items():
+        if mask is not None and mask.device != q.device:
+            raise ValueError(f"{name} is on {mask.device}, expected q's device {q.device}")
     _refuse_forward_mode(q, k, v, attn_mask, rpe)
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    pattern = Pattern(
-        layout.index(query_length, key_length, q.device),
-        key_bias(key_padding_mask, attn_mask, batch=batch, key_length=key_length),
-        attention_bias(attn_mask, rpe, batch=batch, heads=heads, query_length=query_length, key_length=key_length),
-        draw_seed(q.device) if dropout_p > 0 else torch.zeros(1, dtype=torch.int64, device=q.device),
-        causal=causal,
-        scale=head_size**-0.5 if scale is None else scale,
-        dropout_p=dropout_p,
-    )
-    return attend(q, k, v, pattern)
+    return attend(q, k, v, make_pattern(q, k, layout, masks, causal=causal, dropout_p=dropout_p, scale=scale))
 
 
 def autocast_like_torch(x: Tensor) -> Tensor:
@@ -109,22 +104,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.device != q.device or v.device != q.device:
         raise ValueError(f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
-
-
-def _check_lengths_and_dropout(query_length: int, key_length: int, dropout_p: float, *, causal: bool) -> None:
-    if causal and query_length != key_length:
-        raise ValueError(
-            f"causal attention needs as many queries as keys, got {query_length} and {key_length}; "
-            f"attend across lengths with a bidirectional Custom layout and an attn_mask"
-        )
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is {dropout_p}, expected 0 <= dropout_p < 1")
-
-
-def _check_devices(q: Tensor, **masks: Tensor | None) -> None:
-    for name, mask in masks.items():
-        if mask is not None and mask.device != q.device:
-            raise ValueError(f"{name} is on {mask.device}, expected q's device {q.device}")
 
 
 def _refuse_forward_mode(*inputs: Tensor | None) -> None:

@@ -83,7 +83,8 @@ class BlockIndex:
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Head, row and column of every block in the packed order, head by head and row by row: int64 [nnz] each."""
-        lines = _line_of_each(self.row_offsets)
+        counts = self.row_offsets.diff().long()
+        lines = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         return lines // max(1, self.num_rows), lines % max(1, self.num_rows), self.columns.long()
 
     @cached_property
@@ -110,15 +111,9 @@ class BlockIndex:
 
     def dense(self) -> Tensor:
         """The same as a mask, bool [num_heads, num_rows, num_columns], on the CPU."""
-        mask = torch.zeros(self.num_heads * self.num_rows, self.num_columns, dtype=torch.bool)
-        counts = self.row_offsets.diff().long().cpu()
-        mask[torch.repeat_interleave(torch.arange(len(counts)), counts), self.columns.long().cpu()] = True
-        return mask.view(self.num_heads, self.num_rows, self.num_columns)
-
-
-def _line_of_each(offsets: Tensor) -> Tensor:
-    counts = offsets.diff().long()
-    return torch.repeat_interleave(torch.arange(len(counts), device=offsets.device), counts)
+        mask = torch.zeros(self.num_heads, self.num_rows, self.num_columns, dtype=torch.bool)
+        mask[self.to("cpu").places] = True
+        return mask
 
 
 def _equal_lines(

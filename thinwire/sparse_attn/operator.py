@@ -6,8 +6,9 @@ They take tensors and numbers only, so that torch.compile keeps them whole; the 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, pattern: Pattern) -> 
 
     Returns [B, H, Sq, D] like q, differentiable in q, k, v and the pattern's bias.
     """
-    out: Tensor = torch.ops.thinwire.block_sparse_attention(q_bhsd, k_bhsd, v_bhsd, *_Shared.of(pattern))[0]
+    out: Tensor = torch.ops.thinwire.block_sparse_attention(q_bhsd, k_bhsd, v_bhsd, *_flat(pattern))[0]
     return out
 
 
@@ -36,43 +37,23 @@ _SHARED = (
 )
 
 
-class _Shared(NamedTuple):
-    """The arguments that both operators share, in the schema's order: a pattern taken apart."""
+_TENSORS, _BIAS = 7, 5  # of the shared arguments: how many are tensors, and which is the bias
 
-    row_offsets: Tensor
-    columns: Tensor
-    column_offsets: Tensor
-    rows: Tensor
-    key_bias: Tensor | None
-    bias: Tensor | None
-    seed: Tensor
-    block: int
-    index_heads: int
-    causal: bool
-    scale: float
-    dropout_p: float
 
-    @classmethod
-    def of(cls, pattern: Pattern) -> _Shared:
-        index = pattern.index
-        tensors = (index.row_offsets, index.columns, index.column_offsets, index.rows)
-        biases = (pattern.key_bias, pattern.bias, pattern.seed)
-        numbers = (index.block, index.num_heads)
-        return cls(*tensors, *biases, *numbers, pattern.causal, pattern.scale, pattern.dropout_p)
+def _flat(pattern: Pattern) -> tuple[Any, ...]:
+    """A pattern taken apart into the arguments that both operators share, in the schema's order."""
+    index = pattern.index
+    tensors = (index.row_offsets, index.columns, index.column_offsets, index.rows)
+    biases = (pattern.key_bias, pattern.bias, pattern.seed)
+    return *tensors, *biases, index.block, index.num_heads, pattern.causal, pattern.scale, pattern.dropout_p
 
-    def pattern(self, query_length: int, key_length: int) -> Pattern:
-        """The pattern again, for so many queries and keys."""
-        index = BlockIndex(
-            block=self.block,
-            num_heads=self.index_heads,
-            num_rows=-(-query_length // self.block),
-            num_columns=-(-key_length // self.block),
-            row_offsets=self.row_offsets,
-            columns=self.columns,
-            column_offsets=self.column_offsets,
-            rows=self.rows,
-        )
-        return Pattern(index, self.key_bias, self.bias, self.seed, self.causal, self.scale, self.dropout_p)
+
+def _pattern(shared: Sequence[Any], q: Tensor, k: Tensor) -> Pattern:
+    """The pattern again, for these queries and keys."""
+    row_offsets, columns, column_offsets, rows, key_bias, bias, seed, block, heads, *others = shared
+    lengths = (-(-q.shape[2] // block), -(-k.shape[2] // block))
+    index = BlockIndex(block, heads, *lengths, row_offsets, columns, column_offsets, rows)
+    return Pattern(index, key_bias, bias, seed, *others)
 
 
 def _kernels(device: torch.device) -> ModuleType:
@@ -89,9 +70,7 @@ def packed_kernels(like: Tensor) -> ModuleType:
 
 
 torch.library.define(
-    _FORWARD,
-    f"(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    _FORWARD, f"(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
 )
 
 
@@ -101,7 +80,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *shared: Any) -> tuple[Tensor
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *shared: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
-    out, lse = _kernels(q.device).forward(q, k, v, _Shared(*shared).pattern(q.shape[2], k.shape[2]))
+    out, lse = _kernels(q.device).forward(q, k, v, _pattern(shared, q, k))
     return out, lse
 
 
@@ -119,8 +98,7 @@ torch.library.define(
 def _backward_fake(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *shared, needs_d_bias = rest
-    bias = _Shared(*shared).bias
+    bias, needs_d_bias = rest[_BIAS], rest[-1]
     d_bias = torch.empty_like(bias) if needs_d_bias and bias is not None else _no_gradient(q)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_bias
 
@@ -130,7 +108,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and bias."""
     *shared, needs_d_bias = rest
-    pattern = _Shared(*shared).pattern(q.shape[2], k.shape[2])
+    pattern = _pattern(shared, q, k)
     d_q, d_k, d_v, d_bias = _kernels(q.device).backward(d_out, q, k, v, out, lse, pattern, needs_d_bias=needs_d_bias)
     return d_q, d_k, d_v, _no_gradient(q) if d_bias is None else d_bias
 
@@ -145,13 +123,12 @@ torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *rest = inputs
-    shared = _Shared(*rest)
+    q, k, v, *shared = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, *shared[:7])
-    ctx.numbers = shared[7:]
-    ctx.needs_d_bias = shared.bias is not None and shared.bias.requires_grad
+    ctx.save_for_backward(q, k, v, out, lse, *shared[:_TENSORS])
+    ctx.numbers = shared[_TENSORS:]
+    ctx.needs_d_bias = shared[_BIAS] is not None and shared[_BIAS].requires_grad
 
 
 def _autograd(ctx: Any, d_out: Tensor, _d_lse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -33,7 +33,11 @@ class Blocks:
         Raises TypeError for no layout; ValueError where it does not fit, or a size is no whole number of blocks.
         """
         check_layout(layout, heads)
-        whole_rows, whole_columns = _sizes(layout, rows, columns)
+        if isinstance(layout, Custom):
+            own_rows, own_columns = (size * layout.block for size in layout.block_mask.shape[1:])
+        else:
+            own_rows = own_columns = (rows if columns is None else columns) or 0
+        whole_rows, whole_columns = own_rows if rows is None else rows, own_columns if columns is None else columns
         for name, size in (("rows", whole_rows), ("columns", whole_columns)):
             if size % layout.block:
                 raise ValueError(
@@ -109,15 +113,6 @@ def _grid(dense: Tensor, block: int) -> Tensor:
     return dense.view(batch, heads, rows // block, block, columns // block, block).transpose(3, 4)
 
 
-def _sizes(layout: Layout, rows: int | None, columns: int | None) -> tuple[int, int]:
-    if isinstance(layout, Custom):
-        mask_rows, mask_columns = (size * layout.block for size in layout.block_mask.shape[1:])
-        return mask_rows if rows is None else rows, mask_columns if columns is None else columns
-    known = rows if rows is not None else columns
-    assert known is not None
-    return known if rows is None else rows, known if columns is None else columns
-
-
 # Matrix products of which one matrix is packed blocks, with gradients of any order
 
 MODES = ("sdd", "dsd", "dds")
@@ -146,7 +141,14 @@ def block_sparse_matmul(
     _check(a, b)
     # Every product is one of two: blocks of a dense product, or packed blocks times a dense matrix.
     if mode == "sdd":
-        return _sampled(a.mT if trans_a else a, b.mT if trans_b else b, layout)
+        a, b = a.mT if trans_a else a, b.mT if trans_b else b
+        if a.size(1) != b.size(1) or a.size(3) != b.size(2):
+            raise ValueError(
+                f"expected a and b of as many heads, and a's columns as b's rows; after transposing a is "
+                f"{list(a.shape)}, b {list(b.shape)}"
+            )
+        blocks = Blocks.of(layout, a.size(1), a.size(2), b.size(3), a.device)
+        return blocks.unfold(_differentiable(_Sampled, blocks.fold(a), blocks.fold(b), blocks.index))
     if mode == "dsd":
         return _expanded("a", a, "b", b.mT if trans_b else b, layout, transposed=trans_a)
     return _expanded("b", b, "a", a if trans_a else a.mT, layout, transposed=not trans_b).mT
@@ -162,16 +164,6 @@ def _check(a: Tensor, b: Tensor) -> None:
         raise TypeError(f"expected a and b of one floating dtype, got {a.dtype} and {b.dtype}")
     if a.device != b.device:
         raise ValueError(f"expected a and b on one device, got {a.device} and {b.device}")
-
-
-def _sampled(a: Tensor, b: Tensor, layout: Layout) -> Tensor:
-    if a.size(1) != b.size(1) or a.size(3) != b.size(2):
-        raise ValueError(
-            f"expected a and b of as many heads, and a's columns as b's rows; after transposing a is {list(a.shape)}, "
-            f"b {list(b.shape)}"
-        )
-    blocks = Blocks.of(layout, a.size(1), a.size(2), b.size(3), a.device)
-    return blocks.unfold(_differentiable(_Sampled, blocks.fold(a), blocks.fold(b), blocks.index))
 
 
 def _expanded(
@@ -268,7 +260,19 @@ def block_sparse_softmax(
     """
     if x.dim() != 4 or x.dtype not in _DTYPES:
         raise TypeError(f"expected floating packed blocks [batch, blocks, block, block], got {x.dtype} {list(x.shape)}")
-    blocks = _blocks(x, layout, heads, length, _length_of(rpe, key_padding_mask, attn_mask))
+    if not isinstance(layout, Layout):
+        raise TypeError(f"expected a layout, got {type(layout).__name__}; make one of a mask of blocks with Custom")
+    if isinstance(layout, Custom):
+        length = None
+    elif length is None:  # what the masks say of the number of keys
+        masks = [one for one in (rpe, key_padding_mask, attn_mask) if one is not None and one.size(-1) > 1]
+        if not masks:
+            raise ValueError(
+                f"packed blocks do not say how long the sequence is that a {type(layout).__name__} layout is for: give "
+                "length="
+            )
+        length = masks[0].size(-1)
+    blocks = Blocks.of(layout, layout.num_heads if heads is None else heads, length, length, x.device)
     blocks.check_packed("x", x)
     index, dtype = blocks.index, torch.float64 if x.dtype == torch.float64 else torch.float32
     queries, keys = index.num_rows * index.block, index.num_columns * index.block
@@ -279,20 +283,13 @@ def block_sparse_softmax(
     packed_bias = None if bias is None else _packed_bias(bias, blocks, x.size(0))
     if of_keys is not None and shared > 1:
         of_keys = of_keys.repeat_interleave(shared, 0)
-    out: Tensor = _Softmax.apply(x, scale, packed_bias, of_keys, blocks, in_place)  # type: ignore[no-untyped-call]
-    return out
+    return _differentiable(_Softmax, x, scale, packed_bias, of_keys, blocks, in_place)
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: float,
-        bias: Tensor | None,
-        of_keys: Tensor | None,
-        blocks: Blocks,
-        in_place: bool,
+        ctx: Any, x: Tensor, scale: float, bias: Tensor | None, of_keys: Tensor | None, blocks: Blocks, in_place: bool
     ) -> Tensor:
         folded = blocks.fold(x)
         out = folded if in_place else torch.empty_like(folded)
@@ -314,25 +311,6 @@ class _Softmax(torch.autograd.Function):
         d_scores = packed_kernels(out).softmax_backward(blocks.fold(d_out), blocks.fold(out), blocks.index)
         d_bias = d_scores.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[2] else None
         return blocks.unfold(d_scores * ctx.scale).to(out.dtype), None, d_bias, None, None, None
-
-
-def _length_of(rpe: Tensor | None, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> int | None:
-    """What the masks say of the number of keys."""
-    lengths = [one.size(-1) for one in (rpe, key_padding_mask, attn_mask) if one is not None and one.size(-1) > 1]
-    return lengths[0] if lengths else None
-
-
-def _blocks(x: Tensor, layout: Layout, heads: int | None, length: int | None, of_masks: int | None) -> Blocks:
-    if not isinstance(layout, Layout):
-        raise TypeError(f"expected a layout, got {type(layout).__name__}; make one of a mask of blocks with Custom")
-    known = of_masks if length is None else length
-    if known is None and not hasattr(layout, "block_mask"):
-        raise ValueError(
-            f"packed blocks do not say how long the sequence is that a {type(layout).__name__} layout is for: give "
-            "length="
-        )
-    size = None if hasattr(layout, "block_mask") else known
-    return Blocks.of(layout, layout.num_heads if heads is None else heads, size, size, x.device)
 
 
 def _packed_bias(bias: Tensor, blocks: Blocks, batch: int) -> Tensor:

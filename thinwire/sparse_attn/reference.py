@@ -8,6 +8,7 @@ from the counter-based hash here.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ __all__ = [
     "head_keys",
     "keep_mask",
     "keep_threshold",
+    "make_pattern",
     "reference_attention",
     "token_mask",
 ]
@@ -87,22 +89,36 @@ def reference_attention(
 
     Returns [B, H, Sq, D]. After the same `torch.manual_seed` it drops the same probabilities.
     """
-    batch, heads, query_length, head_size = q.shape
-    key_length = k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    pattern = Pattern(
-        layout.index(query_length, key_length, q.device),
-        key_bias(key_padding_mask, attn_mask, batch=batch, key_length=key_length, dtype=dtype),
-        attention_bias(
-            attn_mask, rpe, batch=batch, heads=heads, query_length=query_length, key_length=key_length, dtype=dtype
-        ),
+    masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "rpe": rpe}
+    pattern = make_pattern(q, k, layout, masks, causal=causal, dropout_p=dropout_p, scale=scale, dtype=dtype)
+    return dense_attention(q, k, v, pattern)[0]
+
+
+def make_pattern(
+    q: Tensor,
+    k: Tensor,
+    layout: Layout,
+    masks: Mapping[str, Tensor | None],
+    *,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    dtype: torch.dtype = torch.float32,
+) -> Pattern:
+    """The pattern of attention over `layout`, with masks of `dtype` to add to scores."""
+    batch, heads, query_length, head_size = q.shape
+    sizes = {"batch": batch, "key_length": k.shape[2]}
+    attn_mask, rpe = masks["attn_mask"], masks["rpe"]
+    return Pattern(
+        layout.index(query_length, k.shape[2], q.device),
+        key_bias(masks["key_padding_mask"], attn_mask, **sizes, dtype=dtype),
+        attention_bias(attn_mask, rpe, heads=heads, query_length=query_length, **sizes, dtype=dtype),
         draw_seed(q.device) if dropout_p > 0 else torch.zeros(1, dtype=torch.int64, device=q.device),
         causal=causal or layout.causal,
         scale=head_size**-0.5 if scale is None else scale,
         dropout_p=dropout_p,
     )
-    out, _ = dense_attention(q, k, v, pattern)
-    return out
 
 
 def dense_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:

@@ -12,21 +12,21 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.bucket_transport import AveragedInPlace, BucketTransport, Pipeline
 from thinwire.zero.gradient_seal import (
     GradientHook,
     Samples,
     SentGradient,
     Taken,
     at_backward_end,
-    check_kind,
+    edited,
     forget_before_accumulation,
     gradient_of,
-    is_untouched,
     refuse_edit,
+    refuse_kind,
     taken,
 )
-from thinwire.zero.rank_checks import NothingToSend, agree_to_leave_out, check_left_out
+from thinwire.zero.gradients import AveragedInPlace, BucketTransport, NothingToSend, Pipeline
+from thinwire.zero.rank_checks import agree_to_leave_out, check_left_out
 
 __all__ = ["BackwardWatcher"]
 
@@ -39,9 +39,11 @@ class BackwardWatcher:
     With `keeps_gradients`, backwards add up in `.grad`, and only the last one, outside of `no_sync`, is sent. Without,
     every backward is sent, and the transports add up. Every rank runs the same number of backwards.
 
-    `parameters`: those watched, by number. A parameter that requires no gradient takes no hook until it does.
+    `parameters`: those watched, by number; hooked once they require gradients. `held_back`: keep them until `finish`.
     `arrived`: the gradients that this backward has brought, as they were taken, in the order in which they came.
     `left_out`: parameters that all of the step's backwards, as sent so far, left out on every rank.
+    `gates`: nothing is sent while one of them returns false, which is how another wrapper's `no_sync` is obeyed.
+    `before_first`: called once, in the next backward, before its first gradient is taken.
 
     Args:
         describe: how an error message calls a parameter, by its number.
@@ -57,13 +59,14 @@ class BackwardWatcher:
         self._describe = describe
         self._on_whole = on_whole
         self._unhooked: list[int] = []
-        self._gates: list[Callable[[], bool]] = []
+        self.gates: list[Callable[[], bool]] = []
         self._steps = 0
-        self._before_first: Callable[[], None] | None = None
+        self.before_first: Callable[[], None] | None = None
         self._synchronize = True
         self._callback_queued = False
         self._samples = Samples()
         self.samples_values = True  # else versions alone tell of edits
+        self.held_back = False
         self.arrived: dict[int, Taken] = {}
         self._begin_step()
         self.use([], keeps_gradients=True)
@@ -95,6 +98,7 @@ class BackwardWatcher:
         self._begin_backward()
         self.add(transports)
 
+    @torch.no_grad()
     def add(self, transports: Sequence[BucketTransport]) -> None:
         """Send through these too, after the others. Gradients of their parameters that are there are taken now."""
         for transport in transports:
@@ -105,14 +109,6 @@ class BackwardWatcher:
             for slot in transport.layout.slots:
                 if slot.parameter in self.arrived:
                     self._take(slot.parameter)
-
-    def follow(self, gate: Callable[[], bool]) -> None:
-        """Send nothing while `gate()` is false: how another wrapper's `no_sync` is obeyed."""
-        self._gates.append(gate)
-
-    def before_first_backward(self, callback: Callable[[], None]) -> None:
-        """Call this once, in the next backward, before its first gradient is taken."""
-        self._before_first = callback
 
     @property
     def missing(self) -> list[int]:
@@ -130,25 +126,24 @@ class BackwardWatcher:
 
         With `may_write` only if it was replaced or dropped: what is written into it takes effect.
 
-        Edits through `.grad.data` leave no version behind: sampled values are compared for every eighth parameter in
-        CPU memory too, other ones in every step, so that an edit of all gradients shows at once.
+        Edits through `.grad.data` leave no version: samples of every eighth, others each step, are compared on CPUs.
         """
         compared = []
-        for number, was in self.arrived.items():
-            parameter = self.parameters[number]
-            gradient = parameter.grad
-            if may_write:
-                if gradient is not was[0]:
-                    refuse_edit(self._describe(number))
-            elif not is_untouched(gradient, was):
-                # Of one that was not sampled, as in a capture, nobody knows what it was.
-                known = self._samples.knows(number) or gradient is not was[0] or type(gradient) is SentGradient
-                compared += [number] if known else []
-            elif (number - self._steps) % min(_LOOKED_AT, len(self.parameters)) == 0 and number in self._samples:
-                compared += [number] if parameter.is_cpu else []
-        edited = self._samples.first_that_differs(compared, self.parameters)
-        if edited is not None:
-            refuse_edit(self._describe(edited))
+        for number in edited(self.arrived, self.parameters):
+            gradient = self.parameters[number].grad
+            replaced = gradient is not self.arrived[number][0] or type(gradient) is SentGradient
+            if may_write and replaced:
+                refuse_edit(self._describe(number))
+            # Of one that was not sampled, as in a capture, it is not known what it was.
+            if not may_write and (replaced or self._samples.knows(number)):
+                compared.append(number)
+        every = min(_LOOKED_AT, len(self.parameters))
+        for number in range(self._steps % every, len(self.parameters), every) if self.arrived and not may_write else ():
+            if number in self.arrived and number in self._samples and self.parameters[number].is_cpu:
+                compared.append(number)
+        different = self._samples.first_that_differs(compared, self.parameters)
+        if different is not None:
+            refuse_edit(self._describe(different))
 
     # What a training loop calls
 
@@ -213,6 +208,7 @@ class BackwardWatcher:
             self.arrived[number] = taken(self.parameters[number].grad)
             self._samples.take([number], self.parameters)
 
+    @torch.no_grad()
     def send_again(self) -> None:
         """Take and send this step's gradients once more. Collective, after `finish`."""
         self._pipeline.reset()
@@ -247,7 +243,9 @@ class BackwardWatcher:
     # One backward
 
     def _sends(self) -> bool:
-        return not self._keeps_gradients or (self._synchronize and all(map(operator.call, self._gates)))
+        if not self._keeps_gradients:
+            return True
+        return self._synchronize and not self.held_back and all(map(operator.call, self.gates))
 
     def _begin_step(self) -> None:
         self._arrived_in_step: set[int] = set()
@@ -270,57 +268,49 @@ class BackwardWatcher:
         self._unhooked = [number for number in self._unhooked if not self.parameters[number].requires_grad]
 
     def _on_gradient(self, number: int) -> None:
-        if self._before_first is not None:
-            callback, self._before_first = self._before_first, None
+        if self.before_first is not None:
+            callback, self.before_first = self.before_first, None
             callback()
         if torch.is_grad_enabled():  # with create_graph
             with torch.no_grad():
                 self._on_gradient(number)
             return
-        if not self._sends():
-            self._keep(number)
-            return
-        self._arrive(number)
-        if self._on_whole is not None and not self._callback_queued:
+        sends = self._sends()
+        self._arrive(number, sends)
+        if sends and self._on_whole is not None and not self._callback_queued:
             self._callback_queued = True
             # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
             at_backward_end(lambda: at_backward_end(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False
-        if self._on_whole is not None and self._is_whole():
+        known = self.arrived.keys() | self.usually_absent | self._left_out
+        whole = all(number in known or not one.requires_grad for number, one in enumerate(self.parameters))
+        if whole and self._on_whole is not None:
             with torch.no_grad():
                 self._on_whole()
         # DDP writes gradients back after they have arrived here.
-        again = []
-        for number, was in self.arrived.items():
-            gradient = self.parameters[number].grad
-            if written := not is_untouched(gradient, was):
-                self.arrived[number] = taken(gradient)
-            if written or number not in self._samples:
-                again.append(number)
+        written = edited(self.arrived, self.parameters)
+        for number in written:
+            self.arrived[number] = taken(self.parameters[number].grad)
         if self.samples_values:
-            self._samples.take(again, self.parameters)
+            new = [number for number in self.arrived if number not in self._samples]
+            self._samples.take([*written, *new], self.parameters)
 
-    def _is_whole(self) -> bool:
-        """Whether this backward has reached every parameter that it was expected to."""
-        for number, parameter in enumerate(self.parameters):
-            known = number in self.arrived or number in self.usually_absent or number in self._left_out
-            if not known and parameter.requires_grad:
-                return False
-        return True
-
-    def _keep(self, number: int) -> None:
-        check_kind(self.parameters[number], self._kinds[number], self._describe, number)
-        self._arrived_in_step.add(number)
-        if number in self._places:
-            index, slot = self._places[number]
-            self._transports[index].keep(slot, self.parameters[number])
-
-    def _arrive(self, number: int) -> None:
-        check_kind(self.parameters[number], self._kinds[number], self._describe, number)
+    def _arrive(self, number: int, sends: bool = True) -> None:
+        parameter, place = self.parameters[number], self._places.get(number)
+        dtype, device = self._kinds[number]
+        gradient = parameter.grad
+        sparse = gradient is not None and gradient.layout is not torch.strided
+        if sparse or parameter.dtype != dtype or parameter.device != device:
+            refuse_kind(parameter, dtype, device, self._describe(number))
+        if not sends:
+            self._arrived_in_step.add(number)
+            if place is not None:
+                self._transports[place[0]].keep(place[1], parameter)
+            return
         if number in self._left_out:
-            check_left_out(self.parameters[number], self._describe(number))
+            check_left_out(parameter, self._describe(number))
             return
         if self._finished and number not in self.arrived:
             raise RuntimeError(
@@ -328,12 +318,17 @@ class BackwardWatcher:
                 "left without it, as in the step before. Put every backward() but the last inside `with no_sync():`"
             )
         if number in self.arrived:
-            self._begin_next_backward(number)
+            if self._keeps_gradients:
+                raise RuntimeError(
+                    f"a second backward() before step() reached {self._describe(number)} whose gradient has left "
+                    "already. To accumulate gradients, put every backward() but the last inside `with no_sync():`; to "
+                    "drop the first one, call zero_grad()"
+                )
+            self.end_backward()
         self._arrived_in_step.add(number)
-        place = self._places.get(number)
         if place is not None:
             self._take(number)
-        self.arrived[number] = taken(self.parameters[number].grad)
+        self.arrived[number] = taken(parameter.grad)
         if place is not None:
             self._waiting[place[0]] -= 1
             while (following := self._pipeline.started) < len(self._transports) and not self._waiting[following]:
@@ -349,15 +344,6 @@ class BackwardWatcher:
                 self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
                 forget_before_accumulation(parameter, SentGradient)
             parameter.grad = self._sent_gradients[number]
-
-    def _begin_next_backward(self, number: int) -> None:
-        if self._keeps_gradients:
-            raise RuntimeError(
-                f"a second backward() before step() reached {self._describe(number)} whose gradient has left already. "
-                "To accumulate gradients, put every backward() but the last inside `with no_sync():`; to drop the "
-                "first one, call zero_grad()"
-            )
-        self.end_backward()
 
     def _awaited(self, transport: BucketTransport) -> int:
         slots = transport.layout.slots
@@ -379,12 +365,12 @@ class BackwardWatcher:
         transport.start()
         if self.samples_values:
             self._samples.take([number for number in numbers if number in self.arrived], self.parameters)
-        in_place = transport.averaged_by_advance or transport.averaged_by_wait
-        if in_place:
+        if transport.averaged_by_advance or transport.averaged_by_wait:
             self._pipeline.follow(AveragedInPlace(transport, self.arrived, self._samples, self.parameters))
         else:
             self._pipeline.follow(transport)
 
+    @torch.no_grad()
     def _send_rest(self) -> None:
         # Gradients that no hook announced: accumulated in no_sync, or set by hand.
         for number, parameter in enumerate(self.parameters):

@@ -10,7 +10,7 @@ a larger one. An edit of a few elements of a large gradient can pass unseen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -22,11 +22,11 @@ __all__ = [
     "SentGradient",
     "Taken",
     "at_backward_end",
-    "check_kind",
+    "edited",
     "forget_before_accumulation",
     "gradient_of",
-    "is_untouched",
     "refuse_edit",
+    "refuse_kind",
     "taken",
 ]
 
@@ -93,9 +93,17 @@ def taken(gradient: Tensor | None) -> Taken:
     return gradient, gradient._version, gradient.data_ptr()
 
 
-def is_untouched(gradient: Tensor | None, was: Taken) -> bool:
-    """Whether nobody has written to a gradient, or replaced it, since it was taken."""
-    return gradient is was[0] and taken(gradient)[1:] == was[1:]
+def edited(arrived: Mapping[int, Taken], parameters: Sequence[Tensor]) -> list[int]:
+    """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
+    found = []
+    for number, (was, version, place) in arrived.items():
+        gradient = parameters[number].grad
+        if same := gradient is was and gradient is not None:
+            sent = type(gradient) is SentGradient
+            same = gradient.numel() == place if sent else gradient._version == version and gradient.data_ptr() == place
+        if not same:
+            found.append(number)
+    return found
 
 
 class Samples:
@@ -115,7 +123,8 @@ class Samples:
     def expect(self, numbers: Collection[int]) -> None:
         """Averages may take the place of these parameters' gradients at any time: no value is known until then."""
         self._expected.update(numbers)
-        self.drop(numbers)
+        for number in numbers:
+            self._found.pop(number, None)
 
     def take(self, numbers: Iterable[int], parameters: Sequence[Tensor], *, averages: bool = False) -> None:
         """Take those of the gradients of these parameters as they are now, with one launch a dtype.
@@ -136,11 +145,6 @@ class Samples:
             for number, one in zip(*of_dtype, strict=True):
                 self._found[number] = (values, slice(first, first + len(one)))
                 first += len(one)
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Forget those of these parameters."""
-        for number in numbers:
-            self._found.pop(number, None)
 
     def clear(self) -> None:
         """Forget all."""
@@ -164,8 +168,10 @@ class Samples:
 
 
 def _some_of(gradient: Tensor) -> Tensor:
-    flat = gradient.detach().reshape(-1)
-    return flat if len(flat) <= _SAMPLED else flat[:: -(-len(flat) // _SAMPLED)]
+    numel = gradient.numel()
+    stride = -(-numel // _SAMPLED) or 1
+    flat = gradient if gradient.is_contiguous() else gradient.reshape(-1)
+    return flat.as_strided((-(-numel // stride),), (stride,)).detach()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -174,21 +180,17 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
-def check_kind(
-    parameter: Tensor, was: tuple[torch.dtype, torch.device], describe: Callable[[int], str], number: int
-) -> None:
-    """Raise TypeError for a parameter of another dtype or device than before, ValueError for a sparse gradient."""
-    dtype, device = parameter.dtype, parameter.device
-    if dtype != was[0] or device != was[1]:
+def refuse_kind(parameter: Tensor, dtype: torch.dtype, device: torch.device, name: str) -> NoReturn:
+    """Raise TypeError for a parameter of another dtype or device than these, else ValueError for a sparse gradient."""
+    if parameter.dtype != dtype or parameter.device != device:
         raise TypeError(
-            f"{describe(number)} is {dtype} on {device}, and was {was[0]} on {was[1]} when the optimizer was built: "
-            "convert and move the model first, then build the optimizer"
+            f"{name} is {parameter.dtype} on {parameter.device}, and was {dtype} on {device} when the optimizer was "
+            "built: convert and move the model first, then build the optimizer"
         )
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise ValueError(
-            f"{describe(number)} has a sparse gradient, which cannot be sent: build the embedding with sparse=False, "
-            "or leave it to torch.optim.SparseAdam in a second optimizer"
-        )
+    raise ValueError(
+        f"{name} has a sparse gradient, which cannot be sent: build the embedding with sparse=False, or leave it to "
+        "torch.optim.SparseAdam in a second optimizer"
+    )
 
 
 def refuse_edit(name: str) -> NoReturn:
@@ -227,10 +229,12 @@ class SentGradient(Tensor):
         if func in _HARMLESS:
             return args[0] if func._schema.returns else None
         if torch._C._current_graph_task_id() != -1:
-            return _for_ddp(args, kwargs)
-        name = _name_of_first((args, kwargs))
+            # Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy.
+            target = (kwargs or {}).get("out", args[0])
+            return target if isinstance(target, SentGradient) else target.zero_()
+        sent = next(one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if type(one) is SentGradient)
         raise RuntimeError(
-            f"the gradient of {name} has left for its owner during backward() and is not here any more: to clip, "
+            f"the gradient of {sent._name} has left for its owner during backward() and is not here any more: to clip, "
             "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step(). Under transformers' "
             "Trainer use thinwire.hugging_face.TrainerMixin"
         )
@@ -248,16 +252,3 @@ _HARMLESS = {
     # GradScaler's look for infinities, after which the optimizer itself refuses a scaler that it cannot serve.
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
 }
-
-
-def _name_of_first(arguments: Any) -> str:
-    for one in torch.utils._pytree.tree_leaves(arguments):
-        if isinstance(one, SentGradient):
-            return one._name
-    raise AssertionError("an operation was dispatched to a gradient that it does not take")
-
-
-def _for_ddp(args: Any, kwargs: Any) -> Any:
-    """Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy."""
-    target = (kwargs or {}).get("out", args[0])
-    return target if isinstance(target, SentGradient) else target.zero_()

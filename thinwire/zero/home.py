@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
+from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 __all__ = [
@@ -195,6 +196,7 @@ class Home(ABC):
     kind: ClassVar[str]  # of checkpoints
     elastic = False  # whether parameters may be added later
     comm: Communicator
+    watcher: BackwardWatcher  # of the parameters' backwards; a home without one overrides what asks it
     loss_scale: float = 1.0  # what gradients are times
     scaled: bool | None = None  # whether a GradScaler steps the optimizer; None until the first step
     uncompressed_step_bytes: int  # what a ring all-reduce of the gradients sends, in the parameters' dtype
@@ -230,29 +232,29 @@ class Home(ABC):
     def step(self) -> StepResult:
         """Apply the synchronised gradients, which are times `loss_scale`. Collective."""
 
-    @abstractmethod
     def drop(self) -> None:
         """Forget gradients that have left since the last step."""
+        self.watcher.drop()
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside only add up."""
+        return self.watcher.no_sync()
 
-    @abstractmethod
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Expect no gradient of these in the next synchronised backward. Collective."""
+        self.watcher.leave_out(parameters, self.comm)
 
-    @abstractmethod
     def end_backward(self) -> None:
         """Send what a backward has left unsent. Collective."""
+        self.watcher.end_backward()
 
-    @abstractmethod
     def follow(self, gate: Callable[[], bool]) -> None:
         """Send nothing while `gate()` is false."""
+        self.watcher.gates.append(gate)
 
-    @abstractmethod
     def before_first_backward(self, callback: Callable[[], None]) -> None:
         """Call this once, in the next backward, before its first gradient is taken."""
+        self.watcher.before_first = callback
 
     @property
     @abstractmethod
@@ -264,7 +266,6 @@ class Home(ABC):
     def names(self) -> Sequence[str]:
         """What `saved_slices` calls them."""
 
-    @abstractmethod
     def name(self, names: Mapping[int, str]) -> None:
         """Call parameters, by id, as `names` does, in error messages."""
 

@@ -4,6 +4,7 @@ gradients are divided among the ranks of any Communicator."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,127 +16,125 @@ from typing_extensions import override
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
-from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging, BucketGradients
-from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, StepResult
-from thinwire.zero.master_weights import MasterWeights, bring_beside
+from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
+from thinwire.zero.home import NO_GRADIENTS, Held, StepResult
+from thinwire.zero.master_weights import Run, bring_beside
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
 from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, StateOfBuckets, Vote, clip_coefficient, own_fragments
 from thinwire.zero.sharded_parameters import ShardedParameters, Sharding
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["BucketOptimizer", "OptimizerClass", "ShardedOptimizer"]
+__all__ = ["UNCORRECTED", "OptimizerClass", "ShardOptimizer", "ShardedOptimizer", "is_of_elements"]
 
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 
-class BucketOptimizer:
-    """A torch optimizer over what this rank keeps of a bucket.
+class ShardOptimizer:
+    """A torch optimizer over what this rank keeps of some parameters.
 
-    It sees every run of `masters` as a parameter of its own, one-dimensional, in the parameter's group: elementwise
-    optimizers do not care where a tensor was cut. A rank that keeps nothing has no optimizer. Where runs are `whole`
-    parameters, groups have their "shapes", for optimizers that do care.
+    It sees each of `views`, the values of `runs`, as a parameter of its own, one-dimensional, in the parameter's group:
+    elementwise optimizers do not care where a tensor was cut. `optimizer`: None on a rank that keeps nothing.
+
+    Args:
+        runs: parts of parameters, by the parameters' numbers; `views`: their values, fp32.
+        groups: the parameter groups, whose settings every step has; `group_of`: each parameter's.
+        optimizer_class: builds the torch optimizer of groups.
+        shape_of: where runs are whole parameters, gives the "shapes" that groups have, for optimizers that do care.
     """
 
     def __init__(
         self,
-        masters: MasterWeights,
+        runs: Sequence[Run],
+        views: Sequence[Tensor],
         groups: Sequence[Mapping[str, Any]],
         group_of: Sequence[int],
         optimizer_class: OptimizerClass,
-        whole: bool = False,
+        shape_of: Callable[[int], torch.Size] | None = None,
     ) -> None:
-        self._whole = whole
-        self._masters = masters
+        self._runs = runs
+        self._views = views
         self._groups = groups
-        self._group_of = group_of
-        self._used_groups = sorted({group_of[run.parameter] for run in masters.runs})
+        self._members = {
+            number: [(run, view) for run, view in zip(runs, views, strict=True) if group_of[run.parameter] == number]
+            for number in sorted({group_of[run.parameter] for run in runs})
+        }
         self._optimizer_class = optimizer_class
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._shape_of = shape_of
         self.reset()
 
     def reset(self) -> None:
         """Have a new optimizer, without state."""
-        if self._masters.runs:
-            self.optimizer = self._optimizer_class([self._inner_group(number) for number in self._used_groups])
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self._members:
+            self.optimizer = self._build(self._members)
 
-    def without_parameters(self) -> torch.optim.Optimizer:
-        """What a rank that keeps nothing can show: the class and the groups' settings, with no parameter in them."""
-        shapes: dict[str, Any] = {"shapes": []} if self._whole else {}
-        return self._optimizer_class([{**group_settings(one), "params": [], **shapes} for one in self._groups])
+    def shown(self) -> torch.optim.Optimizer:
+        """The torch optimizer; where nothing is kept, the class and the groups' settings, with no parameter in them."""
+        return self.optimizer or self._build({number: [] for number in range(len(self._groups))})
 
-    def step(self, average: Tensor, coefficient: float, absent: frozenset[int]) -> None:
-        """Step with `coefficient * average`, a tensor like the master weights in the gradients' dtype.
-
-        `absent` parameters stay. `average` may be scaled in place.
-        """
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Step every view with its gradient, and leave those without one alone."""
         if self.optimizer is None:
             return
-        masters = self._masters
-        gradient = average.to(torch.float32)
-        if coefficient != 1.0:
-            gradient.mul_(coefficient)
-        (gradient,) = bring_beside([masters], [gradient])
-        for run, view in zip(masters.runs, masters.views, strict=True):
-            view.grad = None if run.parameter in absent else gradient[run.place]
-        for number, inner in zip(self._used_groups, self.optimizer.param_groups, strict=True):
+        for view, gradient in zip(self._views, gradients, strict=True):
+            view.grad = gradient
+        for number, inner in zip(self._members, self.optimizer.param_groups, strict=True):
             inner.update(group_settings(self._groups[number]))
         self.optimizer.step()
-        for view in masters.views:
+        for view in self._views:
             view.grad = None
+
+    def state_of(self, run: int) -> dict[str, Any]:
+        """The state of the run with this number, empty for one that was never stepped."""
+        state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state.get(self._views[run], {})
+        return state
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """The state of every run."""
+        return [self.state_of(run) for run in range(len(self._runs))]
 
     def kinds(self) -> set[str]:
         """The kinds of state that have a value for each element, of any parameter."""
-        states = [] if self.optimizer is None else [self.optimizer.state.get(view, {}) for view in self._masters.views]
-        return {kind for state in states for kind, value in state.items() if _is_of_elements(value)}
-
-    def state_of(self, parameter: int, kind: str) -> list[Fragment]:
-        """What this rank keeps of a parameter's state of this kind; nothing where it was never stepped."""
-        if self.optimizer is None:
-            return []
-        states = [self.optimizer.state.get(view, {}).get(kind) for view in self._masters.views]
-        return own_fragments(self._masters, parameter, [one if _is_of_elements(one) else None for one in states])
+        return {kind for state in self.states for kind, value in state.items() if is_of_elements(value)}
 
     def state_bytes(self) -> int:
         """Of the state that this rank holds, step counts left out."""
-        states = [] if self.optimizer is None else self.optimizer.state.values()
-        return sum(
-            value.nbytes for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()
-        )
+        values = (value for state in self.states for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
 
-    def saved_slices(self, names: Sequence[str]) -> list[SavedSlice]:
-        """The optimizer's state of this rank's shard."""
+    def saved_slices(self, names: Sequence[str], cuts: Iterable[tuple[int, slice]]) -> list[SavedSlice]:
+        """The state of the elements `cuts`, by run."""
         slices: list[SavedSlice] = []
-        for number, cut in self._masters.own_cuts():
-            run = self._masters.runs[number]
-            state = {} if self.optimizer is None else self.optimizer.state[self._masters.views[number]]
-            slices += state_slices(state, names[run.parameter], run.start + cut.start, cut, run.numel)
+        for number, cut in cuts:
+            run = self._runs[number]
+            slices += state_slices(self.state_of(number), names[run.parameter], run.start + cut.start, cut, run.numel)
         return slices
 
     def load(self, source: SliceSource, names: Sequence[str]) -> None:
         """Take over the optimizer's state."""
         if self.optimizer is not None:
-            runs, views = self._masters.runs, self._masters.views
-            number_of = {id(view): number for number, view in enumerate(views)}
-            state = [read_state(source, names[run.parameter], run.start, run.numel) for run in runs]
-            order = [number_of[id(view)] for group in self.optimizer.param_groups for view in group["params"]]
+            in_order = [run for members in self._members.values() for run, _ in members]
+            state = [read_state(source, names[run.parameter], run.start, run.numel) for run in in_order]
             packed = self.optimizer.state_dict()
             # Copies, as what was read may be the memory of a state_dict, which torch would share.
-            copies = [copy.deepcopy(of_run) for of_run in state]
-            packed["state"] = {place: copies[number] for place, number in enumerate(order) if copies[number]}
+            packed["state"] = {place: copy.deepcopy(of_run) for place, of_run in enumerate(state) if of_run}
             self.optimizer.load_state_dict(packed)
 
-    def _inner_group(self, number: int) -> dict[str, Any]:
-        runs = zip(self._masters.runs, self._masters.views, strict=True)
-        held = [(run, view) for run, view in runs if self._group_of[run.parameter] == number]
-        inner = {**group_settings(self._groups[number]), "params": [view for _, view in held]}
-        if self._whole:
-            inner["shapes"] = [self._masters.bucket.shape_of(run.parameter) for run, _ in held]
-        return inner
+    def _build(self, members: Mapping[int, Sequence[tuple[Run, Tensor]]]) -> torch.optim.Optimizer:
+        groups = []
+        for number, held in members.items():
+            group = {**group_settings(self._groups[number]), "params": [view for _, view in held]}
+            if self._shape_of is not None:
+                group["shapes"] = [self._shape_of(run.parameter) for run, _ in held]
+            groups.append(group)
+        return self._optimizer_class(groups)
 
 
-def _is_of_elements(value: Any) -> bool:
+def is_of_elements(value: Any) -> bool:
+    """Whether state has a value for each element of a run."""
     return isinstance(value, Tensor) and value.dim() == 1
 
 
@@ -222,17 +221,14 @@ class ShardedOptimizer(SynchronizedOptimizer):
 
         There is one of that class for each bucket; set rates in `param_groups`, which all of them follow.
         """
-        for one in self._optimizers:
-            if one.optimizer is not None:
-                return one.optimizer
-        return self._optimizers[0].without_parameters()
+        return next((one for one in self._optimizers if one.optimizer is not None), self._optimizers[0]).shown()
 
     @property
     def _saved_name(self) -> str:
         return self._name
 
 
-class _ElementwiseHome(ShardedHome):
+class _ElementwiseHome(ShardedHome, StateOfBuckets):
     """Gradients averaged exactly, and a torch optimizer's step on what this rank keeps."""
 
     def __init__(self, parameters: ShardedParameters, optimizer_class: OptimizerClass) -> None:
@@ -242,16 +238,19 @@ class _ElementwiseHome(ShardedHome):
         # At stage 2 every backward's gradients leave, and add up on their owners.
         (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
         self._gradients = parameters.averaging_gradients()
-        whole = parameters.sharding.whole_parameters
+        whole = sharding.whole_parameters
+        groups, group_of = parameters.groups, parameters.order.group_of
         self.optimizers = [
-            BucketOptimizer(masters, parameters.groups, parameters.order.group_of, optimizer_class, whole)
-            for masters in parameters.masters
+            ShardOptimizer(
+                one.runs, one.views, groups, group_of, optimizer_class, one.bucket.shape_of if whole else None
+            )
+            for one in parameters.masters
         ]
-        self._watcher.use(self._gradients, self._keeps_gradients)
+        self.watcher.use(self._gradients, self._keeps_gradients)
 
     @property
     def steps(self) -> int:
-        """Bytes since this object was made."""
+        """Steps applied."""
         return self._steps
 
     @override
@@ -266,7 +265,16 @@ class _ElementwiseHome(ShardedHome):
             filled = [number for number, gradients in enumerate(self._gradients) if gradients.filled]
 
             def move(number: int) -> None:
-                self.optimizers[number].step(self._gradients[number].average, coefficient, vote.absent)
+                masters = self._parameters.masters[number]
+                if not masters.runs:
+                    return
+                gradient = self._gradients[number].average.to(torch.float32)
+                if coefficient != 1.0:
+                    gradient.mul_(coefficient)
+                (beside,) = bring_beside([masters], [gradient])
+                self.optimizers[number].step(
+                    [None if run.parameter in vote.absent else beside[run.place] for run in masters.runs]
+                )
 
             self._parameters.move_and_publish(filled, move)
         self._end_step()
@@ -276,13 +284,30 @@ class _ElementwiseHome(ShardedHome):
         return self._vote_on_averages(self._gradients)
 
     def _state_of_buckets(self) -> StateOfBuckets:
-        return _ElementwiseState(self._gradients, self.optimizers, self._parameters.sharding.stage == 0)
+        return self
+
+    @override
+    def average(self, bucket: int) -> Tensor | None:
+        return self._gradients[bucket].average if self._gradients[bucket].filled else None
+
+    @override
+    def state(self, bucket: int, parameter: int, kind: str) -> Held:
+        found = [state.get(kind) for state in self.optimizers[bucket].states]
+        values = [one if is_of_elements(one) else None for one in found]
+        fragments = own_fragments(self._parameters.masters[bucket], parameter, values)
+        return Held(fragments, self._parameters.sharding.stage == 0, known=kind in self.kinds())
+
+    @override
+    def kinds(self) -> list[str]:
+        return sorted({kind for one in self.optimizers for kind in one.kinds()})
 
     @override
     def saved_slices(self) -> list[SavedSlice]:
-        return super().saved_slices() + [
-            saved_slice for one in self.optimizers for saved_slice in one.saved_slices(self._parameters.names)
-        ]
+        return super().saved_slices() + self._state_slices()
+
+    def _state_slices(self) -> list[SavedSlice]:
+        pairs = zip(self.optimizers, self._parameters.masters, strict=True)
+        return [found for one, masters in pairs for found in one.saved_slices(self.names, masters.own_cuts())]
 
     @override
     def load(self, source: SliceSource) -> None:
@@ -297,9 +322,7 @@ class _ElementwiseHome(ShardedHome):
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
-        kinds = {
-            saved_slice.kind for one in self.optimizers for saved_slice in one.saved_slices(self._parameters.names)
-        }
+        kinds = {one.kind for one in self._state_slices()}
         found = model_state_formula(
             self._parameters.sharding.stage,
             self._numel,
@@ -313,25 +336,30 @@ class _ElementwiseHome(ShardedHome):
         return found
 
 
-class _ElementwiseState(StateOfBuckets):
-    """Averaged gradients, and the state of torch optimizers."""
+class Adam(torch.optim.Adam):
+    """w -= lr · m / (√v + ε), by torch's own kernels. Arguments and state are those of torch.optim.Adam, whose
+    checkpoints it takes up, and the other way round.
 
-    def __init__(
-        self, gradients: Sequence[BucketGradients], optimizers: Sequence[BucketOptimizer], everywhere: bool
-    ) -> None:
-        self._gradients = gradients
-        self._optimizers = optimizers
-        self._everywhere = everywhere
+    A kernel divides the moments by 1 - βᵗ. It is told that t is infinite, of which βᵗ is 0 and the divisor 1, to the
+    last bit; `step` in the state counts all the same.
+    """
 
     @override
-    def average(self, bucket: int) -> Tensor | None:
-        return self._gradients[bucket].average if self._gradients[bucket].filled else None
+    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *found)  # type: ignore[no-untyped-call]
+        steps = found[-1]
+        if steps:
+            torch._foreach_add_(steps, 1)
+            steps[:] = [torch.full_like(one, math.inf) for one in steps]
+        return has_complex
 
-    @override
-    def state(self, bucket: int, parameter: int, kind: str) -> Held:
-        fragments = self._optimizers[bucket].state_of(parameter, kind)
-        return Held(fragments, self._everywhere, known=kind in self.kinds())
 
-    @override
-    def kinds(self) -> list[str]:
-        return sorted({kind for one in self._optimizers for kind in one.kinds()})
+class AdamW(Adam):
+    """The same with decoupled weight decay, 0 where none is given."""
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, **{**options, "decoupled_weight_decay": True})
+
+
+UNCORRECTED: Mapping[str, OptimizerClass] = {"Adam": Adam, "AdamW": AdamW}
+"""Adam and AdamW without the bias correction that torch's own always make: `"bias_correction": false`."""

@@ -20,7 +20,6 @@ from thinwire.zero.gradient_seal import gradient_of
 
 __all__ = [
     "ComparisonTimes",
-    "NothingToSend",
     "ReplicaDriftError",
     "agree_on_absent",
     "agree_on_order",
@@ -296,16 +295,6 @@ def find_overflowing(comm: Communicator, parameters: Sequence[Tensor]) -> tuple[
     mine = any(one is not None and not bool(torch.isfinite(one).all()) for one in map(gradient_of, parameters))
     of_rank = comm.all_gather_bytes(bytes([mine]), "find overflows")
     return tuple(rank for rank, answer in enumerate(of_rank) if answer[0])
-
-
-class NothingToSend:
-    """The legs of a bucket that no rank sends."""
-
-    def advance(self) -> None:
-        """There was no leg 1."""
-
-    def wait(self) -> None:
-        """There was no leg 2."""
 
 
 def agree_to_leave_out(

@@ -1,23 +1,31 @@
 """Parts of a checkpoint of sharded state: runs of one parameter's values under the parameter's own name, so that
-any number of ranks, and any stage, can take up what another saved."""
+any number of ranks, and any stage, can take up what another saved; and the state_dict of one rank as such parts."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
+
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import on_every_rank
 
 __all__ = [
+    "STATE_DICT_FORMAT",
     "STATE_IS_ON_ALL_RANKS",
+    "OneRankState",
     "OwnSlices",
     "SavedSlice",
     "SliceSource",
     "check_same_optimizer",
     "counters_of",
     "group_settings",
+    "rank_state_source",
     "read_state",
     "read_weight",
     "state_slices",
@@ -198,3 +206,109 @@ def _like(mine: Any, saved: Any) -> Any:
     if isinstance(mine, Tensor):
         return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
     return tuple(saved) if isinstance(mine, tuple) else saved
+
+
+# The state_dict of one rank
+
+STATE_DICT_FORMAT = 2
+"""Of what a rank's `state_dict` holds under "thinwire"."""
+
+
+def rank_state_source(
+    comm: Communicator, home: str, parameters: Sequence[Tensor], state_dict: Mapping[str, Any], optimizer: str
+) -> SliceSource:
+    """What `state_dict` gave on every rank, for a `home` of that kind to load. Collective where state has to change its
+    place.
+
+    Raises ValueError where it is not from one of our optimizers, or not all of the state can be had from it.
+    """
+    on_every_rank(
+        comm, lambda: _check(comm, parameters, state_dict, optimizer), "load its optimizer's state", (ValueError,)
+    )
+    saved = state_dict["thinwire"]
+    whole = saved["home"] == "replicated" or saved["size"] == 1
+    if whole and (home == "replicated" or saved["size"] != comm.size or saved["size"] == 1):
+        return OneRankState(state_dict)
+    return OneRankState(state_dict, _slices_of_all(comm, saved))
+
+
+def _check(comm: Communicator, parameters: Sequence[Tensor], state_dict: Mapping[str, Any], optimizer: str) -> None:
+    """Raise ValueError where this state cannot be loaded."""
+    saved = state_dict.get("thinwire")
+    if saved is None:
+        raise ValueError(
+            f"this state_dict has no 'thinwire' entry, so it is not from {optimizer}: give the state of another "
+            f"optimizer to that optimizer, and start {optimizer} fresh from the model's weights"
+        )
+    if saved.get("format") != STATE_DICT_FORMAT:
+        raise ValueError(
+            f"this state_dict has format {saved.get('format')}, this thinwire reads format {STATE_DICT_FORMAT}"
+        )
+    for index, entry in state_dict["state"].items():
+        given = tuple(entry["exp_avg"].shape) if "exp_avg" in entry else "no state"
+        wanted = tuple(parameters[index].shape) if index < len(parameters) else "no such parameter"
+        if given != wanted:
+            raise ValueError(
+                f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}. Build the same model"
+            )
+    if saved["home"] != "replicated" and saved["size"] not in (1, comm.size):
+        raise ValueError(
+            f"this state_dict holds the slices of rank {saved['rank']} of {saved['size']}, and this job has "
+            f"{comm.size} ranks: save with the engine's save_checkpoint(), which any number of ranks can load"
+        )
+
+
+class OneRankState(OwnSlices):
+    """What one rank saved, beside which `slices` of other ranks may lie, read by a rank of any job."""
+
+    def __init__(self, state_dict: Mapping[str, Any], slices: Iterable[SavedSlice] | None = None) -> None:
+        saved = state_dict["thinwire"]
+        self.rank = int(saved["rank"])
+        names = saved["counters"].get("names", ())
+        state = [(names[number], entry) for number, entry in state_dict["state"].items()]
+        whole = [SavedSlice(kind, name, 0, one.reshape(-1)) for name, entry in state for kind, one in entry.items()]
+        beside = _slices_in(saved) if slices is None else slices
+        rank_tensors = saved["rank_tensors"] | {f"{one.kind}.{one.name}": one.tensor for one in whole}
+        super().__init__(int(saved["size"]), saved["counters"], [*whole, *beside], rank_tensors)
+
+    @override
+    def read_rank(self, key: str, rank: int) -> Tensor:
+        if rank != self.rank:
+            raise KeyError(f"{key} of rank {rank} is not in the state of rank {self.rank}")
+        return super().read_rank(key, rank)
+
+
+def _slices_in(saved: Mapping[str, Any]) -> list[SavedSlice]:
+    return [SavedSlice(*one) for one in saved["slices"]]
+
+
+def _slices_of_all(comm: Communicator, saved: Mapping[str, Any]) -> list[SavedSlice]:
+    """Those in what every rank of this job gave, each its own file. Collective."""
+    mine = {"rank": saved["rank"], "step": saved["counters"].get("step"), "slices": saved["slices"]}
+    everyone = _exchange(comm, mine)
+    ranks, steps = [one["rank"] for one in everyone], [one["step"] for one in everyone]
+    if ranks != list(range(comm.size)):
+        raise ValueError(
+            f"the ranks of this job were given the states of ranks {ranks}: every rank has to load the file that "
+            "it saved itself, as each holds other slices"
+        )
+    if len(set(steps)) > 1:
+        raise ValueError(f"the ranks were given states after steps {steps}: load what all of them saved at once")
+    return [saved_slice for one in everyone for saved_slice in _slices_in(one)]
+
+
+def _exchange(comm: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank gave, in rank order; plain values and tensors. Collective."""
+    file = io.BytesIO()
+    torch.save(mine, file)
+    raw = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    lengths = [int(length) for length in comm.all_gather_bytes(str(len(raw)).encode(), "gather its ranks' state")]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(raw)] = raw
+    received = torch.empty(comm.size * len(padded), dtype=torch.uint8)
+    comm.all_gather(received, padded)
+    rows = received.view(comm.size, -1)
+    return [
+        torch.load(io.BytesIO(row[:length].numpy().tobytes()), weights_only=True)
+        for row, length in zip(rows, lengths, strict=True)
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -188,8 +187,8 @@ class ShardedHome(Home):
         self.comm = parameters.comm
         self.uncompressed_step_bytes = ring_bytes(parameters.comm.size, parameters.order.parameters)
         self._parameters = parameters
-        self._watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
-        self._watcher.watch(parameters.order.parameters)
+        self.watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
+        self.watcher.watch(parameters.order.parameters)
         self._vote: Vote | None = None  # of the step under way, once it is known
         self._vote_is_outdated = False  # whether gradients were written after it
         self._stand_in: Tensor | None = None  # a parameter with a gradient that only a GradScaler looks at
@@ -217,28 +216,12 @@ class ShardedHome(Home):
 
     @override
     def drop(self) -> None:
-        self._watcher.drop()
+        self.watcher.drop()
         self._end_vote()
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._watcher.no_sync()
-
-    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        self._watcher.leave_out(parameters, self._parameters.exchange_comm)
-
-    @override
-    def end_backward(self) -> None:
-        self._watcher.end_backward()
-
-    @override
-    def follow(self, gate: Callable[[], bool]) -> None:
-        self._watcher.follow(gate)
-
-    @override
-    def before_first_backward(self, callback: Callable[[], None]) -> None:
-        self._watcher.before_first_backward(callback)
+        self.watcher.leave_out(parameters, self._parameters.exchange_comm)
 
     @override
     def name(self, names: Mapping[int, str]) -> None:
@@ -251,28 +234,28 @@ class ShardedHome(Home):
     def _finish(self) -> Vote:
         """Bring all that is sent of this step to its end, and vote. Collective."""
         if self._vote is None:
-            self._watcher.finish()
+            self.watcher.finish()
             self._vote = self._find_vote()
         return self._vote
 
     def _begin_step(self) -> Vote:
         """What `step` begins with; collective."""
         self._parameters.order.check_none_unfrozen()
+        self._parameters.wait_for_weights()
         averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
-        self._watcher.check_gradients_untouched(may_write=averages_shown)
+        self.watcher.check_gradients_untouched(may_write=averages_shown)
         if self.scaled and not self._keeps_gradients:
             raise RuntimeError(
                 "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "
                 "engine's fp16 with its own loss scale, or bf16"
             )
-        self._parameters.wait_for_weights()
         if self._vote_is_outdated:
             self._vote, self._vote_is_outdated = None, False
         return self._finish()
 
     def _end_step(self) -> None:
         """Forget the step; the next backward begins another."""
-        self._watcher.end_step()
+        self.watcher.end_step()
         self._end_vote()
 
     def _end_vote(self) -> None:
@@ -302,7 +285,7 @@ class ShardedHome(Home):
     def _vote_on_averages(self, gradients: Sequence[BucketGradients]) -> Vote:
         """The vote on gradients that were averaged exactly. Collective."""
         parameters = self._parameters
-        missing = self._watcher.missing
+        missing = self.watcher.missing
         whole = parameters.sharding.stage == 0
         averages = [
             bucket.shard_of(one.average) if whole else one.average
@@ -321,13 +304,13 @@ class ShardedHome(Home):
         check_settings_votes(parameters.exchange_comm, parameters.groups, digests, squares)
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
         norm = math.sqrt(total) if total >= 0 else math.nan
-        return Vote(math.isfinite(norm), norm, absent | self._watcher.left_out)
+        return Vote(math.isfinite(norm), norm, absent | self.watcher.left_out)
 
     # By parameter
 
     @override
     def parameter_state(self) -> ParameterState:
-        return BucketParameterState(self._parameters, self._watcher, self._state_of_buckets(), self._forget_vote)
+        return BucketParameterState(self._parameters, self.watcher, self._state_of_buckets(), self._forget_vote)
 
     @abstractmethod
     def _state_of_buckets(self) -> StateOfBuckets:

@@ -59,21 +59,12 @@ class Placement:
                 "would step them: set requires_grad before building it, or build a new one and load the old one's state"
             )
 
-    def partition(
-        self,
-        world_size: int,
-        block_size: int,
-        bucket_bytes: int,
-        param_dtype: torch.dtype | None,
-        whole: bool = False,
-    ) -> list[tuple[BucketLayout, torch.dtype]]:
-        """Buckets of one dtype each, in the order in which backward completes them; `whole`: no parameter is cut."""
-        dtypes = [
-            param_dtype or parameter.dtype if parameter.dtype == torch.float32 else parameter.dtype
-            for parameter in self.parameters
-        ]
+    def partition(self, world_size: int, sharding: Sharding) -> list[tuple[BucketLayout, torch.dtype]]:
+        """Buckets of one dtype each, in the order in which backward completes them."""
+        wanted = sharding.param_dtype
+        dtypes = [wanted or one.dtype if one.dtype == torch.float32 else one.dtype for one in self.parameters]
         numels = [parameter.numel() for parameter in self.parameters]
-        cut = partition_whole if whole else partition
+        cut = partition_whole if sharding.whole_parameters else partition
         layouts: list[tuple[BucketLayout, torch.dtype]] = [
             (layout, dtype)
             for dtype in sorted(set(dtypes), key=str)
@@ -81,8 +72,8 @@ class Placement:
                 numels,
                 [number for number in self.order if dtypes[number] == dtype],
                 world_size=world_size,
-                block_size=block_size,
-                bucket_numel=max(1, bucket_bytes // dtype.itemsize),
+                block_size=sharding.block_size,
+                bucket_numel=max(1, sharding.bucket_bytes // dtype.itemsize),
             )
         ]
         completed = {number: position for position, number in enumerate(self.order)}
@@ -196,7 +187,15 @@ class ShardedParameters:
         self.masters: list[MasterWeights] = []
         self._gate: WeightGate | None = None
         self._gated: set[int] = set()
-        self._lay_out()
+        whole = sharding.stage == 0
+        extent: Literal["whole", "shard"] = "whole" if whole else "shard"
+        for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
+            keep = None if dtype == torch.float32 else extent
+            bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
+            self.buckets.append(bucket)
+            self.masters.append(
+                MasterWeights(bucket, whole=whole, offload=sharding.offload, pin_memory=sharding.pin_memory)
+            )
 
     @property
     def names(self) -> list[str]:
@@ -296,21 +295,3 @@ class ShardedParameters:
         for masters in self.masters:
             masters.load(source, self.names)
         self.accept_written()
-
-    def _lay_out(self) -> None:
-        sharding, whole = self.sharding, self.sharding.stage == 0
-        layouts = self.order.partition(
-            self.comm.size,
-            sharding.block_size,
-            sharding.bucket_bytes,
-            sharding.param_dtype,
-            whole=sharding.whole_parameters,
-        )
-        for index, (layout, dtype) in enumerate(layouts):
-            extent: Literal["whole", "shard"] = "whole" if whole else "shard"
-            keep = None if dtype == torch.float32 else extent
-            bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
-            self.buckets.append(bucket)
-            self.masters.append(
-                MasterWeights(bucket, whole=whole, offload=sharding.offload, pin_memory=sharding.pin_memory)
-            )

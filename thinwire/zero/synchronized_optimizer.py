@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Self, overload
 
 import torch
@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import Communicator
-from thinwire.zero import training_loops
+from thinwire.zero import saved_state, training_loops
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, ring_bytes
-from thinwire.zero.rank_state import pack_rank_state, rank_state_source
-from thinwire.zero.saved_state import SavedSlice, SliceSource, check_same_optimizer, counters_of, take_over_settings
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 __all__ = ["SynchronizedOptimizer"]
 
@@ -138,11 +137,16 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             training_loops.refuse_trainers()
         self._take_scale()
         self.last_step = self._home.step()
-        if self.last_step.applied:
+        skipped = "NaN" in self.last_step.reason
+        if self.last_step.applied or skipped:
             self.bytes_uncompressed += self._home.uncompressed_step_bytes
-        elif "NaN" in self.last_step.reason:
-            self.bytes_uncompressed += self._home.uncompressed_step_bytes
-            self._skip()
+        self.skipped_steps += skipped
+        # With a loss scale overflows are how it is found: nothing to warn of.
+        if skipped and self.loss_scale == 1.0 and (self.steps_alone or self.comm.rank == 0):
+            which = f"step {self.steps} was skipped by rank {self.comm.rank} alone"
+            which = which if self.steps_alone else f"step {self.steps + 1} was skipped on every rank"
+            text = f"{which}: {self.last_step.reason}. Weights, momentum and residuals are as before the step"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -150,11 +154,9 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._home.drop()
         super().zero_grad(set_to_none)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backwards inside only add up; the first one outside sends the sum."""
-        with self._home.no_sync():
-            yield
+        return self._home.no_sync()
 
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Promise, before a synchronised backward, that no rank's reaches these: `drop.dropped_parameters()`.
@@ -223,8 +225,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def synchronize_weights(self) -> None:
-        """Meet the other ranks now, so that all hold the same weights: before a checkpoint of the model, or any change
-        of weights. Collective, unless the ranks are in sync already: call it at the same step on every rank.
+        """Synchronise with the other ranks now, so that all hold the same weights: before a checkpoint of the model, or
+        any change of weights. Collective, unless the ranks are in sync already: call it at the same step on every rank.
 
         Where the algorithm takes local steps this is a sync between two steps: training goes on from there, not bit
         for bit as without. Raises RuntimeError between backward() and step().
@@ -267,7 +269,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def counters(self) -> dict[str, Any]:
         """Settings and where the run is, as plain values: the same on every rank."""
         return {
-            **counters_of(self._saved_name, self.param_groups),
+            **saved_state.counters_of(self._saved_name, self.param_groups),
             **self._home.counters(),
             "skipped_steps": self.skipped_steps,
         }
@@ -282,15 +284,17 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
         """
         saved = source.counters()
-        check_same_optimizer(saved, self._saved_name, self.param_groups)
+        saved_state.check_same_optimizer(saved, self._saved_name, self.param_groups)
         self.zero_grad()
         self._home.load(source)
         if self._times_mean != 1.0:  # what was saved counts the ranks that there were
             self.loss_scale = 1.0
-        take_over_settings(saved, self.param_groups)
+        saved_state.take_over_settings(saved, self.param_groups)
         self.skipped_steps = saved.get("skipped_steps", 0)
         if source.world_size == self.comm.size:
-            self._take_over_traffic(source)
+            with suppress(KeyError):  # of another rank's file
+                sent, self.bytes_uncompressed = source.read_rank(TRAFFIC, self.comm.rank).tolist()
+                self._bytes_before_resume += sent - self.bytes_sent
 
     @torch.no_grad()
     def load_weights(self, source: SliceSource) -> None:
@@ -314,18 +318,36 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         state is sharded, this rank's slices of it. Where every rank holds all of the state, torch's `state` has it.
         """
         packed = super().state_dict()
-        packed["thinwire"] = pack_rank_state(self._home, self.counters(), self.rank_tensors())
+        counters, rank_tensors = self.counters(), self.rank_tensors()
         packed["state"] = self._home.torch_state()
+        in_state = {kind for entry in packed["state"].values() for kind in entry}
+        beside = in_state | {"weight"} if in_state else set()
+        packed["thinwire"] = {
+            "format": saved_state.STATE_DICT_FORMAT,
+            "home": self._home.kind,
+            "rank": self.comm.rank,
+            "size": self.comm.size,
+            "counters": counters,
+            "slices": [
+                (one.kind, one.name, one.start, one.tensor)
+                for one in self._home.saved_slices()
+                if one.kind not in beside
+            ],
+            "rank_tensors": {key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
+        }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank; training then goes on bit for bit. Collective.
 
-        From another stage, every rank gives its own file. With another number of ranks than saved it takes the state of
-        a rank that held all of it; residuals then start again from zero, with a warning. Raises ValueError where the
-        state is another optimizer's or model's.
+        Hyperparameters are its `param_groups`', edited or not. From another stage, every rank gives its own file. With
+        another number of ranks than saved it takes the state of a rank that held all of it; residuals then start again
+        from zero, with a warning. Raises ValueError where the state is another optimizer's or model's.
         """
-        self.load(rank_state_source(self._home, state_dict, type(self).__name__))
+        home = self._home
+        self.load(saved_state.rank_state_source(home.comm, home.kind, home.parameters, state_dict, type(self).__name__))
+        given = saved_state.counters_of(self._saved_name, state_dict["param_groups"])
+        saved_state.take_over_settings(given, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -373,24 +395,5 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
                     "backward(): delete the call; step() unscales, and max_norm= clips. Under transformers' Trainer "
                     "use thinwire.hugging_face.TrainerMixin"
                 )
-            return
-        self.loss_scale = float(grad_scale)
-
-    def _skip(self) -> None:
-        self.skipped_steps += 1
-        # With a loss scale overflows are how it is found: nothing to warn of.
-        if self.loss_scale == 1.0 and self.comm.rank == 0:
-            warnings.warn(
-                f"step {self.steps + 1} was skipped on every rank: {self.last_step.reason}. Weights, momentum and "
-                "residuals are as before the step",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-
-    def _take_over_traffic(self, source: SliceSource) -> None:
-        try:
-            sent, uncompressed = source.read_rank(TRAFFIC, self.comm.rank).tolist()
-        except KeyError:  # another rank's file
-            return
-        self._bytes_before_resume += sent - self.bytes_sent
-        self.bytes_uncompressed = uncompressed
+        else:
+            self.loss_scale = float(grad_scale)

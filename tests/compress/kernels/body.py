@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.compress import kernels
 from thinwire.compress.kernels import CODE_BITS, HEADER_BYTES, packet_bytes
-from thinwire.compress.kernels.calls import CODEC_OPERATIONS, OPERATIONS
+from thinwire.compress.kernels.ops import CODEC_OPERATIONS, OPERATIONS
 from thinwire.compress.packet_layout import BLOCK_SCALES
 
 CODECS = tuple(CODE_BITS)

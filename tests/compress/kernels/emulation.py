@@ -10,29 +10,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from tests.compiled import compiled
-from thinwire.compress.kernels.adam_reference import AdamStep
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, DigestGradients, EncodePayload
-from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
-from thinwire.compress.kernels.cuda import bucket_launches
-from thinwire.compress.kernels.cuda.bucket_launches import digest_gradients_launch
-from thinwire.compress.kernels.cuda.launch import (
-    Argument,
-    Launch,
-    check_headers_launch,
-    compile_options,
-    decode_launch,
-    encode_launch,
-    source_folder,
-    store_rounded_launch,
-    write_headers_launch,
-)
-from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
-from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.cuda.backend import CudaBackend
+from thinwire.compress.kernels.cuda.launch import Argument, Launch, compile_options, source_folder
 from thinwire.compress.packet_layout import CODE_BITS
 
 COMPILER = shutil.which("g++")
@@ -62,67 +42,8 @@ FUNCTIONS["adam"] = [
     )
 ]
 FUNCTIONS["headers"] = ["write_headers", "check_headers"]
-FUNCTIONS["seal"] = ["digest_gradients"]
 FUNCTIONS["rounding"] = [f"store_rounded_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
-
-
-def encode(call: Encode) -> None:
-    for flat in call.runs():
-        run(encode_launch(flat))
-
-
-def decode(call: Decode) -> None:
-    for flat in call.runs():
-        run(decode_launch(flat))
-
-
-def store_rounded(call: StoreRounded) -> None:
-    run(store_rounded_launch(call))
-
-
-def write_headers(call: WriteHeaders) -> None:
-    run(write_headers_launch(call))
-
-
-def check_headers(call: CheckHeaders) -> None:
-    run(check_headers_launch(call))
-
-
-def encode_payload(call: EncodePayload) -> None:
-    runs = _table(bucket_launches.payload_runs(call))
-    run(bucket_launches.encode_payload_launch(call, runs))
-
-
-def decode_and_move(call: DecodeAndMove) -> None:
-    runs = _table(bucket_launches.moved_runs(call))
-    run(bucket_launches.decode_and_move_launch(call, runs))
-
-
-def average_and_encode(call: AverageAndEncode) -> None:
-    run(bucket_launches.average_and_encode_launch(call))
-
-
-def digest_gradients(call: DigestGradients) -> None:
-    run(digest_gradients_launch(call, _table(bucket_launches.gradient_runs(call))))
-
-
-def encode_packed_payload(call: EncodePackedPayload) -> None:
-    runs = _table(bucket_launches.payload_runs(call))
-    run(bucket_launches.encode_packed_payload_launch(call, runs))
-
-
-def move_packed(call: MovePacked) -> None:
-    runs = _table(bucket_launches.packed_runs(call))
-    run(bucket_launches.move_packed_launch(call, runs))
-
-
-def adam_step(call: AdamStep) -> None:
-    run(bucket_launches.adam_step_launch(call, _table(bucket_launches.adam_runs(call))))
-
-
-def _table(runs: bucket_launches.Runs) -> Tensor:
-    return torch.from_numpy(runs.view(np.uint8))
 
 
 def compile_source(source: Path, functions: Sequence[str], definitions: Sequence[str]) -> ctypes.CDLL:
@@ -199,3 +120,6 @@ def library_of(source: str, block_size: int, threads: int) -> ctypes.CDLL:
     """Every kernel of one of the sources, compiled once."""
     definitions = [option for option in compile_options(block_size, threads) if option.startswith("-D")]
     return compile_source(source_folder() / f"{source}.cu", FUNCTIONS[source], definitions)
+
+
+BACKEND = CudaBackend(lambda launch, device: run(launch) if 0 not in launch.grid else None)

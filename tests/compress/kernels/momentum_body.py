@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tests.compress.kernels.body import REFERENCE, uninitialised_packets
 from thinwire.compress.kernels import bucket_reference
-from thinwire.compress.kernels.bucket_calls import Segments
 from thinwire.compress.kernels.bucket_reference import packed_payload
-from thinwire.compress.kernels.packed_calls import MovePacked, PackedState
+from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.packed import MovePacked, PackedState
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 GUARD = 16  # elements around every tensor, so that a write beside it shows

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.compress.kernels import emulation
-from thinwire.compress.kernels import adam, adam_reference
-from thinwire.compress.kernels.adam_reference import AdamFactors, AdamStep
+from thinwire.compress.kernels.adam import AdamFactors, AdamStep, plain_adam_step
+from thinwire.compress.kernels.loading import execute_adam_step
 
 FACTORS = AdamFactors(0.1, 0.999, 1 - 0.999, 1 - 0.999**3, 1e-8, decay=1 - 1e-3, rate=1e-3 / (1 - 0.9**3))
 FORMS = {
@@ -26,6 +26,7 @@ FORMS = {
     "variances and denominators": ("gradients", "denominators"),
     "denominators": ("denominators",),
 }
+LISTS = ("gradients", "momenta", "variances", "weights", "denominators")
 SHAPES = [(3, 5), (40,), (0,), (), (1,), (16,), (9, 77), (0, 3), (2049,)]
 
 
@@ -54,19 +55,7 @@ def call_of(form: str, factors: AdamFactors, given: dict[str, list[Tensor]]) -> 
     own = {name: [one.clone() for one in some] for name, some in given.items()}
     names = FORMS[form]
     own["denominators"] = own["gradients" if "gradients" in names else "variances"]
-    return AdamStep(
-        factors,
-        variances=own["variances"],
-        **{
-            name: own[name] if name in names else None
-            for name in (  # type: ignore[arg-type]
-                "gradients",
-                "momenta",
-                "weights",
-                "denominators",
-            )
-        },
-    )
+    return AdamStep(factors, *(own[name] if name in (*names, "variances") else None for name in LISTS))  # type: ignore[arg-type]
 
 
 def assert_same(found: AdamStep, wanted: AdamStep) -> None:
@@ -83,7 +72,7 @@ def backend(request: pytest.FixtureRequest) -> ModuleType:
         return importlib.import_module("thinwire.compress.kernels.cpu.backend")
     if not emulation.COMPILER:
         pytest.skip("g++ is not installed")
-    return emulation
+    return emulation.BACKEND
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -94,7 +83,7 @@ def test_backends_have_the_bits_of_the_specification(backend: ModuleType, form: 
         given = tensors(number, SHAPES)
         found, wanted = call_of(form, factors, given), call_of(form, factors, given)
         backend.adam_step(found)
-        adam_reference.plain_adam_step(wanted)
+        plain_adam_step(wanted)
         assert_same(found, wanted)
 
 
@@ -106,7 +95,7 @@ def test_threads_share_it_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     given = tensors(0, [(5000,), (7,), (0,), (12_000,), (33,)])
     found, wanted = call_of("step", FACTORS, given), call_of("step", FACTORS, given)
     importlib.import_module("thinwire.compress.kernels.cpu.backend").adam_step(found)
-    adam_reference.plain_adam_step(wanted)
+    plain_adam_step(wanted)
     assert_same(found, wanted)
 
 
@@ -118,20 +107,8 @@ def test_what_no_kernel_takes_has_the_same_bits(form: str) -> None:
     for some in {id(some): some for some in call.lists}.values():
         some[6] = some[6].T.contiguous().T  # type: ignore[index]
         some[8] = torch.cat([some[8], some[8]])[1:2050].copy_(some[8])  # type: ignore[index]
-    adam.adam_step(
-        FACTORS,
-        **{
-            name: vars(call)[name]
-            for name in (  # type: ignore[arg-type]
-                "gradients",
-                "momenta",
-                "variances",
-                "weights",
-                "denominators",
-            )
-        },
-    )
-    adam_reference.plain_adam_step(wanted)
+    execute_adam_step(call)
+    plain_adam_step(wanted)
     assert not call.variances[6].is_contiguous()
     assert_same(call, wanted)
 
@@ -142,7 +119,9 @@ def test_versions_count_what_is_written() -> None:
     lists = (given["momenta"], given["variances"], [weight])
     before = [one._version for some in lists for one in some]
     with torch.no_grad():
-        adam.adam_step(FACTORS, gradients=given["gradients"], momenta=lists[0], variances=lists[1], weights=lists[2])
+        execute_adam_step(
+            AdamStep(FACTORS, gradients=given["gradients"], momenta=lists[0], variances=lists[1], weights=lists[2])
+        )
     assert all(one._version > old for (one,), old in zip(lists, before, strict=True))
 
 
@@ -160,7 +139,7 @@ def test_the_specification_is_float64s_within_rounding(gain: float, inside: bool
     d = (v / c + 1e-8).sqrt() if inside else v.sqrt() / c + 1e-8
     w = factors.decay * w.double() - factors.rate * m / d
     for call, bound in ((narrow, 4 * 2**-24), (wide, 4 * 2**-53)):
-        adam_reference.plain_adam_step(call)
+        plain_adam_step(call)
         for found, wanted in zip((call.momenta, call.variances, call.weights), (m, v, w), strict=True):
             assert found is not None
             torch.testing.assert_close(found[0].double(), wanted, rtol=bound, atol=0)
@@ -174,14 +153,14 @@ def test_roots_are_rounded_once() -> None:
     values = torch.cat([exact**2, near, torch.tensor([1e-45, 1e-38, 3.4e38])])
     factors = AdamFactors(0.0, 1.0, 0.0)
     found = torch.empty_like(values)
-    adam.adam_step(factors, gradients=None, momenta=None, variances=[values], denominators=[found])
+    execute_adam_step(AdamStep(factors, gradients=None, momenta=None, variances=[values], denominators=[found]))
     assert torch.equal(found[:4096], exact)
     error = found.double() - values.double().sqrt()
     assert bool((error.abs() <= (torch.nextafter(found, torch.tensor(float("inf"))) - found).double() / 2).all())
 
 
 def test_nothing_to_do_is_done() -> None:
-    adam.adam_step(FACTORS, gradients=[], momenta=[], variances=[], weights=[])
+    execute_adam_step(AdamStep(FACTORS, gradients=[], momenta=[], variances=[], weights=[]))
 
 
 @pytest.mark.parametrize(
@@ -199,4 +178,4 @@ def test_nothing_to_do_is_done() -> None:
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], says: str) -> None:
     given = {"gradients": [torch.zeros(3)], "momenta": [torch.zeros(3)], "variances": [torch.zeros(3)]}
     with pytest.raises(ValueError, match=says):
-        adam.adam_step(FACTORS, **(given | changed))
+        execute_adam_step(AdamStep(FACTORS, **(given | changed)))

@@ -11,8 +11,9 @@ import torch
 from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
 from thinwire.compress.kernels import bucket_reference, buckets, reference
-from thinwire.compress.kernels.bucket_calls import Segments
+from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.cuda.launch import STRUCTURES
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.tables import KeptTables
 
 
@@ -35,7 +36,7 @@ class TestCpu(BucketKernels):
 class TestEmulatedCuda(BucketKernels):
     @pytest.fixture
     def subject(self) -> Subject:
-        return Subject(emulation, emulation)
+        return Subject(emulation.BACKEND, emulation.BACKEND)
 
 
 def test_runs_must_be_in_order() -> None:
@@ -67,26 +68,19 @@ def _arguments() -> dict[str, object]:
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, object], says: str) -> None:
     segments = Segments([(0, 4), (4, 6)])
+    given = [None, torch.zeros(6)], [0.9, 0.9], [1.0, 1.0]
     with pytest.raises((TypeError, ValueError), match=says):
-        buckets.encode_payload(
-            "sign1",
-            "plain",
-            segments,
-            [None, torch.zeros(6)],
-            [0.9, 0.9],
-            [1.0, 1.0],
-            **(_arguments() | changed),  # type: ignore[arg-type]
-        )
+        execute(buckets.EncodePayload("sign1", "plain", segments, *given, **(_arguments() | changed)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("gradients", "beta1", "divisors", "form", "says"),
     [
-        ([None], [0.9, 0.9], [1.0, 1.0], "plain", "1 tensors for 2 runs"),
+        ([None], [0.9, 0.9], [1.0, 1.0], "plain", "gradients has 1 entries for 2 runs"),
         ([None, torch.zeros(5)], [0.9, 0.9], [1.0, 1.0], "plain", "of its run's 6 elements"),
         ([None, torch.zeros(6).double()], [0.9, 0.9], [1.0, 1.0], "plain", "convert it first"),
         ([None, torch.zeros(12)[::2]], [0.9, 0.9], [1.0, 1.0], "plain", "must be contiguous"),
-        ([None, None], [0.9], [1.0, 1.0], "plain", "beta1 has 1 numbers for 2 runs"),
+        ([None, None], [0.9], [1.0, 1.0], "plain", "beta1 has 1 entries for 2 runs"),
         ([None, None], [0.9, 1.1], [1.0, 1.0], "plain", "between 0 and 1"),
         ([None, None], [0.9, 0.9], [1.0, 0.0], "plain", "finite and not 0"),
         ([None, None], [0.9, 0.9], [1.0, 1.0], "divided", "takes denominators"),
@@ -98,7 +92,7 @@ def test_runs_that_do_not_fit_are_refused(
 ) -> None:
     segments = Segments([(0, 4), (4, 6)])
     with pytest.raises((TypeError, ValueError), match=says):
-        buckets.encode_payload("sign1", form, segments, gradients, beta1, divisors, **_arguments())  # type: ignore[arg-type]
+        execute(buckets.EncodePayload("sign1", form, segments, gradients, beta1, divisors, **_arguments()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("elsewhere", ["received", "residual", "lost"])
@@ -108,14 +102,14 @@ def test_tensors_on_two_devices_are_refused(elsewhere: str) -> None:
     tensors[elsewhere] = tensors[elsewhere].to("meta")
     received = tensors.pop("received")
     with pytest.raises(ValueError, match=f"{elsewhere} is on meta and packets on cpu: use one device"):
-        buckets.average_and_encode("sign1", received, packets=packet, numel=64, block_size=64, **tensors)
+        execute(buckets.AverageAndEncode("sign1", received, packets=packet, numel=64, block_size=64, **tensors))
 
 
 @pytest.mark.parametrize("header", [b"", b"too long to be a header"])
 def test_headers_of_other_sizes_are_refused(header: bytes) -> None:
     changed = _arguments() | {"part": buckets.Part(0, 64, 64, 10, 64, header)}
     with pytest.raises(ValueError, match="a header has 16 bytes"):
-        buckets.encode_payload("sign1", "plain", Segments([(0, 10)]), [None], [0.9], [1.0], **changed)  # type: ignore[arg-type]
+        execute(buckets.EncodePayload("sign1", "plain", Segments([(0, 10)]), [None], [0.9], [1.0], **changed))  # type: ignore[arg-type]
 
 
 def test_tables_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def make_backend(nvrtc: FakeNvrtc, driver: FakeDriver) -> Any:
     module = importlib.import_module("thinwire.compress.kernels.cuda.backend")
-    return module.CudaBackend(module.Runner(BindingsToolkit(nvrtc, driver)))
+    return module.CudaBackend(module.Runner(BindingsToolkit(nvrtc, driver)).run)
 
 
 def make_call(seed: int) -> tuple[Encode, Tensor]:

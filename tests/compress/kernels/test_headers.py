@@ -20,7 +20,7 @@ from thinwire.compress.packet import Flags, Header
 
 BACKENDS = {name: backend for name, backend in backends().items() if name not in ("cuda", "cpu")}
 if emulation.COMPILER:
-    BACKENDS["emulated cuda"] = emulation
+    BACKENDS["emulated cuda"] = emulation.BACKEND
 KNOWN = int(sum(Flags))
 HEADER = Header(2, 65536, 65535, 4464, Flags.INCOMPLETE, 9, 0xBEEF)
 PLAIN = Header(2, 65536, 65535, 4464, Flags.NONE, 9, 0xBEEF)
@@ -142,5 +142,5 @@ def test_what_does_not_fit_is_refused() -> None:
         check_headers(packets, HEADER.pack(), KNOWN, report.int())
     with pytest.raises(ValueError, match="a contiguous vector of 4"):
         check_headers(packets, HEADER.pack(), KNOWN, report[1:])
-    with pytest.raises(ValueError, match="the packets on cpu"):
+    with pytest.raises(ValueError, match="packets on cpu"):
         check_headers(packets, HEADER.pack(), KNOWN, report.to("meta"))

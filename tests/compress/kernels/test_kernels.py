@@ -36,7 +36,7 @@ needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
 
 SUBJECTS = [Subject(name, backend) for name, backend in BACKENDS.items() if name != "cuda"]
 if emulation.COMPILER:
-    SUBJECTS.append(Subject("emulated cuda", Unchecked(emulation), block_sizes=(64, 192, 2048)))
+    SUBJECTS.append(Subject("emulated cuda", Unchecked(emulation.BACKEND), block_sizes=(64, 192, 2048)))
 MARKED = [pytest.param(one, marks=[pytest.mark.kernels] if one.name.startswith("emulated") else []) for one in SUBJECTS]
 
 
@@ -327,7 +327,7 @@ def test_gpus_divide_to_the_last_bit(rows: int) -> None:
     kernels.scales("sign1", packets, 64).copy_(magnitudes)
     wanted, mean = torch.empty(2, shard)
     REFERENCE.decode_mean("sign1", packets, wanted, shard - 3, 64)
-    Unchecked(emulation).decode_mean("sign1", packets, mean, shard - 3, 64)
+    Unchecked(emulation.BACKEND).decode_mean("sign1", packets, mean, shard - 3, 64)
     assert torch.equal(mean.view(torch.int32), wanted.view(torch.int32))
 
 

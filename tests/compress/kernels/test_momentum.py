@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tests.compress.kernels import emulation
 from tests.compress.kernels.momentum_body import BETA1, LOSS_SCALE, TYPES, MovesBody, make_momentum, same_bits
-from thinwire.compress.kernels import bucket_reference, buckets
-from thinwire.compress.kernels.bucket_calls import Segments
+from thinwire.compress.kernels import bucket_reference, packed
+from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.noise import random_bits
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
@@ -29,7 +30,7 @@ class TestMoves(MovesBody):
             pytest.param(bucket_reference, id="reference"),
             pytest.param(BACKEND, id="cpu", marks=pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")),
             pytest.param(
-                emulation,
+                emulation.BACKEND,
                 id="emulated cuda",
                 marks=[
                     pytest.mark.kernels,
@@ -100,8 +101,8 @@ class TestPayload:
         ({"weights": torch.zeros(20, 15)}, ValueError, "weights must be a contiguous vector"),
         ({"codes": torch.zeros(385, dtype=torch.uint8)}, ValueError, "codes must be a contiguous vector of 384"),
         ({"codes": torch.zeros(384)}, TypeError, "codes must be torch.uint8"),
-        ({"packets": torch.zeros(3, 41, dtype=torch.uint8)}, ValueError, "rows of 41 bytes.* take 40"),
-        ({"packets": torch.zeros(3, 40)}, TypeError, "packets must be contiguous torch.uint8"),
+        ({"packets": torch.zeros(3, 41, dtype=torch.uint8)}, ValueError, "rows of 41 bytes.* takes 40"),
+        ({"packets": torch.zeros(3, 40)}, TypeError, "packets must be torch.uint8"),
         ({"first": 85}, ValueError, "300 weights from element 85 on"),
         ({"first": -1}, ValueError, "from element -1"),
         ({"rates": [math.nan]}, ValueError, "rates must be finite"),
@@ -116,10 +117,9 @@ def test_bad_arguments(changes: dict[str, Any], kind: type[Exception], match: st
     tensors = {"packets": momentum.packets, "codes": momentum.state().codes}
     tensors |= {name: value for name, value in changes.items() if name in tensors}
     before = weights.clone()
+    state = packed.PackedState(**tensors, shard=128, numel=384, block_size=64)
     with pytest.raises(kind, match=match):
-        buckets.move_packed(
-            buckets.PackedState(**tensors, shard=128, numel=384, block_size=64), Segments([(0, 384)]), **given
-        )
+        execute(packed.MovePacked(state, Segments([(0, 384)]), **given))
     assert torch.equal(weights, before)
 
 

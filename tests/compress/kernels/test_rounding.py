@@ -12,7 +12,7 @@ from thinwire.compress.kernels.calls import StoreRounded
 
 SUBJECTS = {name: backend for name, backend in backends().items() if name != "cuda"}
 if emulation.COMPILER:
-    SUBJECTS["emulated cuda"] = emulation
+    SUBJECTS["emulated cuda"] = emulation.BACKEND
 DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.deepspeed.files import deepspeed_files
-from tests.deepspeed.files.deepspeed_files import (
-    Trained,
-    write_sharded,
-    write_universal,
-    write_unsharded,
-)
+from tests.deepspeed.files.deepspeed_files import Trained, write_sharded, write_universal, write_unsharded
 from tests.engine.checkpoint.jobs import missing, same
+from tests.pairwise import pairwise
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.files.importing import Imported, import_checkpoint
@@ -164,9 +160,9 @@ def check_going_on(folder: Path, trained: Trained, frozen: bool = True) -> None:
             torch.testing.assert_close(torch.tensor(losses), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "stage", "world"), pairwise([torch.float32, torch.bfloat16, torch.float16], [1, 2, 3], [1, 2, 3])
+)
 def test_every_stage_and_precision(tmp_path, dtype, stage: int, world: int) -> None:
     trained = make_trained(10 * stage + world)
     write_sharded(tmp_path / "in", trained, stage, world, dtype)

@@ -20,7 +20,7 @@ from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.deepspeed.files.importing import import_checkpoint
 from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
-from thinwire.engine.checkpoint.errors import UsageError
+from thinwire.engine.checkpoint.files import UsageError
 from thinwire.engine.checkpoint.job_values import SpecialValue, unpack_client_state
 
 FIRST, SECOND = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))

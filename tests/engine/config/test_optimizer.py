@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from thinwire import initialize
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.config.optimizers import OPTIMIZERS
-from thinwire.engine.config.schedules import SCHEDULES
+from thinwire.engine.config.options import OPTIMIZERS, SCHEDULES
 from thinwire.engine.config.sections import uncompressed_class
 from thinwire.engine.schedules import build_schedule, schedule_names
 

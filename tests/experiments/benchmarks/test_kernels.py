@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.benchmarks.kernel_peers import (
+    cpu_copies,
+    cpu_fills,
+    eager_decode_mean,
+    eager_encode,
+    eager_encode_as_deepspeed,
+)
 from experiments.benchmarks.kernels import main
+from thinwire.compress import kernels
 
 
 def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,3 +55,68 @@ def test_odd_numbers_of_elements_are_refused(elements: str, capsys: pytest.Captu
 def test_without_a_gpu_the_cuda_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cuda"]) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+ELEMENTS, BLOCK_SIZE = 6 * 2048, 2048
+
+
+@pytest.fixture
+def encoded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Payload and residual, what the kernel leaves of them, and its packet without the header."""
+    payload, residual = torch.randn(2, ELEMENTS)
+    lost = payload.clone()
+    packet = torch.zeros(1, kernels.packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
+    kernels.encode("sign1", lost, residual, packet, ELEMENTS, BLOCK_SIZE)
+    return payload, residual, lost, packet[0, kernels.HEADER_BYTES :]
+
+
+def check_packet(packet: torch.Tensor, wanted: torch.Tensor) -> None:
+    split = 4 * ELEMENTS // BLOCK_SIZE
+    torch.testing.assert_close(packet[:split].view(torch.float32), wanted[:split].clone().view(torch.float32))
+    assert torch.equal(packet[split:], wanted[split:])
+
+
+def test_eager_encode_does_what_the_kernel_does(encoded) -> None:
+    payload, residual, lost, wanted = encoded
+    packet = torch.zeros_like(wanted)
+    eager_encode(payload, residual, packet, BLOCK_SIZE)
+    check_packet(packet, wanted)
+    torch.testing.assert_close(payload, lost)
+
+
+def test_deepspeeds_passes_do_what_the_kernel_does(encoded) -> None:
+    payload, residual, lost, wanted = encoded
+    packet = torch.zeros_like(wanted)
+    eager_encode_as_deepspeed(payload, residual, packet, BLOCK_SIZE)
+    check_packet(packet, wanted)
+    torch.testing.assert_close(residual, lost)
+
+
+def test_eager_mean_does_what_the_kernel_does() -> None:
+    packets = torch.zeros(3, kernels.packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
+    for row in packets.unbind():
+        kernels.encode("sign1", torch.randn(ELEMENTS), None, row.unsqueeze(0), ELEMENTS, BLOCK_SIZE)
+    wanted, output = torch.empty(2, ELEMENTS)
+    kernels.decode_mean("sign1", packets, wanted, ELEMENTS, BLOCK_SIZE)
+    eager_decode_mean(packets[:, kernels.HEADER_BYTES :], output, BLOCK_SIZE)
+    torch.testing.assert_close(output, wanted)
+
+
+def test_every_copy_copies() -> None:
+    source, target = torch.randn(2, ELEMENTS)
+    copies = cpu_copies(source, target)
+    assert list(copies) == ["copy, torch", "copy, numpy", "copy, streaming"]
+    for copy in copies.values():
+        target.zero_()
+        copy()
+        assert torch.equal(target, source)
+
+
+def test_every_fill_fills() -> None:
+    target = torch.zeros(ELEMENTS)
+    fills = cpu_fills(target)
+    assert list(fills) == ["fill, torch", "fill, streaming"]
+    for fill in fills.values():
+        target.zero_()
+        fill()
+        assert torch.equal(target, torch.ones(ELEMENTS))

@@ -1,15 +1,20 @@
-"""How an experiment starts, and how it refuses: one message, exit code 2, on any number of ranks."""
+"""How an experiment starts and refuses, writes its results, and measures its memory."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments.common.errors import BAD_INPUT, InputError, on_every_rank
 from experiments.common.launching import launch
+from experiments.common.peak_memory import PeakMemory, measure_alone
+from experiments.common.results import check_writable, read_json, write_json
 from tests.launching import Jobs
 from thinwire.comm import Communicator, Launch, threads
 
@@ -59,9 +64,8 @@ def test_other_errors_are_not_the_users() -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("command", ["work", "work-on-last"])
-def test_refusals_in_ranks_end_with_one_message(command: str, jobs: Jobs) -> None:
-    assert_refused_once(jobs.alone("-m", THIS, command, "--ranks", "2"))
+def test_refusals_in_ranks_end_with_one_message(jobs: Jobs) -> None:
+    assert_refused_once(jobs.alone("-m", THIS, "work-on-last", "--ranks", "2"))
 
 
 @pytest.mark.launch
@@ -81,3 +85,45 @@ def test_ranks_must_be_those_that_the_launcher_started() -> None:
 def assert_refused_once(ended: subprocess.CompletedProcess[str]) -> None:
     assert ended.returncode != 0
     assert ended.stderr.count("error: this cannot be used") == 1
+
+
+def test_json_replaces_the_old_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"b": object()})
+    assert path.read_text() == '{\n "a": 1\n}\n'
+
+
+def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    write_json(path, {"a": [1.5, float("nan"), (float("inf"), {"b": float("-inf")})], 0.5: "x"})
+    assert read_json(path) == {"a": [1.5, None, [None, {"b": None}]], "0.5": "x"}
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match=r"--output .*file cannot be written"):
+        check_writable(tmp_path / "file", "--output")
+    check_writable(tmp_path / "new" / "folder", "--output")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+
+
+def peaks_of(megabytes: int) -> tuple[int, int]:
+    with PeakMemory() as peak:
+        np.ones(megabytes * 2**20, dtype=np.uint8)
+    with PeakMemory() as nothing:
+        pass
+    return peak.extra, nothing.extra
+
+
+@linux
+def test_the_peak_counts_what_is_freed_again() -> None:
+    megabytes = 64
+    # Alone: in this process, memory that earlier tests have left would hide the peak.
+    peak, nothing = measure_alone(peaks_of, megabytes)
+    assert peak == pytest.approx(megabytes * 2**20, rel=0.1)
+    assert nothing < megabytes * 2**20 / 8

@@ -70,6 +70,7 @@ def test_runs_are_added_only_to_a_race_of_the_same_settings(
 
 @needs_cluster
 @pytest.mark.launch
+@pytest.mark.chaos
 def test_steps_are_raced_and_bytes_counted(tmp_path: Path) -> None:
     racing = ["--contenders", "ddp-fp32", "ddp-bf16", "onebit-adam"]
     links = ["--hosts", "2", "--rates", "200", "2000", "--waiting", "0.01"]

@@ -1,10 +1,9 @@
-"""The main job end to end, with the smallest BERT: results, resume and stage 3 on real ranks; refusals."""
+"""The main job end to end, with the smallest BERT: results on real ranks, resume, refusals."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,6 @@ def command_line(folder: Path, corpus: Path, *arguments: str) -> list[str]:
     return [*(str(part) for pair in (OPTIONS | places).items() for part in pair), *arguments]
 
 
-def on_real_ranks(jobs: Jobs, folder: Path, corpus: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return jobs.alone("-m", MODULE, *command_line(folder, corpus, *arguments))
-
-
 def on_one_rank(folder: Path, corpus: Path, *arguments: str) -> int:
     """In this process; the exit code."""
     return main(command_line(folder, corpus, *arguments, "--ranks", "1"))
@@ -58,18 +53,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("corpus") / "shopping.txt", 2000)
 
 
-@pytest.fixture(scope="module")
-def finished(
-    jobs: Jobs, tmp_path_factory: pytest.TempPathFactory, corpus: Path
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A whole run of both optimizers."""
-    folder = tmp_path_factory.mktemp("finished")
-    return folder, on_real_ranks(jobs, folder, corpus)
-
-
 @pytest.mark.launch
-def test_a_run_writes_numbers_and_a_picture(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, ended = finished
+def test_a_run_writes_numbers_and_a_picture(jobs: Jobs, tmp_path: Path, corpus: Path) -> None:
+    folder, ended = tmp_path, jobs.alone("-m", MODULE, *command_line(tmp_path, corpus))
     assert ended.returncode == 0, ended.stderr
     assert (folder / "results" / "pretrain_bert.png").read_bytes().startswith(b"\x89PNG")
     found = results(folder)
@@ -99,34 +85,19 @@ def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(
     assert "give --pre-ln" in capsys.readouterr().err
 
 
-@pytest.mark.launch
 def test_a_resumed_run_repeats_the_uninterrupted_one(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], corpus: Path, tmp_path: Path, jobs: Jobs
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = finished
-    shutil.copytree(folder / "runs", tmp_path / "runs")
+    assert on_one_rank(tmp_path, corpus) == 0
+    whole = results(tmp_path)["runs"]
     for run in (tmp_path / "runs" / "pretrain_bert").glob("*/"):
         shutil.rmtree(run / f"step-{STEPS:08}")
-    ended = on_real_ranks(jobs, tmp_path, corpus, "--resume")
-    assert ended.returncode == 0, ended.stderr
-    assert f"continuing after step {STOP}" in ended.stderr
-    for optimizer, run in results(folder)["runs"].items():
+    assert on_one_rank(tmp_path, corpus, "--resume") == 0
+    assert f"continuing after step {STOP}" in capsys.readouterr().err
+    for optimizer, run in whole.items():
         repeated = results(tmp_path)["runs"][optimizer]
         assert repeated["curve"] == run["curve"]
         assert repeated["frozen_at"] == run["frozen_at"]
-
-
-@pytest.mark.launch
-def test_stage_3_and_a_configuration_file(tmp_path: Path, corpus: Path, jobs: Jobs) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
-    ended = on_real_ranks(jobs, tmp_path, corpus, "--config", str(config))
-    assert ended.returncode == 0, ended.stderr
-    found = results(tmp_path)
-    assert list(found["runs"]) == ["adamw"]
-    assert found["settings"]["zero"] == 3
-    assert found["settings"]["config"]["gradient_clipping"] == 1.0
-    assert found["runs"]["adamw"]["bytes_sent"] > 0
 
 
 def test_a_corpus_that_is_too_short_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The two BERTs: one interface, weights that the seed decides, and layers that can be dropped or not."""
+"""The two BERTs, and the peers of block-sparse attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.tasks.attention_peers import flex_mask, gathered_attention
 from experiments.tasks.masking import IGNORED
 from experiments.tasks.models import build_bert, build_pre_ln_bert
 from experiments.tasks.sizes import BertSize
 from thinwire.pld import ProgressiveLayerDrop, drop_layers
+from thinwire.sparse_attn import BigBird, Custom, Fixed, reference_attention
 
 SIZE = BertSize(layers=3, width=32, heads=2)
 VOCABULARY, LENGTH = 61, 13
@@ -75,3 +77,34 @@ def test_layers_of_the_pre_ln_bert_can_be_dropped_and_those_of_the_other_cannot(
     assert drop.keep_rates == [1.0] * SIZE.layers
     with pytest.raises(ValueError, match="post-LN"):
         drop_layers(build_bert(SIZE, VOCABULARY, LENGTH, 0.0, 2), schedule)
+
+
+@pytest.mark.parametrize("layout", [BigBird(2, block=16), Fixed(2, block=16), BigBird(1, 16, num_global_blocks=2)])
+def test_gathered_attention_is_the_layouts(layout: BigBird | Fixed) -> None:
+    q, k, v = (torch.randn(2, 2, 160, 8, requires_grad=True) for _ in range(3))
+    d_out = torch.randn(2, 2, 160, 8)
+    expected = reference_attention(q, k, v, layout)
+    found = gathered_attention(layout.index(160))(q, k, v)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (q, k, v), d_out), torch.autograd.grad(expected, (q, k, v), d_out), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gathered_attention_refuses_heads_that_differ() -> None:
+    mask = torch.eye(3, dtype=torch.bool).repeat(2, 1, 1)
+    mask[1, 0] = True
+    with pytest.raises(ValueError, match="got 2 different"):
+        gathered_attention(Custom(mask, 16).index(48))
+
+
+@pytest.mark.parametrize("layout", [BigBird(2, 16), BigBird(2, 16, different_layout_per_head=True), Fixed(2, 16)])
+def test_flex_has_the_same_blocks_both_ways(layout: BigBird | Fixed) -> None:
+    index = layout.index(160)
+    mask = flex_mask(index)
+    assert torch.equal(mask.to_dense().bool()[0], index.dense())
+    assert mask.kv_indices.device == index.columns.device
+    columns = mask.full_q_num_blocks  # what a backward walks along
+    assert columns is not None
+    assert torch.equal(columns[0].flatten(), index.column_offsets.diff())

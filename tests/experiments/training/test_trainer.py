@@ -1,18 +1,30 @@
-"""The training loop: what it counts, what it reports, and that ranks stay together."""
+"""The training loop and the optimizers it knows: what it counts and reports, and that ranks stay together."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+import thinwire
+from experiments.common.errors import InputError
+from experiments.training.baseline import AveragedLamb
+from experiments.training.checkpoints import RunCheckpoints
 from experiments.training.learners import EngineLearner, Learner, LoopLearner
-from experiments.training.optimizers import COMPRESSED, OPTIMIZERS
+from experiments.training.optimizers import COMPRESSED, ENGINE, EXACT, OPTIMIZERS, build, engine_section
 from experiments.training.plans import Plan
 from experiments.training.trainer import StepReport, Trainer
 from tests.experiments.helpers import PLAN, LineTask, engine_config
+from tests.optim.lamb.reference import ReferenceOneBitLamb
+from thinwire import OneBitLamb
 from thinwire.comm import Communicator, threads
+from thinwire.comm.traffic import sent_bytes
+from thinwire.engine import load_config
 
 LEARNERS = ("loop", "stage 0", "stage 1", "stage 2")
 ADAMS = ("adamw", "onebit-adam")
@@ -46,7 +58,7 @@ def run(
 
 
 @pytest.mark.parametrize(("optimizer", "kind"), pairs())
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2])
 def test_all_ranks_end_with_the_same_weights_and_curve(optimizer: str, ranks: int, kind: str) -> None:
     trainers = threads.run(lambda comm: run(comm, optimizer, kind=kind)[0], ranks)
     for other in trainers[1:]:
@@ -61,15 +73,6 @@ def test_it_learns(optimizer: str, kind: str) -> None:
     plan = replace(PLAN, steps=150, freeze_step=40)
     losses = threads.run(lambda comm: run(comm, optimizer, plan, kind)[0].curve.losses, 2)[0]
     assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize("optimizer", ["lamb", "onebit-lamb"])
-def test_lamb_learns_with_the_same_weights_on_all_ranks(optimizer: str) -> None:
-    plan = replace(PLAN, steps=150, freeze_step=60, learning_rate=0.02)
-    trainers = threads.run(lambda comm: run(comm, optimizer, plan)[0], 3)
-    assert trainers[0].curve.losses[-1] < 0.5 * trainers[0].curve.losses[0]
-    assert trainers[0].outcome.frozen_at == (60 if optimizer == "onebit-lamb" else None)
-    assert all(other.curve == trainers[0].curve for other in trainers)
 
 
 @pytest.mark.parametrize("kind", LEARNERS[1:])
@@ -137,15 +140,6 @@ def test_validation_happens_on_time_and_at_the_end() -> None:
     assert [report.step for report in reports if report.validation_loss is not None] == [5, 10, 12]
 
 
-@pytest.mark.parametrize("kind", ["loop", "stage 2"])
-def test_both_optimizers_are_the_same_before_the_freeze(kind: str) -> None:
-    plan = replace(PLAN, freeze_step=PLAN.steps)
-    adamw, onebit = (
-        threads.run(lambda comm, name=name: run(comm, name, plan, kind)[0].curve.losses, 2)[0] for name in ADAMS
-    )
-    assert onebit == pytest.approx(adamw, rel=1e-5)
-
-
 def test_learning_rate_rises_and_falls_linearly() -> None:
     plan = replace(PLAN, steps=10, warmup_steps=4, learning_rate=1.0)
     rates = [plan.rate_at(step) for step in range(10)]
@@ -165,3 +159,164 @@ def test_the_engine_follows_the_plans_rates() -> None:
         return seen
 
     assert threads.run(rates, 1)[0] == pytest.approx([PLAN.rate_at(step) for step in range(PLAN.steps)])
+
+
+def groups() -> list[dict[str, object]]:
+    return [{"params": [nn.Parameter(torch.ones(65, 3))], "weight_decay": 0.25}]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_built_as_the_plan_says(name: str) -> None:
+    optimizer = build(name, groups(), PLAN, threads.single(60.0))
+    assert optimizer.param_groups[0]["lr"] == PLAN.learning_rate
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+    assert optimizer.bytes_sent == 0
+    if name in COMPRESSED:
+        assert type(optimizer) is getattr(thinwire, COMPRESSED[name].class_name)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_the_engine_takes_the_section_of_what_it_knows(name: str) -> None:
+    section = engine_section(name, 0.5, 7, weight_decay=0.125)
+    config = load_config({"train_batch_size": 4, "optimizer": section}, 2)
+    assert config.optimizer is not None
+    assert config.optimizer.type == OPTIMIZERS[name].class_name
+    assert config.optimizer.params["lr"] == 0.5
+    assert config.optimizer.params["weight_decay"] == 0.125
+    if name in COMPRESSED and COMPRESSED[name].freeze_option is not None:
+        assert config.optimizer.params[COMPRESSED[name].freeze_option] == 7
+
+
+def test_every_compressed_optimizer_has_a_parent() -> None:
+    assert {one.parent for one in COMPRESSED.values()} <= EXACT.keys()
+    assert len({one.label for one in OPTIMIZERS.values()}) == len(OPTIMIZERS)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one of adamw, .*got 'sgd'"):
+        build("sgd", groups(), PLAN, threads.single(60.0))
+
+
+THE_SAME = {"codec": "none", "fragments": 1, "overlap": 0, "mix": 0.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_learns_what_ours_learns(ranks: int) -> None:
+    def run(comm: Communicator, name: str, options: dict[str, Any]) -> tuple[Trainer, torch.Tensor]:
+        task = LineTask()
+        learner = LoopLearner(task.build_model(5), PLAN, name, comm, every=5, outer_lr=0.7, **options)
+        trainer = Trainer(task, PLAN, learner, comm)
+        while not trainer.finished:
+            trainer.advance()
+        return trainer, torch.nn.utils.parameters_to_vector(learner.module.parameters())
+
+    plain, *others = threads.run(lambda comm: run(comm, "plain-diloco", {}), ranks)
+    ours = threads.run(lambda comm: run(comm, "diloco", THE_SAME), ranks)[0]
+    assert plain[0].curve.losses == pytest.approx(ours[0].curve.losses, rel=1e-5)
+    outer_steps = 3  # after 5 steps, after 10, and after the last
+    assert plain[0].bytes_sent == outer_steps * sent_bytes("all_reduce", 4 * plain[1].numel(), ranks)
+    assert all(torch.equal(weights, plain[1]) for _, weights in others)
+
+
+SIZES = (5, 70, 1)
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "max_coeff": 3.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_lamb_is_the_algorithm_and_the_warmup_of_1_bit_lamb(ranks: int) -> None:
+    rng = np.random.default_rng()
+    start = [rng.standard_normal(size).astype(np.float32) for size in SIZES]
+    start[2][:] = 0  # a layer without a norm
+    gradients = [[rng.standard_normal((ranks, size)).astype(np.float32) for size in SIZES] for _ in range(40)]
+    reference = ReferenceOneBitLamb(start, ranks, freeze_step=1000, block_size=64, **OPTIONS)
+    for of_step in gradients:
+        reference.step([of_layer.astype(np.float64) for of_layer in of_step])
+
+    def rank(comm: Communicator) -> list[list[Tensor]]:
+        ends = []
+        for make in (AveragedLamb, lambda layers, comm, **options: OneBitLamb(layers, comm=comm, **options)):
+            layers = [nn.Parameter(torch.from_numpy(layer.copy())) for layer in start]
+            optimizer = make(layers, comm, **OPTIONS)
+            for of_step in gradients:
+                for layer, workers in zip(layers, of_step, strict=True):
+                    layer.grad = torch.from_numpy(workers[comm.rank].copy())
+                optimizer.step()
+            ends.append([layer.detach() for layer in layers])
+        return ends
+
+    for plain, onebit in threads.run(rank, ranks):
+        for expected, mine, warmup in zip(reference.weights, plain, onebit, strict=True):
+            torch.testing.assert_close(mine.double(), torch.from_numpy(expected), rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(warmup, mine, rtol=1e-3, atol=1e-5)
+
+
+SETTINGS = {"model": "line", "steps": PLAN.steps}
+
+
+def start(comm: Communicator, optimizer: str, stage: int = 1) -> tuple[Trainer, EngineLearner]:
+    task = LineTask()
+    learner = EngineLearner(task.build_model(PLAN.seed), PLAN, engine_config(optimizer, stage), comm)
+    return Trainer(task, PLAN, learner, comm), learner
+
+
+def train(
+    comm: Communicator, optimizer: str, folder: Path, until: int, *, stage: int = 1, resume: bool = False
+) -> tuple[Trainer, list[torch.Tensor]]:
+    """Trains to a step and saves there, on a folder that all ranks share."""
+    trainer, learner = start(comm, optimizer, stage)
+    checkpoints = RunCheckpoints(folder, comm, SETTINGS)
+    assert checkpoints.load(trainer, learner) is resume
+    while trainer.step < until:
+        trainer.advance()
+    checkpoints.save(trainer, learner)
+    return trainer, [parameter.detach().clone() for parameter in learner.module.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", ENGINE)
+@pytest.mark.parametrize("stop", [7])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, optimizer: str, stop: int) -> None:
+    whole = threads.run(lambda comm: train(comm, optimizer, tmp_path / "whole", PLAN.steps), 2)
+    threads.run(lambda comm: train(comm, optimizer, tmp_path / "parts", stop), 2)
+    resumed = threads.run(lambda comm: train(comm, optimizer, tmp_path / "parts", PLAN.steps, resume=True), 2)
+    for (one, mine), (other, theirs) in zip(whole, resumed, strict=True):
+        assert one.curve == other.curve
+        assert one.bytes_sent == other.bytes_sent
+        assert one.outcome.frozen_at == other.outcome.frozen_at
+        assert all(map(torch.equal, mine, theirs))
+
+
+def test_a_run_goes_on_at_another_stage_and_on_other_ranks(tmp_path: Path) -> None:
+    threads.run(lambda comm: train(comm, "adamw", tmp_path, 5, stage=2), 2)
+    trainer, _ = threads.run(lambda comm: train(comm, "adamw", tmp_path, PLAN.steps, stage=0, resume=True), 3)[0]
+    assert trainer.curve.steps == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    threads.run(lambda comm: train(comm, "adamw", tmp_path, 2), 2)
+
+    def work(comm: Communicator) -> None:
+        checkpoints = RunCheckpoints(tmp_path, comm, {**SETTINGS, "steps": 99})
+        with pytest.raises(InputError, match="steps was 12 and is now 99"):
+            checkpoints.load(*start(comm, "adamw"))
+
+    threads.run(work, 2)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    threads.run(lambda comm: train(comm, "adamw", tmp_path, 2), 2)
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(InputError, match="--resume cannot continue"):
+            RunCheckpoints(tmp_path, comm, SETTINGS).load(*start(comm, "onebit-adam"))
+
+    threads.run(work, 2)
+
+
+def test_clearing_starts_anew(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> Any:
+        checkpoints = RunCheckpoints(tmp_path / "run", comm, SETTINGS)
+        checkpoints.clear()
+        return checkpoints.load(*start(comm, "adamw"))
+
+    threads.run(lambda comm: train(comm, "adamw", tmp_path / "run", 2), 2)
+    assert threads.run(work, 2) == [False, False]

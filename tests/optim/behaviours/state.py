@@ -10,33 +10,38 @@ import pytest
 import torch
 
 from tests.optim.behaviours.behaviour import alike, behaviour
-from tests.optim.subject import FREEZE, LOCAL, Subject
+from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject
 from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, through_a_file, train, weights
+from tests.zero.saved import join, save
 from thinwire.comm import Communicator
+from thinwire.zero import ShardedOptimizer
 
 
 @behaviour(2)
 def a_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
-    for dtype, moments in ((torch.float32, subject.moments), (torch.bfloat16, (FREEZE, LOCAL + 1))):
+    either = not subject.stage and "compress" in subject.entry.options.model_fields
+    for dtype, moments, options in (
+        (torch.float32, subject.moments, {}),
+        (torch.bfloat16, (FREEZE, LOCAL + 1), {"compress": "momentum"} if either else {}),
+    ):
         for moment in moments:
             model = make_model(dtype=dtype)
-            optimizer = subject.build(model, comm, weight_decay=0.1)
+            optimizer = subject.build(model, comm, weight_decay=0.1, **options)
             train(model, optimizer, range(moment))
-            optimizer.param_groups[0]["lr"] *= 0.5
             saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            for groups in (optimizer.param_groups, saved["optimizer"]["param_groups"]):  # to go on at another rate
+                groups[0]["lr"] *= 0.5
             expected = train(model, optimizer, range(moment, moment + 6))
 
             resumed = make_model(seed=5, dtype=dtype)
-            again = subject.build(resumed, comm, weight_decay=0.2)
+            again = subject.build(resumed, comm, weight_decay=0.2, **options)
             train(resumed, again, range(FREEZE + 1))  # what was there before has to go
             resumed.load_state_dict(saved["model"])
             again.load_state_dict(saved["optimizer"])
             assert train(resumed, again, range(moment, moment + 6)) == expected
             assert same(snapshot(resumed, again), snapshot(model, optimizer))
-            assert again.bytes_sent == optimizer.bytes_sent
-            assert again.bytes_uncompressed == optimizer.bytes_uncompressed
-            assert again.frozen_at == optimizer.frozen_at
-            assert again.skipped_steps == optimizer.skipped_steps
+            for name in ("bytes_sent", "bytes_uncompressed", "frozen_at", "skipped_steps"):
+                assert getattr(again, name) == getattr(optimizer, name), name
             assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
@@ -47,10 +52,9 @@ def a_clipped_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -
         model, resumed = make_model(), make_model(seed=5)
         optimizer, again = (subject.build(one, comm, max_norm=0.05) for one in (model, resumed))
         train(model, optimizer, range(moment))
-        saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        resumed.load_state_dict(model.state_dict())
+        again.load_state_dict(optimizer.state_dict())
         expected = train(model, optimizer, range(moment, moment + 4))
-        resumed.load_state_dict(saved["model"])
-        again.load_state_dict(saved["optimizer"])
         assert train(resumed, again, range(moment, moment + 4)) == expected
         assert same(snapshot(resumed, again), snapshot(model, optimizer))
 
@@ -198,3 +202,27 @@ def what_is_saved_of_it_and_its_schedule_is_plain(comm: Communicator, subject: S
         torch.save(saved, io.BytesIO())
         for again in (copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))):
             assert again.keys() == saved.keys()
+
+
+@behaviour(1)
+def states_of_others_are_refused_and_nothing_changes(comm: Communicator, subject: Subject) -> None:
+    model = make_model()
+    optimizer = subject.build(model, comm)
+    train(model, optimizer, range(2))
+    before = snapshot(model, optimizer)
+    others = [other for other in SUBJECTS if other.stage == subject.stage and other.name != subject.name]
+    for other in others:
+        theirs = other.build(make_model(), comm)
+        message = f"saved by {other.name} with 1 parameter groups, this is {subject.name} with 1"
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(theirs.state_dict())
+        with pytest.raises(ValueError, match=message):
+            optimizer.load(join([save(comm, theirs)]))
+    adamw = ShardedOptimizer(make_model().parameters(), torch.optim.AdamW, comm=comm)
+    with pytest.raises(ValueError, match="saved by AdamW"):
+        optimizer.load(join([save(comm, adamw)]))
+    with pytest.raises(ValueError, match=f"saved by {subject.name}"):
+        adamw.load(join([save(comm, optimizer)]))
+    with pytest.raises(ValueError, match=f"not from {subject.name}"):
+        optimizer.load_state_dict(torch.optim.AdamW(make_model().parameters()).state_dict())
+    assert same(before, snapshot(model, optimizer))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.optim.training import loss_of, make_model, weights
+from tests.optim.training import make_model, weights
 from tests.zero.saved import join, save
 from tests.zero.training import build, by_one_process, train
 from thinwire.comm import Communicator, threads
@@ -111,26 +111,6 @@ def test_what_one_job_saved_another_takes_up(options: dict) -> None:
                 assert torch.equal(again.read(kind, name, 0, numel), saved.read(kind, name, 0, numel))
         if ranks == 3:
             assert all(torch.equal(mine, expected) for _, mine in outcomes)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("options", [LAMB, MUON], ids=["Lamb", "Muon"])
-def test_a_step_that_is_not_finite_is_skipped_on_every_rank(stage: int, options: dict) -> None:
-    def body(comm: Communicator) -> None:
-        model = make_model()
-        optimizer = build(comm, model, stage, **options)
-        train(optimizer, model, range(2))
-        before = weights(model).clone()
-        optimizer.zero_grad()
-        (loss_of(model, comm.rank, 2) * (float("inf") if comm.rank == 1 else 1.0)).backward()
-        optimizer.step()
-        assert not optimizer.last_step.applied
-        assert torch.equal(weights(model), before)
-        train(optimizer, model, range(3, 4))
-        assert optimizer.last_step.applied
-        assert not torch.equal(weights(model), before)
-
-    threads.run(body, 3)
 
 
 @pytest.mark.parametrize("options", [LAMB, MUON], ids=["Lamb", "Muon"])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
 from tests.optim.lamb.reference import ReferenceOneBitLamb
 from tests.optim.lamb.training import layers_and_gradients, make_lamb
-from tests.optim.training import loss_of, make_model, train, weights
+from tests.optim.training import make_model, train, weights
 from thinwire.comm import threads
 from thinwire.optim import lamb as lamb
+from thinwire.optim.lamb import LambSettings, Layer, trust_ratio
 
 UNUSUAL = {"weight_decay": 0.3, "betas": (0.8, 0.9), "factor_threshold": 0.03}
 
@@ -51,26 +54,6 @@ def test_equals_the_algorithm_in_float64_over_100_steps(world_size, compress, op
         np.testing.assert_allclose(coefficients, expected, rtol=1e-4)
         for mine, wanted, begin in zip(result, reference.weights, start, strict=True):
             assert np.linalg.norm(mine - wanted) <= 1e-4 * np.linalg.norm(wanted - begin)
-
-
-def test_the_warmup_takes_exact_averages_whatever_the_number_of_ranks() -> None:
-    def run(size):
-        def rank(comm):
-            model = make_model()
-            optimizer = make_lamb(model, comm, freeze_step=1000, weight_decay=0.1)
-            for step in range(30):
-                by_rank = [torch.autograd.grad(loss_of(model, r, step), list(model.parameters())) for r in range(4)]
-                share = by_rank[comm.rank :: comm.size]
-                for parameter, *gradients in zip(model.parameters(), *share, strict=True):
-                    parameter.grad = sum(gradients) / len(gradients)
-                optimizer.step()
-            return weights(model)
-
-        return threads.run(rank, size)
-
-    (alone,) = run(1)
-    for together in (*run(2), *run(4)):
-        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -126,36 +109,6 @@ def test_empty_zero_and_scalar_layers_and_layers_without_gradients(world_size, c
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_only_empty_parameters() -> None:
-    def rank(comm):
-        empty = nn.Parameter(torch.empty(0))
-        optimizer = thinwire.OneBitLamb([empty], freeze_step=2, block_size=64, comm=comm)
-        for _ in range(5):
-            empty.grad = torch.empty(0)
-            optimizer.step()
-        return optimizer.frozen, optimizer.get_lamb_coeffs()
-
-    assert threads.run(rank, 2) == [(True, [1.0])] * 2
-
-
-def test_exp_avg_mask_holds_layers_coordinates_still_once_frozen() -> None:
-    def rank(comm, compress):
-        weight = nn.Parameter(torch.ones(4, 8))
-        mask = torch.ones(1, 8)
-        mask[0, 5:] = 0
-        groups = [{"params": [weight], "exp_avg_mask": mask}]
-        optimizer = thinwire.OneBitLamb(groups, lr=0.1, freeze_step=4, block_size=64, compress=compress, comm=comm)
-        for step in range(12):
-            weight.grad = torch.full((4, 8), comm.rank + 1.0)
-            optimizer.step()
-            if step == 3:
-                at_freeze = weight.detach().clone()
-        return (weight != at_freeze).all(dim=0).tolist(), float(optimizer.state[weight]["exp_avg"][:, 5:].abs().max())
-
-    for compress in ("update", "momentum"):
-        assert threads.run(lambda comm, how=compress: rank(comm, how), 2) == [([True] * 5 + [False] * 3, 0.0)] * 2
-
-
 def test_groups_have_bounds_of_their_own_and_so_have_later_ones() -> None:
     def rank(comm):
         small, large = nn.Parameter(torch.full((9,), 100.0)), nn.Parameter(torch.full((9,), 100.0))
@@ -171,3 +124,33 @@ def test_groups_have_bounds_of_their_own_and_so_have_later_ones() -> None:
         return optimizer.get_lamb_coeffs()
 
     assert threads.run(rank, 2) == [[0.3, 7.0, 1.0]] * 2
+
+
+POSITIVE = st.floats(1e-30, 1e30)
+SETTINGS = LambSettings(1e-3, 0.9, 0.999, 1e-8, 0.0, True, False, 10.0, 0.01, 0.9, 4.0, 0.5, 0.1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e30), st.floats(0, 1)), max_size=60))
+def test_the_factor_stays_in_its_bounds_and_moves_slowly(measures) -> None:
+    layer = Layer()
+    for growth, share in measures:
+        before = layer.factor
+        coefficient = layer.follow(growth, share, SETTINGS)
+        assert coefficient == layer.factor  # no trust ratio was ever seen: c = 1
+        assert 0.5 <= layer.factor <= 4.0
+        assert 0.9 * before <= layer.factor <= 1.1 * before
+
+
+@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=60))
+def test_the_frozen_coefficient_lies_among_the_ratios(norms) -> None:
+    layer = Layer()
+    ratios = [trust_ratio(weight, update, SETTINGS) for weight, update in norms]
+    for ratio in ratios:
+        assert 0.01 <= ratio <= 10
+        layer.smooth(ratio, SETTINGS)
+    assert min(ratios) * (1 - 1e-12) <= layer.frozen_coefficient <= max(ratios) * (1 + 1e-12)
+
+
+def test_a_zero_norm_has_no_trust_ratio() -> None:
+    assert trust_ratio(0.0, 1.0, SETTINGS) is None
+    assert trust_ratio(1.0, 0.0, SETTINGS) is None

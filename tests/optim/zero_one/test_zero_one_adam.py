@@ -3,23 +3,48 @@ sync."""
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
-from tests.optim.training import loss_of, make_model, train, weights
+from tests.optim.training import (
+    buckets_of,
+    exchange_comm,
+    loss_of,
+    make_model,
+    same,
+    snapshot,
+    through_a_file,
+    train,
+    weights,
+)
 from tests.optim.zero_one.reference import ReferenceZeroOneAdam
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import threads
 from thinwire.optim.adam import bound_updates
-from thinwire.optim.algorithm import AdamSettings
+from thinwire.optim.algorithm import AdamSettings, Send
+from thinwire.optim.zero_one import ZeroOneSchedule
+
+UNUSUAL = {"weight_decay": 2.0, "betas": (0.8, 0.99), "eps": 1e-6}
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 2.0, "betas": (0.8, 0.99), "eps": 1e-6}])
-@pytest.mark.parametrize(("compress", "growth"), [("update", 1.0), ("update", 40.0), ("momentum", 1.0)])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("world_size", "growth", "compress", "options"),
+    [
+        (1, 1.0, "update", UNUSUAL),
+        (2, 1.0, "momentum", UNUSUAL),
+        (2, 40.0, "update", {}),
+        (3, 1.0, "momentum", {}),
+        (3, 40.0, "update", UNUSUAL),
+        (5, 1.0, "update", {}),
+    ],
+)
 def test_equals_the_algorithm_in_float64_over_120_steps(world_size, growth, compress, options) -> None:
     numel, steps = 300, 120
     rng = np.random.default_rng(world_size)
@@ -72,70 +97,6 @@ def test_without_ranks_and_slow_variances_the_bound_is_the_papers() -> None:
     assert updates.item() == pytest.approx(0.1 / 0.001**0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_it_learns_and_agrees_after_every_sync(dtype) -> None:
-    def rank(comm):
-        model = make_model(seed=comm.rank, dtype=dtype)
-        optimizer = make_zero_one(model, comm)
-        seen = []
-        losses = train(model, optimizer, range(100), lambda step: seen.append((optimizer.in_sync, weights(model))))
-        assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
-        return seen
-
-    results = threads.run(rank, 3)
-    for (in_sync, first), *others in zip(*results, strict=True):
-        alike = all(torch.equal(first, other) for _, other in others)
-        assert alike == in_sync
-
-
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-6}])
-def test_while_every_step_is_exact_it_is_adamw(options) -> None:
-    """Torch's within two roundings a step."""
-
-    def rank(comm):
-        model, twin = make_model(), make_model()
-        optimizer = make_zero_one(
-            model, comm, **options, compress="momentum", var_freeze_step=100, var_update_scaler=100
-        )
-        adamw = torch.optim.AdamW(twin.parameters(), **({"lr": 3e-3, "weight_decay": 0.0} | options))
-        for step in range(30):
-            by_rank = [
-                torch.autograd.grad(loss_of(twin, other, step), list(twin.parameters())) for other in range(comm.size)
-            ]
-            for parameter, gradient in zip(model.parameters(), by_rank[comm.rank], strict=True):
-                parameter.grad = gradient.clone()
-            for parameter, *gradients in zip(twin.parameters(), *by_rank, strict=True):
-                parameter.grad = sum(gradients) / comm.size
-            optimizer.step()
-            adamw.step()
-        bound = 2 * 30 * 2**-24 * float(weights(twin).abs().max())
-        torch.testing.assert_close(weights(model), weights(twin), rtol=0, atol=bound)
-
-    threads.run(rank, 3)
-
-
-def test_coordinates_without_variance_stay_and_mask_holds() -> None:
-    def rank(comm):
-        embedding = nn.Embedding(10, 8)
-        embedding.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-        mask = torch.ones(1, 8)
-        mask[0, 6:] = 0
-        groups = [{"params": embedding.parameters(), "exp_avg_mask": mask}]
-        optimizer = thinwire.ZeroOneAdam(groups, lr=0.1, block_size=64, comm=comm, **SCHEDULE)
-        before = embedding.weight.detach().clone()
-        for step in range(70):
-            optimizer.zero_grad()
-            (embedding(torch.tensor([0, 1, 2 + step % 2])) - 1).square().sum().backward()
-            optimizer.step()
-        moved = embedding.weight != before
-        assert moved[:4, :6].all()
-        assert not moved[4:].any()
-        assert not moved[:, 6:].any()
-        return embedding.weight.abs().max().item()
-
-    assert max(threads.run(rank, 2)) < 5
-
-
 def test_by_nodes_it_learns_and_agrees_after_every_sync() -> None:
     def rank(comm):
         model = make_model()
@@ -148,3 +109,273 @@ def test_by_nodes_it_learns_and_agrees_after_every_sync() -> None:
     results = threads.run(rank, 3)
     for (in_sync, first), *others in zip(*results, strict=True):
         assert all(torch.equal(first, other) for _, other in others) == in_sync
+
+
+def test_between_syncs_the_state_brings_a_ranks_own_weights_whatever_the_model_held() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm)
+        train(model, optimizer, range(73))
+        assert not optimizer.in_sync
+        resumed = make_model(seed=5)
+        again = make_zero_one(resumed, comm)
+        again.load_state_dict(through_a_file(optimizer.state_dict()))
+        return torch.equal(weights(resumed), weights(model))
+
+    assert threads.run(rank, 2) == [True, True]
+
+
+def test_a_resume_may_change_the_schedule() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm)
+        train(model, optimizer, range(40))
+        again = make_zero_one(model, comm, local_step_clipper=1)
+        again.load_state_dict(optimizer.state_dict())
+        again.synchronize_weights()
+        seen = []
+        train(model, again, range(40, 60), lambda step: seen.append(again.in_sync))
+        return all(seen)
+
+    assert threads.run(rank, 2) == [True, True]
+
+
+def sent_by_step(optimizer, model, steps):
+    """Collectives, on any communicator of this rank, that each step of training calls."""
+    counts = []
+
+    def calls():
+        return exchange_comm(optimizer).traffic.calls + optimizer.comm.traffic.calls
+
+    before = calls()
+
+    def count(step):
+        counts.append(calls() - before - sum(counts))
+
+    train(model, optimizer, steps, count)
+    return counts
+
+
+def test_local_steps_send_nothing_at_all() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, var_freeze_step=4, local_step_scaler=4, bucket_bytes=600)
+        in_sync = []
+        counts = []
+        for step in range(40):
+            counts += sent_by_step(optimizer, model, [step])
+            in_sync.append(optimizer.in_sync)
+        buckets = len(buckets_of(optimizer))
+        assert buckets > 1
+        assert counts[4:] == [0 if not one else 2 * buckets for one in in_sync[4:]]
+        return in_sync
+
+    for in_sync in threads.run(rank, 3):
+        assert in_sync[:8] == [True] * 8  # the variance moves for four steps, then the interval is 1 for four more
+        assert [step for step in range(9, 41) if in_sync[step - 1]] == [10, 12, 16, 20, 25, 30, 35, 40]
+
+
+def test_bytes_of_a_run_are_a_fraction_of_1_bit_adams() -> None:
+    def rank(comm):
+        sent = []
+        for one_bit in (True, False):
+            weight = nn.Parameter(torch.zeros(100_003))
+            shared = {"comm": comm, "block_size": 2048}
+            if one_bit:
+                optimizer = thinwire.OneBitAdam([weight], freeze_step=20, **shared)
+            else:
+                options = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 16}
+                optimizer = thinwire.ZeroOneAdam([weight], var_update_scaler=4, **options, **shared)
+            generator = torch.Generator().manual_seed(comm.rank)
+            for _ in range(200):
+                weight.grad = torch.randn(100_003, generator=generator)
+                optimizer.step()
+            sent.append(optimizer.bytes_sent)
+            assert optimizer.bytes_uncompressed == 200 * round(2 * 100_003 * 4 / 2)
+        return sent[1] / sent[0]
+
+    # 1-bit Adam: 20 exact steps, 180 of a bit. 0/1 Adam: 15 exact, 45 of a bit, then 47 syncs in 140 steps.
+    assert max(threads.run(rank, 2)) < 0.75
+
+
+@pytest.mark.parametrize("compress", ["update", "momentum"])
+def test_a_sync_of_one_rank_without_compression_moves_nothing_and_ends_in_the_mean_momentum(compress) -> None:
+    def rank(comm):
+        model = make_model()
+        rates = {"lr": 1e-2, "weight_decay": 0.5}
+        optimizer = make_zero_one(model, comm, codec="none", compress=compress, **rates)
+        train(model, optimizer, range(75))
+        momenta = []
+        train(model, optimizer, range(75, 78), lambda _: momenta.append(momentum_of(optimizer)))
+        assert not optimizer.in_sync
+        before = weights(model).clone()
+        optimizer.synchronize_weights()
+        torch.testing.assert_close(weights(model), before, rtol=1e-6, atol=1e-6)
+        decay = 1 - 1e-2 * 0.5  # what an earlier step has moved shrinks with the weights
+        shares = torch.tensor([decay**2 / (1 - 0.9**76), decay / (1 - 0.9**77), 1 / (1 - 0.9**78)])
+        mean = (torch.stack(momenta) * shares[:, None]).sum(dim=0) / shares.sum()
+        torch.testing.assert_close(momentum_of(optimizer), mean, rtol=1e-5, atol=1e-7)
+
+    threads.run(rank, 1)
+
+
+def momentum_of(optimizer):
+    return torch.cat([entry["exp_avg"].flatten() for entry in optimizer.state.values()])
+
+
+def test_an_overflow_in_a_sync_after_local_steps_keeps_them_for_the_next_sync() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, var_freeze_step=5, local_step_scaler=1, local_step_clipper=4)
+        train(model, optimizer, range(15))
+        assert not optimizer.in_sync
+        before = snapshot(model, optimizer)
+        optimizer.zero_grad()
+        (loss_of(model, comm.rank, 15) * (float("inf") if comm.rank == 0 else 1.0)).backward()
+        optimizer.step()
+        assert same(before, snapshot(model, optimizer))
+        train(model, optimizer, [16])
+        assert optimizer.in_sync
+        return weights(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = threads.run(rank, 2)
+    assert torch.equal(*results)
+
+
+def test_an_overflow_in_a_local_step_leaves_that_rank_out_of_it() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, var_freeze_step=5, local_step_scaler=1, local_step_clipper=4)
+        train(model, optimizer, range(13))
+        before = weights(model).clone()
+        optimizer.zero_grad()
+        (loss_of(model, comm.rank, 13) * (float("nan") if comm.rank == 1 else 1.0)).backward()
+        optimizer.step()
+        stayed = torch.allclose(before, weights(model), atol=1e-6)
+        train(model, optimizer, range(14, 16))
+        assert optimizer.in_sync
+        return stayed, optimizer.left_out_steps, optimizer.skipped_steps, weights(model)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = threads.run(rank, 3)
+    assert [result[:3] for result in results] == [(False, 0, 0), (True, 1, 0), (False, 0, 0)]
+    assert all(torch.equal(result[3], results[0][3]) for result in results)
+    assert bool(torch.isfinite(results[0][3]).all())
+    assert ["adds nothing on rank 1" in str(one.message) for one in caught if one.category is RuntimeWarning] == [True]
+
+
+def test_scalers_that_came_apart_in_local_steps_still_give_one_result() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, var_freeze_step=5, local_step_scaler=1, local_step_clipper=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=1000)
+        for step in range(40):
+            optimizer.zero_grad()
+            bad = step in (17, 23) and comm.rank == 1  # step 24 is a sync
+            scaler.scale(loss_of(model, comm.rank, step) * (float("inf") if bad else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.synchronize_weights()
+        return scaler.get_scale(), optimizer.left_out_steps, optimizer.skipped_steps, weights(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = threads.run(rank, 2)
+    assert (first[0], second[0]) == (2.0**6, 2.0**4)
+    assert (first[1:3], second[1:3]) == ((0, 1), (1, 1))
+    assert torch.equal(first[3], second[3])
+    assert bool(torch.isfinite(first[3]).all())
+
+
+def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing() -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, var_freeze_step=5, local_step_scaler=2, local_step_clipper=4)
+        train(model, optimizer, range(20))
+        optimizer.synchronize_weights()
+        before = weights(model).clone()
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(model, optimizer, range(20, 40))
+        assert torch.equal(weights(model), before)
+        optimizer.param_groups[0]["lr"] = 1e-3
+        losses = train(model, optimizer, range(40, 60))
+        optimizer.synchronize_weights()
+        return weights(model), np.isfinite(losses).all()
+
+    first, second = threads.run(rank, 2)
+    assert torch.equal(first[0], second[0])
+    assert first[1]
+
+
+def test_learning_rates_may_change_between_backward_and_step() -> None:
+    def rank(comm, late):
+        model = make_model()
+        optimizer = make_zero_one(model, comm)
+        for step in range(70):
+            optimizer.zero_grad()
+            rate = 3e-3 * (1 - step / 100)
+            if not late:
+                optimizer.param_groups[0]["lr"] = rate
+            loss_of(model, comm.rank, step).backward()
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+        return weights(model)
+
+    for late, early in threads.run(lambda comm: (rank(comm, True), rank(comm, False)), 2):
+        assert torch.equal(late, early)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_changed_between_local_steps_are_an_error_and_put_back_they_are_not(stage: int) -> None:
+    def rank(comm):
+        model = make_model()
+        optimizer = make_zero_one(model, comm, stage=stage)
+        train(model, optimizer, range(73))
+        assert not optimizer.in_sync
+        own = weights(model).clone()
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with torch.no_grad():
+            model[0].bias.zero_()
+        model.load_state_dict(state)
+        train(model, optimizer, [73])
+        assert not torch.equal(weights(model), own)
+        with torch.no_grad():
+            model[0].bias.add_(1.0)
+        with pytest.raises(RuntimeError, match=r"shape \(37,\), was changed between local steps"):
+            train(model, optimizer, range(74, 80))
+
+    threads.run(rank, 2)
+
+
+scalers = st.integers(1, 12)
+
+
+@given(scalers, scalers, st.integers(1, 20), st.integers(1, 150))
+def test_kinds_are_those_of_counters(var_update_scaler, local_step_scaler, local_step_clipper, freeze_step) -> None:
+    schedule = ZeroOneSchedule(var_update_scaler, local_step_scaler, local_step_clipper)
+    interval, counter, updates = 1, 0, 0
+    local_interval, local_counter = 1, 0
+    for step in range(1, 300):
+        frozen_at = freeze_step if step > freeze_step else None
+        kind = schedule.send(step, updates, frozen_at)
+        if frozen_at is None:
+            assert kind is (Send.COMPRESSED if step % interval else Send.EXACT)
+            if kind is Send.EXACT:
+                updates += 1
+                counter += 1
+            if counter == var_update_scaler:
+                interval, counter = 2 * interval, 0
+        else:
+            assert kind is (Send.LOCAL if step % local_interval else Send.SYNC)
+            local_counter += 1
+            if local_counter == local_step_scaler:
+                local_interval, local_counter = min(2 * local_interval, local_step_clipper), 0
+
+
+def test_deepspeeds_defaults_far_into_a_run() -> None:
+    schedule = ZeroOneSchedule(16, 32_678, 16)
+    assert [schedule.variance_interval(updates) for updates in (0, 15, 16, 31, 32, 160)] == [1, 1, 2, 2, 4, 1024]
+    assert [schedule.local_interval(steps) for steps in (0, 32_677, 32_678, 4 * 32_678, 10**9)] == [1, 1, 2, 16, 16]

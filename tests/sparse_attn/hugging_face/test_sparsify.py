@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.sparse_attn.cases import relative_error
-from thinwire.sparse_attn import BigBird, Dense, LocalSlidingWindow, densify, sparsify
+from thinwire.deepspeed.ops.sparse_attention import SparseAttentionUtils
+from thinwire.sparse_attn import (
+    BigBird,
+    Dense,
+    LocalSlidingWindow,
+    densify,
+    extend_position_embedding,
+    sparsify,
+    update_tokenizer_model_max_length,
+)
 from thinwire.sparse_attn.hugging_face.sparsify import replace_model_self_attention_with_sparse_self_attention
 
 transformers = pytest.importorskip("transformers")
@@ -205,3 +214,75 @@ def test_modules_of_transformers_4_are_swapped_and_swapped_back() -> None:
     assert list(model.layer) == modules
     assert model.attn_implementation == "sdpa"
     assert torch.equal(model(x, mask), own)
+
+
+# Longer position tables: which rows, which buffers, which numbers
+
+SMALL = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(("kind", "unused"), [("Bert", 0), ("Roberta", 2)])
+def test_the_table_repeats_and_everything_follows(kind: str, unused: int) -> None:
+    config = getattr(transformers, f"{kind}Config")(max_position_embeddings=10 + unused, **SMALL)
+    model = getattr(transformers, f"{kind}Model")(config).to(torch.bfloat16)
+    old = model.embeddings.position_embeddings.weight.detach().clone()
+    assert extend_position_embedding(model, 33) is model
+    table = model.embeddings.position_embeddings
+    rows = 33 + unused
+    assert (table.num_embeddings, model.config.max_position_embeddings) == (rows, rows)
+    assert (table.weight.dtype, table.weight.requires_grad) == (torch.bfloat16, True)
+    assert torch.equal(table.weight[: 10 + unused], old)
+    for i in range(33):
+        assert torch.equal(table.weight[unused + i], old[unused + i % 10])
+    assert torch.equal(model.embeddings.position_ids, torch.arange(rows)[None])
+    assert torch.equal(model.embeddings.token_type_ids, torch.zeros(1, rows, dtype=torch.int64))
+    assert model(torch.randint(5, 20, (2, 33))).last_hidden_state.isfinite().all()
+    weight = table.weight
+    assert extend_position_embedding(model, 33).embeddings.position_embeddings.weight is weight
+
+
+def test_tables_that_cannot_grow() -> None:
+    model = transformers.BertModel(transformers.BertConfig(max_position_embeddings=10, **SMALL))
+    with pytest.raises(ValueError, match="reads 10 tokens"):
+        extend_position_embedding(model, 9)
+    with pytest.raises(TypeError, match="rotary"):
+        extend_position_embedding(nn.Linear(2, 2), 9)
+    with pytest.raises(TypeError, match="tokenizer"):
+        update_tokenizer_model_max_length(nn.Linear(2, 2), 9)
+
+
+def test_the_tokenizer_truncates_later() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=4)
+    text = " ".join("a" * 20)
+    assert len(tokenizer(text, truncation=True)["input_ids"]) == 4
+    update_tokenizer_model_max_length(tokenizer, 9)
+    assert len(tokenizer(text, truncation=True)["input_ids"]) == 9
+    assert tokenizer.init_kwargs["model_max_length"] == 9
+
+
+# Layers made sparse without the model
+
+
+def test_layers_as_the_whole_model() -> None:
+    def bert() -> nn.Module:
+        return make("Bert", max_position_embeddings=64)
+
+    layout = BigBird(4, 16)
+    ids = torch.arange(2 * 100).view(2, 100) % 50
+    mask = torch.ones_like(ids)
+    mask[1, 70:] = 0
+    expected = sparsify(bert(), layout, 128)
+    model = SparseAttentionUtils.extend_position_embedding(bert(), 128)
+    dense = model(ids, attention_mask=mask).logits
+    SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(
+        model.config, model.bert.encoder.layer, layout
+    )
+    found = model(ids, attention_mask=mask).logits
+    assert torch.equal(found, expected(ids, attention_mask=mask).logits)
+    assert not torch.equal(found, dense)
+    whole = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(bert(), 128, layout)
+    assert torch.equal(whole(ids, attention_mask=mask).logits, found)
+    assert torch.equal(densify(model)(ids, attention_mask=mask).logits, dense)

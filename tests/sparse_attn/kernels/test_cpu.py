@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 import torch
 
-from tests.sparse_attn.kernels.body import attend, check
+from tests.sparse_attn.kernels.body import attend, check, check_empty, check_leaks, check_rows_that_attend_nothing
 from thinwire.sparse_attn.kernels.cpu import launch as cpu
 from thinwire.sparse_attn.layouts.named import BigBird, Custom, Dense, Fixed, LocalSlidingWindow
 
@@ -55,34 +55,24 @@ def _enough_cores(monkeypatch):
 
 
 @pytest.mark.usefixtures("_enough_cores")
-def test_the_same_bits_for_any_number_of_threads_and_any_strides() -> None:
-    rows = torch.randn(4, 2, 200, 3, 32)
-    q, k, v, d_out = (one.transpose(1, 2) for one in rows)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "counts"),
+    # In 16 bits, whole heads and parts of heads.
+    [((4, 2, 200, 3, 32), torch.float32, (1, 2, 5)), ((4, 1, 150, 3, 24), torch.bfloat16, (1, 2))],
+)
+def test_the_same_bits_for_any_number_of_threads_and_any_strides(shape, dtype, counts) -> None:
+    strided = [one.transpose(1, 2) for one in torch.randn(shape).to(dtype)]
     before = torch.get_num_threads()
     results = []
     try:
-        for threads in (1, 2, 5):
+        for threads in counts:
             torch.set_num_threads(threads)
-            results.append(attend(cpu, q, k, v, d_out, BigBird(3, 16)))
+            results.append(attend(cpu, *strided, BigBird(3, 16)))
     finally:
         torch.set_num_threads(before)
-    results.append(attend(cpu, *(one.contiguous() for one in (q, k, v, d_out)), BigBird(3, 16)))
+    results.append(attend(cpu, *(one.contiguous() for one in strided), BigBird(3, 16)))
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
-
-
-@pytest.mark.usefixtures("_enough_cores")
-def test_16_bits_are_the_same_bits_however_a_head_is_shared_out() -> None:
-    tensors = torch.randn(4, 1, 3, 150, 24).bfloat16()
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2):  # whole heads, and parts of heads
-            torch.set_num_threads(threads)
-            results.append(attend(cpu, *tensors, BigBird(3, 16)))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 def test_threads_of_python_may_call_at_once() -> None:
@@ -104,35 +94,12 @@ def test_threads_of_python_may_call_at_once() -> None:
 
 
 def test_rows_that_attend_nothing() -> None:
-    mask = torch.ones(1, 3, 3, dtype=torch.bool)
-    mask[0, 1] = False
-    tensors = torch.randn(4, 1, 2, 48, 16)
-    out, lse, *gradients = attend(cpu, *tensors, Custom(mask, 16))
-    assert (out[:, :, 16:32] == 0).all()
-    assert (lse[:, :, 16:32] == math.inf).all()
-    assert (gradients[0][:, :, 16:32] == 0).all()
-    assert all(one.isfinite().all() for one in gradients)
+    check_rows_that_attend_nothing(cpu)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_not_attended_does_not_leak(poison) -> None:
-    layout = BigBird(2, 16, num_random_blocks=0, num_global_blocks=0, attention="unidirectional")
-    q, k, v, d_out = torch.randn(4, 1, 2, 96, 16)
-    key_bias = torch.zeros(1, 96)
-    key_bias[0, 5] = -math.inf
-    clean = attend(cpu, q, k, v, d_out, layout, key_bias)
-    for one in (k, v):
-        one[:, :, 5] = poison  # nobody attends it
-        one[:, :, 40] = poison  # queries 40 to 63 do: the rest of its block and the next one
-    dirty = attend(cpu, q, k, v, d_out, layout, key_bias)
-    untouched = [number for number in range(96) if not 40 <= number < 64]
-    for before, after in zip(clean[:3], dirty[:3], strict=True):  # out, lse, d_q
-        torch.testing.assert_close(after[:, :, untouched], before[:, :, untouched])
-    assert not dirty[0][:, :, 40:64].isfinite().all(-1).any()
-    # Keys and values of rows that touched queries do not attend.
-    far = [number for number in range(96) if number < 16 or number >= 64]
-    for before, after in zip(clean[3:], dirty[3:], strict=True):
-        torch.testing.assert_close(after[:, :, far], before[:, :, far])
+    check_leaks(cpu, poison)
 
 
 def test_a_query_that_is_not_finite_reaches_only_the_keys_it_attends() -> None:
@@ -146,13 +113,9 @@ def test_a_query_that_is_not_finite_reaches_only_the_keys_it_attends() -> None:
         torch.testing.assert_close(after[:, :, far], before[:, :, far])
 
 
-@pytest.mark.parametrize(("batch", "heads", "length"), [(0, 2, 32), (1, 0, 32), (1, 2, 0)])
-def test_nothing(batch, heads, length) -> None:
-    tensors = torch.randn(4, batch, heads, length, 16)
-    found = attend(cpu, *tensors, Dense(2, 16))
-    assert [one.shape for one in found] == [(batch, heads, length, 16), (batch, heads, length)] + 3 * [
-        (batch, heads, length, 16)
-    ]
+@pytest.mark.parametrize("shape", [(0, 2, 32, 16), (1, 0, 32, 16), (1, 2, 0, 16)])
+def test_nothing(shape) -> None:
+    check_empty(cpu, shape)
 
 
 def test_no_python_memory_grows_with_the_square_of_the_length() -> None:

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import triton
 from triton.runtime import interpreter
 
-from tests.sparse_attn.kernels.body import attend, check
+from tests.sparse_attn.kernels.body import attend, check, check_empty, check_leaks, check_rows_that_attend_nothing
 from tests.sparse_attn.packed.body import check_products, check_softmax, masks
 from thinwire.sparse_attn.kernels.triton import launch as triton_attention
 from thinwire.sparse_attn.kernels.triton import packed
@@ -68,31 +68,10 @@ def long_rows() -> None:
 
 def nothing_leaks() -> None:
     """Rows that attend nothing, tensors without elements, NaN in what is masked."""
-    mask = torch.ones(1, 3, 3, dtype=torch.bool)
-    mask[0, 1] = False
-    out, lse, *gradients = attend(triton_attention, *torch.randn(4, 1, 2, 48, 16), Custom(mask, 16))
-    assert (out[:, :, 16:32] == 0).all()
-    assert (lse[:, :, 16:32] == math.inf).all()
-    assert all(one.isfinite().all() for one in gradients)
+    check_rows_that_attend_nothing(triton_attention)
     for shape in ((0, 2, 32, 16), (1, 2, 0, 16)):
-        found = attend(triton_attention, *torch.randn(4, *shape), Dense(2, 16))
-        assert [tuple(one.shape) for one in found] == [shape, shape[:3], shape, shape, shape]
-    layout = BigBird(2, 16, num_random_blocks=0, num_global_blocks=0, attention="unidirectional")
-    q, k, v, d_out = torch.randn(4, 1, 2, 96, 16)
-    key_bias = torch.zeros(1, 96)
-    key_bias[0, 5] = -math.inf
-    clean = attend(triton_attention, q, k, v, d_out, layout, key_bias)
-    for one in (k, v):
-        one[:, :, 5] = math.nan
-        one[:, :, 40] = math.nan
-    dirty = attend(triton_attention, q, k, v, d_out, layout, key_bias)
-    untouched = [number for number in range(96) if not 40 <= number < 64]
-    for before, after in zip(clean[:3], dirty[:3], strict=True):
-        torch.testing.assert_close(after[:, :, untouched], before[:, :, untouched])
-    assert not dirty[0][:, :, 40:64].isfinite().all(-1).any()
-    far = [number for number in range(96) if number < 16 or number >= 64]
-    for before, after in zip(clean[3:], dirty[3:], strict=True):
-        torch.testing.assert_close(after[:, :, far], before[:, :, far])
+        check_empty(triton_attention, shape)
+    check_leaks(triton_attention, math.nan)
 
 
 def packed_blocks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import random
 import subprocess
@@ -13,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.sparse_attn.layouts.made import layout_from_config
+from thinwire.sparse_attn.block_index import BlockIndex
+from thinwire.sparse_attn.layouts.made import layout_from_config, layout_to_config
 from thinwire.sparse_attn.layouts.named import (
     BigBird,
     BSLongformer,
@@ -266,3 +268,60 @@ def test_a_window_reaches_as_far_to_both_sides(width: int) -> None:
     lower = LocalSlidingWindow(1, 16, num_sliding_window_blocks=width).make_layout(9 * 16)
     assert torch.equal(both[0].bool(), near)
     assert torch.equal(lower[0].bool(), near & (columns <= rows))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Dense(3),
+        Fixed(8, 32, True, num_local_blocks=8, num_different_global_patterns=4),
+        Variable(2, local_window_blocks=(1, 5), global_block_indices=(2, 4), global_block_end_indices=(3, 9), seed=7),
+        BigBird(4, 64, attention="unidirectional", num_random_blocks=2, seed=5),
+        BSLongformer(4, global_block_indices=(1, 3)),
+        LocalSlidingWindow(1, num_sliding_window_blocks=5, attention="bidirectional"),
+    ],
+    ids=lambda layout: type(layout).__name__,
+)
+def test_a_layout_comes_back_from_its_section(layout: Layout) -> None:
+    section = json.loads(json.dumps(layout_to_config(layout)))
+    assert layout_from_config(section, layout.num_heads) == layout
+
+
+def test_a_mask_of_blocks_belongs_to_no_configuration() -> None:
+    with pytest.raises(ValueError, match="a Custom layout cannot be written"):
+        layout_to_config(Custom(torch.ones(2, 2, dtype=torch.bool)))
+
+
+# The compact index: both directions say the same, in order, for any blocks
+
+
+@given(
+    heads=st.integers(1, 3),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    density=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=60, deadline=None)
+def test_both_directions_hold_the_mask(heads, rows, columns, density, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(heads, rows, columns, generator=generator) < density
+    pairs = [one.nonzero(as_tuple=True) for one in mask]
+    shuffled = [(r.repeat(2), c.repeat(2)) for r, c in pairs]  # each twice: an index holds it once
+    index = BlockIndex.from_pairs(16, rows, columns, shuffled)
+    alike = all(torch.equal(one, mask[0]) for one in mask)
+    assert index.num_heads == (1 if alike else heads)
+    assert torch.equal(index.dense(), mask[: index.num_heads])
+    assert index.density() == mask[: index.num_heads].float().mean()
+    expected = mask[: index.num_heads].mT.nonzero()
+    counts = index.column_offsets.diff().long()
+    owners = torch.repeat_interleave(torch.arange(index.num_heads * columns), counts)
+    assert torch.equal(torch.stack([owners // columns, owners % columns, index.rows.long()], 1), expected)
+    assert {index.row_offsets.dtype, index.columns.dtype, index.column_offsets.dtype, index.rows.dtype} == {torch.int32}
+
+
+def test_nothing() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    index = BlockIndex.from_pairs(16, 0, 0, [(nothing, nothing)])
+    assert index.density() == 0
+    assert index.dense().shape == (1, 0, 0)

@@ -29,8 +29,15 @@ CASES = list(itertools.product(("sdd", "dsd", "dds"), (False, True), (False, Tru
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("block", "width"), [(16, 24), (32, 7), (128, 65)])
+@pytest.mark.parametrize(
+    ("block", "width", "dtype"),
+    [
+        *((16, 24, dtype) for dtype in TOLERANCES),
+        (32, 7, torch.float32),
+        (32, 7, torch.bfloat16),
+        (128, 65, torch.float16),
+    ],
+)
 def test_kernels(block: int, width: int, dtype: torch.dtype) -> None:
     check_products(batched, block, width, dtype, TOLERANCES[dtype])
     bias, key_bias = masks(block)
@@ -59,9 +66,9 @@ def operands(layout: Custom, mode: str, *, trans_a: bool, trans_b: bool, heads: 
     return a.requires_grad_(), b.requires_grad_()
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    ("mode", "trans_a", "trans_b"), list(itertools.product(("sdd", "dsd", "dds"), *[(False, True)] * 2))
+    ("mode", "trans_a", "trans_b", "shared"),
+    [*((*case, False) for case in CASES), *((mode, True, False, True) for mode in ("sdd", "dsd", "dds"))],
 )
 def test_every_mode_and_its_gradients(mode: str, trans_a: bool, trans_b: bool, shared: bool) -> None:
     torch.manual_seed(ROWS)

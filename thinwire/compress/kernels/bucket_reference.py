@@ -6,47 +6,43 @@ with one rounding wherever the processor can.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from thinwire.compress.kernels import reference
-from thinwire.compress.kernels.bucket_calls import (
-    DIGESTED,
+from thinwire.compress.kernels.buckets import (
     AverageAndEncode,
     DecodeAndMove,
-    DigestGradients,
     EncodePayload,
     PayloadForm,
+    Segments,
     UpdateForm,
 )
 from thinwire.compress.kernels.calls import Decode, Encode
 from thinwire.compress.kernels.headers import WriteHeaders, header_words
-from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.reference import store
 from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
 
 __all__ = [
     "average_and_encode",
-    "contribute",
     "decode_and_move",
-    "digest_gradients",
     "encode_packed_payload",
     "encode_payload",
-    "move",
     "move_packed",
+    "move_weights",
     "packed_payload",
+    "write_payload",
 ]
 
 
 def encode_payload(call: EncodePayload) -> None:
     """Encode u + residual into `packets`, and leave in `lost` what the codec lost of it."""
-    payload = torch.zeros_like(call.lost)
-    runs = zip(call.segments.places, call.gradients, call.beta1, call.divisors, strict=True)
-    for (first, numel), gradient, beta1, divisor in runs:
-        place = slice(first, first + numel)
-        denominator = None if call.denominators is None else call.denominators[place]
-        contribute(call.form, call.momentum[place], gradient, denominator, beta1, divisor, payload[place])
-    part = call.part
+    payload, part = torch.zeros_like(call.lost), call.part
+    given = call.gradients, call.beta1, call.divisors
+    write_payload(call.form, call.segments, *given, call.momentum, call.denominators, payload)
     for row, place in enumerate(part.places(call.packets.size(0))):
         call.lost[place] = payload[place]
         residual = None if call.residual is None else call.residual[place]
@@ -56,30 +52,35 @@ def encode_payload(call: EncodePayload) -> None:
     _write_header(call)
 
 
-def contribute(
+def write_payload(
     form: PayloadForm,
+    segments: Segments,
+    gradients: Sequence[Tensor | None],
+    beta1: Sequence[float],
+    divisors: Sequence[float],
     momentum: Tensor,
-    gradient: Tensor | None,
     denominators: Tensor | None,
-    beta1: float,
-    divisor: float,
     output: Tensor,
 ) -> None:
-    """Write u of one run into `output`, fp32 [numel]."""
-    if gradient is None:
-        torch.mul(momentum, beta1, out=output)
-        return
-    output.copy_(gradient.reshape(-1))
-    if divisor != 1.0:
-        output.div_(torch.tensor(divisor, dtype=torch.float32, device=output.device))
-    if form == "divided":
-        assert denominators is not None
-        output.div_(denominators)
-    torch.lerp(momentum, output, 1 - beta1, out=output)
-    if form == "masked":
-        assert denominators is not None
-        # A product and not a fill: an infinite gradient must become NaN, which every rank sees, and not 0.
-        output.mul_(torch.isfinite(denominators))
+    """Write u of `EncodePayload` into `output`, fp32 [padded_numel], also where no packets are made of it at once. The
+    padding is left as it is."""
+    for (first, numel), gradient, beta, divisor in zip(segments.places, gradients, beta1, divisors, strict=True):
+        place = slice(first, first + numel)
+        u, denominator = output[place], None if denominators is None else denominators[place]
+        if gradient is None:
+            torch.mul(momentum[place], beta, out=u)
+            continue
+        u.copy_(gradient.reshape(-1))
+        if divisor != 1.0:
+            u.div_(torch.tensor(divisor, dtype=torch.float32, device=u.device))
+        if form == "divided":
+            assert denominator is not None
+            u.div_(denominator)
+        torch.lerp(momentum[place], u, 1 - beta, out=u)
+        if form == "masked":
+            assert denominator is not None
+            # A product and not a fill: an infinite gradient must become NaN, which every rank sees, and not 0.
+            u.mul_(torch.isfinite(denominator))
 
 
 def decode_and_move(call: DecodeAndMove) -> None:
@@ -94,32 +95,53 @@ def decode_and_move(call: DecodeAndMove) -> None:
             call.output[place].masked_fill_(torch.isinf(call.denominators[place]), 0.0)
         for number, (first, numel) in enumerate(call.segments.places):
             low, high = max(first, place.start), min(first + numel, place.stop)
-            if low < high:
-                _move(call, number, slice(low, high), slice(low - first, high - first))
+            weights, replica = call.weights[number], call.replicas[number]
+            if weights is not None and low < high:
+                of_run, of_bucket = slice(low - first, high - first), slice(low, high)
+                given = call.output, call.denominators, call.rates[number], call.decays[number]
+                _move(call.form, weights, replica, of_run, of_bucket, *given)
 
 
-def _move(call: DecodeAndMove, number: int, place: slice, of_run: slice) -> None:
-    weights, replica = call.weights[number], call.replicas[number]
-    if weights is None:
-        return
-    moved = weights.view(-1)[of_run]
-    denominators = None if call.denominators is None else call.denominators[place]
-    move(call.form, moved, call.output[place], denominators, call.rates[number], call.decays[number])
-    if replica is not None:
-        replica.view(-1)[of_run].copy_(moved)
-
-
-def move(
-    form: UpdateForm, weights: Tensor, updates: Tensor, denominators: Tensor | None, rate: float, decay: float
+def move_weights(
+    form: UpdateForm,
+    segments: Segments,
+    updates: Tensor,
+    denominators: Tensor | None,
+    weights: Sequence[Tensor | None],
+    replicas: Sequence[Tensor | None],
+    rates: Sequence[float],
+    decays: Sequence[float],
 ) -> None:
-    """Move the weights of one run by u, all of them fp32 [numel]."""
-    weights.mul_(decay)
+    """Move weights, and replicas, by u in `updates`, fp32 [padded_numel], as `DecodeAndMove` does, for what no packets
+    have brought."""
+    runs = zip(segments.places, weights, replicas, rates, decays, strict=True)
+    for (first, numel), weight, replica, rate, decay in runs:
+        if weight is not None:
+            place = slice(first, first + numel)
+            _move(form, weight, replica, slice(0, numel), place, updates, denominators, rate, decay)
+
+
+def _move(
+    form: UpdateForm,
+    weights: Tensor,
+    replica: Tensor | None,
+    of_run: slice,
+    of_bucket: slice,
+    updates: Tensor,
+    denominators: Tensor | None,
+    rate: float,
+    decay: float,
+) -> None:
+    """Move some of the weights of one run."""
+    moved = weights.view(-1)[of_run].mul_(decay)
     if form == "divided":
         assert denominators is not None
         # Not addcdiv_, which divides first on a GPU.
-        weights.add_((updates * -rate) / denominators)
+        moved.add_((updates[of_bucket] * -rate) / denominators[of_bucket])
     else:
-        weights.add_(updates, alpha=-rate)
+        moved.add_(updates[of_bucket], alpha=-rate)
+    if replica is not None:
+        replica.view(-1)[of_run].copy_(moved)
 
 
 def average_and_encode(call: AverageAndEncode) -> None:
@@ -189,15 +211,3 @@ def _signed_scales(state: PackedState, place: slice) -> Tensor:
 def _single(value: float, like: Tensor) -> Tensor:
     """A float32 scalar tensor on the device of `like`."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
-
-
-def digest_gradients(call: DigestGradients) -> None:
-    """Write the sums of the bits of so many elements of the bucket at a time."""
-    bits = torch.zeros(call.digests.numel() * DIGESTED, dtype=torch.int64, device=call.digests.device)
-    for (first, numel), gradient in zip(call.segments.places, call.gradients, strict=True):
-        if gradient is not None:
-            size = gradient.element_size()
-            words = gradient.detach().reshape(-1).view(torch.int32 if size == 4 else torch.int16)
-            bits[first : first + numel] = words.to(torch.int64) & ((1 << 8 * size) - 1)
-    sums = bits.view(-1, DIGESTED).sum(dim=1) & 0xFFFFFFFF
-    call.digests.copy_(torch.where(sums >> 31 == 1, sums - (1 << 32), sums))

@@ -1,76 +1,163 @@
-"""Fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie apart.
+"""Fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie apart: a
+record of arguments for each, which says what it does and refuses what does not fit. `loading.execute` does it.
 
-Plain functions and not torch operators: for a hundred tensors the dispatcher costs more than the check of them. On a
-device without compiled kernels the specification in plain torch runs in their place.
+No torch operators: for a hundred tensors the dispatcher costs more than the check of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
-from thinwire.compress.kernels import bucket_reference
-from thinwire.compress.kernels.bucket_calls import (
-    AverageAndEncode,
-    DecodeAndMove,
-    DigestGradients,
-    EncodePayload,
-    Part,
-    PayloadForm,
-    Segments,
-    UpdateForm,
-    check_divisors,
-    check_finite,
-    digest_count,
-)
-from thinwire.compress.kernels.loading import compiled_backend
-from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
-from thinwire.compress.kernels.tables import CapturedTables
-from thinwire.compress.packet_layout import CODE_BITS
+from thinwire.compress.kernels.tables import CapturedTables, KeptTables, Tables
+from thinwire.compress.packet_layout import HEADER_BYTES, check_codec, packet_bytes
 
 __all__ = [
-    "PackedState",
+    "FLOAT_TYPES",
+    "AverageAndEncode",
+    "DecodeAndMove",
+    "EncodePayload",
+    "KernelCall",
     "Part",
     "PayloadForm",
+    "RenewFactors",
     "Segments",
     "UpdateForm",
-    "average_and_encode",
-    "decode_and_move",
-    "digest_gradients",
-    "encode_packed_payload",
-    "encode_payload",
-    "move_packed",
-    "move_weights",
-    "renew_factors",
-    "serves",
-    "serves_digests",
-    "write_payload",
+    "check_device",
+    "check_divisors",
+    "check_finite",
+    "check_packets",
+    "check_row_bytes",
+    "check_vector",
 ]
 
+PayloadForm = Literal["plain", "divided", "masked"]
+"""What is done with denominators in `EncodePayload`."""
 
-def serves(device: torch.device, codec: str) -> bool:
-    """Whether there are compiled kernels over whole buckets for this codec on this device."""
-    return codec in CODE_BITS and compiled_backend(device.type) is not None
+UpdateForm = Literal["plain", "divided"]
+"""What is done with denominators in `DecodeAndMove`."""
+
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def encode_payload(
-    codec: str,
-    form: PayloadForm,
-    segments: Segments,
-    gradients: Sequence[Tensor | None],
-    beta1: Sequence[float],
-    divisors: Sequence[float],
-    *,
-    momentum: Tensor,
-    denominators: Tensor | None,
-    residual: Tensor | None,
-    lost: Tensor,
-    packets: Tensor,
-    part: Part,
-) -> None:
+class KernelCall(ABC):
+    """Arguments of the kernel called `kernel`."""
+
+    kernel: ClassVar[str]
+    packets: Tensor
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the arguments fit together."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of the tensors are."""
+        return self.packets.device
+
+
+class Segments:
+    """Runs of a flat vector, in order and without overlap: run k is `numels[k]` elements from element `firsts[k]` on.
+
+    What no run covers is padding; `covered` counts the other elements, which end at `end`. `tables`: where a backend
+    finds on its device what it tells launches of these runs.
+    """
+
+    def __init__(self, places: Iterable[tuple[int, int]]) -> None:
+        """`places`: (first element, elements) of each run. Raises ValueError unless they are in order."""
+        self.places = tuple((int(first), int(numel)) for first, numel in places)
+        end = 0
+        for first, numel in self.places:
+            if first < end or numel < 0:
+                raise ValueError(
+                    f"{numel} elements from element {first} on follow a run that ends at {end}: give runs in order, "
+                    "without overlap"
+                )
+            end = first + numel
+        self.tables: Tables = KeptTables()
+        self.end = end
+        self.covered = sum(numel for _, numel in self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @cached_property
+    def table(self) -> NDArray[np.int64]:
+        """First element and end of each run: int64 [runs, 2]."""
+        return np.array([(first, first + numel) for first, numel in self.places], dtype=np.int64).reshape(-1, 2)
+
+    def check_covers(self, numel: int, padded: int) -> None:
+        """Raise ValueError unless the runs cover the first `numel` of `padded` elements without gaps."""
+        if self.covered != numel or self.end != numel or numel > padded:
+            raise ValueError(
+                f"runs that end at {self.end} do not cover the {numel} elements of a bucket of {padded} without gaps"
+            )
+
+    def check_tensors(
+        self, name: str, tensors: Sequence[Tensor | None], device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        """Raise TypeError or ValueError unless each tensor that there is is contiguous and of its run's elements."""
+        for (_, numel), one in zip(self.places, tensors, strict=True):
+            if one is None:
+                continue
+            if one.dtype not in dtypes:
+                raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {one.dtype}: convert it first")
+            if one.numel() != numel or not one.is_contiguous() or one.device != device:
+                raise ValueError(
+                    f"{name} must be contiguous, of its run's {numel} elements, on {device}, got {tuple(one.shape)} "
+                    f"with strides {one.stride()} on {one.device}"
+                )
+
+    def check_lengths(self, **columns: Sequence[object]) -> None:
+        """Raise ValueError unless there is one for each run."""
+        for name, values in columns.items():
+            if len(values) != len(self):
+                raise ValueError(f"{name} has {len(values)} entries for {len(self)} runs: give one for each")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which elements of a bucket the packets are about: row r carries elements `first` to `last` of shard r.
+
+    `shard`: elements of a whole shard. `numel`: elements of the bucket that are not padding. `header`: the 16 bytes
+    that encoding begins every packet with; without one it leaves headers as they are.
+    """
+
+    first: int
+    last: int
+    shard: int
+    numel: int
+    block_size: int
+    header: bytes | None = None
+
+    def places(self, rows: int) -> list[slice]:
+        """Of each row, in the flat vector."""
+        return [slice(row * self.shard + self.first, row * self.shard + self.last) for row in range(rows)]
+
+    def check(self, codec: str, packets: Tensor) -> None:
+        """Raise TypeError or ValueError unless `packets` can carry it."""
+        if self.header is not None and len(self.header) != HEADER_BYTES:
+            raise ValueError(f"a header has {HEADER_BYTES} bytes, got {len(self.header)}")
+        if not 0 <= self.first <= self.last <= self.shard:
+            raise ValueError(f"elements {self.first} to {self.last} do not lie in a shard of {self.shard}")
+        if self.first % self.block_size or self.shard % self.block_size:
+            raise ValueError(f"element {self.first} of shards of {self.shard} begins no block of {self.block_size}")
+        check_packets(codec, packets)
+        check_row_bytes(codec, self.last - self.first, packets, self.block_size)
+
+
+@dataclass(eq=False)
+class EncodePayload(KernelCall):
     """Encode u + residual into `packets`, and leave what the codec lost in `lost`, in one pass over memory.
 
         u = m + (1 - beta1_k) · (x - m),  x = gradient_k / divisor_k      with a gradient, form "plain"
@@ -84,30 +171,41 @@ def encode_payload(
     gradients: fp32, bf16 or fp16, contiguous, of any shape, or None. momentum, denominators, residual, lost: fp32
     [padded_numel]; lost is overwritten where the part lies, with 0 on the padding, and nowhere else; it may not be the
     residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten, but for the headers where the part
-    has none. Codecs, and what is not finite, as in `encode`. Raises TypeError or ValueError for arguments that do not
-    fit together.
+    has none. Codecs, and what is not finite, as in `encode`.
     """
-    call = EncodePayload(
-        codec, form, segments, gradients, beta1, divisors, momentum, denominators, residual, lost, packets, part
-    )
-    _run(call, packets.device)
+
+    kernel = "encode_payload"
+
+    codec: str
+    form: PayloadForm
+    segments: Segments
+    gradients: Sequence[Tensor | None]
+    beta1: Sequence[float]
+    divisors: Sequence[float]
+    momentum: Tensor
+    denominators: Tensor | None
+    residual: Tensor | None
+    lost: Tensor
+    packets: Tensor
+    part: Part
+
+    @override
+    def check(self) -> None:
+        self.part.check(self.codec, self.packets)
+        padded = self.part.shard * self.packets.size(0)
+        check_vector("momentum", self.momentum, self.packets, numel=padded)
+        check_vector("lost", self.lost, self.packets, numel=padded)
+        if self.residual is not None:
+            check_vector("residual", self.residual, self.packets, numel=padded)
+        _check_denominators(self.form, self.denominators, padded, self.packets)
+        self.segments.check_lengths(gradients=self.gradients, beta1=self.beta1, divisors=self.divisors)
+        self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
+        self.segments.check_covers(self.part.numel, padded)
+        check_divisors(self.beta1, self.divisors)
 
 
-def decode_and_move(
-    codec: str,
-    form: UpdateForm,
-    segments: Segments,
-    *,
-    packets: Tensor,
-    output: Tensor,
-    denominators: Tensor | None,
-    holds: bool,
-    weights: Sequence[Tensor | None],
-    replicas: Sequence[Tensor | None],
-    rates: Sequence[float],
-    decays: Sequence[float],
-    part: Part,
-) -> None:
+@dataclass(eq=False)
+class DecodeAndMove(KernelCall):
     """Decode `packets` into `output`, and move weights by what they carry, in one pass over memory.
 
         u = 0 where `holds` and d is infinite, else what the packets say
@@ -117,172 +215,166 @@ def decode_and_move(
 
     weights: fp32, contiguous, of any shape; None for a run whose weights stay. replicas: bf16 or fp16, contiguous; None
     where there is none. output, denominators: fp32 [padded_numel]. Writes where the part lies and nowhere else; 0 on
-    the padding. The versions of weights and replicas are counted up. Raises TypeError or ValueError for arguments that
-    do not fit together.
+    the padding.
     """
-    call = DecodeAndMove(
-        codec, form, segments, packets, output, denominators, holds, weights, replicas, rates, decays, part
-    )
-    _run(call, packets.device)
-    written = [one for one in (*weights, *replicas) if one is not None]
-    torch.autograd.graph.increment_version(written)
+
+    kernel = "decode_and_move"
+
+    codec: str
+    form: UpdateForm
+    segments: Segments
+    packets: Tensor
+    output: Tensor
+    denominators: Tensor | None
+    holds: bool
+    weights: Sequence[Tensor | None]
+    replicas: Sequence[Tensor | None]
+    rates: Sequence[float]
+    decays: Sequence[float]
+    part: Part
+
+    @override
+    def check(self) -> None:
+        self.part.check(self.codec, self.packets)
+        padded = self.part.shard * self.packets.size(0)
+        check_vector("output", self.output, self.packets, numel=padded)
+        _check_denominators("divided" if self.holds else self.form, self.denominators, padded, self.packets)
+        columns = {"weights": self.weights, "replicas": self.replicas, "rates": self.rates, "decays": self.decays}
+        self.segments.check_lengths(**columns)
+        self.segments.check_tensors("weights", self.weights, self.packets.device, (torch.float32,))
+        self.segments.check_tensors("replicas", self.replicas, self.packets.device, FLOAT_TYPES[1:])
+        self.segments.check_covers(self.part.numel, padded)
+        for weight, replica in zip(self.weights, self.replicas, strict=True):
+            if weight is None and replica is not None:
+                raise ValueError("a run has a replica and no weights to round into it: give both")
+        check_finite(rates=self.rates, decays=self.decays)
 
 
-def write_payload(
-    form: PayloadForm,
-    segments: Segments,
-    gradients: Sequence[Tensor | None],
-    beta1: Sequence[float],
-    divisors: Sequence[float],
-    *,
-    momentum: Tensor,
-    denominators: Tensor | None,
-    output: Tensor,
-) -> None:
-    """Write u of `encode_payload` into `output`, fp32 [padded_numel], where no packets are made of it at once: in plain
-    torch, on every device. The padding is left as it is."""
-    runs = zip(segments.places, gradients, beta1, divisors, strict=True)
-    for (first, numel), gradient, beta, divisor in runs:
-        place = slice(first, first + numel)
-        denominator = None if denominators is None else denominators[place]
-        bucket_reference.contribute(form, momentum[place], gradient, denominator, beta, divisor, output[place])
-
-
-def move_weights(
-    form: UpdateForm,
-    segments: Segments,
-    *,
-    updates: Tensor,
-    denominators: Tensor | None,
-    weights: Sequence[Tensor | None],
-    replicas: Sequence[Tensor | None],
-    rates: Sequence[float],
-    decays: Sequence[float],
-) -> None:
-    """Move weights, and replicas, by u in `updates`, fp32 [padded_numel], as `decode_and_move` does: in plain torch, on
-    every device, for what no packets have brought."""
-    runs = zip(segments.places, weights, replicas, rates, decays, strict=True)
-    for (first, numel), weight, replica, rate, decay in runs:
-        place = slice(first, first + numel)
-        denominator = None if denominators is None else denominators[place]
-        if weight is None:
-            continue
-        bucket_reference.move(form, weight.view(-1), updates[place], denominator, rate, decay)
-        if replica is not None:
-            replica.copy_(weight)
-
-
-def average_and_encode(
-    codec: str,
-    received: Tensor,
-    *,
-    residual: Tensor | None,
-    lost: Tensor,
-    packets: Tensor,
-    numel: int,
-    block_size: int,
-) -> None:
+@dataclass(eq=False)
+class AverageAndEncode(KernelCall):
     """Encode the mean of the rows of `received`, plus `residual`, into `packets`, and leave in `lost` what was lost.
 
     What `decode_mean` and then `encode` do, with the same bits, in one pass. received: uint8 [workers, packet_bytes].
     residual, lost: fp32 [shard]; lost is overwritten, and may not be the residual. packets: uint8 [1, packet_bytes],
-    overwritten except for the header. numel: valid elements of the shard. Raises TypeError or ValueError for arguments
-    that do not fit together.
+    overwritten except for the header. numel: valid elements of the shard.
     """
-    _run(AverageAndEncode(codec, received, residual, lost, packets, numel, block_size), packets.device)
+
+    kernel = "average_and_encode"
+
+    codec: str
+    received: Tensor
+    residual: Tensor | None
+    lost: Tensor
+    packets: Tensor
+    numel: int
+    block_size: int
+
+    @override
+    def check(self) -> None:
+        shard = self.lost.numel()
+        for packets in (self.packets, self.received):
+            Part(0, shard, shard, shard, self.block_size).check(self.codec, packets)
+        check_device("received", self.received, self.packets)
+        check_vector("lost", self.lost, self.packets)
+        if self.residual is not None:
+            check_vector("residual", self.residual, self.packets, numel=shard)
+        if self.packets.size(0) != 1:
+            raise ValueError(f"packets must have one row, got {self.packets.size(0)}")
+        if not 0 <= self.numel <= shard:
+            raise ValueError(f"numel is {self.numel}: it must lie between 0 and the {shard} elements of lost")
 
 
-def encode_packed_payload(
-    state: PackedState,
-    segments: Segments,
-    gradients: Sequence[Tensor | None],
-    beta1: Sequence[float],
-    divisors: Sequence[float],
-    *,
-    tables: Tensor,
-    residual: Tensor,
-    lost: Tensor,
+@dataclass(eq=False)
+class RenewFactors(KernelCall):
+    """Have the launches of `EncodePayload` and `DecodeAndMove` that were captured with `tables` find these factors, one
+    for each run, when they are replayed."""
+
+    kernel = "renew_factors"
+
+    tables: CapturedTables
+    beta1: Sequence[float]
+    divisors: Sequence[float]
+    rates: Sequence[float]
+    decays: Sequence[float]
+
+    @override
+    def check(self) -> None:
+        check_divisors(self.beta1, self.divisors)
+        check_finite(rates=self.rates, decays=self.decays)
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.tables.device
+
+
+def check_packets(codec: str, packets: Tensor) -> None:
+    """Raise unless `packets` are contiguous rows of bytes, one at least, of a codec that has kernels."""
+    check_codec(codec)
+    if packets.dtype != torch.uint8:
+        raise TypeError(f"packets must be torch.uint8, got {packets.dtype}")
+    if packets.dim() != 2 or packets.size(0) < 1:
+        raise ValueError(
+            f"packets must have the shape [rows, packet_bytes] with at least one row, got {tuple(packets.shape)}"
+        )
+    if not packets.is_contiguous():
+        raise ValueError("packets must be contiguous: call .contiguous() first")
+
+
+def check_row_bytes(codec: str, shard: int, packets: Tensor, block_size: int) -> None:
+    """Raise unless a row of `packets` carries so many elements."""
+    expected = packet_bytes(codec, shard, block_size)
+    if packets.size(1) != expected:
+        raise ValueError(
+            f"packets has rows of {packets.size(1)} bytes, but a {codec} row of {shard} elements in "
+            f"blocks of {block_size} takes {expected}: size it with packet_bytes()"
+        )
+
+
+def check_vector(
+    name: str,
+    vector: Tensor,
     packets: Tensor,
-    part: Part,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    numel: int | None = None,
 ) -> None:
-    """Encode the next preconditioned momentum, plus `residual`, as sign1 packets, and leave in `lost` what was lost.
-
-        payload_e = beta1_k · u_e + ((1 - beta1_k) · (gradient_k / divisor_k)) · tables[k][codes_e]
-
-    for the elements e of run k, each operation rounded to fp32 by itself: 0, or NaN where the quotient is not finite,
-    where the code is 0. Then what `encode` does, or `encode_rounded`.
-
-    gradients: fp32, bf16 or fp16, contiguous, of any shape; None counts as zeros. tables: fp32 [runs, 256]; entry 0 is
-    not looked at. residual, lost: fp32 or bf16 [padded_numel], both alike; lost is overwritten where the part lies, to
-    the nearest, and may be the residual itself. packets: uint8 [rows, packet_bytes], overwritten, but for the
-    headers where the part has none. Raises TypeError or ValueError for arguments that do not fit together.
-    """
-    call = EncodePackedPayload(state, segments, gradients, beta1, divisors, tables, residual, lost, packets, part)
-    _run(call, packets.device)
+    """Raise unless `vector` is contiguous, of one of the `dtypes` and so many elements, beside `packets`."""
+    if vector.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {vector.dtype}: convert it first")
+    if vector.dim() != 1 or not vector.is_contiguous() or numel not in (None, vector.numel()):
+        of = "" if numel is None else f" of {numel} elements"
+        raise ValueError(
+            f"{name} must be a contiguous vector{of}, got shape {tuple(vector.shape)} "
+            f"with strides {vector.stride()}: flatten it first"
+        )
+    check_device(name, vector, packets)
 
 
-def move_packed(
-    state: PackedState,
-    segments: Segments,
-    *,
-    weights: Tensor,
-    first: int,
-    moves: Sequence[bool],
-    rates: Sequence[float],
-    decays: Sequence[float],
-    seed: int,
-) -> None:
-    """Move the weights of a bucket in place by u: w_e = decay_k · w_e - rate_k · u_e for the elements e of run k.
-
-    u_e is 0 where the code is 0. weights: fp32, bf16 or fp16 [n], elements `first` to `first` + n of the bucket. moves:
-    whether a run's weights move. Their version is counted up.
-
-    Calculated in fp32. 16 bits are rounded at random to one of their two neighbours, the nearer the likelier, so that
-    the mean is kept: by 16 bits for bf16 and 13 for fp16, which depend on `seed` (an int64) and e only; see
-    `noise.random_bits`. Equal arguments give equal bits on every rank, device and backend. Give every step and every
-    bucket a seed of its own. Infinities and NaN stay; values beyond the largest finite one round to it or to infinity.
-    fp16 below 2^-14 are rounded as finely, from the nearest multiple of 2^-37. Raises TypeError or ValueError for
-    arguments that do not fit together.
-    """
-    _run(MovePacked(state, segments, weights, first, moves, rates, decays, seed), weights.device)
-    torch.autograd.graph.increment_version(weights)
+def check_device(name: str, tensor: Tensor, packets: Tensor) -> None:
+    """Raise unless a tensor is where `packets` are."""
+    if tensor.device != packets.device:
+        raise ValueError(f"{name} is on {tensor.device} and packets on {packets.device}: use one device")
 
 
-def renew_factors(
-    device: torch.device,
-    tables: CapturedTables,
-    beta1: Sequence[float],
-    divisors: Sequence[float],
-    rates: Sequence[float],
-    decays: Sequence[float],
-) -> None:
-    """Have the launches of `encode_payload` and `decode_and_move` that were captured with `tables` find these factors,
-    one for each run, when they are replayed. Raises ValueError for those that the two refuse."""
-    check_divisors(beta1, divisors)
-    check_finite(rates=rates, decays=decays)
-    backend: Any = compiled_backend(device.type)
-    backend.renew_factors(tables, beta1, divisors, rates, decays)
+def _check_denominators(form: str, denominators: Tensor | None, numel: int, packets: Tensor) -> None:
+    if form not in ("plain", "divided", "masked"):
+        raise ValueError(f"form must be 'plain', 'divided' or 'masked', got {form!r}")
+    if denominators is not None:
+        check_vector("denominators", denominators, packets, numel=numel)
+    elif form != "plain":
+        raise ValueError(f"form {form!r} takes denominators: give them, or form 'plain'")
 
 
-def serves_digests(device: torch.device) -> bool:
-    """Whether `digest_gradients` serves this device: where a launch costs more than the gradient that it looks at."""
-    return hasattr(compiled_backend(device.type), "digest_gradients")
+def check_divisors(beta1: Sequence[float], divisors: Sequence[float]) -> None:
+    """Raise for a beta1 outside of [0, 1], and for a divisor that is 0 or not finite."""
+    if not all(0.0 <= one <= 1.0 for one in set(beta1)):
+        raise ValueError(f"beta1 must lie between 0 and 1, got {list(beta1)}")
+    if not all(_LEAST <= abs(one) <= _LARGEST for one in set(divisors)):
+        raise ValueError(f"divisors must be finite and not 0, in float32, got {list(divisors)}")
 
 
-def digest_gradients(segments: Segments, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Numbers on the device, int32, that differ, but for chance, where a bit of any gradient does: in one launch.
-
-    gradients: fp32, bf16 or fp16, contiguous, of any shape; None for a run that has none. Raises TypeError or
-    ValueError for those that do not fit the runs.
-    """
-    digests = torch.empty(digest_count(segments), dtype=torch.int32, device=device)
-    call = DigestGradients(segments, gradients, digests)
-    call.check()
-    backend: Any = compiled_backend(device.type)
-    backend.digest_gradients(call)
-    return digests
-
-
-def _run(call: Any, device: torch.device) -> None:
-    call.check()
-    getattr(compiled_backend(device.type) or bucket_reference, call.kernel)(call)
+def check_finite(**factors: Sequence[float]) -> None:
+    """Raise for a number that float32 does not hold."""
+    for name, values in factors.items():
+        if not all(abs(one) <= _LARGEST for one in set(values)):
+            raise ValueError(f"{name} must be finite, in float32, got {list(values)}")

@@ -1,33 +1,27 @@
-"""Arguments of the kernels: a record for each, which refuses what does not fit together, so that no backend has to; and
-the ops that call them, each with its schema."""
+"""Arguments of the kernels over single vectors: a record for each, which refuses what does not fit together, so that no
+backend has to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
+from thinwire.compress.kernels.buckets import FLOAT_TYPES, KernelCall, check_packets, check_row_bytes, check_vector
 from thinwire.compress.packet_layout import (
     BLOCK_SCALES,
     CODE_BITS,
     HEADER_BYTES,
     SCALE_BYTES,
-    check_codec,
-    packet_bytes,
 )
 
 __all__ = [
-    "CODEC_OPERATIONS",
-    "OPERATIONS",
-    "Call",
     "Decode",
     "Encode",
-    "Operation",
     "PacketCall",
     "StoreRounded",
     "scales",
@@ -49,14 +43,11 @@ def span(vector: Tensor) -> int:
     return (vector.size(0) - 1) * vector.stride(0) + vector.size(1)
 
 
-_FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 @dataclass(eq=False)
-class Encode:
+class Encode(KernelCall):
     """Arguments of `encode`, or with a `new_residual` those of `encode_rounded`."""
 
-    kernel: ClassVar = "encode"
+    kernel = "encode"
 
     codec: str
     payload: Tensor
@@ -75,23 +66,30 @@ class Encode:
         """The same, flat: all at once, or row after row where the rows of floats lie apart."""
         return _runs(self, payload=self.payload, residual=self.residual, new_residual=self.new_residual)
 
+    @override
     def check(self) -> None:
-        """Raise TypeError or ValueError unless the arguments fit together."""
         kept = torch.float32 if self.new_residual is None else torch.bfloat16
-        _check_packets(self.codec, self.packets)
+        check_packets(self.codec, self.packets)
         _check_run("payload", self.payload, self.packets, torch.float32)
         for name, vector in (("residual", self.residual), ("new_residual", self.new_residual)):
-            if vector is not None:
-                _check_laid_out_like(name, vector, kept, self.payload, self.packets)
-        _check_rows(self.codec, "payload", self.payload.numel(), self.packets.size(0), self.packets, self.block_size)
-        _check_numel(self.numel, "payload", span(self.payload))
+            if vector is None:
+                continue
+            _check_run(name, vector, self.packets, kept)
+            given, wanted = vector.numel(), self.payload.numel()
+            if given != wanted:
+                raise ValueError(f"{name} has {given} elements and payload {wanted}: give both the same")
+            strides = vector.stride(), self.payload.stride()
+            if vector.dim() != self.payload.dim() or (vector.dim() == 2 and strides[0] != strides[1]):
+                raise ValueError(f"{name} has strides {strides[0]} and payload {strides[1]}: lay both out alike")
+        rows = self.packets.size(0)
+        _check_rows(self.codec, "payload", self.payload, rows, self.packets, self.block_size, self.numel)
 
 
 @dataclass(eq=False)
-class Decode:
+class Decode(KernelCall):
     """Arguments of `decode`, or those of `decode_mean`."""
 
-    kernel: ClassVar = "decode"
+    kernel = "decode"
 
     codec: str
     packets: Tensor
@@ -114,32 +112,36 @@ class Decode:
         """The same, flat: all at once, or row after row where the rows of floats lie apart."""
         return _runs(self, output=self.output)
 
+    @override
     def check(self) -> None:
-        """Raise TypeError or ValueError unless the arguments fit together."""
-        _check_packets(self.codec, self.packets)
+        check_packets(self.codec, self.packets)
         if self.mean:
-            _check_vector("output", self.output, self.packets)
+            check_vector("output", self.output, self.packets)
         else:
             _check_run("output", self.output, self.packets, torch.float32)
         rows = self.packets.size(0) // self.averaged
-        _check_rows(self.codec, "output", self.output.numel(), rows, self.packets, self.block_size)
-        _check_numel(self.numel, "output", span(self.output))
+        _check_rows(self.codec, "output", self.output, rows, self.packets, self.block_size, self.numel)
 
 
 @dataclass(eq=False)
-class StoreRounded:
+class StoreRounded(KernelCall):
     """Arguments of `store_rounded`."""
 
-    kernel: ClassVar = "store_rounded"
+    kernel = "store_rounded"
 
     weights: Tensor
     values: Tensor
     seed: int
 
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @override
     def check(self) -> None:
-        """Raise TypeError or ValueError unless the arguments fit together."""
         weights, values = self.weights, self.values
-        if values.dtype != torch.float32 or weights.dtype not in _FLOAT_TYPES:
+        if values.dtype != torch.float32 or weights.dtype not in FLOAT_TYPES:
             raise TypeError(f"values must be fp32 and weights fp32, bf16 or fp16, got {values.dtype}, {weights.dtype}")
         if values.dim() != 1 or values.shape != weights.shape or values.device != weights.device:
             raise ValueError(
@@ -152,54 +154,6 @@ class StoreRounded:
 
 PacketCall = Encode | Decode
 """Calls that read or write the packets of a codec."""
-
-Call = PacketCall | StoreRounded | WriteHeaders | CheckHeaders
-
-
-class Operation(NamedTuple):
-    """What an op takes, after the codec where there is one for each, and the call that it makes of it."""
-
-    schema: str
-    call: Callable[..., Call]
-
-
-def _encode_rounded(
-    codec: str,
-    payload: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor,
-    packets: Tensor,
-    numel: int,
-    block_size: int,
-) -> Encode:
-    return Encode(codec, payload, residual, packets, numel, block_size, new_residual)
-
-
-CODEC_OPERATIONS = {
-    "encode": Operation(
-        "(Tensor(a!) payload, Tensor? residual, Tensor(b!) packets, int numel, int block_size) -> ()", Encode
-    ),
-    "encode_rounded": Operation(
-        "(Tensor payload, Tensor? residual, Tensor(a!) new_residual, Tensor(b!) packets, int numel, int block_size) "
-        "-> ()",
-        _encode_rounded,
-    ),
-    "decode": Operation(
-        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", partial(Decode, mean=False)
-    ),
-    "decode_mean": Operation(
-        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", partial(Decode, mean=True)
-    ),
-}
-OPERATIONS = {
-    "store_rounded": Operation("(Tensor(a!) weights, Tensor values, int seed) -> ()", StoreRounded),
-    "write_headers": Operation(
-        "(Tensor(a!) packets, int first, int second, int scales, Tensor? condition, int flag) -> ()", WriteHeaders
-    ),
-    "check_headers": Operation(
-        "(Tensor headers, int first, int second, int known, Tensor(a!) report) -> ()", CheckHeaders
-    ),
-}
 
 
 _OfRows = TypeVar("_OfRows", Encode, Decode)
@@ -223,36 +177,10 @@ def _runs(call: _OfRows, **vectors: Any) -> Iterator[_OfRows]:
         yield type(call)(**(vars(call) | pieces | {"numel": valid}))
 
 
-def _check_packets(codec: str, packets: Tensor) -> None:
-    check_codec(codec)
-    if packets.dtype != torch.uint8:
-        raise TypeError(f"packets must be torch.uint8, got {packets.dtype}")
-    if packets.dim() != 2 or packets.size(0) < 1:
-        raise ValueError(
-            f"packets must have the shape [rows, packet_bytes] with at least one row, got {tuple(packets.shape)}"
-        )
-    if not packets.is_contiguous():
-        raise ValueError("packets must be contiguous: call .contiguous() first")
-
-
-def _check_vector(
-    name: str, vector: Tensor, packets: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-) -> None:
-    if vector.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {vector.dtype}: convert it first")
-    if vector.dim() != 1 or not vector.is_contiguous():
-        raise ValueError(
-            f"{name} must be a contiguous vector, got shape {tuple(vector.shape)} "
-            f"with strides {vector.stride()}: flatten it first"
-        )
-    if vector.device != packets.device:
-        raise ValueError(f"{name} is on {vector.device} and packets on {packets.device}: use one device")
-
-
 def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -> None:
     """A vector, or rows of floats that may lie apart, one for each packet."""
     if vector.dim() != 2:
-        _check_vector(name, vector, packets, (dtype,))
+        check_vector(name, vector, packets, (dtype,))
         return
     rows, shard = vector.shape
     if rows != packets.size(0) or vector.stride(1) != 1 or (rows > 1 and vector.stride(0) < shard):
@@ -260,33 +188,13 @@ def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -
             f"{name} must be a contiguous vector, or have a row without gaps for each of the {packets.size(0)} rows of "
             f"packets, got shape {tuple(vector.shape)} with strides {vector.stride()}"
         )
-    _check_vector(name, vector[0], packets, (dtype,))
+    check_vector(name, vector[0], packets, (dtype,))
 
 
-def _check_laid_out_like(name: str, vector: Tensor, dtype: torch.dtype, payload: Tensor, packets: Tensor) -> None:
-    """A second vector or rows of floats, laid out in memory as the payload is."""
-    _check_run(name, vector, packets, dtype)
-    if vector.numel() != payload.numel():
-        raise ValueError(f"{name} has {vector.numel()} elements and payload {payload.numel()}: give both the same")
-    if vector.dim() != payload.dim() or (vector.dim() == 2 and vector.stride() != payload.stride()):
-        raise ValueError(f"{name} has strides {vector.stride()} and payload {payload.stride()}: lay both out alike")
-
-
-def _check_rows(codec: str, name: str, numel: int, rows: int, packets: Tensor, block_size: int) -> None:
-    if numel % rows:
-        raise ValueError(f"{name} has {numel} elements, not a multiple of the {rows} rows of packets")
-    _check_row_bytes(codec, numel // rows, packets, block_size)
-
-
-def _check_row_bytes(codec: str, shard: int, packets: Tensor, block_size: int) -> None:
-    expected = packet_bytes(codec, shard, block_size)
-    if packets.size(1) != expected:
-        raise ValueError(
-            f"packets has rows of {packets.size(1)} bytes, but a {codec} row of {shard} elements in "
-            f"blocks of {block_size} takes {expected}: size it with packet_bytes()"
-        )
-
-
-def _check_numel(numel: int, name: str, capacity: int) -> None:
-    if numel < 0 or numel > capacity:
-        raise ValueError(f"numel is {numel}: it must lie between 0 and the {capacity} elements of {name}")
+def _check_rows(codec: str, name: str, vector: Tensor, rows: int, packets: Tensor, block_size: int, valid: int) -> None:
+    """Whether `packets` carry the elements of a vector, of which `valid` are no padding, in so many rows."""
+    if vector.numel() % rows:
+        raise ValueError(f"{name} has {vector.numel()} elements, not a multiple of the {rows} rows of packets")
+    check_row_bytes(codec, vector.numel() // rows, packets, block_size)
+    if not 0 <= valid <= span(vector):
+        raise ValueError(f"numel is {valid}: it must lie between 0 and the {span(vector)} elements of {name}")

@@ -4,11 +4,12 @@ are; on a GPU the host waits for neither."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from thinwire.compress.kernels.buckets import KernelCall, check_device
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 
 __all__ = [
@@ -38,10 +39,10 @@ def header_words(raw: bytes) -> tuple[int, int]:
 
 
 @dataclass(eq=False)
-class WriteHeaders:
+class WriteHeaders(KernelCall):
     """Arguments of `write_headers`."""
 
-    kernel: ClassVar = "write_headers"
+    kernel = "write_headers"
 
     packets: Tensor
     first: int
@@ -55,8 +56,8 @@ class WriteHeaders:
         """The 16 bytes, without the flag that is raised."""
         return b"".join(word.to_bytes(8, "little", signed=True) for word in (self.first, self.second))
 
+    @override
     def check(self) -> None:
-        """Raise TypeError or ValueError unless the arguments fit together."""
         _check_rows("packets", self.packets)
         room = (self.packets.size(1) - HEADER_BYTES) // SCALE_BYTES
         if not 0 <= self.scales <= room:
@@ -67,14 +68,14 @@ class WriteHeaders:
                 raise TypeError(
                     f"condition must be one bool, got {tuple(self.condition.shape)} of {self.condition.dtype}"
                 )
-            _check_device("condition", self.condition, self.packets)
+            check_device("condition", self.condition, self.packets)
 
 
 @dataclass(eq=False)
-class CheckHeaders:
+class CheckHeaders(KernelCall):
     """Arguments of `check_headers`."""
 
-    kernel: ClassVar = "check_headers"
+    kernel = "check_headers"
 
     headers: Tensor
     first: int
@@ -82,8 +83,13 @@ class CheckHeaders:
     known: int
     report: Tensor
 
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.headers.device
+
+    @override
     def check(self) -> None:
-        """Raise TypeError or ValueError unless the arguments fit together."""
         _check_rows("headers", self.headers)
         _check_flags("known_flags", self.known)
         if self.report.dtype != torch.int64:
@@ -92,7 +98,7 @@ class CheckHeaders:
             raise ValueError(
                 f"report must be a contiguous vector of {REPORT_WORDS}, got shape {tuple(self.report.shape)}"
             )
-        _check_device("report", self.report, self.headers)
+        check_device("report", self.report, self.headers)
 
 
 def _check_rows(name: str, rows: Tensor) -> None:
@@ -108,11 +114,6 @@ def _check_rows(name: str, rows: Tensor) -> None:
 def _check_flags(name: str, flags: int) -> None:
     if not 0 <= flags <= _FLAGS:
         raise ValueError(f"{name} is {flags}: flags have 16 bits")
-
-
-def _check_device(name: str, tensor: Tensor, rows: Tensor) -> None:
-    if tensor.device != rows.device:
-        raise ValueError(f"{name} is on {tensor.device} and the packets on {rows.device}: use one device")
 
 
 def write_headers(

@@ -6,16 +6,20 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
-from thinwire.compress.kernels import reference
+from thinwire.compress.kernels import bucket_reference, reference
+from thinwire.compress.kernels.adam import AdamStep, plain_adam_step
+from thinwire.compress.kernels.buckets import KernelCall
 from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
 from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
+from thinwire.compress.packet_layout import CODE_BITS
 
-__all__ = ["Backend", "backend_of", "backends", "compiled_backend", "prepare"]
+__all__ = ["Backend", "backend_of", "backends", "compiled_backend", "execute", "execute_adam_step", "prepare", "serves"]
 
 
 class Backend(Protocol):
@@ -89,6 +93,40 @@ def backends() -> dict[str, Backend]:
     if torch.cuda.is_available() and (cuda := compiled_backend("cuda")) is not None:
         present["cuda"] = cast("Backend", cuda)
     return present
+
+
+def serves(device: torch.device, codec: str) -> bool:
+    """Whether there are compiled kernels over whole buckets for this codec on this device."""
+    return codec in CODE_BITS and compiled_backend(device.type) is not None
+
+
+def execute(call: KernelCall, written: Sequence[Tensor | None] = ()) -> None:
+    """Check a kernel's arguments and execute it: compiled, or on a device without compiled kernels in plain torch.
+
+    `written`: tensors of a user's that it changes, whose versions are counted up. Raises TypeError or ValueError for
+    arguments that do not fit together.
+    """
+    call.check()
+    getattr(compiled_backend(call.device.type) or bucket_reference, call.kernel)(call)
+    if written:
+        torch.autograd.graph.increment_version([one for one in written if one is not None])
+
+
+def execute_adam_step(call: AdamStep) -> None:
+    """Execute a step of Adam, in plain torch what no kernel takes. Raises ValueError for arguments that do not fit."""
+    call.check()
+    if not call.variances:
+        return
+    backend = compiled_backend(call.device.type)
+    if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        backend = None  # the host writes a table for every launch, which replays of a graph would not see
+    served = call.served() if hasattr(backend, "adam_step") else []
+    if len(served) < len(call.variances):
+        plain_adam_step(call.only(sorted(set(range(len(call.variances))) - set(served))))
+    if backend is not None and served:
+        of_kernel = call if len(served) == len(call.variances) else call.only(served)
+        backend.adam_step(of_kernel)
+        torch.autograd.graph.increment_version(of_kernel.written)
 
 
 def prepare(device: torch.device | str) -> None:

@@ -6,16 +6,55 @@ Operators, not bare functions, so that `torch.compile` traces them and `opcheck`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import CODEC_OPERATIONS, OPERATIONS, Operation
+from thinwire.compress.kernels.buckets import KernelCall
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
+from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
 from thinwire.compress.kernels.loading import backend_of
 from thinwire.compress.packet_layout import CODE_BITS, check_codec
 
-__all__ = ["decode", "decode_mean", "encode", "encode_rounded", "store_rounded"]
+__all__ = ["CODEC_OPERATIONS", "OPERATIONS", "decode", "decode_mean", "encode", "encode_rounded", "store_rounded"]
+
+
+class Operation(NamedTuple):
+    """What an op takes, after the codec where there is one for each, and the call that it makes of it."""
+
+    schema: str
+    call: Callable[..., KernelCall]
+
+
+CODEC_OPERATIONS = {
+    "encode": Operation(
+        "(Tensor(a!) payload, Tensor? residual, Tensor(b!) packets, int numel, int block_size) -> ()", Encode
+    ),
+    "encode_rounded": Operation(
+        "(Tensor payload, Tensor? residual, Tensor(a!) new_residual, Tensor(b!) packets, int numel, int block_size) "
+        "-> ()",
+        lambda codec, payload, residual, new_residual, packets, numel, block_size: Encode(
+            codec, payload, residual, packets, numel, block_size, new_residual
+        ),
+    ),
+    "decode": Operation(
+        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", partial(Decode, mean=False)
+    ),
+    "decode_mean": Operation(
+        "(Tensor packets, Tensor(a!) output, int numel, int block_size) -> ()", partial(Decode, mean=True)
+    ),
+}
+OPERATIONS = {
+    "store_rounded": Operation("(Tensor(a!) weights, Tensor values, int seed) -> ()", StoreRounded),
+    "write_headers": Operation(
+        "(Tensor(a!) packets, int first, int second, int scales, Tensor? condition, int flag) -> ()", WriteHeaders
+    ),
+    "check_headers": Operation(
+        "(Tensor headers, int first, int second, int known, Tensor(a!) report) -> ()", CheckHeaders
+    ),
+}
 
 
 def encode(codec: str, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int, block_size: int) -> None:
@@ -74,7 +113,7 @@ def decode_mean(codec: str, packets: Tensor, output: Tensor, numel: int, block_s
 def store_rounded(weights: Tensor, values: Tensor, seed: int) -> None:
     """Write `values`, fp32 [n], into `weights`, fp32, bf16 or fp16 [n], contiguous and on the same device.
 
-    16 bits get one of the two neighbours, the nearer the likelier, as in `buckets.move_packed`, by bits that depend on
+    16 bits get one of the two neighbours, the nearer the likelier, as in `packed.MovePacked`, by bits that depend on
     `seed` and the element's number only. Equal arguments give equal bits on every rank and device. Infinities and NaN
     stay.
 

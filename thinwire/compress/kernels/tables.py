@@ -48,6 +48,7 @@ class Arena:
     writes its copy, and brings all of it there at once before a replay."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device = device
         self._on_host = np.zeros(nbytes, dtype=np.uint8)
         self._on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._brought = self._on_host.tobytes()
@@ -69,7 +70,7 @@ class Arena:
         """Have the device's memory hold what the host's does, for what is launched from now on: one copy, if any."""
         written = self._on_host.tobytes()
         if written != self._brought:
-            self._on_device.copy_(_pinned(self._on_host), non_blocking=True)
+            self._on_device.copy_(_staged(self._on_host, self.device), non_blocking=True)
             self._brought = written
 
 
@@ -77,6 +78,7 @@ class CapturedTables:
     """Tables in an arena, for launches that are captured now and replayed with other factors."""
 
     def __init__(self, arena: Arena) -> None:
+        self.device = arena.device
         self._arena = arena
         self._placed: dict[tuple[str, int], tuple[Table, Tensor]] = {}
 
@@ -99,13 +101,13 @@ def on_device(table: NDArray[Any], device: torch.device) -> Tensor:
     """The bytes of a table, on their way from pinned memory, which torch keeps until the copy is over. Raises
     RuntimeError within a CUDA graph's capture, whose replays would copy what by then lies there."""
     _refuse_capture(device)
-    return _pinned(table).to(device, non_blocking=True)
+    return _staged(table, device).to(device, non_blocking=True)
 
 
-def _pinned(table: NDArray[Any]) -> Tensor:
-    pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
-    pinned.numpy()[:] = table.view("u1")
-    return pinned
+def _staged(table: NDArray[Any], device: torch.device) -> Tensor:
+    staged = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    staged.numpy()[:] = table.view("u1")
+    return staged
 
 
 def _refuse_capture(device: torch.device) -> None:

@@ -11,8 +11,7 @@ from thinwire.deepspeed.config.keys import DECLINED, PARAMETERS_DECLINED, WITHOU
 from thinwire.deepspeed.config.relaxed_json import read_relaxed_json
 from thinwire.engine.config.errors import dotted, shown
 from thinwire.engine.config.loading import Notes
-from thinwire.engine.config.optimizers import LOCAL_UPDATES
-from thinwire.engine.config.schedules import SCHEDULES
+from thinwire.engine.config.options import LOCAL_UPDATES, SCHEDULES
 from thinwire.engine.config.sections import is_local_updates, options_of
 from thinwire.optim import registry
 

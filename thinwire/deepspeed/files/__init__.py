@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thinwire.engine.checkpoint.command_line import Commands
+    from thinwire.engine.command_line import Commands
 
 __all__ = ["add_deepspeed_commands"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.deepspeed.files.pickles import Record
-from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.optim import registry
 from thinwire.zero import SavedSlice
 
@@ -55,9 +55,7 @@ class Entry:
 
     def take(self, key: object, kind: type[Kind] | tuple[type[Kind], ...]) -> Kind:
         """The value under `key`, which must be there and of this type."""
-        if key not in self.values:
-            raise CheckpointError(f"{self.path} holds no {self._named(key)}: it is of another version, or not whole")
-        value = self.values[key]
+        value = self._needed(key)
         if not isinstance(value, kind):
             names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise CheckpointError(f"{self.where(key)} is {type(value).__name__}, {names} was expected")
@@ -65,13 +63,16 @@ class Entry:
 
     def below(self, key: object) -> Entry:
         """The dictionary under `key`."""
-        if key not in self.values:
-            raise CheckpointError(f"{self.path} holds no {self._named(key)}: it is of another version, or not whole")
-        return Entry(self.path, self.values[key], self._named(key))
+        return Entry(self.path, self._needed(key), self._named(key))
 
     def get(self, key: object, default: Any = None) -> Any:
         """The value under `key`, whatever it is."""
         return self.values.get(key, default)
+
+    def _needed(self, key: object) -> Any:
+        if key not in self.values:
+            raise CheckpointError(f"{self.path} holds no {self._named(key)}: it is of another version, or not whole")
+        return self.values[key]
 
     def _named(self, key: object) -> str:
         return f"{self._place}.{key}" if self._place else str(key)
@@ -169,9 +170,15 @@ def optimizer_counters(
     params = params if isinstance(params, Mapping) else {}
     name, why = asked_for, "as asked for"
     if name is None and isinstance(section.get("type"), str):
-        name, why = _torch_name(section["type"]), f'DeepSpeed\'s configuration says "{section["type"]}"'
+        by_lower = {one.lower(): one for one in (*dir(torch.optim), *registry.NAMES) if one[:1].isupper()}
+        name = by_lower.get(section["type"].lower(), section["type"])
+        why = f'DeepSpeed\'s configuration says "{section["type"]}"'
     if name is None and groups:
-        name, why = _by_settings(groups[0]), "the settings of its parameter groups are that class's"
+        why = "the settings of its parameter groups are that class's"
+        if groups[0].keys() >= _OF_ADAM:
+            name = "AdamW" if groups[0].get("decoupled_weight_decay", True) else "Adam"
+        elif "momentum" in groups[0] and "nesterov" in groups[0]:
+            name = "SGD"
     if name is None:
         return None, "neither DeepSpeed's configuration nor the parameter groups say of which class"
     if name in registry.NAMES:
@@ -207,18 +214,6 @@ def loss_scale_of(scaler: Any) -> dict[str, Any] | None:
     if "cur_hysteresis" in fields:
         state["forbearance"] = max(0, int(number_of(fields["cur_hysteresis"], "cur_hysteresis")))
     return state
-
-
-def _torch_name(name: str) -> str | None:
-    """torch's class of that name, in any case; DeepSpeed's own by the name that its configurations have."""
-    by_lower = {one.lower(): one for one in (*dir(torch.optim), *registry.NAMES) if one[:1].isupper()}
-    return by_lower.get(name.lower(), name)
-
-
-def _by_settings(group: Mapping[str, Any]) -> str | None:
-    if group.keys() >= _OF_ADAM:
-        return "AdamW" if group.get("decoupled_weight_decay", True) else "Adam"
-    return "SGD" if "momentum" in group and "nesterov" in group else None
 
 
 def _settings(name: str, group: Mapping[str, Any], decoupled: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from thinwire.comm import threads
 from thinwire.engine.checkpoint.commands import open_to_export, say
-from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
 from thinwire.engine.checkpoint.exporting import file_size, write_state_dict
+from thinwire.engine.checkpoint.files import CheckpointError, UsageError
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite

@@ -25,7 +25,7 @@ from thinwire.deepspeed.files.model_files import DeepSpeedFiles, ModelFiles, fin
 from thinwire.deepspeed.files.pickles import Reader, Record, read_apart
 from thinwire.deepspeed.files.sharded_state import read_sharded, read_universal, stage_of, universal_files
 from thinwire.deepspeed.files.unsharded_state import read_unsharded
-from thinwire.engine.checkpoint.errors import CheckpointError, UsageError, printable
+from thinwire.engine.checkpoint.files import CheckpointError, UsageError, printable
 from thinwire.engine.checkpoint.job_values import ClientState, pack_client_state
 from thinwire.engine.checkpoint.manifest import first_fault
 from thinwire.engine.checkpoint.store import CheckpointStore

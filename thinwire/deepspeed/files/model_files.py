@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.deepspeed.files.fields import Entry, flat_tensor, shape_of
-from thinwire.engine.checkpoint.errors import CheckpointError, UsageError
-from thinwire.engine.checkpoint.files import read_file
+from thinwire.engine.checkpoint.files import CheckpointError, UsageError, read_file
 from thinwire.engine.checkpoint.manifest import ModelDescription
 from thinwire.zero import SavedSlice
 
@@ -185,7 +184,9 @@ class ModelFiles:
         """What these files hold; `sharded` at stage 3. Raises CheckpointError for what is not DeepSpeed's."""
         first = files[0]
         module = first.below("module")
-        names = {name: module.take(name, Tensor) for name in module.values if not _is_extra(name)}
+        # What a module keeps of its own is no tensor as a rule.
+        extra = {name for name in module.values if isinstance(name, str) and name.endswith("_extra_state")}
+        names = {name: module.take(name, Tensor) for name in module.values if name not in extra}
         named_buffers = set(first.take("buffer_names", list))
         shapes = first.get("param_shapes")
         groups = None
@@ -258,11 +259,6 @@ class ModelFiles:
         if start < wanted:
             raise CheckpointError(f"the files of {len(self.files)} ranks hold {start} of the {wanted} values of {name}")
         return slices
-
-
-def _is_extra(name: object) -> bool:
-    """Whether a module keeps something of its own under this name, which is no tensor as a rule."""
-    return isinstance(name, str) and name.endswith("_extra_state")
 
 
 def _same_tensors(module: Mapping[str, Tensor]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.files import open_file
+from thinwire.engine.checkpoint.files import CheckpointError, open_file
 from thinwire.engine.checkpoint.tensor_file import TensorReader, TensorToWrite, write_tensors
 
 __all__ = [
@@ -130,10 +129,6 @@ class Array:
         self.value = flipped.permute(*reversed(range(len(shape)))).contiguous()
 
 
-def _new_array(*_: Any) -> Array:
-    return Array()
-
-
 def _number(kind: NumpyType, content: bytes) -> float:
     number: float = kind.read(content, ()).item()
     return number
@@ -144,7 +139,7 @@ def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     pairs: list[tuple[Callable[..., Any], str]] = [(Record, name) for name in _RECORDS]
     pairs += [(NumpyType, "numpy.dtype"), (Array, "numpy.ndarray")]
     for module in _NUMPY:
-        pairs += [(_number, f"{module}.scalar"), (_new_array, f"{module}._reconstruct")]
+        pairs += [(_number, f"{module}.scalar"), (lambda *_: Array(), f"{module}._reconstruct")]
     return list(pairs)
 
 
@@ -251,16 +246,12 @@ def _refused(message: str) -> str:
     return f"it is no file of torch.save, or it is damaged: {message.splitlines()[0] if message else ''}"
 
 
-def _answers(request: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    for number, path in enumerate(request["files"]):
-        output = Path(request["folder"]) / f"{number}.safetensors"
-        yield {**read_pickle(Path(path), output), "tensors": str(output)}
-
-
 def main() -> None:
     """Answer the request on standard input."""
-    for answer in _answers(json.loads(sys.stdin.readline())):
-        print(json.dumps(answer), flush=True)
+    request = json.loads(sys.stdin.readline())
+    for number, path in enumerate(request["files"]):
+        output = Path(request["folder"]) / f"{number}.safetensors"
+        print(json.dumps({**read_pickle(Path(path), output), "tensors": str(output)}), flush=True)
 
 
 Reader = Callable[[Sequence[Path], Path], list[Any]]

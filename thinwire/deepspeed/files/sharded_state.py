@@ -24,7 +24,7 @@ from thinwire.deepspeed.files.fields import (
     weight_kind,
 )
 from thinwire.deepspeed.files.model_files import ModelFiles
-from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.zero import SavedSlice
 
 __all__ = ["read_sharded", "read_universal", "stage_of", "universal_files"]
@@ -97,7 +97,9 @@ def read_sharded(model: ModelFiles, files: Sequence[Entry], stage: int) -> Optim
             run = runs[rank][number]
             own += _cut(kind, name, run, place)
             if place.start == 0:
-                own += scalars_of(run.state, _settings_of(settings, number, stage), name, run.where)
+                default = settings[number] if stage < 3 and number < len(settings) else {}
+                of_group = next((group for group in settings if number in group.get("params", ())), default)
+                own += scalars_of(run.state, of_group, name, run.where)
         if not model.sharded and name in model.module:
             _check_agreement(name, model.module[name], [one for one in own if one.kind == kind], files)
         slices += own
@@ -112,14 +114,6 @@ def _settings(base: Any, file: Entry) -> list[Mapping[str, Any]]:
     return [Entry(file.path, group, f"param_groups.{number}").values for number, group in enumerate(groups)]
 
 
-def _settings_of(settings: Sequence[Mapping[str, Any]], number: int, stage: int) -> Mapping[str, Any]:
-    """Of the group that flat tensor `number` belongs to."""
-    for group in settings:
-        if number in group.get("params", ()):
-            return group
-    return settings[number] if stage < 3 and number < len(settings) else {}
-
-
 def _runs(state: Entry, stage: int) -> Iterator[_Run]:
     flats = state.take("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", list)
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
@@ -128,18 +122,11 @@ def _runs(state: Entry, stage: int) -> Iterator[_Run]:
         if isinstance(base, list):  # elastic: without padding, and with nothing but states
             own = base[number] if number < len(base) else {}
         else:
-            held = (base or {}).get("state", {})
-            key = _key_of(base, number, stage)
-            own = held.get(key, {})
+            held, groups = (base or {}).get("state", {}), (base or {}).get("param_groups", [])
+            # An optimizer of one flat tensor a group, or sub-group, numbers its state by the group's parameters.
+            numbered = stage < 3 and number < len(groups) and groups[number].get("params")
+            own = held.get(int(groups[number]["params"][0]) if numbered else number, {})
         yield _Run(flat_tensor(flat, where), Entry(state.path, own, where).values, where)
-
-
-def _key_of(base: Any, number: int, stage: int) -> int:
-    """Under which number an optimizer that holds one flat tensor for each group, or sub-group, keeps its state."""
-    groups = (base or {}).get("param_groups", [])
-    if stage < 3 and number < len(groups) and groups[number].get("params"):
-        return int(groups[number]["params"][0])
-    return number
 
 
 def _spread(
@@ -265,7 +252,11 @@ def read_universal(model: ModelFiles, files: Mapping[tuple[str, str], Path], con
     settings: list[Mapping[str, Any]] = [{} for _ in model.groups or () if not model.sharded]
     if common is not None:
         settings = [Entry(common.path, one).values for one in common.take("param_groups", list)]
-    step = _common_step(common)
+    # Stage 3's universal checkpoints have one step count for all parameters.
+    packed = None if common is None else common.get("optimizer_state_dict")
+    held = packed.get("state") if isinstance(packed, Mapping) else None
+    states = held.values() if isinstance(held, Mapping) else ()
+    step = next((one[_STEP] for one in states if isinstance(one, Mapping) and _STEP in one), None)
     slices: list[SavedSlice] = []
     for number, group in enumerate(model.groups or ()):
         for name, shape in group.items():
@@ -294,20 +285,3 @@ def _whole(content: Any, numel: int, path: Path) -> Any:
         given = tuple(content.shape) if isinstance(content, Tensor) else type(content).__name__
         raise CheckpointError(f"{path} holds {given}, a tensor of {numel} values was expected: it is of another model")
     return content.reshape(-1)
-
-
-def _common_step(common: Entry | None) -> Any:
-    """The step count that all parameters share: stage 3's universal checkpoints have none for each."""
-    if common is None:
-        return None
-    for state in _states(common.get("optimizer_state_dict")):
-        if _STEP in state:
-            return state[_STEP]
-    return None
-
-
-def _states(packed: Any) -> Iterator[Mapping[str, Any]]:
-    held = packed.get("state") if isinstance(packed, Mapping) else None
-    for state in held.values() if isinstance(held, Mapping) else ():
-        if isinstance(state, Mapping):
-            yield state

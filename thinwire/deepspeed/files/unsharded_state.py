@@ -29,7 +29,7 @@ from thinwire.deepspeed.files.fields import (
     weight_kind,
 )
 from thinwire.deepspeed.files.model_files import ModelFiles
-from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.zero import SavedSlice
 
 __all__ = ["MissingScale", "find_missing_scale", "read_unsharded"]
@@ -160,7 +160,11 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
     groups = _groups(held, packed)
     scaler = held.values if "cur_scale" in held.values else None
     settings = [group.settings for group in groups]
-    missing = _missing_scale(model, held, groups)
+    missing = None
+    dtypes = {tensor.dtype for tensor in model.module.values()} & {torch.float16, torch.bfloat16}
+    if dtypes and any(group.copies is not None for group in groups):
+        dtype = torch.float16 if torch.float16 in dtypes else torch.bfloat16
+        missing = find_missing_scale(file.get("ds_version"), held, dtype)
     owners = _assign(model, groups, file)
     slices: list[SavedSlice] = []
     for group, names in zip(groups, owners, strict=True):
@@ -191,15 +195,6 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
     return OptimizerState(slices, settings, notes=[missing.note()])
 
 
-def _missing_scale(model: ModelFiles, held: Entry, groups: Sequence[_Group]) -> MissingScale | None:
-    """What the moments lack, where DeepSpeed left the loss scale out of the loss but not out of the step."""
-    dtypes = {tensor.dtype for tensor in model.module.values()} & {torch.float16, torch.bfloat16}
-    if not dtypes or all(group.copies is None for group in groups):
-        return None
-    dtype = torch.float16 if torch.float16 in dtypes else torch.bfloat16
-    return find_missing_scale(model.files[0].get("ds_version"), held, dtype)
-
-
 def _groups(held: Entry, packed: Entry) -> list[_Group]:
     states = packed.below("state").values
     flats, singles = held.get("fp32_groups_flat"), held.get("fp32_groups")
@@ -224,7 +219,10 @@ def _assign(model: ModelFiles, groups: Sequence[_Group], file: Entry) -> list[li
     them must be one.
     """
     names = list(model.module)
-    goals = tuple(_length(group) for group in groups)
+    goals = tuple(
+        group.copies[0].numel() if group.flat and group.copies else len(group.settings.get("params", ()))
+        for group in groups
+    )
     spare = len(names) - sum(goals) if not any(group.flat for group in groups) else None
     # Where each group stands -> (in how many ways that was reached, from where, the group that took the last name).
     start = (0,) * len(groups)
@@ -244,13 +242,14 @@ def _assign(model: ModelFiles, groups: Sequence[_Group], file: Entry) -> list[li
             "its parameters are the optimizer's. Load it in DeepSpeed with ZeRO stage 1, save that, and import it; or "
             "import the weights alone, with --weights-only"
         )
-    return _walk_back(names, layers, goals, len(groups))
-
-
-def _length(group: _Group) -> int:
-    if group.flat and group.copies:
-        return group.copies[0].numel()
-    return len(group.settings.get("params", ()))
+    owners: list[list[str]] = [[] for _ in groups]
+    places = goals
+    for name, layer in zip(reversed(names), reversed(layers[1:]), strict=True):
+        _, before, number = layer[places]
+        if number >= 0:
+            owners[number].insert(0, name)
+        places = before
+    return owners
 
 
 def _moves(
@@ -278,18 +277,3 @@ def _fits(tensor: Tensor, group: _Group, place: int) -> bool:
         return copy.shape == tensor.shape and torch.equal(copy.to(tensor.dtype), tensor)
     shapes = {tuple(one.shape) for one in moments_of(group.states[place]).values()}
     return not group.states[place] or shapes == ({tuple(tensor.shape)} if tensor.dim() else set())
-
-
-def _walk_back(
-    names: Sequence[str],
-    layers: Sequence[dict[tuple[int, ...], tuple[int, tuple[int, ...], int]]],
-    places: tuple[int, ...],
-    count: int,
-) -> list[list[str]]:
-    owners: list[list[str]] = [[] for _ in range(count)]
-    for name, layer in zip(reversed(names), reversed(layers[1:]), strict=True):
-        _, before, number = layer[places]
-        if number >= 0:
-            owners[number].insert(0, name)
-        places = before
-    return owners

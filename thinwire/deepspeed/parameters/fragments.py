@@ -74,8 +74,11 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
         return None
     state, number = found
     values, known = whole_values(state, number, state.state(number, optim_state_key))
-    if not (known or _all_begin_with_zeros(state, optim_state_key, values.device)):
-        raise _no_such_state(state, optim_state_key)
+    if not known:
+        all_begin = torch.tensor([float(_begins_with_zeros(state, optim_state_key))], device=values.device)
+        state.comm.all_reduce(all_begin, op="min")
+        if not all_begin.item():
+            raise _no_such_state(state, optim_state_key)
     return values
 
 
@@ -255,13 +258,6 @@ def _begins_with_zeros(state: ParameterState, kind: str) -> bool:
     """Whether it is a moment of an Adam that has not stepped: torch makes those at the first step, and fp16 may skip
     steps before."""
     return kind in _MOMENTS and not state.kinds()
-
-
-def _all_begin_with_zeros(state: ParameterState, kind: str, device: torch.device) -> bool:
-    """Whether it is so on every rank. Collective."""
-    found = torch.tensor([float(_begins_with_zeros(state, kind))], device=device)
-    state.comm.all_reduce(found, op="min")
-    return bool(found.item())
 
 
 def _checked(state: ParameterState, number: int, value: Any) -> Tensor:

@@ -145,7 +145,8 @@ class GatheredParameters:
             return
         try:
             if self._root is not None:
-                raise_together(self._comm, _as_exception(error), "change gathered parameters")
+                raised = error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
+                raise_together(self._comm, raised, "change gathered parameters")
                 changed = _anywhere(self._comm, [one.may_have_changed() for one in self._gatherings])
                 for one, counts in zip(self._gatherings, changed, strict=True):
                     if counts:
@@ -324,7 +325,3 @@ def _anywhere(comm: Communicator, flags: list[bool]) -> list[bool]:
     """Which of them hold on some rank. Collective."""
     of_ranks = comm.all_gather_bytes(bytes(flags), "find changed parameters")
     return [any(of_rank[place] for of_rank in of_ranks) for place in range(len(flags))]
-
-
-def _as_exception(error: BaseException | None) -> Exception | None:
-    return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))

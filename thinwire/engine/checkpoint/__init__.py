@@ -18,8 +18,8 @@ __all__ = [
 
 # `thinwire checkpoint --help` needs no torch.
 if TYPE_CHECKING:
-    from thinwire.engine.checkpoint.errors import CheckpointError
     from thinwire.engine.checkpoint.exporting import export_weights
+    from thinwire.engine.checkpoint.files import CheckpointError
     from thinwire.engine.checkpoint.manifest import ModelDescription
     from thinwire.engine.checkpoint.reading import LoadedCheckpoint
     from thinwire.engine.checkpoint.store import CheckpointStore
@@ -28,7 +28,7 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "errors": ("CheckpointError",),
+            "files": ("CheckpointError",),
             "exporting": ("export_weights",),
             "manifest": ("ModelDescription",),
             "reading": ("LoadedCheckpoint",),

@@ -13,8 +13,8 @@ from typing import Any, TextIO
 import torch
 
 from thinwire.comm import threads
-from thinwire.engine.checkpoint.errors import CheckpointError, UsageError, printable
 from thinwire.engine.checkpoint.exporting import export_weights
+from thinwire.engine.checkpoint.files import CheckpointError, UsageError, printable
 from thinwire.engine.checkpoint.folder import Candidate, CheckpointFolder
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.engine.checkpoint.reading import LoadedCheckpoint

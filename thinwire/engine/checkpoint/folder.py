@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.engine.checkpoint.errors import CheckpointError
 from thinwire.engine.checkpoint.files import (
     ADVICE,
     IMPORTABLE,
+    CheckpointError,
     find_pickle,
     has_importable_files,
     is_pickle,

@@ -22,8 +22,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.files import NotAFileError, read_file
+from thinwire.engine.checkpoint.files import CheckpointError, NotAFileError, read_file
 from thinwire.engine.checkpoint.tensor_file import dtype_from_name, dtype_name
 
 __all__ = [

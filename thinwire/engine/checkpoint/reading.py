@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.files import open_file
+from thinwire.engine.checkpoint.files import CheckpointError, open_file
 from thinwire.engine.checkpoint.manifest import Manifest, ModelDescription, RankFile, SliceEntry, manifest_bytes
 from thinwire.engine.checkpoint.tensor_file import TensorReader, dtype_from_name
 

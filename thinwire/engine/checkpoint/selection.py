@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.comm import Communicator
-from thinwire.engine.checkpoint.errors import CheckpointError
-from thinwire.engine.checkpoint.files import NotAFileError, is_pickle
+from thinwire.engine.checkpoint.files import CheckpointError, NotAFileError, is_pickle
 from thinwire.engine.checkpoint.folder import CheckpointFolder, check_tag
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, RankFile
 from thinwire.engine.checkpoint.reading import HeldCheckpoint, LoadedCheckpoint

@@ -18,7 +18,7 @@ import torch
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
-from thinwire.engine.checkpoint.errors import CheckpointError
+from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.engine.checkpoint.folder import CheckpointFolder, ClearedUp, check_folder, check_tag
 from thinwire.engine.checkpoint.locks import Claim
 from thinwire.engine.checkpoint.manifest import Manifest, ModelDescription, Run

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from thinwire.comm.operation_log import OPERATION_NAMES
 from thinwire.engine.config.errors import ConfigError, did_you_mean, reason, shown
 from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ThinwireConfig, ZeroConfig
-from thinwire.engine.config.optimizers import LOCAL_UPDATES
+from thinwire.engine.config.options import LOCAL_UPDATES
 from thinwire.engine.config.sections import is_local_updates
 from thinwire.optim import registry
 from thinwire.optim.exact import needs_whole_parameters

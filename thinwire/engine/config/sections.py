@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from thinwire.engine.config.errors import did_you_mean, dotted, shown, validated
-from thinwire.engine.config.optimizers import LOCAL_UPDATES, OPTIMIZERS, LocalUpdatesOptions
-from thinwire.engine.config.schedules import SCHEDULES
-from thinwire.engine.schedules import why_refused
+from thinwire.engine.config.options import LOCAL_UPDATES, OPTIMIZERS, SCHEDULES, LocalUpdatesOptions
+from thinwire.engine.schedules import WHY_REFUSED
 from thinwire.optim import registry
 from thinwire.optim.exact import EXACT
 from thinwire.optim.settings import OptionModel
@@ -165,7 +164,7 @@ def check_scheduler(
     if not isinstance(name, str) or not isinstance(params, Mapping):
         return dict(tree)  # the model of the section says what is wrong with them
     if name not in SCHEDULES:
-        if (refused := why_refused(name)) is not None:
+        if (refused := WHY_REFUSED.get(name)) is not None:
             problems.append(
                 f'"scheduler.type" "{name}" is not supported: {refused}. Pass a schedule of your own to '
                 "thinwire.initialize, or step it yourself"

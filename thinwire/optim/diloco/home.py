@@ -4,7 +4,7 @@ others."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -166,9 +166,6 @@ class LocalHome(Home):
     @override
     def before_first_backward(self, callback: Callable[[], None]) -> None:
         self._before_first = callback
-
-    def name(self, names: Mapping[int, str]) -> None:
-        """See Home; no error message of this home's names a parameter."""
 
     # Weights
 

@@ -3,7 +3,6 @@ known."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -288,16 +287,6 @@ class DiLoCo(SynchronizedOptimizer):
         self._home.overflows = found is not None and bool(found)
         if found is not None:
             self.loss_scale = 1.0 if grad_scale is None else float(grad_scale)
-
-    def _skip(self) -> None:
-        self.skipped_steps += 1
-        if self.loss_scale == 1.0:
-            warnings.warn(
-                f"step {self.steps} was skipped by rank {self.comm.rank}: {self.last_step.reason}. Its weights and "
-                "state are as before; other workers have stepped",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
 
 def _find_nodes(comm: Communicator, nodes: Nodes) -> NodeLinks | None:

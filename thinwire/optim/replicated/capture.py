@@ -20,7 +20,8 @@ from thinwire.comm import Communicator
 from thinwire.comm.operation_log import LoggedCommunicator
 from thinwire.comm.traffic import Traffic
 from thinwire.compress.exchange import Arrived
-from thinwire.compress.kernels import buckets as kernels
+from thinwire.compress.kernels.buckets import RenewFactors
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.tables import Arena, CapturedTables
 from thinwire.compress.packet import step_and_settings
 from thinwire.optim.algorithm import Algorithm
@@ -151,18 +152,12 @@ class _CapturedBucket:
     def renew(self) -> None:
         """Have the arena's copy on the host say what the next step's launches have to know."""
         clock = replace(self._group.clock, steps=self._group.clock.steps + 1)
-        rates = self.bucket.rates(clock)
-        kernels.renew_factors(
-            self.bucket.device,
-            self._tables,
-            *self.bucket.payload_factors(),
-            [rate for rate, _ in rates],
-            [decay for _, decay in rates],
-        )
+        execute(RenewFactors(self._tables, *self.bucket.payload_factors(), *self.bucket.rates(clock)))
 
     def arrive_again(self, step: int, settings: int) -> None:
         """Be where legs that a graph has replayed leave the exchange."""
         assert self._arrived is not None
+        self.bucket.sent = self.bucket.exchange
         self.bucket.exchange.arrive_again(self._arrived, step, settings)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from thinwire.compress.codecs import make_codec
 from thinwire.optim import checkpoint
 from thinwire.optim.algorithm import Algorithm, LocalSteps
 from thinwire.optim.checkpoint import LEFT_OUT_STEPS, ranks_to_resume, read_left_out_steps
-from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome, check_may_leave_out
 from thinwire.optim.options import HomeOptions, Recipe
@@ -32,14 +30,16 @@ from thinwire.optim.wire import Wire
 from thinwire.zero import rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult
-from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.saved_state import OneRankState, SavedSlice, SliceSource
 
 __all__ = ["ReplicatedHome"]
 
 
 class ReplicatedHome(AlgorithmHome):
-    """All state on every rank: whole parameters, laid out as their first gradients arrive."""
+    """All state on every rank: whole parameters, laid out as their first gradients arrive.
+
+    `groups`: the freeze groups, in the order in which they entered.
+    """
 
     kind = "replicated"
     elastic = True
@@ -70,17 +70,14 @@ class ReplicatedHome(AlgorithmHome):
             make_codec(options.exact_codec, options.block_size),
         )
         self._layout = FreezeGroups(self._exchange_comm, self._table, self._wire, options, recipe.algorithm, make_rule)
+        self.groups = self._layout.groups
         self.mover: Callable[[Callable[[], None]], None] = operator.call
         self._comparisons = rank_checks.ComparisonTimes(options.resync_interval)
         self._synchronizer = Synchronizer(comm, self._table, self._layout, options.clips_to)
+        self.watcher = self._synchronizer.watcher
         self.add_parameters()
 
     # What it reports
-
-    @property
-    def groups(self) -> list[FreezeGroup]:
-        """The freeze groups, in the order in which they entered."""
-        return self._layout.groups
 
     @property
     @override
@@ -163,8 +160,7 @@ class ReplicatedHome(AlgorithmHome):
 
     @override
     def step(self) -> StepResult:
-        self._synchronizer.watcher.check_gradients_untouched()
-        self._synchronizer.check_scalers()
+        self.watcher.check_gradients_untouched()
         result = self._apply(self._synchronizer.finish_as_it_is())
         self._synchronizer.end_step()
         return result
@@ -209,30 +205,18 @@ class ReplicatedHome(AlgorithmHome):
 
     @override
     def drop(self) -> None:
-        if self._synchronizer.watcher.in_step:
+        if self.watcher.in_step:
             self._synchronizer.finish()
             self._synchronizer.end_step()
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._synchronizer.watcher.no_sync()
-
-    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         check_may_leave_out(self._recipe.algorithm())
-        self._synchronizer.watcher.leave_out(parameters, self.comm)
+        super().leave_out(parameters)
 
     @override
     def end_backward(self) -> None:
         """Buckets that a parameter holds back leave in `step`."""
-
-    @override
-    def follow(self, gate: Callable[[], bool]) -> None:
-        self._synchronizer.watcher.follow(gate)
-
-    @override
-    def before_first_backward(self, callback: Callable[[], None]) -> None:
-        self._synchronizer.watcher.before_first_backward(callback)
 
     @override
     def name(self, names: Mapping[int, str]) -> None:
@@ -259,15 +243,15 @@ class ReplicatedHome(AlgorithmHome):
             self._layout.unplaced.append(len(self._table))
             self._table.add(parameter, group_number)
         self._options.averaging.prepare(tensors)
-        self._synchronizer.watcher.watch(tensors)
-        if not self._synchronizer.watcher.in_step:
+        self.watcher.watch(tensors)
+        if not self.watcher.in_step:
             self._synchronizer.prepare()
 
     # Weights
 
     @override
     def synchronize_weights(self) -> None:
-        if self._synchronizer.watcher.in_step:
+        if self.watcher.in_step:
             raise RuntimeError("synchronize_weights() was called between backward() and step(): call step() first")
         for group in self.groups:
             group.meet(self.steps)

@@ -82,7 +82,7 @@ class ReplicatedParameterState(ParameterState):
         found = self._find(number)
         assert found is not None, "a parameter without a place has no averaged gradient"
         found[1].average_rewritten()
-        self._synchronizer.read_again()
+        self._synchronizer.outcome = None  # to be found out again
 
     @override
     def kinds(self) -> list[str]:

@@ -42,7 +42,7 @@ class ParameterTable:
         self._optimizer = optimizer
         self._settings_class = settings_class
         self._group_numbers: list[int] = []
-        self._published: list[_Shown] = []  # a parameter changed since by other code outdates its master
+        self._published: list[tuple[int, Tensor]] = []  # see `accept`
         self._param_dtype = param_dtype
         self._given_names = {id(parameter): name for name, parameter in named_parameters or ()}
         self._called: dict[int, str] = {}
@@ -71,7 +71,7 @@ class ParameterTable:
         index = len(self)
         self.parameters.append(parameter)
         self._group_numbers.append(group_number)
-        self._published.append(_Shown(parameter))
+        self._published.append((parameter._version, parameter.detach()))
         position = index - self._group_numbers.index(group_number)
         name = self.known_name(parameter)
         if name is not None:
@@ -81,7 +81,7 @@ class ParameterTable:
         if self._param_dtype not in (None, parameter.dtype) and parameter.dtype == torch.float32:
             self._copy_to_master(index)
             parameter.data = parameter.data.to(self._param_dtype)
-            self.accept(index)
+            self.accept([index])
 
     def call(self, names: Mapping[int, str]) -> None:
         """Call parameters, by id, as `names` does, in error messages."""
@@ -139,7 +139,7 @@ class ParameterTable:
         state = self.state(index)
         if "master" not in state:
             return self.parameters[index]
-        if self.changed(index):
+        if self.written([index]):
             self.make_master(index)  # weights were loaded into the model since
         weight: Tensor = state["master"]
         return weight
@@ -153,15 +153,22 @@ class ParameterTable:
     def show(self, index: int, weight: Tensor) -> None:
         """Round `weight` into the parameter, and leave the master weight as it is."""
         self.parameters[index].copy_(weight)
-        self.accept(index)
+        self.accept([index])
 
-    def changed(self, index: int) -> bool:
-        """Whether other code has written to the parameter, or replaced its `.data`, since it was last published."""
-        return not self._published[index].is_shown_by(self.parameters[index])
+    def written(self, indices: Iterable[int]) -> list[int]:
+        """Those that other code has written to, or whose `.data` it replaced, since they were last published."""
+        found = []
+        for index in indices:
+            (version, values), parameter = self._published[index], self.parameters[index]
+            if parameter._version != version or parameter.data_ptr() != values.data_ptr():
+                found.append(index)
+        return found
 
-    def accept(self, index: int) -> None:
-        """Take the parameter as it is for what was published: its master weight stays."""
-        self._published[index] = _Shown(self.parameters[index])
+    def accept(self, indices: Iterable[int]) -> None:
+        """Take parameters as they are for what was published: master weights stay until other code changes them."""
+        for index in indices:
+            # Values are held, so that their memory is not another tensor's when addresses are compared.
+            self._published[index] = (self.parameters[index]._version, self.parameters[index].detach())
 
     @torch.no_grad()
     def read_weights(self, source: SliceSource) -> None:
@@ -189,19 +196,7 @@ class ParameterTable:
 
     def _copy_to_master(self, index: int) -> None:
         self.state(index)["master"] = self.parameters[index].detach().float().clone()
-        self.accept(index)
-
-
-class _Shown:
-    """What a parameter was when it was last published."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._version = parameter._version
-        self._values = parameter.detach()  # held, so that its memory is not another tensor's while it is compared
-
-    def is_shown_by(self, parameter: Tensor) -> bool:
-        """Whether the parameter was not written to, or given other memory."""
-        return parameter._version == self._version and parameter.data_ptr() == self._values.data_ptr()
+        self.accept([index])
 
 
 class ReplicatedWeights(GroupWeights):
@@ -213,6 +208,7 @@ class ReplicatedWeights(GroupWeights):
     def __init__(self, table: ParameterTable, buckets: Sequence[AlgorithmBucket]) -> None:
         super().__init__(table, buckets)
         self._table = table
+        self._slots = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.layout.slots}
         self._copies: list[tuple[int, Tensor]] = []  # by number, of weights that a kernel cannot move where they lie
 
     @override
@@ -224,29 +220,32 @@ class ReplicatedWeights(GroupWeights):
         change(groups)
 
     @override
-    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]]:
-        found: list[tuple[Tensor | None, Tensor | None]] = []
+    def to_move(self, bucket: AlgorithmBucket) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        weights: list[Tensor | None] = []
+        replicas: list[Tensor | None] = []
         self._copies = []
         for slot in bucket.layout.slots:
             parameter = self._table.parameters[slot.parameter]
             if not parameter.requires_grad:
-                found.append((None, None))
+                weights.append(None)
+                replicas.append(None)
                 continue
-            weight = self._table.weight(slot.parameter)
+            weight: Tensor = self._table.state(slot.parameter).get("master", parameter)
             replica = None if weight is parameter else parameter
-            if not (weight.is_contiguous() and parameter.is_contiguous() and _rounds(replica)):
+            rounds = replica is None or replica.dtype in (torch.bfloat16, torch.float16)
+            if not (rounds and weight.is_contiguous() and parameter.is_contiguous()):
                 weight, replica = weight.detach().clone(memory_format=torch.contiguous_format), None
                 self._copies.append((slot.parameter, weight))
-            found.append((weight, replica))
-        return found
+            weights.append(weight)
+            replicas.append(replica)
+        return weights, replicas
 
     @override
     def moved(self, bucket: AlgorithmBucket) -> None:
-        for slot in bucket.layout.slots:
-            self._table.accept(slot.parameter)
+        self._table.accept(slot.parameter for slot in bucket.layout.slots)
         for number, weight in self._copies:
             self._table.weight(number).copy_(weight)
-            self._table.accept(number)
+            self._table.accept([number])
             self._table.publish(number)
 
     @override
@@ -277,17 +276,19 @@ class ReplicatedWeights(GroupWeights):
 
     @override
     def take_over_written(self, in_sync: bool) -> list[tuple[AlgorithmBucket, Slot]]:
-        written = [(b, slot) for b in self._buckets for slot in b.layout.slots if self._table.changed(slot.parameter)]
-        for _, slot in written if in_sync else ():
-            self._table.make_master(slot.parameter)
-        return [] if in_sync else written
+        written = self._table.written(self._slots)
+        if not in_sync:
+            return [self._slots[number] for number in written]
+        for number in written:
+            self._table.make_master(number)
+        return []
 
     @override
     def holds(self, bucket: AlgorithmBucket, slot: Slot, weight: Tensor) -> bool:
         parameter = self._table.parameters[slot.parameter]
         same = torch.equal(parameter.reshape(-1), weight.to(parameter.dtype))
         if same:
-            self._table.accept(slot.parameter)
+            self._table.accept([slot.parameter])
         return same
 
     @override
@@ -298,6 +299,10 @@ class ReplicatedWeights(GroupWeights):
             name: one.reshape(-1)[place] for name, one in (("weight", weight), ("master", master)) if one is not None
         }
 
+    @override
+    def end_step(self, sent: bool, exact: bool, steps: int) -> None:
+        """Nothing follows: what every rank rounds is the same."""
+
     def show_state(self, algorithm: Algorithm) -> None:
         """Let every parameter's entry in the optimizer's state be views of the buckets' state."""
         shown = set(algorithm.state) | set(algorithm.frozen_state)
@@ -307,11 +312,6 @@ class ReplicatedWeights(GroupWeights):
                 for name in shown - set(bucket.state):
                     entry.pop(name, None)
                 entry |= {name: bucket.view(values, slot) for name, values in bucket.state.items()}
-
-
-def _rounds(replica: Tensor | None) -> bool:
-    """Whether a kernel that moves weights rounds them into this, too."""
-    return replica is None or replica.dtype in (torch.bfloat16, torch.float16)
 
 
 def weight_and_master(table: ParameterTable, index: int, own: bool) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ freeze group, what becomes of it, the same on every rank, and how it is clipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -55,7 +55,7 @@ class FreezeGroups:
         self.buckets: list[AlgorithmBucket] = []
         self.uncompressed_bytes = 0
         self.unplaced: list[int] = []
-        self.step = Step(table.groups(), lambda: bool(self.trainable_unplaced))
+        self.step = Step(table.groups(), lambda: bool(self.unplaced and self.trainable_unplaced))
         self.step.divide_first = options.averaging.divide_first
         self.comm = comm
         self._table = table
@@ -67,14 +67,17 @@ class FreezeGroups:
     @property
     def trainable_unplaced(self) -> list[int]:
         """The parameters that lie in no bucket yet and require a gradient."""
+        if not self.unplaced:
+            return []
         return [index for index in self.unplaced if self._parameters[index].requires_grad]
 
-    def sends_of_unplaced(self) -> set[Send]:
-        """What the first step sends of the parameters that lie in no bucket yet."""
-        if not self.trainable_unplaced:
-            return set()
-        algorithm = self._make_algorithm()
-        return {next_send(algorithm, _new_clock(algorithm))}
+    def sends(self) -> set[Send]:
+        """What the next step sends, the first one of parameters that lie in no bucket yet included."""
+        found = {group.send for group in self.groups}
+        if self.trainable_unplaced:
+            algorithm = self._make_algorithm()
+            found.add(next_send(algorithm, _new_clock(algorithm)))
+        return found
 
     def place(self, order: Sequence[int]) -> FreezeGroup:
         """Add a freeze group of the parameters `order`, in buckets of `bucket_bytes`."""
@@ -85,7 +88,8 @@ class FreezeGroups:
         """Lay parameters out anew: for each freeze group, each bucket's parameters; others wait for a gradient."""
         placed = {index for group in freeze_groups for order in group for index in order}
         self.unplaced = [index for index in range(len(self._table)) if index not in placed]
-        self.groups, self.buckets = [], []
+        self.groups.clear()
+        self.buckets = []
         for buckets in freeze_groups:
             self._add([self._cut(order, whole=True)[0] for order in buckets])
 
@@ -156,13 +160,13 @@ def _new_clock(algorithm: Algorithm) -> Clock:
 class SynchronizedBackward:
     """One synchronised backward, the same on every rank.
 
-    `absent`: the parameters that had no gradient on any rank. `overflowing`: where the averages are not finite, the
-    ranks whose own gradients were not.
+    `absent`: the parameters that had no gradient on any rank. `overflowing`: if the averages are not finite, the ranks
+    whose own gradients were not.
     """
 
     finite: bool
     absent: frozenset[int]
-    overflowing: tuple[int, ...] = ()
+    overflowing: tuple[int, ...]
 
 
 class Synchronizer:
@@ -188,14 +192,12 @@ class Synchronizer:
         self.scaled: bool | None = None  # see Home
         self.capturing = False  # into a graph: nothing can be read at the end of a backward
         self.watcher = BackwardWatcher(table.describe, self._on_whole)
-        self.watcher.follow(lambda: not self.scales_apart)
         self._comm = comm
         self._table = table
         self._layout = layout
         self._step = layout.step
         self._max_norm = max_norm
         self._loss_scale = 1.0
-        self._read = 0
         self._sketch: NormSketch | None = None
         self._watched: tuple[list[AlgorithmBucket], Callable[[], None] | None] = ([], None)
 
@@ -226,17 +228,21 @@ class Synchronizer:
             return self.outcome
         try:
             self.watcher.finish()
-            outcomes = self._read_outcomes()
-            if not self._layout.buckets or any(outcome.unplaced for outcome in outcomes):
+            found = read_outcomes(self._step, self._comm, self._layout.buckets)
+            if not self._layout.buckets or found.unplaced:
+                placed = len(self._layout.buckets)
                 self._place_in_order_of_arrival()
                 self.watcher.finish()
-                outcomes += self._read_outcomes()
-            found = self._judge(outcomes, set(self.watcher.arrived))
+                more = read_outcomes(self._step, self._comm, self._layout.buckets[placed:])
+                found = Outcome(found.finite and more.finite, found.incomplete or more.incomplete, False)
+            self.outcome = self._judge(found, self.watcher.arrived)
         except BaseException:
             self.end_step()
             raise
-        self.outcome = replace(found, absent=found.absent | self.watcher.left_out)
-        self.watcher.usually_absent = found.absent - self.watcher.left_out
+        self.watcher.usually_absent = self.outcome.absent
+        if self.watcher.left_out:
+            self.watcher.usually_absent -= self.watcher.left_out
+            self.outcome = replace(self.outcome, absent=self.outcome.absent | self.watcher.left_out)
         return self.outcome
 
     def finish_replay(self) -> None:
@@ -244,58 +250,49 @@ class Synchronizer:
         Collective, and raises, as `finish`."""
         try:
             brought = {index for index, one in enumerate(self._table.parameters) if one.grad is not None}
-            self.outcome = self._judge(self._read_outcomes(), brought)
+            self.outcome = self._judge(read_outcomes(self._step, self._comm, self._layout.buckets), brought)
         except BaseException:
             self.end_step()
             raise
 
-    def check_scalers(self) -> None:
-        """Raise RuntimeError, on every rank, where an overflow of this step has been kept from some GradScalers.
-        Collective."""
+    def finish_as_it_is(self) -> SynchronizedBackward:
+        """The same for a step, sent again where payloads left as if this step's scale, or settings, were other ones.
+        Collective.
+
+        They change rarely, and alike on every rank; nothing is committed yet. Raises RuntimeError, on every rank, if an
+        overflow of this step has been kept from some GradScalers.
+        """
         scaler_has_seen = self.outcome is not None or not self.scaled or self.scales_apart
-        overflowing = self.finish().overflowing
-        if not scaler_has_seen and 0 < len(overflowing) < self._comm.size:
+        outcome = self.finish()
+        if not scaler_has_seen and 0 < len(outcome.overflowing) < self._comm.size:
             self.end_step()
             raise RuntimeError(
-                f"a gradient overflowed on ranks {list(overflowing)} in a step that some parameters took no part in, "
-                "so that the GradScalers of other ranks could not see it and would keep their scale. Give every "
-                "parameter a gradient in each backward, or train in bf16 without a GradScaler"
+                f"a gradient overflowed on ranks {list(outcome.overflowing)} in a step that some parameters took no "
+                "part in, so that the GradScalers of other ranks could not see it and would keep their scale. Give "
+                "every parameter a gradient in each backward, or train in bf16 without a GradScaler"
             )
-
-    def finish_as_it_is(self) -> SynchronizedBackward:
-        """The same, sent again where payloads left as if this step's scale, or settings, were other ones. Collective.
-
-        They change rarely, and alike on every rank; nothing is committed yet.
-        """
-        outcome = self.finish()
         if outcome.finite and self._is_outdated():
             self._step.loss_scale = self._loss_scale
             self._step.begin_sending()
             self.outcome = None
-            self._read = 0
             self.watcher.send_again()
             outcome = self.finish()
         self._step.loss_scale = self._loss_scale
         return outcome
 
-    def read_again(self) -> None:
-        """Find out once more what became of this backward, whose averages were written to."""
-        self.outcome = None
-        self._read = 0
-
     def end_step(self) -> None:
         """Forget the step; the next backward begins another."""
         self.watcher.end_step()
         self.outcome = None
-        self._read = 0
         self._step.loss_scale = self._loss_scale
         self.prepare()
 
     def prepare(self) -> None:
         """Be ready for the next step: where its averaged gradient's norm has to be known before leg 2, hold that."""
+        self.watcher.held_back = self.scales_apart
         self._step.begin()
-        sends = {group.send for group in self._layout.groups} | self._layout.sends_of_unplaced()
-        sketched = bool(self._max_norm) and bool(sends - {Send.EXACT})
+        sends = self._layout.sends() if self._max_norm else set[Send]()
+        sketched = bool(sends - {Send.EXACT})
         if sketched and self._sketch is None:
             self._sketch = NormSketch(self._layout.comm, self._table.parameters[0].device)
         if self._sketch is not None:
@@ -335,28 +332,20 @@ class Synchronizer:
                     gradient[(0,) * gradient.dim()] = math.inf
                     return
 
-    def _read_outcomes(self) -> list[Outcome]:
-        """The outcomes of the buckets not read yet."""
-        buckets = self._layout.buckets[self._read :]
-        sent = (one.sent for one in buckets if one.sent is not None)
-        self._read = len(self._layout.buckets)
-        return read_outcomes(self._step, self._comm, sent, lambda: [bucket.outcome() for bucket in buckets])
-
-    def _judge(self, outcomes: Sequence[Outcome], arrived: set[int]) -> SynchronizedBackward:
+    def _judge(self, found: Outcome, arrived: Collection[int]) -> SynchronizedBackward:
         absent: frozenset[int] = frozenset()
-        if any(outcome.incomplete for outcome in outcomes):
-            absent = agree_on_absent(self._comm, len(self._table), arrived, self._table.describe)
-        finite = all(outcome.finite for outcome in outcomes)
-        overflowing = () if finite else find_overflowing(self._comm, self._table.parameters)
-        return SynchronizedBackward(finite, absent, overflowing)
+        if found.incomplete:
+            absent = agree_on_absent(self._comm, len(self._table), set(arrived), self._table.describe)
+        overflowing = () if found.finite else find_overflowing(self._comm, self._table.parameters)
+        return SynchronizedBackward(found.finite, absent, overflowing)
 
     def _is_outdated(self) -> bool:
         """Whether what left is not what would be sent now, on every rank alike."""
+        for group, settings in self._step.settings_sent.items():
+            if settings != self._table.settings(group):
+                return True
         changed = self._step.loss_scale != self._loss_scale
-        sent = self._step.settings_sent.items()
-        return (changed and any(group.send is not Send.EXACT for group in self._layout.groups)) or any(
-            settings != self._table.settings(group) for group, settings in sent
-        )
+        return changed and any(group.send is not Send.EXACT for group in self._layout.groups)
 
     def _place_in_order_of_arrival(self) -> None:
         trainable = self._layout.trainable_unplaced

@@ -38,11 +38,10 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     ) -> None:
         super().__init__(parameters)
         self._recipe = recipe
-        self._run = ShardedRun(parameters, options, recipe, make_rule, self._watcher, self._vote_on_averages)
+        self._run = ShardedRun(parameters, options, recipe, make_rule, self.watcher, self._vote_on_averages)
         options.averaging.prepare(self.parameters)
         self._loss_scale = 1.0
         self._storage = _storage_of(self._run)
-        self._watcher.follow(lambda: not self._scales_apart)
 
     @property
     @override
@@ -84,7 +83,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
         self._loss_scale = scale
-        if not self._watcher.in_step:
+        if not self.watcher.in_step:
             self._run.step.loss_scale = scale
 
     @override
@@ -119,7 +118,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
             step.loss_scale = self._loss_scale
             step.begin_sending()
             self._vote = None
-            self._watcher.send_again()
+            self.watcher.send_again()
             vote = self._finish()
         step.loss_scale = self._loss_scale
         return vote
@@ -129,6 +128,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         super()._end_step()
         self._run.begin_step()
         self._storage.prepare()
+        self.watcher.held_back = self._scales_apart
         # A GradScaler has to see them, and may change its scale: then they are sent again.
         self._run.step.frees_gradients = self.scaled is False
 
@@ -169,10 +169,10 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
     def counters(self) -> dict[str, Any]:
         """As a replicated home's, with one freeze group."""
         run, names = self._run, self._parameters.names
-        block_size = run.options.block_size
+        wire = {"codec": run.options.codec, "block_size": run.options.block_size}
         return {
             "names": list(names),
-            "settings": {**self._recipe.settings, "codec": "sign1", "block_size": block_size},
+            "settings": {**self._recipe.settings, **wire},
             "nodes": None,
             "step": self.steps,
             "loss_scale": self.loss_scale,
@@ -189,6 +189,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         self._storage.load(saved, group, source)
         self._run.begin_step()
         self._storage.prepare()
+        self.watcher.held_back = bool(self.scaled) and self._run.local is not None
 
     @override
     def load_weights(self, source: SliceSource) -> None:

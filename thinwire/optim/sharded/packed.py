@@ -59,8 +59,7 @@ class PackedStorage(Storage):
     @override
     def vote(self) -> Vote:
         if self._packed:
-            sent = [bucket.exchange for bucket in self._packed]
-            return self.run.read_headers(sent, lambda: [bucket.outcome() for bucket in self._packed])
+            return self.run.read_headers(self._packed)
         vote = self.run.vote_on_averages(self._gradients)
         self.run.step.norm = vote.norm
         return vote

@@ -11,7 +11,9 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import EncodePart, Outcome
-from thinwire.compress.kernels import buckets
+from thinwire.compress.kernels import packed
+from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags, Header
 from thinwire.compress.parts import held_coordinates
@@ -65,7 +67,8 @@ class PackedBucket:
 
     Every rank keeps u as leg 2's packets, 1 bit an element, the preconditioner as `codes`, 8 bits, its residual, and
     the weights' replica; master weights and the owner's residual are the owner's. Gradients live until they are in the
-    payload. `extra`: what the algorithm's frozen state adds, fp32 [shard], the owner's.
+    payload. `extra`: what the algorithm's frozen state adds, fp32 [shard], the owner's. `sent`: what this step went
+    through; None if no rank has a gradient.
     """
 
     def __init__(
@@ -113,8 +116,8 @@ class PackedBucket:
             reversible=reversible,
         )
         self.exchange.owner_residual = state.owner_residual
+        self.sent: LowMemoryExchange | None = None
         self._incomplete = False
-        self._stayed = False
         self._beside = OwnPackets(bucket.shard_of(self.codes)) if masters.offloaded else None
 
     # What a backward does
@@ -125,7 +128,6 @@ class PackedBucket:
     def keep(self, slot: Slot, parameter: Tensor) -> None:
         """Leave the gradient in `.grad`, where further backwards add to it."""
 
-    @torch.no_grad()
     def take(self, slot: Slot, parameter: Tensor) -> None:
         """Hold the gradient until leg 1."""
         assert parameter.grad is not None
@@ -147,12 +149,12 @@ class PackedBucket:
 
     def stay(self) -> None:
         """Every rank's gradients are 0 in this step: send nothing."""
-        self._stayed = True
 
     def start(self) -> None:
         """Leg 1."""
         flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
         self.exchange.start(self._clock.steps, flags, self._step.settings, self._encoder())
+        self.sent = self.exchange
         self._gradients = {}
         self._incomplete = False
 
@@ -182,21 +184,19 @@ class PackedBucket:
     def end_step(self) -> None:
         """Forget a step that was not applied."""
         self.exchange.revert()
-        self._stayed = False
+        self.sent = None
         self._gradients = {}
 
     # What a step does; the clock counts it already
 
     def outcome(self) -> Outcome:
         """What the headers said, the same on every rank; before the step is counted."""
-        if self._stayed:
-            return Outcome(finite=True, incomplete=False, unplaced=False)
         return self.exchange.outcome()
 
     @torch.no_grad()
     def take_over(self) -> None:
         """Take the new u over, and the residuals of this step."""
-        if self._stayed:
+        if self.sent is None:
             # What the average of every rank's β₁ u is, without an exchange; residuals wait for the next one.
             self.exchange.codec.scale(self.momentum, next(iter(self._settings().values())).beta1)
             if self._beside is not None:
@@ -235,9 +235,9 @@ class PackedBucket:
         if self._beside is not None:
             low, high = self.bucket.own_range
             own = self._beside.packets(self.exchange.codec)
-            state = buckets.PackedState(own, self._beside.codes, layout.shard, high - low, layout.block_size)
+            state = packed.PackedState(own, self._beside.codes, layout.shard, high - low, layout.block_size)
             runs = self._masters.runs
-            segments = buckets.Segments((run.place.start, run.numel) for run in runs)
+            segments = Segments((run.place.start, run.numel) for run in runs)
             self._move(state, segments, [run.parameter for run in runs], self._masters.weights, 0, 0)
         elif self._masters.separate:
             self._move_at(first, self._masters.weights, 0)
@@ -257,9 +257,9 @@ class PackedBucket:
         """The hyperparameters of this bucket's parameter groups now."""
         return {group: self._parameters.settings(group) for group in set(self._group_of.values())}
 
-    def _packed_state(self) -> buckets.PackedState:
+    def _packed_state(self) -> packed.PackedState:
         layout = self.layout
-        return buckets.PackedState(self.momentum, self.codes, layout.shard, layout.numel, layout.block_size)
+        return packed.PackedState(self.momentum, self.codes, layout.shard, layout.numel, layout.block_size)
 
     def _encoder(self) -> EncodePart:
         """What makes and encodes a part of the payload."""
@@ -272,17 +272,19 @@ class PackedBucket:
 
         def encode(place: slice, packets: Tensor, header: Header) -> None:
             assert self.exchange.worker_residual is not None
-            buckets.encode_packed_payload(
-                state,
-                self._segments,
-                gradients,
-                beta1,
-                divisors,
-                tables=self._tables,
-                residual=self.exchange.worker_residual,
-                lost=self.exchange.next_residual,
-                packets=packets,
-                part=part_of(self.exchange, place, header.pack()),
+            execute(
+                packed.EncodePackedPayload(
+                    state,
+                    self._segments,
+                    gradients,
+                    beta1,
+                    divisors,
+                    tables=self._tables,
+                    residual=self.exchange.worker_residual,
+                    lost=self.exchange.next_residual,
+                    packets=packets,
+                    part=part_of(self.exchange, place, header.pack()),
+                )
             )
 
         return encode
@@ -294,8 +296,8 @@ class PackedBucket:
 
     def _move(
         self,
-        state: buckets.PackedState,
-        segments: buckets.Segments,
+        state: packed.PackedState,
+        segments: Segments,
         numbers: Sequence[int],
         weights: Tensor,
         first: int,
@@ -307,16 +309,9 @@ class PackedBucket:
         for place, number in enumerate(numbers):
             if number in trained:
                 rates[place] = self._algorithm.rates(number, settings[self._group_of[number]], self._clock)
-        buckets.move_packed(
-            state,
-            segments,
-            weights=weights,
-            first=first,
-            moves=[number in trained for number in numbers],
-            rates=[rate for rate, _ in rates],
-            decays=[decay for _, decay in rates],
-            seed=seed,
-        )
+        moves = [number in trained for number in numbers]
+        rate, decay = [rate for rate, _ in rates], [decay for _, decay in rates]
+        execute(packed.MovePacked(state, segments, weights, first, moves, rate, decay, seed), [weights])
 
     def _decayed_momentum(self) -> Tensor:
         """What clipping leaves of the owner's average, β₁ u + (1 - β₁) ḡ / (√v̂ + ε), as it is: β₁ u, fp32 [shard]."""

@@ -4,25 +4,23 @@ parameters as buckets ask for them, sums over shards."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.exchange import Exchange, Outcome
 from thinwire.optim.algorithm import AdamSettings, Clock, LocalSteps
 from thinwire.optim.checkpoint import ranks_to_resume
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import check_may_write
 from thinwire.optim.options import HomeOptions, Recipe
-from thinwire.optim.step import Step, clip_by_sketch, read_outcomes
+from thinwire.optim.step import Sent, Step, clip_by_sketch, read_outcomes
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.norm_sketch import NormSketch, read_together
-from thinwire.zero.rank_state import OneRankState
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.saved_state import OneRankState, SavedSlice, SliceSource
 from thinwire.zero.sharded_home import StateOfBuckets, Vote
 from thinwire.zero.sharded_parameters import ShardedParameters
 
@@ -109,13 +107,13 @@ class ShardedRun:
         """Between the legs: clip by the averaged gradient's norm. Collective."""
         clip_by_sketch(self.step, self.options.clips_to, self.step.loss_scale)
 
-    def read_headers(self, exchanges: Iterable[Exchange], outcomes: Callable[[], Iterable[Outcome | None]]) -> Vote:
-        """The vote on what packets' headers, and the sketch, have said; `outcomes`: of the buckets that sent."""
-        found = read_outcomes(self.step, self.sharded.comm, exchanges, outcomes)
+    def read_headers(self, buckets: Sequence[Sent]) -> Vote:
+        """The vote on what packets' headers, and the sketch, have said."""
+        found = read_outcomes(self.step, self.sharded.comm, buckets)
         absent = self.watcher.left_out
-        if any(outcome.incomplete for outcome in found):
+        if found.incomplete:
             absent |= self.sharded.agree_on_absent(self.watcher.missing)
-        return Vote(all(outcome.finite for outcome in found), self.step.norm, absent)
+        return Vote(found.finite, self.step.norm, absent)
 
     def ranks_to_resume(self, source: SliceSource) -> list[int] | None:
         """The ranks whose own tensors this one goes on with; None where they cannot be had."""

@@ -71,7 +71,11 @@ class CommonWeights:
                     change(run.parameter, slice(first + run.place.start, first + run.place.stop), view)
         for number, slot in enumerate(self.bucket.layout.slots):
             if slot.parameter in parameters:
-                self._move_copy(change, slot, (seed << 24) + number)
+                copy = self.values[place_of(slot)]
+                weights = copy.float()
+                change(slot.parameter, place_of(slot), weights)
+                if weights is not copy:
+                    store_rounded(copy, weights, (seed << 24) + number)
 
     @torch.no_grad()
     def take_over_written(self, in_sync: bool) -> list[Slot]:
@@ -82,14 +86,6 @@ class CommonWeights:
         self.adopt()
         self.masters.take_over({slot.parameter for slot in written})
         return []
-
-    def _move_copy(self, change: ChangeOfRun, slot: Slot, seed: int) -> None:
-        place = slice(slot.offset, slot.offset + slot.numel)
-        copy = self.values[place]
-        weights = copy.float()
-        change(slot.parameter, place, weights)
-        if weights is not copy:
-            store_rounded(copy, weights, seed)
 
 
 class FullWeights(GroupWeights):
@@ -180,7 +176,7 @@ class FullWeights(GroupWeights):
             self.of_bucket[bucket.index].move(move, moving, (steps << 20) + bucket.index)
 
     @override
-    def to_move(self, bucket: AlgorithmBucket) -> list[tuple[Tensor | None, Tensor | None]]:
+    def to_move(self, bucket: AlgorithmBucket) -> tuple[list[Tensor | None], list[Tensor | None]]:
         raise NotImplementedError("whole sharded state has no form that moves weights: give `compressed` and `move`")
 
     @override
@@ -234,10 +230,6 @@ class FullWeights(GroupWeights):
         if not sent or not (exact or steps - self.resynchronized_at >= self._resync_interval):
             return
         self.resynchronized_at = steps
-        self.take_from_masters()
-
-    def take_from_masters(self) -> None:
-        """Take 16-bit weights of every rank from the owners' master weights. Collective."""
         rounded = [weights for weights in self.of_bucket.values() if weights.masters.separate]
         for wait in [weights.masters.publish() for weights in rounded]:
             wait()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from thinwire.compress.codecs import make_codec
 from thinwire.optim import checkpoint
 from thinwire.optim.algorithm import Keep, Send
 from thinwire.optim.bucket import AlgorithmBucket
@@ -41,7 +42,8 @@ class WholeStorage(Storage):
     def __init__(self, run: ShardedRun) -> None:
         super().__init__(run)
         sharded, options = run.sharded, run.options
-        wire = LowMemoryWire(run.comm, sharded.buckets, options.block_size, options.exact_codec)
+        codec, exact = (make_codec(name, options.block_size) for name in (options.codec, options.exact_codec))
+        wire = LowMemoryWire(run.comm, sharded.buckets, codec, exact)
         self._watched: tuple[Sequence[AlgorithmBucket], object] = ([], None)
         self._common_weights = [CommonWeights(masters) for masters in sharded.masters]
         buckets = [
@@ -94,9 +96,7 @@ class WholeStorage(Storage):
     def vote(self) -> Vote:
         if self._group.send is Send.LOCAL:
             return Vote(True, math.nan, frozenset())
-        buckets = self._group.buckets
-        sent = [bucket.sent for bucket in buckets if bucket.sent is not None]
-        return self.run.read_headers(sent, lambda: [bucket.outcome() for bucket in buckets])
+        return self.run.read_headers(self._group.buckets)
 
     @override
     def applies(self, vote: Vote) -> bool:

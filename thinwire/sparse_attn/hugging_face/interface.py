@@ -17,20 +17,13 @@ from thinwire.sparse_attn.hugging_face.padding import layout_for
 from thinwire.sparse_attn.layouts.made import layout_from_config, layout_to_config
 from thinwire.sparse_attn.layouts.named import Custom, Layout
 
-__all__ = [
-    "InterfacePlug",
-    "dense_attention",
-    "forget_layout",
-    "keep_layout",
-    "kept_layout",
-    "register_with_transformers",
-]
+__all__ = ["InterfacePlug", "kept_layout", "register_with_transformers"]
 
 _SECTION = "thinwire_sparse_attention"
 _IMPLEMENTATION = "attn_implementation"
 
 
-def keep_layout(config: Any, layout: Layout, implementation: str, dense: str) -> None:
+def _keep_layout(config: Any, layout: Layout, implementation: str, dense: str) -> None:
     """Write `layout` into `config`, and what the model attended with before. A `Custom` layout is not written: the
     model is then refused when it attends, until `sparsify` gives it one."""
     setattr(config, _IMPLEMENTATION, implementation)
@@ -51,16 +44,10 @@ def kept_layout(config: Any) -> Layout | None:
     return layout_from_config(section["layout"], section["num_heads"])
 
 
-def dense_attention(config: Any) -> str | None:
+def _dense_attention(config: Any) -> str | None:
     """What the model of `config` attended with before, where it says so."""
     section: dict[str, str] = getattr(config, _SECTION, None) or {}
     return section.get("dense_attention")
-
-
-def forget_layout(config: Any) -> None:
-    """Take out of `config` what `keep_layout` wrote."""
-    for name in (_SECTION, _IMPLEMENTATION):
-        vars(config).pop(name, None)
 
 
 # Transformers takes names with "flash" or "/" for its own kernels.
@@ -68,11 +55,7 @@ _NAME = "thinwire_block_sparse"
 _LAYOUT = "_thinwire_layout"
 _DENSE = "_thinwire_dense_implementation"
 # What other models' attention functions take, and would be a wrong result if it were ignored.
-_UNSUPPORTED = {
-    "softcap": "capped scores",
-    "s_aux": "attention sinks",
-    "cache": "a paged key/value cache",
-}
+_UNSUPPORTED = {"softcap": "capped scores", "s_aux": "attention sinks", "cache": "a paged key/value cache"}
 
 
 class InterfacePlug:
@@ -85,20 +68,12 @@ class InterfacePlug:
     def serves(model: nn.Module) -> bool:
         """Whether `model` is a transformers 5 model whose attention goes through the interface."""
         can_set = getattr(model, "_can_set_attn_implementation", None)
-        if can_set is None:
-            return False
-        import transformers
-
-        return int(transformers.__version__.split(".")[0]) >= 5 and bool(can_set())
+        return can_set is not None and _has_interface() and bool(can_set())
 
     @staticmethod
     def serves_layer(attention: nn.Module) -> bool:
         """Whether `attention` is a self-attention module of transformers 5 that goes through the interface."""
-        if not hasattr(getattr(attention, "config", None), "_attn_implementation"):
-            return False
-        import transformers
-
-        return int(transformers.__version__.split(".")[0]) >= 5
+        return hasattr(getattr(attention, "config", None), "_attn_implementation") and _has_interface()
 
     @staticmethod
     def set_layout_of_layer(attention: Any, layout: Layout) -> None:
@@ -106,9 +81,9 @@ class InterfacePlug:
         register_with_transformers()
         config = attention.config
         before = config._attn_implementation
-        dense = dense_attention(config) or "sdpa" if before == _NAME else before
+        dense = _dense_attention(config) or "sdpa" if before == _NAME else before
         config._attn_implementation = _NAME
-        keep_layout(config, layout, _NAME, dense)
+        _keep_layout(config, layout, _NAME, dense)
         setattr(attention, _LAYOUT, layout)
         setattr(attention, _DENSE, dense)
 
@@ -128,7 +103,7 @@ class InterfacePlug:
         register_with_transformers()
         current: str = model.config._attn_implementation
         if current == _NAME:  # loaded from what a sparse model saved
-            current = dense_attention(model.config) or "sdpa"
+            current = _dense_attention(model.config) or "sdpa"
         self._dense_implementation = vars(model).get(_DENSE, current)
 
     def set_layout(self, model: Any, layout: Layout) -> None:
@@ -137,15 +112,22 @@ class InterfacePlug:
         for module in model.modules():
             setattr(module, _LAYOUT, layout)
             setattr(module, _DENSE, self._dense_implementation)
-        keep_layout(model.config, layout, _NAME, self._dense_implementation)
+        _keep_layout(model.config, layout, _NAME, self._dense_implementation)
 
     def detach(self, model: Any) -> None:
         """Choose the implementation that was there before."""
         model.set_attn_implementation(self._dense_implementation)
-        forget_layout(model.config)
+        for name in (_SECTION, _IMPLEMENTATION):  # what was written there
+            vars(model.config).pop(name, None)
         for module in model.modules():
             vars(module).pop(_LAYOUT, None)
             vars(module).pop(_DENSE, None)
+
+
+def _has_interface() -> bool:
+    import transformers
+
+    return int(transformers.__version__.split(".")[0]) >= 5
 
 
 def register_with_transformers() -> None:
@@ -206,7 +188,7 @@ def _wake(module: Any) -> Layout:
             f"attn_implementation is {_NAME!r}, but this {type(module).__name__} has no layout: call "
             f"sparsify(model, layout), or load the model with another attn_implementation"
         )
-    keep_layout(module.config, layout, _NAME, dense_attention(module.config) or "sdpa")
+    _keep_layout(module.config, layout, _NAME, _dense_attention(module.config) or "sdpa")
     setattr(module, _LAYOUT, layout)
     return layout
 

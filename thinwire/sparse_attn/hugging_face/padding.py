@@ -62,13 +62,19 @@ def pad_to_block_size(
         return 0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
     if attention_mask is None:
         attention_mask = torch.ones(batch, length, dtype=torch.int64, device=ids_or_embeds.device)
+    if inputs_embeds is not None:
+        added = inputs_embeds.new_zeros(batch, pad_length, inputs_embeds.shape[2])
+        if model_embeddings is not None:
+            ids = torch.full((batch, pad_length), pad_token_id, dtype=torch.int64, device=inputs_embeds.device)
+            added = model_embeddings(ids).to(inputs_embeds.dtype)
+        inputs_embeds = torch.cat([inputs_embeds, added], dim=1)
     return (
         pad_length,
         _padded(input_ids, pad_length, pad_token_id),
         _padded_mask(attention_mask, length, pad_length),
         _padded(token_type_ids, pad_length, 0),
         _padded(position_ids, pad_length, pad_token_id),
-        _padded_embeds(inputs_embeds, pad_length, pad_token_id, model_embeddings),
+        inputs_embeds,
     )
 
 
@@ -90,20 +96,6 @@ def _padded_mask(mask: Tensor, length: int, pad_length: int) -> Tensor:
         return padded
     # Added queries attend what the last one does: a row that attends nothing is NaN in a dense softmax.
     return torch.cat([padded, padded[..., -1:, :].expand(*padded.shape[:-2], pad_length, -1)], dim=-2)
-
-
-def _padded_embeds(
-    embeds: Tensor | None, pad_length: int, pad_token_id: int, model_embeddings: Callable[[Tensor], Tensor] | None
-) -> Tensor | None:
-    if embeds is None:
-        return None
-    batch, _, size = embeds.shape
-    if model_embeddings is None:
-        added = embeds.new_zeros(batch, pad_length, size)
-    else:
-        ids = torch.full((batch, pad_length), pad_token_id, dtype=torch.int64, device=embeds.device)
-        added = model_embeddings(ids).to(embeds.dtype)
-    return torch.cat([embeds, added], dim=1)
 
 
 def layout_for(layout: Layout, length: int) -> Layout:

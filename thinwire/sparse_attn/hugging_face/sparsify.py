@@ -49,7 +49,8 @@ def extend_position_embedding(model: _Model, max_positions: int) -> _Model:
     if max_positions < old:
         raise ValueError(f"max_positions is {max_positions}, but the model reads {old} tokens; a table only grows")
     for embeddings in tables:
-        _extend(embeddings, max_positions)
+        if max_positions != _positions(embeddings.position_embeddings):
+            _extend(embeddings, max_positions)
     model.config.max_position_embeddings = tables[0].position_embeddings.num_embeddings  # type: ignore[union-attr]
     return model
 
@@ -85,10 +86,7 @@ def _positions(table: nn.Embedding) -> int:
 
 def _extend(embeddings: Any, max_positions: int) -> None:
     table: nn.Embedding = embeddings.position_embeddings
-    if max_positions == _positions(table):
-        return
-    unused = _unused_rows(table)
-    device = table.weight.device
+    unused, device = _unused_rows(table), table.weight.device
     source = unused + torch.arange(max_positions, device=device) % _positions(table)
     with torch.no_grad():
         weight = torch.cat([table.weight[:unused], table.weight[source]])
@@ -138,7 +136,12 @@ def sparsify(model: _Model, layout: Layout | None = None, max_positions: int | N
     state: _State | None = vars(model).get(_STATE)
     plug = _choose_plug(model) if state is None else state.plug
     if state is None:
-        _give_own_config(model)
+        # Models built from one configuration object share it: the choice of attention in it would reach them all.
+        shared: Any = model.config
+        own = copy.deepcopy(shared)
+        for module in model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
     if max_positions is not None:
         extend_position_embedding(model, max_positions)
     for part in list(model.modules()):
@@ -217,15 +220,6 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"config.output_attentions is set. {_NO_ATTENTIONS}")
 
 
-def _give_own_config(model: nn.Module) -> None:
-    """Models built from one configuration object share it: the choice of attention in it would reach them all."""
-    shared = model.config
-    own = copy.deepcopy(shared)
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = own
-
-
 _NO_ATTENTIONS = (
     "Block-sparse attention never forms the attention probabilities, so it cannot return them; "
     "leave output_attentions out, or call densify(model) and set attn_implementation to 'eager' to look at them"
@@ -249,7 +243,7 @@ def replace_self_attention_of_layers(config: Any, layers: Sequence[nn.Module], l
     changed then.
     """
     check_layout(layout, config.num_attention_heads)
-    attentions = [getattr(layer, "attention", None) for layer in layers]
+    attentions: list[Any] = [getattr(layer, "attention", None) for layer in layers]
     for layer, attention in zip(layers, attentions, strict=True):
         own = getattr(attention, "self", None)
         if not all(isinstance(getattr(own, name, None), nn.Module) for name in ("query", "key", "value")):
@@ -258,20 +252,15 @@ def replace_self_attention_of_layers(config: Any, layers: Sequence[nn.Module], l
                 "layers have; build its attention on SparseSelfAttention instead"
             )
     for attention in attentions:
-        _replace(attention, config, layout)
+        own = attention.self
+        if InterfacePlug.serves_layer(own):
+            InterfacePlug.set_layout_of_layer(own, layout)
+        elif SwapPlug.serves_layer(own):
+            swapped = own if isinstance(own, SwappedSelfAttention) else SwappedSelfAttention(own)
+            swapped.layout = layout
+            attention.self = swapped
+        else:
+            sparse = BertSparseSelfAttention(config, layout)
+            sparse.query, sparse.key, sparse.value = own.query, own.key, own.value
+            attention.self = sparse.train(own.training)
     return layers
-
-
-def _replace(attention: Any, config: Any, layout: Layout) -> None:
-    own = attention.self
-    if InterfacePlug.serves_layer(own):
-        InterfacePlug.set_layout_of_layer(own, layout)
-        return
-    if SwapPlug.serves_layer(own):
-        swapped = own if isinstance(own, SwappedSelfAttention) else SwappedSelfAttention(own)
-        swapped.layout = layout
-        attention.self = swapped
-        return
-    sparse = BertSparseSelfAttention(config, layout)
-    sparse.query, sparse.key, sparse.value = own.query, own.key, own.value
-    attention.self = sparse.train(own.training)

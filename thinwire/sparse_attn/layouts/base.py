@@ -9,7 +9,7 @@ import operator
 import random
 import reprlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex, BlockPairs
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = [
     "SUPPORTED_BLOCKS",
     "Layout",
     "all_blocks",
-    "at_least",
-    "check_global_ranges",
-    "draw",
     "global_columns",
     "global_ranges",
     "global_rows",
@@ -34,7 +34,6 @@ __all__ = [
     "lower",
     "random_blocks",
     "sliding",
-    "whole_number",
 ]
 
 
@@ -108,32 +107,6 @@ def random_blocks(blocks: int, count: int, taken: BlockPairs, generator: random.
     return torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64)
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-def draw(index: BlockIndex, name: str, seq_len: int) -> Axes:
-    """The blocks of `seq_len` tokens of the layout called `name`: rows of queries down, columns of keys across, darker
-    where more heads attend.
-
-    Raises ImportError where matplotlib is missing.
-    """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("drawing a layout needs matplotlib: pip install matplotlib") from error
-    _, axes = plt.subplots(figsize=(5, 5))
-    axes.imshow(index.dense().float().mean(0).numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_xlabel(f"keys, blocks of {index.block}")
-    axes.set_ylabel(f"queries, blocks of {index.block}")
-    axes.set_title(f"{name} attends {100 * index.density():.1f}% of {seq_len} x {seq_len}")
-    return axes
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
 SUPPORTED_BLOCKS = (16, 32, 64, 128)
 """Tokens a block that the kernels are written for."""
 
@@ -148,7 +121,8 @@ class Layout:
     64 or 128. `different_layout_per_head`: let patterns that differ between heads, random ones say, do so.
     """
 
-    # Options that count blocks of one row: the sequence must have as many.
+    # Options that count blocks, and the least of each; of those of one row a sequence must have as many.
+    _least: ClassVar[Mapping[str, int]] = {}
     _counted_in_a_row: ClassVar[tuple[str, ...]] = ()
 
     num_heads: int
@@ -160,12 +134,29 @@ class Layout:
     _content: str = field(default="", init=False, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "num_heads")
-        _check_block(self.block)
-        _switch("different_layout_per_head", self.different_layout_per_head)
+        if type(self.block) is not int or self.block not in SUPPORTED_BLOCKS:
+            sizes = ", ".join(map(str, SUPPORTED_BLOCKS))
+            raise ValueError(
+                f"block must be one of {sizes} tokens, which the kernels are written for, got "
+                f"{reprlib.repr(self.block)}"
+            )
         for name, value in vars(self).items():
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
+        options = vars(self)
+        for name in {"different_layout_per_head", "horizontal_global_attention"} & options.keys():
+            if not isinstance(options[name], bool):
+                raise ValueError(f"{name} must be True or False, got {reprlib.repr(options[name])}")
+        known_attention(options.get("attention", "bidirectional"), options.get("horizontal_global_attention", False))
+        for name, least in {"num_heads": 1, **self._least}.items():
+            if type(options[name]) is not int or options[name] < least:
+                raise ValueError(
+                    f"{name} must be a whole number of at least {least}, got {reprlib.repr(options[name])}"
+                )
+        if type(options.get("seed", 0)) is not int:
+            raise ValueError(f"seed must be a whole number, got {reprlib.repr(options['seed'])}")
+        if "global_block_indices" in options:
+            _check_global_ranges(options["global_block_indices"], options["global_block_end_indices"])
         object.__setattr__(self, "_content", repr(self))
 
     @property
@@ -212,8 +203,19 @@ class Layout:
         return {**vars(self), "_indices": OrderedDict()}
 
     def plot(self, seq_len: int) -> Axes:
-        """Draw the blocks of `seq_len` tokens, darker where more heads attend; returns matplotlib's axes."""
-        return draw(self.index(seq_len), type(self).__name__, seq_len)
+        """Draw the blocks of `seq_len` tokens: rows of queries down, columns of keys across, darker where more heads
+        attend; returns matplotlib's axes. Raises ImportError where matplotlib is missing."""
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("drawing a layout needs matplotlib: pip install matplotlib") from error
+        index = self.index(seq_len)
+        _, axes = plt.subplots(figsize=(5, 5))
+        axes.imshow(index.dense().float().mean(0).numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_xlabel(f"keys, blocks of {index.block}")
+        axes.set_ylabel(f"queries, blocks of {index.block}")
+        axes.set_title(f"{type(self).__name__} attends {100 * index.density():.1f}% of {seq_len} x {seq_len}")
+        return axes
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _constant_index(self, content: str, query_length: int, key_length: int, device: torch.device) -> BlockIndex:
@@ -254,7 +256,12 @@ class Layout:
         if rows == 0 or columns == 0:
             nothing = torch.zeros(0, dtype=torch.int64)
             return BlockIndex.from_pairs(self.block, rows, columns, [(nothing, nothing)])
-        _check_row(self, rows)
+        for name in self._counted_in_a_row:
+            if getattr(self, name) > rows:
+                raise ValueError(
+                    f"{type(self).__name__} has {name}={getattr(self, name)}, but the sequence has {rows} blocks of "
+                    f"{self.block} tokens: pad it to {getattr(self, name) * self.block} tokens, or choose less"
+                )
         heads = self.num_heads if self.different_layout_per_head else 1
         pairs = [self._pairs(head, rows) for head in range(heads)]
         if self.causal:
@@ -262,48 +269,10 @@ class Layout:
         return BlockIndex.from_pairs(self.block, rows, columns, pairs)
 
 
-def at_least(layout: Layout, least: int, *names: str) -> None:
-    """Raise ValueError for a number of `layout` that is no whole number, or below `least`."""
-    for name in names:
-        value = getattr(layout, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}")
-
-
-def _check_block(block: object) -> None:
-    if type(block) is not int or block not in SUPPORTED_BLOCKS:
-        sizes = ", ".join(map(str, SUPPORTED_BLOCKS))
-        raise ValueError(
-            f"block must be one of {sizes} tokens, which the kernels are written for, got {reprlib.repr(block)}"
-        )
-
-
-def whole_number(name: str, value: object) -> None:
-    """Raise ValueError where option `name` is no whole number."""
-    if type(value) is not int:
-        raise ValueError(f"{name} must be a whole number, got {reprlib.repr(value)}")
-
-
-def _switch(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {reprlib.repr(value)}")
-
-
-def _check_row(layout: Layout, blocks: int) -> None:
-    """Raise ValueError where a number of blocks is larger than the sequence."""
-    for name in layout._counted_in_a_row:
-        if getattr(layout, name) > blocks:
-            raise ValueError(
-                f"{type(layout).__name__} has {name}={getattr(layout, name)}, but the sequence has {blocks} blocks of "
-                f"{layout.block} tokens: pad it to {getattr(layout, name) * layout.block} tokens, or choose less"
-            )
-
-
 def known_attention(attention: str, horizontal: bool = False) -> None:
     """Raise ValueError for an unknown direction, or for rows of the future in a unidirectional layout."""
     if attention not in ("bidirectional", "unidirectional"):
         raise ValueError(f'attention must be "bidirectional" or "unidirectional", got {reprlib.repr(attention)}')
-    _switch("horizontal_global_attention", horizontal)
     if horizontal and attention == "unidirectional":
         raise ValueError(
             "horizontal_global_attention lets rows attend all columns, later ones too: it needs "
@@ -311,7 +280,7 @@ def known_attention(attention: str, horizontal: bool = False) -> None:
         )
 
 
-def check_global_ranges(first: Sequence[int], end: Sequence[int] | None) -> None:
+def _check_global_ranges(first: Sequence[int], end: Sequence[int] | None) -> None:
     """Raise ValueError for ranges that are no lists of whole numbers, that are empty, or do not pair."""
     _whole_numbers("global_block_indices", first)
     if end is None:

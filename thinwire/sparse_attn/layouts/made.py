@@ -118,7 +118,8 @@ def layout_from_config(section: Mapping[str, Any], num_heads: int) -> Layout:
     given = {
         name: value
         for name, value in section.items()
-        if name != "mode" and (name in known or not _is_default_of_another(name, value))
+        if name != "mode"
+        and (name in known or (tuple(value) if isinstance(value, list) else value) not in _defaults(name))
     }
     for name in given:
         if name not in known:
@@ -148,11 +149,9 @@ def _parameters(layout: type[Layout]) -> dict[str, Any]:
     return {one.name: one.default for one in fields(layout) if one.init and one.name != "num_heads"}
 
 
-def _is_default_of_another(name: str, value: Any) -> bool:
-    """Whether some mode has this parameter, and this value of it says nothing."""
-    value = tuple(value) if isinstance(value, list) else value
-    defaults = [_parameters(layout)[name] for layout in _MODES.values() if name in _parameters(layout)]
-    return value in defaults
+def _defaults(name: str) -> list[Any]:
+    """Of a parameter in all modes that have it."""
+    return [_parameters(layout)[name] for layout in _MODES.values() if name in _parameters(layout)]
 
 
 def _nearest(name: object, known: list[str]) -> str:

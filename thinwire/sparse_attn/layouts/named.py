@@ -17,8 +17,6 @@ from thinwire.sparse_attn.block_index import BlockPairs
 from thinwire.sparse_attn.layouts.base import (
     Layout,
     all_blocks,
-    at_least,
-    check_global_ranges,
     global_columns,
     global_ranges,
     global_rows,
@@ -27,7 +25,6 @@ from thinwire.sparse_attn.layouts.base import (
     local_windows,
     random_blocks,
     sliding,
-    whole_number,
 )
 
 __all__ = ["BSLongformer", "BigBird", "Custom", "Dense", "Fixed", "Layout", "LocalSlidingWindow", "Variable"]
@@ -40,10 +37,6 @@ class Dense(Layout):
     """Every block: what sparse layouts are compared with."""
 
     attention: Attention = "bidirectional"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known_attention(self.attention)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         return all_blocks(blocks, blocks)
@@ -58,6 +51,8 @@ class Fixed(Layout):
     `horizontal_global_attention`: the global blocks' rows attend everything too.
     """
 
+    _least: ClassVar = {"num_local_blocks": 1, "num_global_blocks": 1, "num_different_global_patterns": 1}
+
     num_local_blocks: int = 4
     num_global_blocks: int = 1
     attention: Attention = "bidirectional"
@@ -66,8 +61,6 @@ class Fixed(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known_attention(self.attention, self.horizontal_global_attention)
-        at_least(self, 1, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
         if self.num_local_blocks % self.num_global_blocks:
             raise ValueError(
                 f"num_local_blocks must be a multiple of num_global_blocks, got {self.num_local_blocks} and "
@@ -108,7 +101,8 @@ class Variable(Layout):
     `num_random_blocks`: so many a row besides, drawn from `seed`.
     """
 
-    _counted_in_a_row: ClassVar[tuple[str, ...]] = ("num_random_blocks",)
+    _least: ClassVar = {"num_random_blocks": 0}
+    _counted_in_a_row: ClassVar = ("num_random_blocks",)
 
     num_random_blocks: int = 0
     local_window_blocks: tuple[int, ...] = (4,)
@@ -120,15 +114,11 @@ class Variable(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known_attention(self.attention, self.horizontal_global_attention)
-        at_least(self, 0, "num_random_blocks")
-        whole_number("seed", self.seed)
         sizes = self.local_window_blocks
         if not isinstance(sizes, Sequence) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
             raise ValueError(
                 f"local_window_blocks must list sizes, whole numbers of at least 1, got {reprlib.repr(sizes)}"
             )
-        check_global_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         columns = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
@@ -146,24 +136,14 @@ class BigBird(Layout):
     global blocks, drawn from `seed`.
     """
 
-    _counted_in_a_row: ClassVar[tuple[str, ...]] = (
-        "num_random_blocks",
-        "num_sliding_window_blocks",
-        "num_global_blocks",
-    )
+    _least: ClassVar = {"num_random_blocks": 0, "num_global_blocks": 0, "num_sliding_window_blocks": 1}
+    _counted_in_a_row: ClassVar = ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
 
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
     num_global_blocks: int = 1
     attention: Attention = "bidirectional"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known_attention(self.attention)
-        at_least(self, 0, "num_random_blocks", "num_global_blocks")
-        at_least(self, 1, "num_sliding_window_blocks")
-        whole_number("seed", self.seed)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         first = range(self.num_global_blocks)
@@ -182,18 +162,13 @@ class BSLongformer(Layout):
     `global_block_indices`: the global blocks, or with `global_block_end_indices` the first of ranges of them.
     """
 
-    _counted_in_a_row: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
+    _least: ClassVar = {"num_sliding_window_blocks": 1}
+    _counted_in_a_row: ClassVar = ("num_sliding_window_blocks",)
 
     num_sliding_window_blocks: int = 3
     global_block_indices: tuple[int, ...] = (0,)
     global_block_end_indices: tuple[int, ...] | None = None
     attention: Attention = "bidirectional"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known_attention(self.attention)
-        at_least(self, 1, "num_sliding_window_blocks")
-        check_global_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         every = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
@@ -205,15 +180,11 @@ class BSLongformer(Layout):
 class LocalSlidingWindow(Layout):
     """A sliding window alone; unidirectional, its lower half."""
 
-    _counted_in_a_row: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
+    _least: ClassVar = {"num_sliding_window_blocks": 1}
+    _counted_in_a_row: ClassVar = ("num_sliding_window_blocks",)
 
     num_sliding_window_blocks: int = 3
     attention: Attention = "unidirectional"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known_attention(self.attention)
-        at_least(self, 1, "num_sliding_window_blocks")
 
     def _pairs(self, head: int, blocks: int) -> BlockPairs:
         return sliding(blocks, self.num_sliding_window_blocks)

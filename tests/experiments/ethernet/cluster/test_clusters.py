@@ -1,17 +1,20 @@
-"""Clusters are made, shaped, used by mpirun, and removed again whatever ends their maker."""
+"""Clusters are made, shaped, used by mpirun, and removed again; their commands and jobs end with what went wrong."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from experiments.ethernet.cluster import namespaces
+from experiments.ethernet.cluster import namespaces, remote_agent
 from experiments.ethernet.cluster.clusters import EmulatedCluster, LoopbackCluster
-from experiments.ethernet.cluster.commands import run
+from experiments.ethernet.cluster.commands import ClusterError, missing, run
+from experiments.ethernet.cluster.mpirun import clean_environment, run_limited
 from tests.experiments.ethernet.cluster.needs import needs_cluster
 from tests.launching import need_mpi
 
@@ -55,6 +58,7 @@ def test_hosts_slow_down_as_linux_does_by_default_whatever_the_machine_does() ->
 
 @needs_cluster
 @pytest.mark.launch
+@pytest.mark.chaos
 def test_mpirun_reaches_every_host_and_nothing_is_left(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SUM_OF_RANKS)
@@ -133,3 +137,62 @@ def test_loopback_stands_in_without_root(tmp_path: Path) -> None:
     finished = LoopbackCluster(2).run([str(program)], seconds=100)
     assert finished.code == 0, finished.output
     assert finished.output.count("sum 1 on") == 2
+
+
+def test_output_is_returned() -> None:
+    assert run("printf", "%s", "a b") == "a b"
+
+
+def test_a_failure_passes_the_complaint_on() -> None:
+    with pytest.raises(ClusterError, match=r"sh -c echo no >&2; exit 3: no"):
+        run("sh", "-c", "echo no >&2; exit 3")
+
+
+def test_users_other_than_root_are_told() -> None:
+    assert "root" in str(missing(user=1000))
+
+
+def test_absent_tools_are_named(tmp_path: Path) -> None:
+    assert "ip, tc, unshare" in str(missing({"PATH": str(tmp_path)}, user=0))
+
+
+def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
+    finished = run_limited(["sh", "-c", "pwd; echo oops >&2; exit 3"], os.environ, 30.0, tmp_path)
+    assert (finished.code, finished.output) == (3, f"{tmp_path}\noops\n")
+
+
+def test_a_job_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    started = time.monotonic()
+    finished = run_limited(["sh", "-c", "echo begun; sleep 600 & wait"], os.environ, 0.5, tmp_path)
+    assert finished.code is None
+    assert finished.output == "begun\n"
+    assert time.monotonic() - started < 60
+
+
+def test_a_launcher_around_this_process_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "MASTER_ADDR", "PMIX_RANK"):
+        monkeypatch.setenv(name, "7")
+    environment = clean_environment({"MASTER_ADDR": "10.77.0.1"})
+    assert environment["MASTER_ADDR"] == "10.77.0.1"
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert not {"RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environment.keys()
+
+
+@pytest.mark.parametrize(("address", "number"), [("10.77.0.1", 0), ("10.77.0.250", 249)])
+def test_addresses_count_from_one(address: str, number: int) -> None:
+    assert remote_agent.host_number(address) == number
+
+
+def test_a_command_runs_in_its_hosts_namespace_under_its_name() -> None:
+    command = remote_agent.remote_command("cluster", "10.77.0.3", ["prted", "--tree", "a b"])
+    assert command[:4] == ["ip", "netns", "exec", "cluster-host2"]
+    assert command[-1].endswith("; prted --tree a b")
+    assert "echo host2 >" in command[-1]
+
+
+def test_a_host_that_does_not_answer_is_named_with_sshs_exit_code() -> None:
+    # TCP connects to no broadcast address: that fails at once, on any machine.
+    command = [sys.executable, str(remote_agent.__file__), "cluster", "255.255.255.255", "true"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 255
+    assert "connect to host 255.255.255.255" in finished.stderr

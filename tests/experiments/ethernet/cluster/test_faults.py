@@ -18,7 +18,7 @@ from tests.experiments.ethernet.cluster import faulty_program
 from tests.experiments.ethernet.cluster.needs import needs_cluster
 from thinwire.comm import threads
 
-pytestmark = [needs_cluster, pytest.mark.launch]
+pytestmark = [needs_cluster, pytest.mark.launch, pytest.mark.chaos]
 
 HOSTS = 3
 PATIENT, IMPATIENT = 60.0, 8.0
@@ -65,7 +65,6 @@ def losses(finished: Finished) -> list[float]:
     return [float.fromhex(loss) for loss in line.split()[1:]]
 
 
-@pytest.mark.chaos
 def test_a_link_down_for_five_seconds_changes_nothing(
     cluster: EmulatedCluster, tmp_path: Path, sound_losses: list[float]
 ) -> None:
@@ -77,7 +76,6 @@ def test_a_link_down_for_five_seconds_changes_nothing(
     assert losses(run_with_fault(cluster, tmp_path, PATIENT, fault)) == sound_losses
 
 
-@pytest.mark.chaos
 def test_a_link_at_a_tenth_of_its_rate_changes_nothing(
     cluster: EmulatedCluster, tmp_path: Path, sound_losses: list[float]
 ) -> None:
@@ -85,7 +83,6 @@ def test_a_link_at_a_tenth_of_its_rate_changes_nothing(
     assert losses(finished) == sound_losses
 
 
-@pytest.mark.chaos
 def test_a_host_cut_off_for_good_is_named(cluster: EmulatedCluster, tmp_path: Path) -> None:
     finished = run_with_fault(cluster, tmp_path, IMPATIENT, lambda: cluster.links[1].set_up(False))
     assert finished.code not in (0, None), finished.output

@@ -10,8 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compress.kernels.adam_reference import AdamStep
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, EncodePayload, Part, Segments
+from thinwire.compress.kernels.adam import AdamStep
+from thinwire.compress.kernels.buckets import (
+    AverageAndEncode,
+    DecodeAndMove,
+    EncodePayload,
+    Part,
+    Segments,
+)
 from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded
 from thinwire.compress.kernels.cpu import adam, moving, payload, small_floats
 from thinwire.compress.kernels.cpu import decode as decoding
@@ -19,7 +25,7 @@ from thinwire.compress.kernels.cpu import encode as encoding
 from thinwire.compress.kernels.cpu.blocks import Layout, PartLayout, Range, form_of
 from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.noise import keys
-from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState
 from thinwire.compress.kernels.reference import check_headers, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
 from thinwire.simd.workers import Workers
@@ -55,7 +61,7 @@ _STREAM_ALIGNMENT = 64
 
 
 def encode(call: Encode) -> None:
-    """Encode payload + residual; see `thinwire.compress.kernels.encode` and `encode_rounded`."""
+    """Encode payload + residual."""
     kernel = encoding.encode if call.new_residual is None else encoding.encode_rounded
     arguments = [(array(run.payload), *_residuals(run), *_packets(run, run.numel)) for run in call.runs()]
     _over_runs(kernel, arguments, call.payload.numel(), call.block_size)
@@ -68,7 +74,7 @@ def _residuals(run: Encode) -> tuple[NDArray[Any], ...]:
 
 
 def decode(call: Decode) -> None:
-    """Decode every row, or average the rows; see `thinwire.compress.kernels.decode` and `decode_mean`."""
+    """Decode every row, or average the rows."""
     runs, numel = list(call.runs()), call.output.numel()
     streaming = numel >= _STREAM_ELEMENTS and all(run.output.data_ptr() % _STREAM_ALIGNMENT == 0 for run in runs)
     arguments = [(*_packets(run, run.numel), array(run.output), run.averaged, streaming) for run in runs]
@@ -76,7 +82,7 @@ def decode(call: Decode) -> None:
 
 
 def store_rounded(call: StoreRounded) -> None:
-    """Rounding at random; see `thinwire.compress.kernels.store_rounded`."""
+    """Round at random."""
     arguments = values(call.weights), array(call.values), *_keys(call.seed)
     numel = call.values.numel()
 
@@ -143,7 +149,7 @@ _FORMS = {"plain": payload.PLAIN, "divided": payload.DIVIDED, "masked": payload.
 
 
 def encode_payload(call: EncodePayload) -> None:
-    """See `thinwire.compress.kernels.buckets.encode_payload`."""
+    """Make a part of the payload and encode it."""
     arguments = (
         _runs(call.segments, call.gradients),
         _contributing(call.beta1, call.divisors),
@@ -158,7 +164,7 @@ def encode_payload(call: EncodePayload) -> None:
 
 
 def decode_and_move(call: DecodeAndMove) -> None:
-    """See `thinwire.compress.kernels.buckets.decode_and_move`."""
+    """Decode a part of what came back and move weights by it."""
     arguments = (
         _runs(call.segments, call.weights, call.replicas),
         np.array([[-rate for rate in call.rates], call.decays], dtype=np.float32).T.copy(),
@@ -173,7 +179,7 @@ def decode_and_move(call: DecodeAndMove) -> None:
 
 
 def average_and_encode(call: AverageAndEncode) -> None:
-    """See `thinwire.compress.kernels.buckets.average_and_encode`."""
+    """Average what an owner got and encode that."""
     blocks = call.lost.numel() // call.block_size
     form = form_of(call.codec)
     arguments = (
@@ -191,7 +197,7 @@ def average_and_encode(call: AverageAndEncode) -> None:
 
 
 def encode_packed_payload(call: EncodePackedPayload) -> None:
-    """See `thinwire.compress.kernels.buckets.encode_packed_payload`."""
+    """Make a part of the payload from packed state and encode it."""
     arguments = (
         _runs(call.segments, call.gradients),
         _contributing(call.beta1, call.divisors),
@@ -209,7 +215,7 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
 
 
 def move_packed(call: MovePacked) -> None:
-    """See `thinwire.compress.kernels.buckets.move_packed`."""
+    """Move the weights of a bucket by packed momentum."""
     state, numel = call.state, call.weights.numel()
     if not numel:
         return
@@ -284,7 +290,7 @@ _BLOCK = 4096
 
 
 def adam_step(call: AdamStep) -> None:
-    """See `thinwire.compress.kernels.adam.adam_step`."""
+    """Step of Adam over many tensors."""
     ends = np.cumsum([one.numel() for one in call.variances])
     numel = int(ends[-1])
     runs = np.zeros((len(ends), adam.COLUMNS), dtype=np.int64)

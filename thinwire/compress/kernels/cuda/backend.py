@@ -4,31 +4,21 @@ they lie. The host waits for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from thinwire.compress.kernels.adam_reference import AdamStep
-from thinwire.compress.kernels.bucket_calls import AverageAndEncode, DecodeAndMove, DigestGradients, EncodePayload
-from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
+from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, KernelCall, RenewFactors
 from thinwire.compress.kernels.cuda.bucket_launches import (
-    Runs,
-    adam_runs,
     adam_step_launch,
     average_and_encode_launch,
     decode_and_move_launch,
-    digest_gradients_launch,
     encode_packed_payload_launch,
     encode_payload_launch,
-    gradient_runs,
     move_packed_launch,
     moved_factors,
-    moved_runs,
-    packed_runs,
     payload_factors,
-    payload_runs,
 )
 from thinwire.compress.kernels.cuda.launch import (
     Launch,
@@ -42,9 +32,6 @@ from thinwire.compress.kernels.cuda.launch import (
     write_headers_launch,
 )
 from thinwire.compress.kernels.cuda.toolkit import Toolkit, find_toolkit, machine_code
-from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
-from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
-from thinwire.compress.kernels.tables import CapturedTables, on_device
 
 __all__ = ["CudaBackend", "Runner", "make_backend"]
 
@@ -76,85 +63,46 @@ class Runner:
         return self._toolkit.load(code, launch.function, device)
 
 
+_LAUNCHES: dict[str, Callable[[Any], Iterable[Launch]]] = {
+    "encode": lambda call: map(encode_launch, call.runs()),
+    "decode": lambda call: map(decode_launch, call.runs()),
+    "store_rounded": lambda call: [store_rounded_launch(call)],
+    "write_headers": lambda call: [write_headers_launch(call)],
+    "check_headers": lambda call: [check_headers_launch(call)],
+    "encode_payload": lambda call: [encode_payload_launch(call)],
+    "decode_and_move": lambda call: [decode_and_move_launch(call)],
+    "average_and_encode": lambda call: [average_and_encode_launch(call)],
+    "encode_packed_payload": lambda call: [encode_packed_payload_launch(call)],
+    "move_packed": lambda call: [move_packed_launch(call)],
+    "adam_step": lambda call: [adam_step_launch(call)],
+}
+
+
 class CudaBackend:
-    """Calls in, launches out, through one toolkit."""
+    """Calls in, launches out: a method for each kernel."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, run: Callable[[Launch, torch.device], None]) -> None:
+        """`run` launches on a device, as `Runner.run` does."""
+        self._run = run
 
-    def encode(self, call: Encode) -> None:
-        """Encode payload + residual; see `thinwire.compress.kernels.encode` and `encode_rounded`."""
-        for run in call.runs():
-            self._runner.run(encode_launch(run), call.packets.device)
+    def __getattr__(self, kernel: str) -> Callable[[KernelCall], None]:
+        if kernel not in _LAUNCHES:
+            raise AttributeError(kernel)
+        launches = _LAUNCHES[kernel]
 
-    def decode(self, call: Decode) -> None:
-        """Decode every row, or average the rows; see `thinwire.compress.kernels.decode` and `decode_mean`."""
-        for run in call.runs():
-            self._runner.run(decode_launch(run), call.packets.device)
+        def launch_all(call: KernelCall) -> None:
+            for launch in launches(call):
+                self._run(launch, call.device)
 
-    def store_rounded(self, call: StoreRounded) -> None:
-        """Rounding at random; see `thinwire.compress.kernels.store_rounded`."""
-        self._runner.run(store_rounded_launch(call), call.weights.device)
+        setattr(self, kernel, launch_all)
+        return launch_all
 
-    def write_headers(self, call: WriteHeaders) -> None:
-        """Headers of packets to be sent; see `thinwire.compress.kernels.headers`."""
-        self._runner.run(write_headers_launch(call), call.packets.device)
-
-    def check_headers(self, call: CheckHeaders) -> None:
-        """Headers of packets that came; see `thinwire.compress.kernels.headers`."""
-        self._runner.run(check_headers_launch(call), call.headers.device)
-
-    def encode_payload(self, call: EncodePayload) -> None:
-        """See `thinwire.compress.kernels.buckets.encode_payload`."""
-        runs = _placed(call, payload_runs(call), call.packets)
-        self._runner.run(encode_payload_launch(call, runs), runs.device)
-
-    def decode_and_move(self, call: DecodeAndMove) -> None:
-        """See `thinwire.compress.kernels.buckets.decode_and_move`."""
-        runs = _placed(call, moved_runs(call), call.packets)
-        self._runner.run(decode_and_move_launch(call, runs), runs.device)
-
-    def average_and_encode(self, call: AverageAndEncode) -> None:
-        """See `thinwire.compress.kernels.buckets.average_and_encode`."""
-        self._runner.run(average_and_encode_launch(call), call.packets.device)
-
-    def encode_packed_payload(self, call: EncodePackedPayload) -> None:
-        """See `thinwire.compress.kernels.buckets.encode_packed_payload`."""
-        runs = _placed(call, payload_runs(call), call.packets)
-        self._runner.run(encode_packed_payload_launch(call, runs), runs.device)
-
-    def move_packed(self, call: MovePacked) -> None:
-        """See `thinwire.compress.kernels.buckets.move_packed`."""
-        runs = call.segments.tables.on_device((call.kernel, call.first), packed_runs(call), call.weights.device)
-        self._runner.run(move_packed_launch(call, runs), runs.device)
-
-    def digest_gradients(self, call: DigestGradients) -> None:
-        """See `thinwire.compress.kernels.buckets.digest_gradients`."""
-        runs = call.segments.tables.on_device((call.kernel, 0), gradient_runs(call), call.digests.device)
-        self._runner.run(digest_gradients_launch(call, runs), runs.device)
-
-    def renew_factors(
-        self,
-        tables: CapturedTables,
-        beta1: Sequence[float],
-        divisors: Sequence[float],
-        rates: Sequence[float],
-        decays: Sequence[float],
-    ) -> None:
-        """See `thinwire.compress.kernels.buckets.renew_factors`."""
-        tables.change(EncodePayload.kernel, payload_factors(beta1, divisors))
-        tables.change(DecodeAndMove.kernel, moved_factors(rates, decays))
-
-    def adam_step(self, call: AdamStep) -> None:
-        """See `thinwire.compress.kernels.adam.adam_step`."""
-        runs = on_device(adam_runs(call), call.variances[0].device)
-        self._runner.run(adam_step_launch(call, runs), runs.device)
+    def renew_factors(self, call: RenewFactors) -> None:
+        """Change what launches that are captured find in their tables."""
+        call.tables.change(EncodePayload.kernel, payload_factors(call.beta1, call.divisors))
+        call.tables.change(DecodeAndMove.kernel, moved_factors(call.rates, call.decays))
 
 
 def make_backend() -> CudaBackend:
     """The backend on the toolkit that there is; raises ImportError where there is none."""
-    return CudaBackend(Runner(find_toolkit()))
-
-
-def _placed(call: EncodePayload | DecodeAndMove | EncodePackedPayload, runs: Runs, packets: Tensor) -> Tensor:
-    return call.segments.tables.on_device((call.kernel, call.part.first), runs, packets.device)
+    return CudaBackend(Runner(find_toolkit()).run)

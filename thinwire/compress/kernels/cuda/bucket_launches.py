@@ -1,21 +1,21 @@
-"""Launches over many tensors, a whole bucket's or a step of Adam's: tables of its runs, which have to lie on the
-device, and launches that are given where; nothing here needs a GPU."""
+"""Launches over many tensors, a whole bucket's or a step of Adam's, each with a table on the device that says where
+they lie; nothing here needs a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.adam_reference import AdamStep
-from thinwire.compress.kernels.bucket_calls import (
+from thinwire.compress.kernels.adam import AdamStep
+from thinwire.compress.kernels.buckets import (
     AverageAndEncode,
     DecodeAndMove,
-    DigestGradients,
     EncodePayload,
+    KernelCall,
     Part,
     Segments,
 )
@@ -40,50 +40,22 @@ from thinwire.compress.kernels.cuda.launch import (
 )
 from thinwire.compress.kernels.headers import WriteHeaders, header_words
 from thinwire.compress.kernels.noise import keys
-from thinwire.compress.kernels.packed_calls import EncodePackedPayload, MovePacked
-from thinwire.compress.kernels.tables import Table
+from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.tables import on_device
 
 __all__ = [
-    "Runs",
-    "adam_runs",
     "adam_step_launch",
     "average_and_encode_launch",
     "decode_and_move_launch",
-    "digest_gradients_launch",
     "encode_packed_payload_launch",
     "encode_payload_launch",
-    "gradient_runs",
     "move_packed_launch",
     "moved_factors",
-    "moved_runs",
-    "packed_runs",
     "payload_factors",
-    "payload_runs",
 ]
-
-Runs = Table
-"""Structures of csrc/runs.cuh, one a run."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NOTHING = 3
-
-
-def payload_runs(call: EncodePayload | EncodePackedPayload) -> Runs:
-    """The runs that a payload is made of."""
-    runs = _runs("PayloadRun", call.segments)
-    runs["gradient"] = _addresses(call.gradients)
-    runs["kind"] = _kinds(call.gradients)
-    for name, values in payload_factors(call.beta1, call.divisors).items():
-        runs[name] = values
-    return runs
-
-
-def gradient_runs(call: DigestGradients) -> Runs:
-    """The runs of gradients that are only looked at."""
-    runs = _runs("PayloadRun", call.segments)
-    runs["gradient"] = _addresses(call.gradients)
-    runs["kind"] = _kinds(call.gradients)
-    return runs
 
 
 def payload_factors(beta1: Sequence[float], divisors: Sequence[float]) -> dict[str, Any]:
@@ -98,33 +70,15 @@ def payload_factors(beta1: Sequence[float], divisors: Sequence[float]) -> dict[s
     }
 
 
-def moved_runs(call: DecodeAndMove) -> Runs:
-    """The runs whose weights move, and what is rounded from them."""
-    runs = _runs("MovedRun", call.segments)
-    runs["weights"] = _addresses(call.weights)
-    runs["replica"] = _addresses(call.replicas)
-    runs["kind"] = _kinds(call.replicas)
-    for name, values in moved_factors(call.rates, call.decays).items():
-        runs[name] = values
-    return runs
-
-
 def moved_factors(rates: Sequence[float], decays: Sequence[float]) -> dict[str, Any]:
     """What runs whose weights move say of their factors."""
     return {"rate": rates, "decay": decays}
 
 
-def packed_runs(call: MovePacked) -> Runs:
-    """The runs of which some move, in one run of memory."""
-    runs = _runs("MovedRun", call.segments)
-    runs["moves"], runs["rate"], runs["decay"] = call.moves, call.rates, call.decays
-    return runs
-
-
-def encode_payload_launch(call: EncodePayload, runs: Tensor) -> Launch:
-    """Launch that makes a part of the payload and encodes it; `runs`: its runs' table, as bytes on the device."""
+def encode_payload_launch(call: EncodePayload) -> Launch:
+    """Launch that makes a part of the payload and encodes it."""
     arguments = (
-        *_table(call.segments, runs),
+        *_payload_table(call),
         aligned("momentum", call.momentum),
         aligned("denominators", call.denominators),
         aligned("residual", call.residual),
@@ -137,10 +91,13 @@ def encode_payload_launch(call: EncodePayload, runs: Tensor) -> Launch:
     return _part_launch(f"bucket_{call.codec}", name, call.part, call.packets, arguments)
 
 
-def decode_and_move_launch(call: DecodeAndMove, runs: Tensor) -> Launch:
+def decode_and_move_launch(call: DecodeAndMove) -> Launch:
     """Launch that decodes a part of what came back and moves weights by it."""
+    kinds = _kinds(call.replicas)
+    columns = {"weights": _addresses(call.weights), "replica": _addresses(call.replicas), "kind": kinds}
+    columns |= moved_factors(call.rates, call.decays)
     arguments = (
-        *_table(call.segments, runs),
+        *_table(call, "MovedRun", call.segments, call.part.first, columns),
         aligned("packets", call.packets),
         aligned("output", call.output),
         aligned("denominators", call.denominators),
@@ -166,10 +123,10 @@ def average_and_encode_launch(call: AverageAndEncode) -> Launch:
     return Launch(source, f"average_and_encode_{call.codec}", call.block_size, (blocks, 1), threads, arguments)
 
 
-def encode_packed_payload_launch(call: EncodePackedPayload, runs: Tensor) -> Launch:
+def encode_packed_payload_launch(call: EncodePackedPayload) -> Launch:
     """Launch that makes a part of the payload from packed state and encodes it."""
     arguments = (
-        *_table(call.segments, runs),
+        *_payload_table(call),
         aligned("state.packets", call.state.packets),
         integer(call.state.packets.size(1)),
         aligned("state.codes", call.state.codes),
@@ -184,14 +141,15 @@ def encode_packed_payload_launch(call: EncodePackedPayload, runs: Tensor) -> Lau
     return _part_launch("packed_payload", name, call.part, call.packets, arguments)
 
 
-def move_packed_launch(call: MovePacked, runs: Tensor) -> Launch:
+def move_packed_launch(call: MovePacked) -> Launch:
     """Launch that moves the weights of a bucket, those among them that are no padding."""
     state, first = call.state, call.first
     numel = max(min(call.weights.numel(), state.numel - first), 0)
     codes = state.codes[first : first + numel]
     grid, of_range = octets(first, numel, state.shard, state.block_size, (call.weights, codes))
+    columns = {"moves": call.moves, **moved_factors(call.rates, call.decays)}
     arguments = (
-        *_table(call.segments, runs),
+        *_table(call, "MovedRun", call.segments, first, columns),
         address(call.weights),
         aligned("state.packets", state.packets),
         address(codes),
@@ -203,10 +161,21 @@ def move_packed_launch(call: MovePacked, runs: Tensor) -> Launch:
     return Launch("packed_moves", name, state.block_size, grid, MOMENTUM_THREADS, arguments)
 
 
-def _runs(name: str, segments: Segments) -> Runs:
-    runs = np.zeros(len(segments), dtype=STRUCTURES[name])
+def _payload_table(call: EncodePayload | EncodePackedPayload) -> tuple[Argument, Argument]:
+    columns = {"gradient": _addresses(call.gradients), "kind": _kinds(call.gradients)}
+    columns |= payload_factors(call.beta1, call.divisors)
+    return _table(call, "PayloadRun", call.segments, call.part.first, columns)
+
+
+def _table(
+    call: KernelCall, structure_name: str, segments: Segments, part: int, columns: Mapping[str, Any]
+) -> tuple[Argument, Argument]:
+    """A table of the bucket's runs, on the device, for the part of it that begins at element `part`; and its length."""
+    runs = np.zeros(len(segments), dtype=STRUCTURES[structure_name])
     runs["first"], runs["end"] = segments.table.T
-    return runs
+    for name, values in columns.items():
+        runs[name] = values
+    return aligned("runs", segments.tables.on_device((call.kernel, part), runs, call.device)), integer(len(segments))
 
 
 def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
@@ -215,10 +184,6 @@ def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
 
 def _kinds(tensors: Iterable[Tensor | None]) -> list[int]:
     return [_NOTHING if one is None else _KINDS[one.dtype] for one in tensors]
-
-
-def _table(segments: Segments, runs: Tensor) -> tuple[Argument, Argument]:
-    return aligned("runs", runs), integer(len(segments))
 
 
 def _part(part: Part, packets: Tensor) -> Argument:
@@ -250,8 +215,8 @@ def _part_launch(
 _BLOCK_ELEMENTS = MOMENTUM_THREADS * ELEMENTS_PER_THREAD
 
 
-def adam_runs(call: AdamStep) -> Runs:
-    """Which thread blocks are about which tensor, and where it lies."""
+def adam_step_launch(call: AdamStep) -> Launch:
+    """Launch that does the step, with a table of which thread blocks are about which tensor, and where it lies."""
     runs = np.zeros(len(call.variances), dtype=STRUCTURES["AdamRun"])
     runs["numel"] = [one.numel() for one in call.variances]
     runs["end"] = np.cumsum(-(-runs["numel"] // _BLOCK_ELEMENTS))
@@ -261,14 +226,9 @@ def adam_runs(call: AdamStep) -> Runs:
     for name, tensors in named.items():
         if tensors is not None:
             runs[name] = _addresses(tensors)
-    return runs
-
-
-def adam_step_launch(call: AdamStep, runs: Tensor) -> Launch:
-    """Launch that does the step; `runs`: its table, as bytes on the device."""
-    blocks = sum(-(-one.numel() // _BLOCK_ELEMENTS) for one in call.variances)
-    arguments = (aligned("runs", runs), integer(len(call.variances)), _factors(call))
-    return Launch("adam", _name(call), NO_BLOCKS, (blocks, 1), MOMENTUM_THREADS, arguments)
+    table, grid = on_device(runs, call.device), (int(runs["end"][-1]), 1)
+    arguments = (aligned("runs", table), integer(len(call.variances)), _factors(call))
+    return Launch("adam", _name(call), NO_BLOCKS, grid, MOMENTUM_THREADS, arguments, keeps=table)
 
 
 def _factors(call: AdamStep) -> Argument:
@@ -286,19 +246,3 @@ def _name(call: AdamStep) -> str:
     if call.weights is not None:
         parts.append("weights")
     return "_".join(parts)
-
-
-_THREADS = 256
-_NO_BLOCKS = 64  # the block size of a source that knows no blocks
-
-
-def digest_gradients_launch(call: DigestGradients, runs: Tensor) -> Launch:
-    """Launch of a thread block for each digest; `runs`: the gradients' table, as bytes on the device."""
-    segments = call.segments
-    arguments = (
-        aligned("runs", runs),
-        integer(len(segments)),
-        aligned("digests", call.digests),
-        integer(segments.end),
-    )
-    return Launch("seal", "digest_gradients", _NO_BLOCKS, (call.digests.numel(), 1), _THREADS, arguments)

@@ -167,6 +167,7 @@ class Launch:
     grid: tuple[int, int]
     threads: int
     arguments: tuple[Argument, ...]
+    keeps: Tensor | None = None  # memory of which the launch reads, until it is made
 
 
 def encode_launch(run: Encode) -> Launch:

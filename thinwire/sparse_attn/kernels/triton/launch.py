@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.sparse_attn.block_index import Pattern
 from thinwire.sparse_attn.kernels.triton.backward import add_parts_kernel, keys_kernel, queries_kernel
 from thinwire.sparse_attn.kernels.triton.forward import forward_kernel, merge_kernel
-from thinwire.sparse_attn.kernels.triton.plan import Biases, Config, Dropout, Heads, Plans, Sizes, Walk, Work
+from thinwire.sparse_attn.kernels.triton.plan import Biases, Config, Dropout, Heads, Sizes, Walk, Work, kept_plan
 from thinwire.sparse_attn.reference import keep_threshold
 
 __all__ = ["Kernel", "Shape", "backward", "capability", "forward", "guard", "shape", "where_its_tensor_is"]
@@ -94,8 +94,6 @@ def shape(kernel: Kernel, dtype: torch.dtype, block: int, padded: int, capabilit
 _LOG2_E = 1.4426950408889634
 _SMALLEST_WIDTH = 16  # of a product on tensor cores
 
-_plans = Plans()
-
 
 @dataclass(frozen=True)
 class _Call:
@@ -118,7 +116,7 @@ class _Call:
     def plans(self) -> tuple[Work, Work]:
         """Along rows and along columns."""
         lengths = (self.sizes.queries, self.sizes.keys)
-        return _plans.get(self.pattern.index, self.sizes.heads, lengths, self.shape.tile, causal=self.pattern.causal)
+        return kept_plan(self.pattern.index, self.sizes.heads, lengths, self.shape.tile, causal=self.pattern.causal)
 
     def scores(self) -> dict[str, Any]:
         """What every kernel that calculates scores is told about them, and what it is compiled for."""

@@ -21,11 +21,11 @@ __all__ = [
     "Head",
     "Heads",
     "Item",
-    "Plans",
     "Rows",
     "Sizes",
     "Walk",
     "Work",
+    "kept_plan",
     "plan",
 ]
 
@@ -58,7 +58,7 @@ def plan(index: BlockIndex, heads: int, lengths: tuple[int, int], tile: int, *, 
     a divisor. Tiles wholly in the future are left out where `causal`.
     """
     rows, columns = (-(-length // tile) for length in lengths)
-    head, row, column = _pairs(index)
+    head, row, column = index.to("cpu").places
     if tile < index.block:
         head, row, column = _split(head, row, column, index.block // tile, rows, columns)
     joined = max(1, tile // index.block)
@@ -81,30 +81,16 @@ def plan(index: BlockIndex, heads: int, lengths: tuple[int, int], tile: int, *, 
     )
 
 
-class Plans:
-    """Plans by the index they were made of, for as long as that lives."""
-
-    def __init__(self) -> None:
-        self._made: Any = WeakTensorKeyDictionary()
-
-    def get(
-        self, index: BlockIndex, heads: int, lengths: tuple[int, int], tile: int, *, causal: bool
-    ) -> tuple[Work, Work]:
-        """`plan`, made once."""
-        of_index = self._made.setdefault(index.row_offsets, {})
-        key = (heads, lengths, tile, causal)
-        if key not in of_index:
-            of_index[key] = plan(index, heads, lengths, tile, causal=causal)
-        found: tuple[Work, Work] = of_index[key]
-        return found
+_made: Any = WeakTensorKeyDictionary()
 
 
-def _pairs(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
-    """Head, row and column of every block, on the CPU."""
-    counts = index.row_offsets.diff().long().cpu()
-    every = torch.repeat_interleave(torch.arange(index.num_heads * index.num_rows), counts)
-    rows = max(index.num_rows, 1)
-    return every // rows, every % rows, index.columns.long().cpu()
+def kept_plan(index: BlockIndex, heads: int, lengths: tuple[int, int], tile: int, *, causal: bool) -> tuple[Work, Work]:
+    """`plan`, made once for as long as the index lives."""
+    of_index: dict[Any, tuple[Work, Work]] = _made.setdefault(index.row_offsets, {})
+    key = (heads, lengths, tile, causal)
+    if key not in of_index:
+        of_index[key] = plan(index, heads, lengths, tile, causal=causal)
+    return of_index[key]
 
 
 def _split(

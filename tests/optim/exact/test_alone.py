@@ -1,0 +1,222 @@
+"""LAMB and Lion against their formulas in float64, Muon against torch's own Muon and AdamW, each on its own part."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinwire.optim import Lamb, Lion, Muon
+from thinwire.optim.exact import mark_matrices
+
+SHAPES = [(7, 5), (13,), (3, 2, 4), ()]
+SETTINGS = [
+    {},
+    {"weight_decay": 0.1, "betas": (0.7, 0.9), "eps": 1e-3},
+    {"bias_correction": False, "eps_inside_sqrt": True, "eps": 0.1},
+    {"max_coeff": 0.6, "min_coeff": 0.5, "lr": 0.3},
+]
+
+
+def by_formula(weight: Tensor, gradients: list[Tensor], **given) -> tuple[Tensor, float]:
+    """(The weight after all steps, the last trust ratio)."""
+    settings = torch.optim.Adam([weight]).defaults | {"eps_inside_sqrt": False, "bias_correction": True} | given
+    lr, betas, eps, decay = (settings[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    least, most = given.get("min_coeff", 0.01), given.get("max_coeff", 10.0)
+    weight = weight.double()
+    mean, variance, ratio = torch.zeros_like(weight), torch.zeros_like(weight), 1.0
+    for step, gradient in enumerate((one.double() for one in gradients), 1):
+        mean = betas[0] * mean + (1 - betas[0]) * gradient
+        variance = betas[1] * variance + (1 - betas[1]) * gradient**2
+        root = (variance + eps).sqrt() if settings["eps_inside_sqrt"] else variance.sqrt() + eps
+        update = mean / root + decay * weight
+        norms = float(weight.norm()), float(update.norm())
+        ratio = min(max(norms[0] / norms[1], least), most) if all(norms) else 1.0
+        corrected = math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step) if settings["bias_correction"] else 1.0
+        weight = weight - lr * corrected * ratio * update
+    return weight, ratio
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_steps_of_lamb_are_those_of_its_formula(settings: dict) -> None:
+    generator = torch.Generator().manual_seed(3)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    parameters.append(torch.nn.Parameter(torch.zeros(6)))  # its norm says nothing
+    begin = [one.detach().clone() for one in parameters]
+    gradients = [[torch.randn(one.shape, generator=generator) for _ in range(9)] for one in parameters]
+    optimizer = Lamb(parameters, **settings)
+    for step in range(9):
+        for parameter, of_parameter in zip(parameters, gradients, strict=True):
+            parameter.grad = of_parameter[step].clone()
+        optimizer.step()
+    expected = [by_formula(one, of, **settings) for one, of in zip(begin, gradients, strict=True)]
+    for parameter, (weight, _) in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), weight, rtol=2e-5, atol=2e-6)
+    assert optimizer.get_lamb_coeffs() == pytest.approx([ratio for _, ratio in expected], rel=1e-4)
+
+
+def test_parameters_without_a_gradient_stay_and_count_no_step() -> None:
+    one, other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = Lamb([{"params": [one, other]}], lr=0.1)
+    for late in (False, False, True):
+        one.grad = torch.ones(4)
+        other.grad = torch.ones(4) if late else None
+        optimizer.step()
+        assert len(optimizer.get_lamb_coeffs()) == 1 + late
+    assert torch.equal(other.detach(), by_formula(torch.ones(4), [torch.ones(4)], lr=0.1)[0].float())
+
+
+def test_a_gradient_of_zero_moves_nothing() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.zeros(3)
+    optimizer = Lamb([parameter])
+    optimizer.step()
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    assert optimizer.get_lamb_coeffs() == [1.0]
+
+
+def test_a_closure_is_called_with_gradients_on() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = Lamb([parameter], lr=0.1)
+
+    def closure() -> Tensor:
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert bool((parameter < 1).all())
+
+
+def test_steps_of_lion_are_those_of_its_formulas() -> None:
+    generator = torch.Generator().manual_seed(2)
+    parameter, idle = torch.nn.Parameter(torch.randn(5, 3, generator=generator)), torch.nn.Parameter(torch.ones(2))
+    weight, momentum = parameter.detach().double(), torch.zeros(5, 3, dtype=torch.float64)
+    optimizer = Lion([parameter, idle], lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
+    for _ in range(7):
+        gradient = torch.randn(5, 3, generator=generator)
+        parameter.grad = gradient
+        optimizer.step()
+        direction = (0.8 * momentum + 0.2 * gradient).sign()
+        weight = (1 - 0.01 * 0.1) * weight - 0.01 * direction
+        momentum = 0.95 * momentum + 0.05 * gradient
+    torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-5, atol=1e-6)
+    assert torch.equal(idle.detach(), torch.ones(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.convolution = nn.Conv1d(6, 4, 3)
+        self.wide = nn.Linear(4, 9)
+        self.lm_head = nn.Linear(9, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.convolution(self.embedding(tokens).mT).mT
+        return self.lm_head(torch.tanh(self.wide(hidden)))
+
+
+def make_model() -> Model:
+    torch.manual_seed(7)
+    return Model()
+
+
+def train(model: Model, *optimizers: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        tokens = torch.randint(0, 11, (5, 8), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens[:, 2:].flatten())
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("settings", [{"lr": 0.05}, {"muon_lr": 0.03, "adam_lr": 2e-3, "weight_decay": 0.1}, {}])
+def test_it_is_torchs_muon_and_adamw(settings: dict) -> None:
+    model, other = make_model(), make_model()
+    mark_matrices(model.named_parameters())
+    train(model, Muon(model.parameters(), **settings))
+
+    kernel = other.convolution.weight
+    matrix = kernel.detach().view(4, -1)  # a matrix of its own, that shares the kernel's memory
+    decay = settings.get("weight_decay", 0.0)
+    muon_lr = settings.get("muon_lr", settings.get("lr", 0.02))
+    adam_lr = settings.get("adam_lr", settings.get("lr", 3e-4))
+    muon = torch.optim.Muon([matrix, other.wide.weight], lr=muon_lr, weight_decay=decay)
+    rest = [one for name, one in other.named_parameters() if one is not kernel and name != "wide.weight"]
+    adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=decay)
+
+    class Bridge(torch.optim.SGD):
+        def step(self, closure=None) -> None:
+            matrix.grad = kernel.grad.view_as(matrix)
+
+    train(other, Bridge([kernel], lr=0.0), muon, adam)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_groups() -> None:
+    model = make_model()
+    mark_matrices(model.named_parameters())
+    optimizer = Muon(model.parameters(), lr=0.1, adam_lr=0.2, momentum=0.8)
+    matrices, rest = optimizer.param_groups
+    assert {id(one) for one in matrices["params"]} == {id(model.convolution.weight), id(model.wide.weight)}
+    assert (matrices["use_muon"], matrices["lr"], matrices["momentum"]) == (True, 0.1, 0.8)
+    assert (rest["use_muon"], rest["lr"]) == (False, 0.2)
+    assert len(matrices["params"]) + len(rest["params"]) == len(list(model.parameters()))
+    for state in (optimizer.state[one] for one in optimizer.state):
+        assert not state
+    given = [{"params": model.wide.parameters(), "lr": 0.5}, {"params": [model.lm_head.bias], "use_muon": False}]
+    assert [(len(one["params"]), one["lr"]) for one in Muon(given).param_groups] == [(1, 0.5), (1, 0.5), (1, 3e-4)]
+
+
+def test_what_the_user_has_marked_holds() -> None:
+    model = make_model()
+    model.embedding.weight.use_muon = True
+    model.wide.weight.use_muon = False
+    mark_matrices(model.named_parameters())
+    matrices = Muon(model.parameters()).param_groups[0]["params"]
+    assert {id(one) for one in matrices} == {id(model.embedding.weight), id(model.convolution.weight)}
+
+
+def test_state_goes_through_a_state_dict() -> None:
+    model, other = make_model(), make_model()
+    first = Muon(model.parameters(), lr=0.1)
+    train(model, first)
+    other.load_state_dict(model.state_dict())
+    second = Muon(other.parameters(), lr=0.7)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # torch shares its memory
+    train(model, first)
+    train(other, second)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "message"),
+    [
+        (Lamb, {"lr": -1.0}, "lr must be at least 0, got -1"),
+        (Lamb, {"eps": math.nan}, "eps must be at least 0, got nan"),
+        (Lamb, {"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
+        (Lamb, {"min_coeff": 2.0, "max_coeff": 1.0}, "max_coeff must be at least min_coeff, 2.0, got 1.0"),
+        (Lion, {"lr": -1.0}, "lr must be"),
+        (Lion, {"weight_decay": -0.1}, "weight_decay must be"),
+        (Lion, {"betas": (1.0, 0.5)}, "betas must be"),
+        (Muon, {"lr": -1.0}, "lr must be at least 0"),
+        (Muon, {"ns_steps": 0}, "ns_steps must be from 1 to 99, got 0"),
+        (Muon, {"betas": (0.9,)}, "betas must be two numbers"),
+    ],
+)
+def test_what_cannot_work(optimizer: type, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimizer([nn.Parameter(torch.ones(2, 2))], **settings)
+
+
+def test_a_vector_is_no_matrix() -> None:
+    with pytest.raises(ValueError, match="fewer than two dimensions: set its attribute use_muon to False"):
+        Muon([{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}])

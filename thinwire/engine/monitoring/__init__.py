@@ -1,1 +1,0 @@
-"""What the engine reports of a run: losses, timers, scalar files."""

@@ -1,0 +1,340 @@
+"""`thinwire plan` and `thinwire probe`: what a job will cost, before it runs.
+
+A plan needs no torch unless a model is built or a script measured, and no pydantic unless it reads a calibration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.plan.answer import as_answer, as_json, as_table, draw_plan
+from thinwire.plan.cluster import Cluster, Link, Processor
+from thinwire.plan.measure import MeasuredSteps, measure_script
+from thinwire.plan.methods import ALGORITHMS, CODECS, OuterSchedule, Schedule, methods_for
+from thinwire.plan.models import named_model
+from thinwire.plan.recommendation import Plan, plan
+from thinwire.plan.units import Kind, PlanError, rate_in_words, read, require_whole
+from thinwire.plan.workload import (
+    DEFAULT_DEVICE,
+    DEVICES,
+    EFFICIENCY,
+    Activations,
+    Batch,
+    Blocks,
+    Device,
+    Transformer,
+    Workload,
+    forward_seconds,
+    named_device,
+    plain_model,
+)
+
+if TYPE_CHECKING:
+    from thinwire.plan.calibration import Calibration
+
+__all__ = ["add_plan_arguments", "add_probe_arguments"]
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe `thinwire plan`; sets `run`, a function of the arguments that returns the exit code."""
+    parser.description = "What to train with on a network, and how long a step takes. Needed: a model and a link."
+    _add_model(parser.add_argument_group("the model and what it computes"))
+    _add_cluster(parser.add_argument_group("the cluster"))
+    _add_run(parser.add_argument_group("the run"))
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--verbose", action="store_true", help="all methods, with the phases of each")
+    shown.add_argument("--json", action="store_true", help="for other programs, in seconds and bytes")
+    shown.add_argument("--plot", type=Path, metavar="FILE", help="draw step time against link rate")
+    shown.add_argument("--speed-only", action="store_true", help="recommend the fastest, whatever it costs in loss")
+    parser.set_defaults(run=_run_plan)
+
+
+def _add_model(model: argparse._ArgumentGroup) -> None:
+    model.add_argument("--model", metavar="NAME", help="as bert-large or meta-llama/Llama-3.1-8B, or a config.json")
+    model.add_argument("--parameters", metavar="N", help="or its size, as 340M")
+    model.add_argument("--hidden", type=int, help="with --parameters, its width; matrices are taken for square")
+    model.add_argument("--layers", type=int, help="with --parameters, --hidden and --heads: activations are counted")
+    model.add_argument("--heads", type=int)
+    model.add_argument("--sequence", type=int, metavar="TOKENS", help="of one sequence; by default the model's, or 512")
+    model.add_argument("--micro-batch", type=int, metavar="N", help="sequences that a rank computes at once; else 8")
+    model.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights; by default fp32")
+    devices = ", ".join(DEVICES)
+    model.add_argument("--device", metavar="NAME", help=f"of a rank: {devices}; by default {DEFAULT_DEVICE}")
+    model.add_argument("--forward", metavar="TIME", help="of one micro-batch on one rank, as 36ms; else estimated")
+    model.add_argument("--backward", metavar="TIME", help="the same")
+    model.add_argument("--update", metavar="TIME", help="of AdamW; by default from the processor's rate")
+    model.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
+    model.add_argument("--measure", type=Path, metavar="SCRIPT", help="run this training on one rank: take its times")
+    model.add_argument("--measure-steps", type=int, default=10, metavar="N", help="steps that are timed; by default 10")
+    model.add_argument("--measure-limit", default="10min", metavar="TIME", help="after which the script is ended")
+
+
+def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
+    cluster.add_argument("--link", metavar="RATE", help="of one node's link to the others, as 1Gb/s or 10GbE")
+    cluster.add_argument("--nodes", type=int, help="by default 4, or the calibration's")
+    cluster.add_argument("--ranks-per-node", type=int, help="by default 1, or the calibration's")
+    cluster.add_argument("--cores-per-node", type=float, help="for ranks on CPUs: those that they share, a thread each")
+    cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what thinwire probe wrote on the cluster")
+    cluster.add_argument("--latency", metavar="TIME", help="of a message between nodes; by default 50us")
+    cluster.add_argument("--message", metavar="TIME", help="that each further message costs; by default 5us")
+    cluster.add_argument("--inside", metavar="RATE", help="of one rank's link inside its node; else the device's")
+    cluster.add_argument("--inside-latency", metavar="TIME", help="by default 10us")
+    cluster.add_argument("--inside-message", metavar="TIME", help="by default 1us")
+    cluster.add_argument("--memory-bandwidth", metavar="RATE", help="that a rank reads and writes, as 900GB/s")
+    cluster.add_argument("--overlap", metavar="PART", help="of a transfer that goes on beside computing; by default 1")
+    cluster.add_argument("--memory", metavar="SIZE", help="that a rank may hold, as 80GB")
+
+
+def _add_run(run: argparse._ArgumentGroup) -> None:
+    defaults = Schedule()
+    run.add_argument("--methods", nargs="+", choices=ALGORITHMS, default=ALGORITHMS, help="by default all")
+    run.add_argument("--powersgd-ranks", nargs="+", type=int, default=[1, 4])
+    run.add_argument("--steps", type=int, help=f"of the run; by default {defaults.steps}")
+    run.add_argument(
+        "--warmup", metavar="PART", default=f"{defaults.warmup:.0%}", help="of the steps, until the freeze"
+    )
+    run.add_argument("--warmup-wire", choices=("fp32", "bf16"), default="bf16", help="by default bf16")
+    run.add_argument("--var-freeze-step", type=int, help="0/1 Adam's; by default the warmup's end")
+    run.add_argument("--var-update-scaler", type=int, default=defaults.var_update_scaler)
+    run.add_argument("--local-step-scaler", type=int, default=defaults.local_step_scaler)
+    run.add_argument("--local-step-clipper", type=int, default=defaults.local_step_clipper)
+    outer = defaults.outer
+    run.add_argument("--every", type=int, default=outer.every, help=f"DiLoCo's local steps; by default {outer.every}")
+    run.add_argument("--fragments", type=int, help="DiLoCo's; by default one for every three layers")
+    run.add_argument("--outer-overlap", type=int, default=outer.overlap, help="steps that a fragment is under way")
+    run.add_argument("--outer-codec", choices=CODECS, default=outer.codec, help=f"by default {outer.codec}")
+    run.add_argument("--bucket", metavar="SIZE", help="of thinwire's optimizers, as 16MiB; else as they have them")
+
+
+def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe `thinwire probe`; sets `run`, a function of the arguments that returns the exit code."""
+    parser.add_argument("output", type=Path, metavar="FILE", help="the JSON file that rank 0 writes")
+    parser.add_argument("--seconds", type=float, default=45.0, help="about how long; by default 45")
+    parser.add_argument("--backend", choices=("gloo", "nccl", "mpi"), help="by default what a training job would take")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors lie")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of each collective")
+    parser.set_defaults(run=_run_probe)
+
+
+# What a plan is made of
+
+_NODES = 4
+_SEQUENCES, _SEQUENCE = 8, 512
+_LATENCIES = {"link": (50e-6, 5e-6), "inside": (10e-6, 1e-6)}
+# Options that are given with a unit.
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("link", "inside", "memory_bandwidth"), "rate"),
+    **dict.fromkeys(("forward", "backward", "update", "latency", "message"), "time"),
+    **dict.fromkeys(("inside_latency", "inside_message", "measure_limit"), "time"),
+    **dict.fromkeys(("memory", "bucket"), "size"),
+    **dict.fromkeys(("warmup", "overlap"), "part"),
+    "parameters": "count",
+}
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    """Print which method to take, as an answer, a table or JSON, and draw it where asked to; returns the exit code."""
+    if arguments.json and arguments.verbose:
+        raise PlanError("--json has everything that --verbose shows: give one of them")
+    for name, kind in _KINDS.items():
+        text = getattr(arguments, name)
+        if text is not None:
+            setattr(arguments, name, read(kind, f"--{name.replace('_', '-')}", text))
+    request = _Request(arguments)
+    planned = request.plan()
+    if arguments.plot is not None:
+        draw_plan(planned, arguments.plot)
+    if arguments.json:
+        print(json.dumps({**as_json(planned), "assumed": request.assumed}, indent=1))
+        return 0
+    print(as_answer(planned, request.assumed, steps_given=arguments.steps is not None))
+    if arguments.verbose:
+        print("\n" + as_table(planned))
+    return 0
+
+
+@dataclass
+class _Request:
+    """What was typed, and in `assumed` what was taken for what was not."""
+
+    arguments: argparse.Namespace
+    assumed: list[str] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        """Compare the methods asked for."""
+        typed = self.arguments
+        schedule = Schedule(
+            steps=Schedule().steps if typed.steps is None else typed.steps,
+            warmup=typed.warmup,
+            warmup_wire=typed.warmup_wire,
+            var_freeze_step=typed.var_freeze_step,
+            var_update_scaler=typed.var_update_scaler,
+            local_step_scaler=typed.local_step_scaler,
+            local_step_clipper=typed.local_step_clipper,
+            bucket_bytes=None if typed.bucket is None else max(1, round(typed.bucket)),
+            outer=OuterSchedule(typed.every, typed.fragments, typed.outer_overlap, typed.outer_codec),
+        )
+        device = named_device(typed.device or DEFAULT_DEVICE)
+        cluster = self._cluster(device)
+        workload = self._workload(device)
+        methods = methods_for(cluster, typed.methods, typed.powersgd_ranks)
+        return plan(workload, cluster, methods, schedule, typed.memory, speed_only=typed.speed_only)
+
+    def _workload(self, device: Device) -> Workload:
+        typed = self.arguments
+        measured = self._measure()
+        if measured is not None:
+            workload = measured.workload(self._model() if typed.model or typed.parameters else None)
+            return workload if typed.dtype == workload.dtype else replace(workload, dtype=typed.dtype)
+        model = self._model()
+        blocks = model.blocks
+        usual = _SEQUENCE if blocks is None else blocks.sequence
+        batch = Batch(
+            _SEQUENCES if typed.micro_batch is None else typed.micro_batch,
+            usual if typed.sequence is None else typed.sequence,
+        )
+        if (typed.forward is None) != (typed.backward is None):
+            raise PlanError("give both --forward and --backward, or neither: they are then estimated together")
+        forward, backward = typed.forward, typed.backward
+        if forward is None:
+            forward = forward_seconds(model, batch, device)
+            backward = 2 * forward
+            sequences = (
+                f"{batch.sequences} sequence{'s' if batch.sequences > 1 else ''} of {batch.length} tokens a rank"
+            )
+            self.assumed.append(f"{sequences}, {device.name} at {EFFICIENCY:.0%} of its peak")
+        activations = None
+        if blocks is not None:
+            activations = Activations(blocks.layers, blocks.hidden, blocks.heads, batch.length, batch.sequences)
+        return Workload(model, forward, backward, typed.accumulation, typed.update, typed.dtype, activations)
+
+    def _measure(self) -> MeasuredSteps | None:
+        typed = self.arguments
+        if typed.measure is None:
+            return None
+        options = ("forward", "backward", "update", "micro_batch", "sequence")
+        given = [f"--{one.replace('_', '-')}" for one in options if getattr(typed, one) is not None]
+        if given or typed.accumulation != 1:
+            raise PlanError(f"--measure finds out itself: leave out {', '.join(given or ['--accumulation'])}")
+        require_whole("--measure-steps", typed.measure_steps)
+        return measure_script(typed.measure, typed.measure_steps, typed.measure_limit)
+
+    def _model(self) -> Transformer:
+        typed = self.arguments
+        if (typed.model is None) == (typed.parameters is None):
+            raise PlanError("give one of --model and --parameters, as in --model bert-large or --parameters 340M")
+        shape = (typed.hidden, typed.layers, typed.heads)
+        if typed.model is not None:
+            if any(one is not None for one in shape):
+                raise PlanError("--hidden, --layers and --heads go with --parameters: a --model has its own")
+            return named_model(typed.model)
+        model = plain_model(typed.parameters, typed.hidden)
+        if typed.layers is None and typed.heads is None:
+            return model
+        if None in shape:
+            raise PlanError("activations need all of --layers, --hidden and --heads, or neither --layers nor --heads")
+        return replace(model, blocks=Blocks(typed.layers, typed.hidden, typed.heads, typed.sequence or _SEQUENCE))
+
+    def _cluster(self, device: Device) -> Cluster:
+        typed = self.arguments
+        calibration = None
+        if typed.calibration is not None:
+            from thinwire.plan.calibration import load_calibration
+
+            calibration = load_calibration(typed.calibration)
+        nodes: int = typed.nodes
+        if nodes is None:
+            nodes = calibration.nodes if calibration else _NODES
+            self.assumed += [] if calibration else [f"{_NODES} nodes"]
+        ranks: int = typed.ranks_per_node
+        if ranks is None:
+            ranks = calibration.ranks_per_node if calibration else 1
+        require_whole("--nodes", nodes)
+        require_whole("--ranks-per-node", ranks)
+        between = self._link("link", calibration.link("between") if calibration else None, None, needed=nodes > 1)
+        inside = self._link("inside", calibration.link("inside") if calibration else None, device, needed=ranks > 1)
+        processor = self._processor(calibration, device)
+        return Cluster(nodes, ranks, between, inside, processor, typed.cores_per_node)
+
+    def _link(self, name: str, measured: Link | None, device: Device | None, *, needed: bool) -> Link:
+        """The measured link, at another rate if one is given, else one of that rate; it is `needed`, or not used."""
+        typed = self.arguments
+        before = "" if name == "link" else f"{name}_"
+        rate = getattr(typed, name)
+        latency, message = (getattr(typed, f"{before}{one}") for one in ("latency", "message"))
+        if measured is not None:
+            if latency is not None or message is not None:
+                raise PlanError(
+                    f"the calibration has the latencies of --{name} already: leave them out, or leave it out"
+                )
+            return measured if rate is None else measured.with_rate(rate)
+        if rate is None:
+            if needed and device is None:
+                raise PlanError(
+                    "the rate of a node's link is not known: give --link 1Gb/s, or a --calibration that thinwire probe "
+                    "has made on the cluster"
+                )
+            rate = 1e9 / 8 if device is None else device.inside
+            if needed and device is not None:
+                self.assumed.append(f"{rate_in_words(rate)} between the ranks of a node")
+        usual = _LATENCIES[name]
+        return Link.of(rate, usual[0] if latency is None else latency, usual[1] if message is None else message)
+
+    def _processor(self, calibration: Calibration | None, device: Device) -> Processor:
+        typed = self.arguments
+        memory = typed.memory_bandwidth
+        if memory is None and calibration is not None:
+            processor = calibration.make_processor(typed.overlap)
+            return processor.slower(1 / calibration.ranks_a_core(typed.cores_per_node))
+        if memory is None:
+            memory = device.memory_rate
+            if typed.device is None and (typed.forward is not None or typed.measure is not None):
+                self.assumed.append(f"compression at the speed of an {device.name}'s memory")
+        return Processor.of_memory(memory, 1.0 if typed.overlap is None else typed.overlap)
+
+
+# Probe
+
+
+def _run_probe(arguments: argparse.Namespace) -> int:
+    """Measure the cluster this runs on, and write the calibration on rank 0; returns the exit code. Collective."""
+    import torch
+
+    from thinwire import comm as communication
+    from thinwire.comm.agreement import raise_together
+    from thinwire.plan.calibration import save_calibration
+    from thinwire.plan.probing import probe
+
+    world = communication.init(arguments.backend, timeout=arguments.timeout)
+    refused = None  # what would waste the probe's time
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        refused = PlanError("--device cuda, and this rank sees no GPU")
+    elif world.rank == 0 and not arguments.output.absolute().parent.is_dir():
+        refused = PlanError(f"the folder of {arguments.output} does not exist")
+    raise_together(world, refused, "write the calibration")
+    calibration = probe(world, arguments.seconds, torch.device(arguments.device))
+    if world.rank == 0:
+        save_calibration(calibration, arguments.output)
+        print(_in_words(calibration, arguments.output))
+    return 0
+
+
+def _in_words(calibration: Calibration, path: Path) -> str:
+    lines = [f"{path}: {calibration.nodes} nodes of {calibration.ranks_per_node}, backend {calibration.backend}"]
+    for name, link in (("between nodes", calibration.between), ("inside nodes", calibration.inside)):
+        for collective, fit in link.collectives.items() if link is not None else ():
+            lines.append(
+                f"{name}, {collective}: {8 * fit.bytes_per_second / 1e9:.3g} Gb/s, {1e6 * fit.intercept:.0f} us, "
+                f"fits to {100 * fit.error:.0f}%"
+            )
+    rates = calibration.processor
+    lines.append(
+        f"encode {rates.encode / 1e9:.2f}, decode {rates.decode / 1e9:.2f}, average {rates.average / 1e9:.2f}, AdamW "
+        f"{rates.adam / 1e9:.2f} billion elements a second; {100 * rates.overlap:.0f}% of a transfer goes on beside "
+        "computation"
+    )
+    return "\n".join(lines)
