@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks.engine import main, summarise
+from experiments.benchmarks.engine import summarise
 from experiments.benchmarks.engine_step_time import BASELINE, REDUNDANCY
 from tests.launching import Jobs
 
@@ -18,15 +18,6 @@ def test_ratios_pair_rounds() -> None:
     assert summary["other"].ratio_to_ddp == (1.5, 1.5, 1.5)
     low, middle, high = summary["other"].milliseconds
     assert low < middle == 300 < high
-
-
-def test_a_launcher_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["--output", str(tmp_path)]) == 2
-    assert "without a launcher" in capsys.readouterr().err
 
 
 @pytest.mark.launch

@@ -92,25 +92,6 @@ def test_a_race_is_timed_at_another_rate_and_added_to(started: list[list[str]], 
     assert content["retimed"]["1000"]["seconds_to_the_loss"]["diloco-30-int4"] is not None
 
 
-@pytest.mark.parametrize(
-    ("contenders", "complaint"),
-    [
-        (["ddp-fp32"], "compares with ddp-bf16"),
-        (["ddp-bf16", "onebit-adam"], "onebit-adam did not run"),
-    ],
-)
-def test_what_cannot_be_timed_again_is_refused(
-    contenders: list[str],
-    complaint: str,
-    started: list[list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command.main([*SETTINGS, "--retime", "100", "--contenders", *contenders, "--output", str(tmp_path)]) == 2
-    assert complaint in capsys.readouterr().err
-    assert not started
-
-
 @pytest.mark.parametrize("what", ["machine", "tcp"])
 def test_steps_over_other_links_are_not_mixed(
     what: str, started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -8,47 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.errors import InputError
 from experiments.ethernet.__main__ import main
-from experiments.ethernet.command_line import parse
-from experiments.ethernet.race.contenders import CONTENDERS
 from tests.experiments.ethernet.cluster.needs import needs_cluster
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--hosts", "1"], "single rank"),
-        (["--hosts", "251"], "at most 250"),
-        (["--contenders", "onebit-adam"], "ddp-bf16, ddp-fp32"),
-        (["--waiting", "1.5"], "from 0 to below 1"),
-        (["--rates", "0"], "at least 1"),
-        (["--timed-every", "1"], "at least 2"),
-        (["--add", "--races", "losses"], "--loss-rate of the race"),
-        (["--add", "--loss-rate", "20"], "--races losses"),
-        (["--retime", "100", "--races", "losses"], "--contenders to time"),
-        (["--retime", "100", "--contenders", "ddp-bf16"], "--races losses"),
-        (["--retime", "100", "--races", "losses", "--contenders", "onebit-adam-warmup"], "does not race to a loss"),
-        (["--added-steps", "100"], "goes with --add"),
-        (["--output", "/proc/nowhere"], "cannot be written"),
-    ],
-)
-def test_bad_command_lines_are_refused(arguments: list[str], complaint: str) -> None:
-    with pytest.raises(InputError, match=complaint):
-        parse(arguments)
-
-
-def test_a_launcher_around_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="without a launcher"):
-        parse([])
-
-
-def test_everybody_races_by_default_who_differs(tmp_path: Path) -> None:
-    output = ["--output", str(tmp_path)]
-    assert set(CONTENDERS) - set(parse(output).contenders) == {"onebit-adam-flat"}
-    assert parse(["--ranks-a-host", "2", *output]).contenders == list(CONTENDERS)
 
 
 @pytest.mark.parametrize(

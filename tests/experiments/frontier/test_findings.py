@@ -128,11 +128,6 @@ def test_the_first_and_the_best_run_with_all_seeds(tmp_path: Path, monkeypatch: 
     assert {run.outcome.seed for run in more} == {0, 1}
 
 
-def test_a_single_rate_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = _answer(_question(rates=(0.004,), seeds=1), tmp_path / "a.json", monkeypatch)
-    assert [(run.contender, run.rate) for run in runs] == [(name, 0.004) for name in _LOSSES]
-
-
 def test_studies_name_their_variants_apart_and_ask_known_tasks() -> None:
     for questions in STUDIES.values():
         named: dict[tuple[str, int, str], Contender] = {}
@@ -160,22 +155,6 @@ def test_what_a_study_lacks_is_said(tmp_path: Path) -> None:
             parse(["--study", "outer", *command])
     with pytest.raises(InputError, match="asks nothing of --task digits: give text"):
         parse(["--study", "zero-one", "--task", "digits"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--task", "images"], "images"),
-        (["--contenders", "sgd"], "sgd"),
-        (["--task", "mini", "--contenders", "lamb"], "lamb learns none of --task mini"),
-        (["--workers", "0"], "--workers"),
-        (["--quick"], "no measurement: give another folder"),
-        (["--output", "/proc/nowhere"], "cannot be written"),
-    ],
-)
-def test_a_command_line_that_cannot_work_is_refused(arguments: list[str], complaint: str) -> None:
-    with pytest.raises(InputError, match=complaint):
-        parse(arguments)
 
 
 def test_every_optimizer_of_the_experiments_is_compared() -> None:

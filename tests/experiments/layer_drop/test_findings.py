@@ -30,11 +30,8 @@ from experiments.layer_drop.plots import draw
 from experiments.layer_drop.records import read
 from experiments.layer_drop.step_time import (
     Saving,
-    Workload,
     count_kept,
-    expected_kept,
     measure_keep_rates,
-    measure_savings,
 )
 from experiments.tasks.sizes import BertSize
 from experiments.tasks.tokens import Tokens
@@ -81,13 +78,6 @@ def test_what_the_runs_say() -> None:
     first, second = found.sentences
     assert "+2.0%" in first
     assert "reached 2.5x sooner; that of its own best rate is never reached" in second
-
-
-def test_a_lead_lost_is_called_later() -> None:
-    slow = [*RUNS[:6], run(DROPPING, 4e-3, 0, [6.0, 4.0, 3.0], seconds=25.0), RUNS[7]]
-    found = find(slow, 1e-3, SAVINGS, SETTLED)
-    assert found.sooner[f"{PRE_LN}, its best rate"] == pytest.approx(20 / 50)
-    assert "its own best rate is reached 2.5x later" in found.sentences[1]
 
 
 def test_the_picture_shows_broken_runs_too(tmp_path: Path) -> None:
@@ -200,12 +190,6 @@ def test_gates_keep_as_often_as_the_formula_says() -> None:
     assert rates.measured != rates.formula
 
 
-def test_the_floor_of_twelve_layers_is_73_percent() -> None:
-    assert expected_kept(12, 0.5) / 12 == pytest.approx(0.7292, abs=1e-4)
-    assert expected_kept(5, 1.0) == 5
-    assert expected_kept(1, 0.0) == 0
-
-
 def pairs(kept: Sequence[int], line: tuple[float, float]) -> list[tuple[int, float, float]]:
     """Steps whose time over that of a step with all layers is line[0] + line[1] * kept."""
     random = np.random.default_rng(5)
@@ -227,11 +211,6 @@ def test_a_disturbed_step_does_not_count() -> None:
     assert Saving.of(measured, 12, 0.5).ratio == pytest.approx(0.1 + 0.07 * 8.75)
 
 
-def test_steps_that_kept_as_many_layers_scale_with_the_kept() -> None:
-    saving = Saving.of(pairs([6, 6], (0.5, 0.0)), 8, 0.5)
-    assert saving.ratio == pytest.approx(0.5 + (expected_kept(8, 0.5) - 6) / 8)
-
-
 def test_kept_layers_of_a_step_are_those_that_ran() -> None:
     layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, 0.0, norm_first=True) for _ in range(5))
     schedule = ProgressiveLayerDrop(0.2, 5.0)
@@ -248,36 +227,6 @@ def test_kept_layers_of_a_step_are_those_that_ran() -> None:
         assert count_kept(drop) == len(ran)
         seen.add(len(ran))
     assert len(seen) > 2
-
-
-def test_every_round_gives_a_pair() -> None:
-    workload = Workload(BertSize(3, 16, 2), sequences=2, length=8, theta=0.0)
-    savings = measure_savings(workload, rounds=4)
-    assert list(savings) == ["the stack", "the whole step"]
-    for saving in savings.values():
-        assert len(saving.kept) == len(saving.seconds) == len(saving.seconds_without) == 4
-        # Settled at 0, the last layer of three is never kept.
-        assert max(saving.kept) <= 2
-        assert min(saving.seconds + saving.seconds_without) > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--sequence-length", "7"), "--sequence-length 7 must be at least 8"),
-        (("--lr", "0.002"), "--higher-lr takes rates that differ"),
-        (("--higher-lr", "0.1", "0.1"), "--higher-lr takes rates that differ"),
-        (("--steps", "1"), "--steps must be at least 2"),
-        (("--theta", "1"), "--theta"),
-        (("--rounds", "0"), "--rounds"),
-        (("--corpus", "absent"), "absent"),
-    ],
-)
-def test_a_command_line_that_cannot_work_is_refused(
-    arguments: tuple[str, ...], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--output", str(tmp_path)]) == 2
-    assert complaint in capsys.readouterr().err
 
 
 def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

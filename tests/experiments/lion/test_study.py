@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import nan
 from pathlib import Path
 
 import pytest
 
-from experiments.common.errors import InputError
-from experiments.common.results import read_json, write_json
-from experiments.lion.__main__ import main, parse, study
+from experiments.lion.__main__ import parse, study
 from experiments.lion.findings import find, sentences, titles
-from experiments.lion.plots import draw
 from experiments.training.trainer import Outcome
 from tests.experiments.helpers import write_text
 from tests.experiments.training.outcomes import outcome
 from thinwire.comm import threads
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--methods", "lion"], "--methods must name adamw"),
-        (["--methods", "adamw", "adamw"], "something to compare"),
-        (["--methods", "sgd"], "sgd"),
-        (["--seeds", "0"], "--seeds"),
-        (["--corpus", "absent"], "absent"),
-    ],
-)
-def test_a_command_line_that_cannot_work_is_refused(arguments: list[str], complaint: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=complaint):
-        parse([*arguments, "--output", str(tmp_path)])
-
-
-def test_its_command_line_runs_and_says_whose_refusal_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--methods", "lion", "--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("experiments.lion: error: --methods must name adamw")
 
 
 def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,28 +68,3 @@ def test_methods_are_compared_at_their_best_rates() -> None:
     assert [one.inside_the_sweep for one in found.values()] == [True, False, True]
     assert sentences(found) == ["1-bit Adam, each at its best rate: loss +5.0% beside AdamW; 32.0x fewer bytes"]
     assert titles(found) == ["1-bit Adam sends 32x fewer bytes and ends 5.0% above AdamW's loss"]
-
-
-def test_without_compression_the_others_are_told() -> None:
-    runs = {name: runs for name, runs in outcomes().items() if name != "onebit-adam"}
-    assert sentences(find(SWEPT, runs)) == ["Lion, each at its best rate: loss +5.0% beside AdamW"]
-
-
-def test_a_method_that_diverged_is_called_so() -> None:
-    found = find(SWEPT, outcomes(compressed=(nan, nan)))
-    assert sentences(found) == ["1-bit Adam diverged at every rate"]
-
-
-@pytest.mark.parametrize("compressed", [(2.08, 2.12), (nan, 2.1)])
-def test_the_picture_is_drawn(tmp_path: Path, compressed: Sequence[float]) -> None:
-    runs = outcomes(compressed)
-    methods = {
-        name: {"final_loss_by_learning_rate": SWEPT[name], "runs": [asdict(run) for run in seeds]}
-        for name, seeds in runs.items()
-    }
-    settings = {"corpus": "a text", "windows_a_rank": 2, "model": {"length": 8}}
-    content = {"ranks": 2, "machine": {"cpu": "some", "cores": 1}, "settings": settings, "methods": methods}
-    # As a file has it: rates as strings, and null for what is not finite.
-    write_json(tmp_path / "lion.json", content)
-    draw(read_json(tmp_path / "lion.json"), tmp_path / "lion.png")
-    assert (tmp_path / "lion.png").read_bytes().startswith(b"\x89PNG")

@@ -11,26 +11,10 @@ import pytest
 import torch
 
 from experiments.long_documents.__main__ import main
-from experiments.long_documents.learning import SYSTEMS, DocumentCurve, LearningPlan, learners, train_in_turns
+from experiments.long_documents.learning import SYSTEMS, LearningPlan, learners, train_in_turns
 from experiments.tasks.sizes import BertSize
 from experiments.tasks.tokens import Tokens
 from tests.experiments.helpers import write_text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--window", "500"), "--window 500 must divide --document-length 4096"),
-        (("--window", "4096"), "--window 4096 must divide"),
-        (("--document-length", "128"), "--document-length 128 must be at least 256"),
-        (("--minutes", "0"), "--minutes"),
-    ],
-)
-def test_a_command_line_that_cannot_work_is_refused(
-    arguments: tuple[str, ...], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--output", str(tmp_path)]) == 2
-    assert complaint in capsys.readouterr().err
 
 
 def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,14 +113,3 @@ def test_turns_share_the_time_and_warming_up_moves_nothing(tokens: Tokens) -> No
         assert learner.curve.steps == sorted(learner.curve.steps)
         assert learner.curve.steps[-1] == learner.steps >= 3
     assert systems["dense"].curve.losses[0] == pytest.approx(before)
-
-
-def test_losses_between_points_lie_on_the_line() -> None:
-    curve = DocumentCurve(steps=[0, 10, 20], seconds=[0.0, 1.0, 2.0], losses=[6.0, 4.0, 3.0])
-    assert curve.at_step(10) == 4
-    assert curve.at_step(5) == 5
-    assert curve.at_step(15) == 3.5
-
-
-def test_the_rate_rises_and_stays() -> None:
-    assert [PLAN.rate_at(step) for step in (0, 3, 1000)] == [2.5e-4, 1e-3, 1e-3]

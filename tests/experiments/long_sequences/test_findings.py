@@ -14,8 +14,8 @@ import torch
 
 from experiments.long_sequences import bert_memory, memory
 from experiments.long_sequences.__main__ import main
-from experiments.long_sequences.bert_memory import Growth, grow
-from experiments.long_sequences.findings import longest_sequences, times_faster
+from experiments.long_sequences.bert_memory import grow
+from experiments.long_sequences.findings import times_faster
 from experiments.long_sequences.systems import (
     BLOCK,
     DENSE,
@@ -26,7 +26,7 @@ from experiments.long_sequences.systems import (
     input_bytes,
     inputs,
 )
-from experiments.long_sequences.timing import FEWEST_ROUNDS, Times, rounds_at
+from experiments.long_sequences.timing import Times
 from experiments.tasks.attention_peers import materialised_attention
 from thinwire.sparse_attn import reference_attention
 
@@ -37,13 +37,6 @@ def test_times_faster_pairs_rounds() -> None:
     assert times_faster(times, "training", 64, "Fixed", DENSE) is None
 
 
-def test_no_dense_sequence_gives_no_ratio() -> None:
-    growth = Growth({}, [1.0, 2e9], 1, 0.0)
-    found = longest_sequences({"kept": {"dense": growth, "sparse": growth}}, [1, 3])
-    assert found["kept"]["1 GB"] == {"dense": 0, "sparse": 0, "ratio": None}
-    assert found["kept"]["3 GB"]["ratio"] == 1
-
-
 @pytest.mark.parametrize("name", [DENSE, *LAYOUTS])
 def test_systems_compute_attention_on_their_own_inputs(name: str) -> None:
     length = 4 * BLOCK
@@ -52,13 +45,6 @@ def test_systems_compute_attention_on_their_own_inputs(name: str) -> None:
     expected = materialised_attention(q, k, v) if name == DENSE else reference_attention(q, k, v, LAYOUTS[name])
     torch.testing.assert_close(found, expected)
     assert input_bytes(length) == sum(x.nbytes for x in (q, k, v))
-
-
-def test_quick_lengths_get_more_rounds() -> None:
-    assert rounds_at(4096, 9) == 9
-    assert rounds_at(2048, 9) == 18
-    assert rounds_at(256, 9) == 40
-    assert rounds_at(32768, 9) == FEWEST_ROUNDS
 
 
 @pytest.mark.parametrize(("coefficients", "degree"), [((1800.0, 6e5, 2e9), 2), ((7e5, 2e9), 1)])
@@ -75,33 +61,7 @@ def test_growth_finds_the_longest_sequence(coefficients: tuple[float, ...], degr
     assert growth.longest(1e9) == 0
 
 
-def test_growth_says_how_wrong_it_was() -> None:
-    growth = grow({100: 100, 200: 200, 400: 800}, 1)
-    assert growth.held_out_length == 400
-    assert growth.held_out_error == pytest.approx(-0.5)
-    with pytest.raises(ValueError, match="needs 3 lengths, got 2"):
-        grow({100: 100, 200: 200}, 1)
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--lengths", "100"), "--lengths must be multiples of 64, at least 256; got 100"),
-        (("--memory-lengths", "512", "64"), "--memory-lengths must be"),
-        (("--lengths", "1024", "--dense-limit", "512"), "--dense-limit 512 must allow"),
-        (("--bert-length", "100"), "--bert-length 100 must be a multiple of 512"),
-        (("--rounds", "0"), "--rounds"),
-        (("--systems", "BigBird"), "--systems must have BigBird, gather + SDPA, dense, SDPA"),
-    ],
-)
-def test_a_command_line_that_cannot_work_is_refused(
-    arguments: tuple[str, ...], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--output", str(tmp_path)]) == 2
-    assert complaint in capsys.readouterr().err
 
 
 @linux

@@ -11,8 +11,6 @@ import pytest
 from experiments.common.errors import InputError
 from experiments.pretrain_bert.engine_settings import load
 from experiments.pretrain_bert.settings import PretrainSettings, parse
-from experiments.tasks.sizes import SIZES
-from experiments.training.optimizers import COMPRESSED, ENGINE
 
 
 @pytest.fixture
@@ -38,41 +36,6 @@ def test_options_reach_the_plan(folders: list[str]) -> None:
     assert load(settings.engine.config("onebit-adam"), 4).train_batch_size == 8
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_size_is_offered(size: str, folders: list[str]) -> None:
-    assert parse(["--model", size, *folders]).model == size
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ("--model huge", "--model.*huge.*tiny"),
-        ("--optimizer sgd", "--optimizer.*sgd"),
-        ("--steps 0", "--steps.*at least 1"),
-        ("--steps many", "--steps.*'many'"),
-        ("--batch-size -3", "--batch-size"),
-        ("--lr nan", "--lr.*above 0"),
-        ("--lr -1", "--lr"),
-        ("--freeze-step 0", "--freeze-step"),
-        ("--freeze-step soon", "--freeze-step.*'soon'"),
-        ("--ranks 0", "--ranks"),
-        ("--dropout 1", "--dropout"),
-        ("--weight-decay -1", "--weight-decay"),
-        ("--steps 5 --warmup-steps 5", "--warmup-steps 5 must be less"),
-        ("--sequence-length 3", "--sequence-length 3"),
-        ("--seed -1", "--seed"),
-        ("--zero 4", "--zero"),
-        ("--config absent.json", "absent.json cannot be read"),
-        ("--zero 3 --optimizer onebit-adam", "stage 3 .*momentum"),
-        ("--corpus", "--corpus"),
-        ("--unheard-of", "--unheard-of"),
-    ],
-)
-def test_bad_options_are_named(given: str, complaint: str, folders: list[str]) -> None:
-    with pytest.raises(InputError, match=complaint):
-        parse([*given.split(), *folders])
-
-
 @pytest.mark.parametrize("option", ["--output", "--checkpoints"])
 def test_unwritable_folders_are_named(option: str, folders: list[str], tmp_path: Path) -> None:
     occupied = tmp_path / "file"
@@ -80,11 +43,6 @@ def test_unwritable_folders_are_named(option: str, folders: list[str], tmp_path:
     for folder in (occupied, occupied / "below"):
         with pytest.raises(InputError, match=f"{option} .*cannot be written"):
             parse([*folders, option, str(folder)])
-
-
-def test_unusable_corpora_are_refused(folders: list[str], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="absent"):
-        parse([*folders, "--corpus", str(tmp_path / "absent")])
 
 
 EXAMPLE = Path(__file__).parents[3] / "experiments" / "configs" / "bert_onebit_zero1.json"
@@ -141,19 +99,6 @@ def test_a_scheduler_in_the_file_takes_the_rates_over(tmp_path: Path) -> None:
     found = settings(tmp_path, {"scheduler": scheduler})
     assert found.engine.scheduled
     assert found.describe(2)["warmup_steps"] is None
-
-
-def test_stage_3_trains_with_adamw_alone(tmp_path: Path) -> None:
-    assert settings(tmp_path, given="--zero 3").engine.optimizers == ("adamw",)
-    assert settings(tmp_path, {"zero_optimization": {"stage": 3}}).engine.optimizers == ("adamw",)
-
-
-@pytest.mark.parametrize("optimizer", ENGINE)
-def test_whatever_the_engine_knows_can_be_asked_for(tmp_path: Path, optimizer: str) -> None:
-    found = settings(tmp_path, given=f"--optimizer {optimizer} --freeze-step 7 --lr 0.5")
-    assert found.engine.optimizers == (optimizer,)
-    freezes = optimizer in COMPRESSED and COMPRESSED[optimizer].freeze_option is not None
-    assert (found.plan.learning_rate, found.plan.freeze_step) == (0.5, 7 if freezes else "auto")
 
 
 def test_the_example_can_be_used(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.common.errors import InputError
 from experiments.common.results import write_json
-from experiments.stages.__main__ import sharded_job, small_job, write_results
+from experiments.stages.__main__ import small_job, write_results
 from experiments.stages.findings import EXACT_ON, RESUME_ON, RESUMED, find
 from experiments.stages.losses import Job, Run, parse, train_all
 from thinwire.comm import threads
@@ -97,13 +97,6 @@ def test_a_batch_that_cannot_be_shared_is_refused(job: Job, tmp_path: Path) -> N
         train(job, 4, tmp_path)
 
 
-def test_equal_losses_are_the_same_bits() -> None:
-    found = find(small(), sharded())
-    assert found.sentences[1].endswith("the same bits")
-    assert found.final_difference == {"ZeRO-1": 0, "ZeRO-2": 0}
-    assert found.deviation["unsharded"] == pytest.approx(0.1 / 2**0.5)
-
-
 def test_a_difference_anywhere_is_found() -> None:
     runs = small()
     runs[3]["adamw, stage 2"]["training"][0] *= 1 + 1e-3
@@ -114,20 +107,6 @@ def test_a_difference_anywhere_is_found() -> None:
     assert found.resumed["onebit-adam"]["8"] == pytest.approx(0.02)
     assert found.final_difference["ZeRO-1"] == pytest.approx(0.1 / 1.05)
     assert "2.00%" in found.sentences[2]
-
-
-def test_jobs_survive_their_file(tmp_path: Path) -> None:
-    job = sharded_job(90, 2, None)
-    assert [run.name for run in job.runs][:2] == ["unsharded, seed 0", "ZeRO-1, seed 0"]
-    write_json(tmp_path / "job.json", asdict(job))
-    assert Job.read(tmp_path / "job.json") == job
-
-
-def test_only_ranks_that_resume_load() -> None:
-    saving = small_job(4, 50, None, Path("there")).runs
-    resuming = small_job(8, 50, None, Path("there")).runs
-    assert [run.save_at for run in saving if run.save] == [30, 30]
-    assert [run.load for run in resuming] == ["there/adamw", "there/onebit-adam"]
 
 
 def test_numbers_and_picture_are_written(tmp_path: Path) -> None:

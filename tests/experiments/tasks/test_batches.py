@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experiments.common.errors import InputError
-from experiments.tasks.batches import MaskedBatches, Purpose, pack, random_at, random_batch
+from experiments.tasks.batches import MaskedBatches, pack, random_batch
 from experiments.tasks.masking import IGNORED, mask_tokens
 from experiments.tasks.tokenizer import CLS, MASK, SEP, SPECIAL_TOKENS
 
@@ -61,16 +61,6 @@ def test_a_pass_over_the_corpus_meets_every_sequence_once() -> None:
 def _origin(inputs: Tensor, labels: Tensor) -> int:
     """The number in second place, whether it was masked or not."""
     return int(inputs[1]) if int(labels[1]) == IGNORED else int(labels[1])
-
-
-def test_validation_masks_never_change() -> None:
-    batches = MaskedBatches(pack(tokens(1, 400).ravel().astype(np.int32), 12), VOCABULARY)
-    whole, part = batches.fixed(range(10)), batches.fixed(range(4, 7))
-    assert all(torch.equal(a[4:7], b) for a, b in zip(whole, part, strict=True))
-
-
-def test_different_purposes_draw_differently() -> None:
-    assert len({random_at(purpose, 1, 2).integers(2**60).item() for purpose in Purpose}) == len(Purpose)
 
 
 def test_random_batches_ask_for_every_sixth_token() -> None:

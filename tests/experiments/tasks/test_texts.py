@@ -67,12 +67,6 @@ def test_unusable_files_are_named(tmp_path: Path, content: bytes, complaint: str
         load([good, bad])
 
 
-def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent.txt", tmp_path):
-        with pytest.raises(InputError, match=f"{path.name} is not a file"):
-            load([path])
-
-
 DOCUMENTS = [f"def function_{n}(value: int) -> int:\n    return value * {n} + offset_{n % 7}\n" for n in range(300)]
 
 
@@ -80,11 +74,6 @@ def test_training_is_deterministic() -> None:
     first, second = train_tokenizer(DOCUMENTS, 200), train_tokenizer(DOCUMENTS, 200)
     assert first.get_vocab() == second.get_vocab()
     assert len(set(first.get_vocab().values())) == first.get_vocab_size() <= 200
-
-
-def test_special_tokens_come_first() -> None:
-    vocabulary = train_tokenizer(DOCUMENTS, 150).get_vocab()
-    assert [vocabulary[token] for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
 
 
 def test_text_survives_encoding() -> None:
@@ -145,11 +134,6 @@ def test_texts_give_alike_many_passages_in_three_parts() -> None:
     assert len(letters & numbers) <= 1  # what closes a text
 
 
-def test_a_text_without_passages_is_refused() -> None:
-    with pytest.raises(InputError, match=r"short has .* tokens, and at least 10 passages of 4 are needed"):
-        shared(texts=TEXTS | {"short": "a b c"})
-
-
 def test_files_are_classes(tmp_path: Path) -> None:
     files = [write_text(tmp_path / f"{name}.txt", 20) for name in ("one", "two")]
     texts = read_texts(files)
@@ -161,9 +145,3 @@ def test_files_are_classes(tmp_path: Path) -> None:
         read_texts([files[0], files[0]])
     with pytest.raises(InputError, match="absent"):
         read_texts([files[0], tmp_path / "absent"])
-
-
-def test_without_files_there_are_pythons_own_packages() -> None:
-    texts = read_texts(None)
-    assert len(texts) == 4
-    assert all(len(text) > 100_000 for text in texts.values())

@@ -7,33 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.errors import InputError
-from experiments.text_classification.__main__ import main, parse, study
-from experiments.text_classification.findings import find, frozen_bytes, sentence
+from experiments.text_classification.__main__ import parse, study
+from experiments.text_classification.findings import find
 from experiments.text_classification.learning import Outcome
 from experiments.training import sweep
 from tests.experiments.helpers import write_text
 from thinwire.comm.threads import single
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--methods", "onebit-adam"], "--methods must name adamw"),
-        (["--methods", "adamw"], "something to compare"),
-        (["--methods", "lion", "adamw"], "lion"),
-        (["--seeds", "0"], "--seeds"),
-        (["--corpus", "absent"], "two text files"),
-    ],
-)
-def test_a_command_line_that_cannot_work_is_refused(arguments: list[str], complaint: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=complaint):
-        parse([*arguments, "--output", str(tmp_path)])
-
-
-def test_its_command_line_says_whose_refusal_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--methods", "onebit-adam", "--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("experiments.text_classification: error: --methods must name adamw")
 
 
 def test_a_run_writes_numbers_and_picture(
@@ -85,18 +64,3 @@ def test_figures() -> None:
     assert (onebit.frozen_bytes, onebit.fewer_bytes_frozen) == (4.0, 25.0)
     assert onebit.fewer_bytes == pytest.approx(600 / 262)
     assert (adamw.inside_the_sweep, onebit.inside_the_sweep) == (True, False)
-
-
-def test_sentences_are_true_to_them() -> None:
-    said = sentence("onebit-adam", find(SWEPT, RUNS, 2)["onebit-adam"])
-    assert said.endswith("as accurate as AdamW under DDP (+0.20 points), 25x fewer bytes once frozen")
-    worse = RUNS | {
-        "onebit-adam": [outcome("onebit-adam", 0, 88.0, [0.0] * 6), outcome("onebit-adam", 1, 90.0, [0.0] * 6)]
-    }
-    assert sentence("onebit-adam", find(SWEPT, worse, 2)["onebit-adam"]).endswith(
-        "2.0 points less accurate than AdamW under DDP"
-    )
-
-
-def test_a_run_that_never_freezes_has_no_frozen_bytes() -> None:
-    assert frozen_bytes(RUNS["adamw"][0], 20) == 0.0

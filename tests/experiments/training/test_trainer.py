@@ -16,7 +16,7 @@ from experiments.common.errors import InputError
 from experiments.training.baseline import AveragedLamb
 from experiments.training.checkpoints import RunCheckpoints
 from experiments.training.learners import EngineLearner, Learner, LoopLearner
-from experiments.training.optimizers import COMPRESSED, ENGINE, EXACT, OPTIMIZERS, build, engine_section
+from experiments.training.optimizers import COMPRESSED, ENGINE, OPTIMIZERS, build, engine_section
 from experiments.training.plans import Plan
 from experiments.training.trainer import StepReport, Trainer
 from tests.experiments.helpers import PLAN, LineTask, engine_config
@@ -84,13 +84,6 @@ def test_the_engine_learns_what_a_loop_by_hand_learns(kind: str) -> None:
     assert engine.curve.steps == by_hand.curve.steps
 
 
-def test_a_step_takes_as_many_batches_as_it_accumulates() -> None:
-    trainer, reports = threads.run(lambda comm: run(comm, "adamw", kind="stage 1", accumulation=3), 2)[0]
-    assert isinstance(trainer.learner, EngineLearner)
-    assert trainer.learner.engine.micro_steps == 3 * PLAN.steps
-    assert trainer.learner.engine.global_steps == len(reports) == PLAN.steps
-
-
 def test_adamw_sends_what_a_ring_all_reduce_sends() -> None:
     elements = sum(parameter.numel() for parameter in LineTask().build_model(0).parameters())
     trainer, reports = threads.run(lambda comm: run(comm, "adamw"), 3)[0]
@@ -140,13 +133,6 @@ def test_validation_happens_on_time_and_at_the_end() -> None:
     assert [report.step for report in reports if report.validation_loss is not None] == [5, 10, 12]
 
 
-def test_learning_rate_rises_and_falls_linearly() -> None:
-    plan = replace(PLAN, steps=10, warmup_steps=4, learning_rate=1.0)
-    rates = [plan.rate_at(step) for step in range(10)]
-    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert rates[4:] == pytest.approx([1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
-
-
 def test_the_engine_follows_the_plans_rates() -> None:
     def rates(comm: Communicator) -> list[float]:
         task = LineTask()
@@ -185,16 +171,6 @@ def test_the_engine_takes_the_section_of_what_it_knows(name: str) -> None:
     assert config.optimizer.params["weight_decay"] == 0.125
     if name in COMPRESSED and COMPRESSED[name].freeze_option is not None:
         assert config.optimizer.params[COMPRESSED[name].freeze_option] == 7
-
-
-def test_every_compressed_optimizer_has_a_parent() -> None:
-    assert {one.parent for one in COMPRESSED.values()} <= EXACT.keys()
-    assert len({one.label for one in OPTIMIZERS.values()}) == len(OPTIMIZERS)
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one of adamw, .*got 'sgd'"):
-        build("sgd", groups(), PLAN, threads.single(60.0))
 
 
 THE_SAME = {"codec": "none", "fragments": 1, "overlap": 0, "mix": 0.0}
@@ -310,13 +286,3 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
             RunCheckpoints(tmp_path, comm, SETTINGS).load(*start(comm, "onebit-adam"))
 
     threads.run(work, 2)
-
-
-def test_clearing_starts_anew(tmp_path: Path) -> None:
-    def work(comm: Communicator) -> Any:
-        checkpoints = RunCheckpoints(tmp_path / "run", comm, SETTINGS)
-        checkpoints.clear()
-        return checkpoints.load(*start(comm, "adamw"))
-
-    threads.run(lambda comm: train(comm, "adamw", tmp_path / "run", 2), 2)
-    assert threads.run(work, 2) == [False, False]

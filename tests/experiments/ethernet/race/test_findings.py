@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, isnan, log
+from math import isnan, log
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from experiments.common.results import RESULTS, read_json
 from experiments.ethernet.race import overlap_report, planned
-from experiments.ethernet.race.findings import ALONE, crossover, rate_of_waiting, speedup, split_step, winning_rate
+from experiments.ethernet.race.findings import ALONE, crossover, rate_of_waiting, speedup, split_step
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES
 from thinwire.plan import Calibration
@@ -41,24 +41,6 @@ def test_the_parts_are_the_step(
     assert parts.hidden is None or 0 <= parts.hidden <= 1
 
 
-def test_a_step_by_hand() -> None:
-    parts = split_step([turn(1.0, 0.7, 5e6)], [turn(0.2)], megabits=100)
-    assert (parts.compute, parts.link_busy, parts.wire, parts.hidden) == (0.2, 0.4, 0.4, 0)
-    assert parts.encode == pytest.approx(0.1)
-    assert parts.wait == pytest.approx(0.3)
-
-
-def test_what_nobody_waits_for_is_hidden() -> None:
-    parts = split_step([turn(1.0, 0.1, 5e6)], [turn(0.2)], megabits=100)
-    assert parts.hidden == pytest.approx(0.75)
-    assert parts.wait == 0
-
-
-def test_unlimited_links_are_never_busy() -> None:
-    parts = split_step([turn(1.0, 0.1, 5e6)], [turn(0.2)], megabits=None)
-    assert (parts.link_busy, parts.wire, parts.wait, parts.hidden) == (0, 0, 0.1, None)
-
-
 def test_speedups_compare_within_a_round() -> None:
     # The machine is ten times slower in the second round, for both.
     assert speedup([turn(1.0), turn(10.0), turn(1.0)], [turn(3.0), turn(30.0), turn(3.0)]) == 3
@@ -68,17 +50,6 @@ def test_speedups_compare_within_a_round() -> None:
 def test_the_crossing_is_found_on_a_logarithmic_axis(rate: float) -> None:
     rates = (50.0, 200.0, 1000.0, 10000.0)
     assert crossover({one: log(rate) - log(one) for one in rates}) == pytest.approx(rate)
-
-
-def test_no_crossing_is_not_a_number() -> None:
-    assert isnan(crossover({50: -1.0, 100: -2.0}))
-    assert isnan(crossover({50: 2.0, 100: 1.0}))
-
-
-def test_who_is_always_ahead_wins_at_all_rates() -> None:
-    assert winning_rate({50: 3.0, 100: 1.1}) == inf
-    assert isnan(winning_rate({50: 0.9, 100: 0.8}))
-    assert winning_rate({10: 10.0, 1000: 0.1}) == pytest.approx(100)
 
 
 def test_the_rate_at_which_a_fraction_is_waiting() -> None:

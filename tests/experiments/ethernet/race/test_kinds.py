@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from experiments.common.results import RESULTS, read_json
-from experiments.ethernet.race.kind_times import firsts
 from experiments.ethernet.race.kinds import Clock, Kind, counts_along, from_records, records, retime
 
 
@@ -19,12 +18,6 @@ def test_the_clock_adds_what_steps_of_each_kind_take() -> None:
     clock = Clock({exact: [1.0, 3.0], packed: [0.5], silent: [0.25]}, done)
     assert clock.seconds(done) == 23.5
     assert clock.by_stage() == {"warmup": 2.0, "1-bit": pytest.approx(0.35)}
-
-
-def test_steps_too_rare_to_be_timed_take_what_the_nearest_in_bytes_do() -> None:
-    clock = Clock({Kind("warmup", 32): [4.0], Kind("warmup", 1): [1.0], Kind("1-bit", 1): [0.5]})
-    assert clock.seconds(Counter({Kind("warmup", 30): 2})) == 8
-    assert clock.seconds(Counter({Kind("1-bit", 2): 2})) == 1
 
 
 def recorded(
@@ -76,8 +69,3 @@ def test_the_recorded_race_is_told_apart_and_put_together_again() -> None:
         again = retime(run, run["kinds"])
         assert again["seconds"] == pytest.approx(run["seconds"], rel=1e-12)
         assert from_records(run["kinds"]).done == counts_along(run)[-1]
-
-
-def test_a_step_unlike_those_before_is_the_first_of_its_kind() -> None:
-    sent = [("warmup", 10_000), ("warmup", 10_050), ("warmup", 400), ("1-bit", 400), ("1-bit", 0), ("1-bit", 0)]
-    assert firsts([Kind(*one) for one in sent]) == {0, 2, 3, 4}

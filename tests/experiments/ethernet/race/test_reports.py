@@ -49,32 +49,6 @@ def test_arrivals_lie_between_points(runs: dict[str, dict[str, Any]]) -> None:
     assert "1-bit Adam reaches the same loss 4.0x as soon" in loss_report.sentence(runs, goal)
 
 
-def test_power_sgd_is_compared_with_where_it_arrives(runs: dict[str, dict[str, Any]]) -> None:
-    goal = loss_report.goal_of(runs)
-    assert loss_report.sentence(runs, goal).endswith("; not in as many steps: PowerSGD")
-    runs["diloco-30-int4"] = run(0.1, [6.0, 5.5, 5.0])
-    assert loss_report.sentence(runs, goal).endswith("; not in as many steps: PowerSGD and DiLoCo")
-    runs["ddp-powersgd-1"] = run(0.125, [6.0, 5.0, 4.0])
-    assert loss_report.sentence(runs, goal).endswith("0.5x as DDP, PowerSGD rank 1; not in as many steps: DiLoCo")
-
-
-def test_who_is_there_at_the_first_point_arrived_then() -> None:
-    assert loss_report.seconds_to(5.0, [3.0, 6.0], [4.0, 3.0]) == 3.0
-
-
-def test_a_race_that_ours_lose_says_so(runs: dict[str, dict[str, Any]]) -> None:
-    runs["onebit-adam"] = run(0.25, [6.0, 5.5, 5.0])
-    assert "None of ours" in loss_report.sentence(runs, loss_report.goal_of(runs))
-
-
-def test_who_takes_more_steps_says_so(runs: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    runs["diloco-30-int4"] = run(0.1, [6.0, 5.5, 5.0, 4.5, 4.0])
-    goal = loss_report.goal_of(runs)
-    assert loss_report.sentence(runs, goal).startswith("DiLoCo, 30 steps, int4, 50 steps in all reaches")
-    loss_report.print_table(runs, goal)
-    assert "DiLoCo, 30 steps, int4, 50 steps in all " in capsys.readouterr().out
-
-
 def test_the_picture_of_losses_is_drawn(tmp_path: Path, runs: dict[str, dict[str, Any]]) -> None:
     loss_report.print_table(runs, loss_report.goal_of(runs))
     content = {
@@ -125,18 +99,6 @@ def test_the_rate_under_which_ours_win(entries: list[dict[str, Any]]) -> None:
     assert winners.keys() == {name for name, one in CONTENDERS.items() if one.ours}
     # 50 / rate = 0.2 + 5 / rate, up to what a straight line between rates makes of it.
     assert winners["onebit-adam"] == pytest.approx(225, rel=0.05)
-
-
-def test_sentences_name_rate_and_winner(entries: list[dict[str, Any]]) -> None:
-    speed, wins = step_report.sentences(entries, step_report.winning_rates(entries), 0.94)
-    assert "at 60 Mb/s, where fp32 waits 94%" in speed
-    assert "on links slower than" in wins
-
-
-def test_unshaped_links_have_no_winning_rate() -> None:
-    entries = step_report.at_rates({"None": turns_at(1e4)})
-    assert step_report.winning_rates(entries) == {}
-    assert "without shaped links" in step_report.sentences(entries, {}, 0.94)[0]
 
 
 def test_fairness_is_a_fraction_of_the_line() -> None:
@@ -191,8 +153,3 @@ def test_bytes_are_the_interfaces() -> None:
         reading = stopwatch.stop()
     assert reading.sent >= 5000
     assert reading.received >= 5000
-
-
-def test_an_unknown_interface_counts_nothing() -> None:
-    interface = Interface("no-such-device")
-    assert (interface.sent(), interface.received()) == (0, 0)
