@@ -92,7 +92,7 @@ def test_batch_files_are_bash() -> None:
 def test_sparse_bert(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the wire is thin, the model is long. " * 200)
-    arguments = ["--text", str(text), "--steps", "16", "--length", "512", "--save", str(tmp_path / "model")]
+    arguments = ["--text", str(text), "--steps", "8", "--length", "512", "--save", str(tmp_path / "model")]
     run("sparse_bert.py", *arguments, monkeypatch=monkeypatch)
     *losses, share = capsys.readouterr().out.splitlines()
     assert float(losses[-1].split()[3]) < float(losses[0].split()[3])
