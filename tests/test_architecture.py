@@ -200,10 +200,11 @@ def is_below(other: str, room: str | None) -> bool:
 
 
 def exported(path: Path) -> set[str]:
+    """Names in `__all__`; of a module without one, classes that begin with no underscore."""
     for node in tree_of(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
-    return set()
+    return {node.name for node in tree_of(path).body if isinstance(node, ast.ClassDef) and node.name[0] != "_"}
 
 
 @cache

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.plan import Calibration, Link, PlanError, Speed, load_calibration, save_calibration
-from thinwire.plan.calibration import CollectiveFit, LinkFit, ProcessorRates
+from thinwire.plan import Calibration, Link, PlanError, Processor, Speed, load_calibration, save_calibration
+from thinwire.plan.calibration import CollectiveFit, LinkFit
 from thinwire.plan.cluster import COLLECTIVES, Collective
 
-RATES = ProcessorRates(memory=2e10, encode=1e9, decode=2e9, average=3e9, adam=1e8, overlap=0.5)
+RATES = Processor(memory=2e10, encode=1e9, decode=2e9, average=3e9, adam=1e8, overlap=0.5)
 
 
 def link_fit(link: Link, ranks: int) -> LinkFit:
@@ -70,8 +70,6 @@ def test_a_link_comes_back_as_it_was(speed, message, measured, ranks) -> None:
 def test_links_that_are_not_there() -> None:
     assert calibration(between=None).link("between") is None
     assert calibration().link("inside") is None
-    assert calibration().make_processor().overlap == 0.5
-    assert calibration().make_processor(1.0).overlap == 1.0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ def test_rates_are_above_zero(tmp_path: Path, rate: float) -> None:
     tree = calibration().model_dump()
     tree["processor"]["encode"] = rate
     path.write_text(json.dumps(tree))
-    with pytest.raises(PlanError, match=r"processor\.encode|Invalid JSON"):
+    with pytest.raises(PlanError, match=r"processor: .* encode rate must be|processor\.encode|Invalid JSON"):
         load_calibration(path)
 
 

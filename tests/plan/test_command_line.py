@@ -276,7 +276,7 @@ def test_a_calibration_stands_for_the_cluster(capsys, tmp_path: Path) -> None:
     assert (described["nodes"], described["ranks_per_node"]) == (4, 1)
     measured = calibration().link("between")
     assert measured is not None
-    cluster = Cluster(4, 1, measured, measured, calibration().make_processor())
+    cluster = Cluster(4, 1, measured, measured, calibration().processor)
     assert of(described, "ddp-bf16")["average"]["step"] == predict(WORKLOAD, cluster, Method("ddp-bf16")).step_seconds
     faster = planned(capsys, "--model", "bert-base", "--calibration", path, "--link", "80Gb/s")
     assert of(faster, "ddp-bf16")["average"]["wire"] < of(described, "ddp-bf16")["average"]["wire"] / 5

@@ -114,40 +114,6 @@ def test_a_kept_branch_is_scaled_and_gradients_are_exact(in_tuple: bool) -> None
             torch.testing.assert_close(parameter.grad, twin.grad)
 
 
-def test_gradcheck_through_a_gate() -> None:
-    layer = Residual().double()
-    schedule = settled()
-    drop_layers([layer], schedule, seed=0)
-    outcomes = set()
-    inputs = torch.randn(2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    for step in range(1, 5):
-        schedule.update_state(step)
-
-        def fresh(hidden: torch.Tensor) -> torch.Tensor:
-            layer.forward.begin_step()
-            return layer(hidden)
-
-        assert torch.autograd.gradcheck(fresh, inputs)
-        outcomes.add(layer.forward.dropped)
-    assert outcomes == {True, False}
-
-
-def test_the_expectation_is_the_layers_own_output() -> None:
-    torch.manual_seed(0)
-    layer = Residual().double()
-    hidden = torch.randn(3, WIDTH, dtype=torch.float64)
-    own = layer(hidden).detach()
-    schedule = settled(0.5)
-    drop_layers([layer], schedule, seed=4)
-    outputs = []
-    for step in range(1, 2001):
-        schedule.update_state(step)
-        outputs.append(layer(hidden).detach())
-    draws = torch.stack(outputs)
-    error = (draws.mean(0) - own).abs()
-    assert bool((error <= 3 * draws.std(0) / math.sqrt(len(outputs))).all())
-
-
 def test_theta_one_changes_nothing_to_the_bit() -> None:
     model = make_stack(3)
     expected = model(batch(0))

@@ -38,10 +38,6 @@ def test_lower_layers_drop_less(num_layers: int, theta: float) -> None:
     assert keeps[0] == pytest.approx(1 - (1 - theta) / num_layers)
 
 
-def test_twelve_layers_keep_73_percent() -> None:
-    assert sum(keep_probability(layer, 12, 0.5) for layer in range(1, 13)) / 12 == pytest.approx(0.729, abs=1e-3)
-
-
 def test_backwards_is_an_error_and_a_repeat_is_not() -> None:
     schedule = ProgressiveLayerDrop()
     schedule.update_state(5)

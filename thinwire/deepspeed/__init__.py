@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from thinwire.deepspeed.logs import log_dist
     from thinwire.deepspeed.ranks import init_distributed
     from thinwire.deepspeed.schedules import add_tuning_arguments
-    from thinwire.deepspeed.sections import DeepSpeedConfig, DeepSpeedConfigError
+    from thinwire.deepspeed.sections import DeepSpeedConfig
     from thinwire.deepspeed.utilities import OnDevice
+    from thinwire.engine import ConfigError as DeepSpeedConfigError
 
 # DeepSpeed has it in three numbers too, and what it was built from.
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split(".")[:3])

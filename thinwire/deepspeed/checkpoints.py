@@ -14,8 +14,6 @@ from thinwire.deepspeed.files.model_files import looks_like_deepspeed
 from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST
 
-__all__ = ["clone_tensors_for_torch_save", "copy_universal", "get_model_ckpt_name_for_rank"]
-
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"

@@ -14,22 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AsyncIOBuilder",
-    "CPUAdamBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "OpBuilder",
-    "SparseAttnBuilder",
-    "compatible_ops",
-    "get_accelerator",
-    "git_branch",
-    "git_hash",
-    "installed_ops",
-    "is_current_accelerator_supported",
-    "torch_info",
-]
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _KIB = 1024
 

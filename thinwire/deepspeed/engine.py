@@ -25,8 +25,6 @@ from thinwire.engine.optimizers import CallError
 from thinwire.engine.reports import JobReports
 from thinwire.zero.fsdp import free_gathered
 
-__all__ = ["DeepSpeedEngine", "TrainingEngine"]
-
 
 @with_getters
 class TrainingEngine(Engine):

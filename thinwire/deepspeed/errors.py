@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DeepSpeedUsageError", "NotOfferedError"]
-
 
 class NotOfferedError(NotImplementedError):
     """Something of DeepSpeed's that thinwire does not have was used; the message says what to do instead."""

@@ -14,8 +14,6 @@ from thinwire.engine.config.models import OffloadConfig
 from thinwire.engine.loss_scale import DynamicLossScale, LossScale
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["LossScaleConfig", "why_foreign", "with_getters"]
-
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _Engine = TypeVar("_Engine", bound=Engine)
 _Read = Callable[[EngineConfig], Any]

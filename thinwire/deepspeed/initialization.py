@@ -29,8 +29,6 @@ from thinwire.engine.initialization import BAD_INPUT, ConfigSource, Given, build
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["add_config_arguments", "initialize", "initialize_as_deepspeed"]
-
 _TESTED = ("torch.", "thinwire.")
 _ALIGNMENT = 2  # elements: fp16 values that fill 4 bytes, at which NCCL likes to begin
 _FLOAT_NAME: TypeAdapter[str | None] = TypeAdapter(FloatName | None)

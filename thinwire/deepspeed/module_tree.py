@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 from thinwire.deepspeed.errors import NotOfferedError
 from thinwire.deepspeed.names import ALL, NAMES, Instead
 
-__all__ = ["ENTRY", "find_name", "install", "list_names"]
-
 ENTRY = "thinwire.deepspeed.names:"  # and the path of a package: its place in a `__path__`
 _ROOM = "thinwire.deepspeed"
 _GUIDE = "docs/guides/coming_from_deepspeed.md"

@@ -13,24 +13,6 @@ from thinwire.engine.config.models import EngineConfig, MonitorConfig, WandbConf
 from thinwire.engine.flops_profiler import FlopsProfiler
 from thinwire.engine.monitor import Monitor, log_folder
 
-__all__ = [
-    "CSV_MONITOR_ENABLED_DEFAULT",
-    "CSV_MONITOR_JOB_NAME_DEFAULT",
-    "CSV_MONITOR_OUTPUT_PATH_DEFAULT",
-    "TENSORBOARD_ENABLED_DEFAULT",
-    "TENSORBOARD_JOB_NAME_DEFAULT",
-    "TENSORBOARD_OUTPUT_PATH_DEFAULT",
-    "WANDB_ENABLED_DEFAULT",
-    "WANDB_GROUP_NAME_DEFAULT",
-    "WANDB_PROJECT_NAME_DEFAULT",
-    "WANDB_TEAM_NAME_DEFAULT",
-    "CsvMonitor",
-    "DeepSpeedFlopsProfiler",
-    "MonitorMaster",
-    "TensorBoardMonitor",
-    "WandbMonitor",
-]
-
 
 class DeepSpeedFlopsProfiler(FlopsProfiler):
     """thinwire's, with DeepSpeed's arguments in its order; `ds_engine` is not needed."""

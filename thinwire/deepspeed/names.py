@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ALL", "NAMES", "Instead"]
-
 ALL = "*"
 
 

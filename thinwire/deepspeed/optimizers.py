@@ -11,8 +11,6 @@ from thinwire.deepspeed.errors import NotOfferedError
 from thinwire.optim import Lion
 from thinwire.zero import ShardedOptimizer
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "FusedLion"]
-
 
 class _AnyAdam(type):
     """What isinstance takes for a FusedAdam."""

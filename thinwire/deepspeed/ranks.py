@@ -16,21 +16,6 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.errors import DeepSpeedUsageError
 
-__all__ = [
-    "all_gather_into_tensor",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "get_local_rank",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "init_distributed",
-    "is_initialized",
-]
-
 _HALF_AN_HOUR = timedelta(minutes=30)
 _BACKENDS = {"ccl": "gloo", "hccl": "gloo"}
 """Those of DeepSpeed's for devices that thinwire moves bytes to by another."""

@@ -21,21 +21,6 @@ from thinwire.engine.config.models import Bf16Config, Fp16Config
 from thinwire.engine.config.rules import complete_batch_sizes
 from thinwire.engine.config.sections import refusal_of
 
-__all__ = [
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedConfigModel",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "OffloadDeviceEnum",
-    "ZeRORuntimeException",
-    "ZeroStageEnum",
-    "get_bfloat16_config",
-    "get_float16_config",
-    "is_zero_supported_optimizer",
-]
-
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "onebitlamb", "zerooneadam"
 ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"

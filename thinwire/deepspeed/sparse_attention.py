@@ -15,12 +15,11 @@ from thinwire.sparse_attn.hugging_face.sparsify import (
     replace_self_attention_of_layers,
     update_tokenizer_model_max_length,
 )
+from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.layouts.made import SparsityConfig, layout_of
-from thinwire.sparse_attn.layouts.named import Custom, Layout, LocalSlidingWindow
+from thinwire.sparse_attn.layouts.named import Custom, LocalSlidingWindow
 from thinwire.sparse_attn.modules import MaskMode, mask_by_mode
 from thinwire.sparse_attn.packed import MODES, block_sparse_matmul, block_sparse_softmax
-
-__all__ = ["LocalSlidingWindowSparsityConfig", "MatMul", "Softmax", "SparseAttentionUtils"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -17,25 +17,6 @@ from torch import Tensor
 from thinwire.deepspeed import ranks as comm
 from thinwire.deepspeed.devices import get_accelerator
 
-__all__ = [
-    "OnDevice",
-    "call_to_str",
-    "clip_grad_norm_",
-    "empty_cache",
-    "ensure_directory_exists",
-    "get_global_norm",
-    "has_moe_layers",
-    "instrument_w_nvtx",
-    "is_moe_param",
-    "partition_balanced",
-    "partition_uniform",
-    "prefix_sum_inc",
-    "required_torch_version",
-    "see_memory_usage",
-    "set_random_seed",
-    "split_params_into_different_moe_groups_for_optimizer",
-]
-
 _GIB = 1 << 30
 
 

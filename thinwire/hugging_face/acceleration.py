@@ -16,17 +16,6 @@ from torch import Tensor, nn
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 from thinwire.zero.training_loops import refuse_late_workers
 
-__all__ = [
-    "adapt_accelerator",
-    "check_arguments",
-    "check_engine_arguments",
-    "check_optimizer",
-    "never_wrap_models",
-    "refuse_clipping_by_value",
-    "synchronized",
-]
-
-
 _NOT_WITH_AN_ENGINE = {
     "torch_compile": "call model.compile() before you pass the model",
     "fp16_full_eval": "the engine evaluates in the precision it trains in; use fp16",

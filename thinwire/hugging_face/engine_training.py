@@ -23,17 +23,6 @@ from thinwire.hugging_face.filled_config import TrainerConfig
 from thinwire.lazy_imports import provided
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = [
-    "NOTHING_TO_GO_ON_FROM",
-    "TAG",
-    "EngineSchedule",
-    "EngineStep",
-    "EngineTraining",
-    "ThinwireConfig",
-    "adapt_accelerator_to_engine",
-]
-
-
 TAG = "thinwire"
 """The folder's name."""
 

@@ -18,8 +18,6 @@ from thinwire.engine.config.loading import check_limits, read_json_object, respe
 from thinwire.engine.config.sections import is_local_updates, with_lr_inside
 from thinwire.optim import registry
 
-__all__ = ["TrainerConfig"]
-
 # Kinds of schedule by the engine's names: TrainingArguments' name for the same, and the parameters that they decide.
 _SCHEDULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "WarmupLR": ("constant_with_warmup", ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")),

@@ -26,8 +26,6 @@ from thinwire.hugging_face.engine_training import (
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["Trainer", "TrainerMixin", "adapt"]
-
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:

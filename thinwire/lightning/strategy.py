@@ -26,8 +26,6 @@ from thinwire.engine.checkpoint.store import load_optimizer, save_optimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 from thinwire.zero.training_loops import refuse_late_workers
 
-__all__ = ["NAME", "CheckpointFiles", "ThinwireStrategy", "check_clipping", "check_optimizers", "check_places"]
-
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], world_size: int, scaler: object) -> None:
     """Raise TypeError for an optimizer that is not ours, ValueError for one that does not go with the Trainer.

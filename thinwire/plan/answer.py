@@ -25,8 +25,6 @@ from thinwire.plan.recommendation import (
 )
 from thinwire.plan.units import PlanError, rate_in_words, seconds_in_words, size_in_words
 
-__all__ = ["as_answer", "as_json", "as_table", "draw_plan", "finding"]
-
 _DDP = "model = DistributedDataParallel(model)"
 
 
@@ -129,7 +127,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "ranks_per_node": cluster.ranks_per_node,
         "memory_limit": plan.memory_limit,
         "recommended": plan.best.method.name if plan.best is not None else None,
-        "better_buckets": None if buckets is None else asdict(buckets),
+        "better_buckets": buckets and dict(zip(("bucket_bytes", "step_seconds"), buckets, strict=True)),
         "forward_seconds": workload.forward_seconds,
         "backward_seconds": workload.backward_seconds,
         "predictions": [_prediction_as_json(plan, prediction) for prediction in plan.predictions],
@@ -224,8 +222,9 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
         f"  pays     {_where_it_pays(plan, best.method)}",
     ]
     if (buckets := better_buckets(plan)) is not None:
-        given = f"bucket_bytes={buckets.bucket_bytes >> 20} << 20"
-        lines.append(f"  buckets  with {given} {seconds_in_words(buckets.step_seconds)} a step, by this link's latency")
+        size, seconds = buckets
+        a_step = f"{seconds_in_words(seconds)} a step, by this link's latency"
+        lines.append(f"  buckets  with bucket_bytes={size >> 20} << 20 {a_step}")
     if (outer := _outer(plan, best)) is not None:
         lines.append(f"  outer    {outer}")
     faster = [

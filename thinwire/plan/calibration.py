@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from thinwire.plan.cluster import COLLECTIVES, Collective, Link, Processor, Speed
 from thinwire.plan.units import PlanError
 
-__all__ = ["Calibration", "CollectiveFit", "LinkFit", "ProcessorRates", "load_calibration", "save_calibration"]
-
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -45,17 +43,6 @@ class LinkFit(_Section):
         return self
 
 
-class ProcessorRates(_Section):
-    """Elements a second, and bytes a second of memory, as `thinwire.plan.Processor` has them."""
-
-    memory: float = Field(gt=0)
-    encode: float = Field(gt=0)
-    decode: float = Field(gt=0)
-    average: float = Field(gt=0)
-    adam: float = Field(gt=0)
-    overlap: float = Field(ge=0, le=1)
-
-
 class Calibration(_Section):
     """One probe. `between`: the link of a node to others, measured by one rank a node; `inside`: among the ranks of one
     node; None where there is none."""
@@ -66,7 +53,7 @@ class Calibration(_Section):
     ranks_per_node: int = Field(ge=1)
     between: LinkFit | None
     inside: LinkFit | None
-    processor: ProcessorRates
+    processor: Processor
 
     def link(self, which: Literal["between", "inside"]) -> Link | None:
         """The link for a Cluster, or None where it was not there to be measured."""
@@ -85,12 +72,6 @@ class Calibration(_Section):
     def ranks_a_core(self, cores_per_node: float | None) -> float:
         """Ranks that shared a processor while it was measured, at least 1: on so many cores a node."""
         return 1.0 if cores_per_node is None else max(1.0, self.ranks_per_node / cores_per_node)
-
-    def make_processor(self, overlap: float | None = None) -> Processor:
-        """The processor for a Cluster; `overlap` in place of the measured one."""
-        rates = self.processor
-        measured = rates.overlap if overlap is None else overlap
-        return Processor(rates.memory, rates.encode, rates.decode, rates.average, rates.adam, measured)
 
 
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from thinwire.plan.units import PlanError, require_positive, require_whole
-
-__all__ = ["COLLECTIVES", "Cluster", "Collective", "Link", "Processor", "Speed", "rounds"]
+from thinwire.plan.units import PlanError, require_positive, require_seconds, require_whole
 
 Collective = Literal["all_to_all", "all_gather", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -19,8 +17,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _ENCODE_BYTES = 12 + 1 / 8
 _DECODE_BYTES = 4 + 1 / 8
 _AVERAGE_BYTES = 1 / 8 + 4 / 4  # a code read, and a sum written for every four
-# AdamW reads weight, gradient and both moments, and writes all but the gradient.
-_ADAM_BYTES = 28
+_ADAM_BYTES = 28  # reads weight, gradient and both moments, and writes all but the gradient
+RATES = ("memory", "encode", "decode", "average", "adam")
 
 
 def rounds(collective: Collective, ranks: int) -> int:
@@ -31,8 +29,9 @@ def rounds(collective: Collective, ranks: int) -> int:
     """
     if ranks == 1:
         return 0
-    depth = {"all_to_all": 1, "all_gather": math.ceil(math.log2(ranks)), "all_reduce": 2 * math.ceil(math.log2(ranks))}
-    return depth[collective]
+    if collective == "all_to_all":
+        return 1
+    return (2 if collective == "all_reduce" else 1) * math.ceil(math.log2(ranks))
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Speed:
 
     def __post_init__(self) -> None:
         require_positive("a link's bytes per second", self.bytes_per_second)
-        if not 0 <= self.latency < math.inf:
-            raise PlanError(f"a link's latency must be a number of seconds, at least 0, got {self.latency!r}")
+        require_seconds("a link's latency", self.latency)
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,7 @@ class Link:
     measured: Mapping[Collective, Speed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.message < math.inf:
-            raise PlanError(f"a message's cost must be a number of seconds, at least 0, got {self.message!r}")
+        require_seconds("a message's cost", self.message)
 
     @classmethod
     def of(cls, bytes_per_second: float, latency: float, message: float) -> Link:
@@ -78,14 +75,8 @@ class Link:
     def with_rate(self, bytes_per_second: float) -> Link:
         """The same latencies at another rate; collectives keep their rates relative to each other."""
         factor = bytes_per_second / self.speed.bytes_per_second
-        return replace(
-            self,
-            speed=replace(self.speed, bytes_per_second=bytes_per_second),
-            measured={
-                name: replace(one, bytes_per_second=one.bytes_per_second * factor)
-                for name, one in self.measured.items()
-            },
-        )
+        measured = {name: Speed(one.latency, one.bytes_per_second * factor) for name, one in self.measured.items()}
+        return replace(self, speed=Speed(self.speed.latency, bytes_per_second), measured=measured)
 
 
 @dataclass(frozen=True)
@@ -104,29 +95,26 @@ class Processor:
     adam: float
     overlap: float = 1.0
 
+    # How a calibration's file is read.
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
     def __post_init__(self) -> None:
-        for name in ("memory", "encode", "decode", "average", "adam"):
+        for name in RATES:
             require_positive(f"a processor's {name} rate", getattr(self, name))
         if not 0 <= self.overlap <= 1:
             raise PlanError(f"overlap must be from 0 to 1, got {self.overlap!r}")
 
     def slower(self, times: float) -> Processor:
         """The same with all rates divided; transfers go on beside computation as before."""
-        rates = {name: getattr(self, name) / times for name in ("memory", "encode", "decode", "average", "adam")}
-        return replace(self, **rates)
+        return replace(self, **{name: getattr(self, name) / times for name in RATES})
 
     @classmethod
     def of_memory(cls, bytes_per_second: float, overlap: float = 1.0) -> Processor:
         """A processor whose passes all run at the speed of its memory."""
         require_positive("the memory's bytes per second", bytes_per_second)
-        return cls(
-            bytes_per_second,
-            bytes_per_second / _ENCODE_BYTES,
-            bytes_per_second / _DECODE_BYTES,
-            bytes_per_second / _AVERAGE_BYTES,
-            bytes_per_second / _ADAM_BYTES,
-            overlap,
-        )
+        passes = (_ENCODE_BYTES, _DECODE_BYTES, _AVERAGE_BYTES, _ADAM_BYTES)
+        encode, decode, average, adam = (bytes_per_second / one for one in passes)
+        return cls(bytes_per_second, encode, decode, average, adam, overlap)
 
 
 # Of a rank that comes back to a core that another one has: about a turn of Linux's scheduler. It was chosen so that

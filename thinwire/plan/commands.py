@@ -23,7 +23,6 @@ from thinwire.plan.workload import (
     DEVICES,
     EFFICIENCY,
     Activations,
-    Batch,
     Blocks,
     Device,
     Transformer,
@@ -35,8 +34,6 @@ from thinwire.plan.workload import (
 
 if TYPE_CHECKING:
     from thinwire.plan.calibration import Calibration
-
-__all__ = ["add_plan_arguments", "add_probe_arguments"]
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,24 +189,26 @@ class _Request:
             return workload if typed.dtype == workload.dtype else replace(workload, dtype=typed.dtype)
         model = self._model()
         blocks = model.blocks
-        usual = _SEQUENCE if blocks is None else blocks.sequence
-        batch = Batch(
-            _SEQUENCES if typed.micro_batch is None else typed.micro_batch,
-            usual if typed.sequence is None else typed.sequence,
-        )
+        length: int = typed.sequence
+        if length is None:
+            length = _SEQUENCE if blocks is None else blocks.sequence
+        sequences: int = _SEQUENCES if typed.micro_batch is None else typed.micro_batch
+        require_whole("the micro-batch", sequences)
+        require_whole("a sequence's length", length)
         if (typed.forward is None) != (typed.backward is None):
             raise PlanError("give both --forward and --backward, or neither: they are then estimated together")
         forward, backward = typed.forward, typed.backward
         if forward is None:
-            forward = forward_seconds(model, batch, device)
+            forward = forward_seconds(model, sequences, length, device)
             backward = 2 * forward
-            sequences = (
-                f"{batch.sequences} sequence{'s' if batch.sequences > 1 else ''} of {batch.length} tokens a rank"
+            several = "s" if sequences > 1 else ""
+            self.assumed.append(
+                f"{sequences} sequence{several} of {length} tokens a rank, "
+                f"{device.name} at {EFFICIENCY:.0%} of its peak"
             )
-            self.assumed.append(f"{sequences}, {device.name} at {EFFICIENCY:.0%} of its peak")
         activations = None
         if blocks is not None:
-            activations = Activations(blocks.layers, blocks.hidden, blocks.heads, batch.length, batch.sequences)
+            activations = Activations(blocks.layers, blocks.hidden, blocks.heads, length, sequences)
         return Workload(model, forward, backward, typed.accumulation, typed.update, typed.dtype, activations)
 
     def _measure(self) -> MeasuredSteps | None:
@@ -288,8 +287,8 @@ class _Request:
         typed = self.arguments
         memory = typed.memory_bandwidth
         if memory is None and calibration is not None:
-            processor = calibration.make_processor(typed.overlap)
-            return processor.slower(1 / calibration.ranks_a_core(typed.cores_per_node))
+            processor = calibration.processor.slower(1 / calibration.ranks_a_core(typed.cores_per_node))
+            return processor if typed.overlap is None else replace(processor, overlap=typed.overlap)
         if memory is None:
             memory = device.memory_rate
             if typed.device is None and (typed.forward is not None or typed.measure is not None):

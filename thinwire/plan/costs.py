@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,19 +10,6 @@ from thinwire.comm.traffic import sent_bytes
 from thinwire.compress.packet_layout import CODE_BITS, DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes
 from thinwire.plan.cluster import Cluster, Collective, Processor
 from thinwire.zero.bucket_layout import shard_numel
-
-__all__ = [
-    "CAST_BYTES",
-    "NO_BUCKETS",
-    "Buckets",
-    "Cost",
-    "cut",
-    "everywhere",
-    "hierarchical_exchange",
-    "inside_nodes",
-    "seconds_beside",
-    "two_legs",
-]
 
 
 @dataclass(frozen=True)
@@ -48,22 +36,10 @@ class Cost:
         return self.codec + self.wire
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.codec + other.codec,
-            self.between + other.between,
-            self.inside + other.inside,
-            self.bytes_sent + other.bytes_sent,
-            self.bytes_between + other.bytes_between,
-        )
+        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(
-            self.codec * times,
-            self.between * times,
-            self.inside * times,
-            self.bytes_sent * times,
-            self.bytes_between * times,
-        )
+        return Cost(*(value * times for value in vars(self).values()))
 
 
 def everywhere(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
@@ -115,13 +91,12 @@ CAST_BYTES = 12  # fp32 to 16 bits and back
 
 def two_legs(cluster: Cluster, elements: int, codec: CodecName, *, back: bool = True) -> Cost:
     """The exchange of all ranks: packets to the owners, and with `back` their average to everybody."""
-    ranks = cluster.ranks
-    shard = shard_numel(elements, ranks, DEFAULT_BLOCK_SIZE)
+    shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
     packet = codec_packet_bytes(codec, shard)
-    cost = everywhere(cluster, "all_to_all", ranks * packet)
+    cost = everywhere(cluster, "all_to_all", cluster.ranks * packet)
     if back:
         cost += everywhere(cluster, "all_gather", packet)
-    return cost + Cost(_codec_seconds(cluster.processor, codec, elements, shard, ranks, back=back))
+    return cost + Cost(_codec_seconds(cluster.processor, codec, elements, shard, cluster.ranks, back=back))
 
 
 def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:

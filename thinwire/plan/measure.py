@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MeasuredSteps", "StepTimer", "measure_script"]
-
 
 @dataclass(frozen=True)
 class MeasuredSteps:

@@ -14,19 +14,6 @@ from thinwire.plan.cluster import Cluster
 from thinwire.plan.units import PlanError, require_whole
 from thinwire.plan.workload import Transformer
 
-__all__ = [
-    "ALGORITHMS",
-    "CODECS",
-    "DILOCO",
-    "POWERSGD",
-    "SHARDED_ADAM",
-    "Method",
-    "OuterSchedule",
-    "Schedule",
-    "ZeroOneSteps",
-    "methods_for",
-]
-
 POWERSGD, SHARDED_ADAM, DILOCO = "powersgd", "sharded-adam", "diloco"
 
 

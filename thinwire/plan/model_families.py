@@ -11,8 +11,6 @@ from typing import Any
 from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Blocks, Matrices, Transformer
 
-__all__ = ["FAMILIES", "built_model", "model_of"]
-
 
 def model_of(name: str, configuration: Mapping[str, Any]) -> Transformer:
     """The model that `configuration` describes, one of `FAMILIES` by its model_type.
@@ -31,80 +29,72 @@ class _Reader:
         self.values = values
 
     def whole(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"the configuration of {self.name}: {key} must be a whole number above 0, got {value!r}")
-        return value
+        number: int = self._value(key, default, "a whole number above 0", lambda one: type(one) is int and one > 0)
+        return number
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise PlanError(f"the configuration of {self.name}: {key} must be true or false, got {value!r}")
+        truth: bool = self._value(key, default, "true or false", lambda one: type(one) is bool)
+        return truth
+
+    def _value(self, key: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
+        given = self.values.get(key)
+        value = default if given is None else given
+        if not fits(value):
+            raise PlanError(f"the configuration of {self.name}: {key} must be {expected}, got {value!r}")
         return value
 
-    def model(self, matrices: list[Matrices], vectors: int, blocks: Blocks, last: Matrices | None) -> Transformer:
-        shapes = tuple(matrices)
-        return Transformer(self.name, sum(one.numel for one in shapes) + vectors, shapes, last, blocks)
+    def model(self, matrices: list[Matrices], vectors: int, blocks: Blocks) -> Transformer:
+        """The first of the matrices is the embedding."""
+        return Transformer(
+            self.name, sum(one.numel for one in matrices) + vectors, tuple(matrices), matrices[0], blocks
+        )
+
+    def classic(
+        self, blocks: Blocks, feed_forward: int, outside: list[Matrices], attention: list[Matrices], vectors: int
+    ) -> Transformer:
+        """Layers with `attention`, two matrices after it, biases everywhere and two norms; what is `outside` of them,
+        the embedding first."""
+        width, layers = blocks.hidden, blocks.layers
+        after = [Matrices(feed_forward, width, layers), Matrices(width, feed_forward, layers)]
+        return self.model([*outside, *attention, *after], layers * (9 * width + feed_forward) + vectors, blocks)
+
+    def head(self, embedding: Matrices, tied: bool) -> list[Matrices]:
+        """The matrix behind the layers, if it is not the embedding."""
+        return [] if self.flag("tie_word_embeddings", tied) else [Matrices(embedding.rows, embedding.columns)]
+
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 
 
 def _bert(read: _Reader) -> Transformer:
     """With a head for masked words, whose output matrix is the embedding. DistilBERT has other keys and no token types;
     RoBERTa, CamemBERT and XLM-RoBERTa are alike."""
     distilled = read.family == "distilbert"
-    layers = read.whole("n_layers", 6) if distilled else read.whole("num_hidden_layers", 12)
-    width = read.whole("dim" if distilled else "hidden_size", 768)
-    heads = read.whole("n_heads" if distilled else "num_attention_heads", 12)
-    feed_forward = read.whole("hidden_dim" if distilled else "intermediate_size", 3072)
-    positions = read.whole("max_position_embeddings", 512)
-    embedding = Matrices(read.whole("vocab_size", 30522), width)
-    matrices = [
-        embedding,
-        Matrices(positions, width),
-        *([] if distilled else [Matrices(read.whole("type_vocab_size", 2), width)]),
-        Matrices(width, width, 4 * layers + 1),
-        Matrices(feed_forward, width, layers),
-        Matrices(width, feed_forward, layers),
-    ]
-    # A layer's biases and two norms; outside: a norm each for embeddings and head, the head's biases.
-    vectors = layers * (9 * width + feed_forward) + 5 * width + embedding.rows
-    return read.model(matrices, vectors, Blocks(layers, width, heads, min(positions, 512)), embedding)
+    keys = ("n_layers", "dim", "n_heads", "hidden_dim") if distilled else _SIZES
+    layers, width, heads, feed_forward = map(read.whole, keys, (6 if distilled else 12, 768, 12, 3072))
+    positions, vocabulary = read.whole("max_position_embeddings", 512), read.whole("vocab_size", 30522)
+    outside = [Matrices(vocabulary, width), Matrices(positions, width)]
+    if not distilled:
+        outside.append(Matrices(read.whole("type_vocab_size", 2), width))
+    # Outside of layers: a norm each for embeddings and head, the head's biases.
+    blocks = Blocks(layers, width, heads, min(positions, 512))
+    return read.classic(blocks, feed_forward, outside, [Matrices(width, width, 4 * layers + 1)], 5 * width + vocabulary)
 
 
 def _gpt2(read: _Reader) -> Transformer:
     width, layers, positions = read.whole("n_embd", 768), read.whole("n_layer", 12), read.whole("n_positions", 1024)
-    feed_forward = read.whole("n_inner", 4 * width)
-    embedding = Matrices(read.whole("vocab_size", 50257), width)
-    matrices = [
-        embedding,
-        Matrices(positions, width),
-        Matrices(width, 3 * width, layers),
-        Matrices(width, width, layers),
-        Matrices(width, feed_forward, layers),
-        Matrices(feed_forward, width, layers),
-    ]
-    vectors = layers * (9 * width + feed_forward) + 2 * width
-    return read.model(matrices, vectors, Blocks(layers, width, read.whole("n_head", 12), positions), embedding)
+    outside = [Matrices(read.whole("vocab_size", 50257), width), Matrices(positions, width)]
+    attention = [Matrices(width, 3 * width, layers), Matrices(width, width, layers)]
+    blocks = Blocks(layers, width, read.whole("n_head", 12), positions)
+    return read.classic(blocks, read.whole("n_inner", 4 * width), outside, attention, 2 * width)
 
 
 def _gpt_neox(read: _Reader) -> Transformer:
-    width, layers = read.whole("hidden_size", 6144), read.whole("num_hidden_layers", 44)
-    feed_forward, vocabulary = read.whole("intermediate_size", 24576), read.whole("vocab_size", 50432)
-    positions = read.whole("max_position_embeddings", 2048)
-    tied = read.flag("tie_word_embeddings", False)
-    embedding = Matrices(vocabulary, width)
-    matrices = [
-        embedding,
-        *([] if tied else [Matrices(vocabulary, width, 1)]),
-        Matrices(3 * width, width, layers),
-        Matrices(width, width, layers),
-        Matrices(feed_forward, width, layers),
-        Matrices(width, feed_forward, layers),
-    ]
-    vectors = layers * (9 * width + feed_forward) + 2 * width
-    heads = read.whole("num_attention_heads", 64)
-    return read.model(matrices, vectors, Blocks(layers, width, heads, min(positions, 2048)), embedding)
+    layers, width, heads, feed_forward = map(read.whole, _SIZES, (44, 6144, 64, 24576))
+    embedding = Matrices(read.whole("vocab_size", 50432), width)
+    attention = [Matrices(3 * width, width, layers), Matrices(width, width, layers)]
+    blocks = Blocks(layers, width, heads, min(read.whole("max_position_embeddings", 2048), 2048))
+    return read.classic(blocks, feed_forward, [embedding, *read.head(embedding, False)], attention, 2 * width)
 
 
 def _llama(read: _Reader) -> Transformer:
@@ -113,10 +103,9 @@ def _llama(read: _Reader) -> Transformer:
     groups, feed_forward = read.whole("num_key_value_heads", heads), read.whole("intermediate_size")
     head = read.whole("head_dim", width // heads)
     embedding = Matrices(read.whole("vocab_size"), width)
-    tied = read.flag("tie_word_embeddings", read.family == "gemma")
     matrices = [
         embedding,
-        *([] if tied else [Matrices(embedding.rows, width, 1)]),
+        *read.head(embedding, read.family == "gemma"),
         Matrices(heads * head, width, layers),
         Matrices(groups * head, width, 2 * layers),
         Matrices(width, heads * head, layers),
@@ -133,7 +122,7 @@ def _llama(read: _Reader) -> Transformer:
     if read.flag("mlp_bias", False):
         in_a_layer += 2 * feed_forward + width
     positions = min(read.whole("max_position_embeddings", 2048), 2048)
-    return read.model(matrices, layers * in_a_layer + width, Blocks(layers, width, heads, positions), embedding)
+    return read.model(matrices, layers * in_a_layer + width, Blocks(layers, width, heads, positions))
 
 
 def _t5(read: _Reader) -> Transformer:
@@ -147,7 +136,7 @@ def _t5(read: _Reader) -> Transformer:
     attentions = encoder + 2 * decoder
     matrices = [
         embedding,
-        *([] if read.flag("tie_word_embeddings", True) else [Matrices(embedding.rows, width, 1)]),
+        *read.head(embedding, True),
         Matrices(inner, width, 3 * attentions),
         Matrices(width, inner, attentions),
         Matrices(feed_forward, width, gates * (encoder + decoder)),
@@ -155,28 +144,20 @@ def _t5(read: _Reader) -> Transformer:
         Matrices(read.whole("relative_attention_num_buckets", 32), heads, 2),
     ]
     vectors = width * (2 * encoder + 3 * decoder + 2)
-    return read.model(matrices, vectors, Blocks(encoder + decoder, width, heads, 512), embedding)
+    return read.model(matrices, vectors, Blocks(encoder + decoder, width, heads, 512))
 
 
 def _vit(read: _Reader) -> Transformer:
     """ViTForImageClassification. A sequence is the patches of one image."""
-    width, layers = read.whole("hidden_size", 768), read.whole("num_hidden_layers", 12)
-    heads = read.whole("num_attention_heads", 12)
-    feed_forward, patch = read.whole("intermediate_size", 3072), read.whole("patch_size", 16)
+    layers, width, heads, feed_forward = map(read.whole, _SIZES, (12, 768, 12, 3072))
+    patch = read.whole("patch_size", 16)
     patches = (read.whole("image_size", 224) // patch) ** 2
     named = read.values.get("id2label")
     labels = len(named) if isinstance(named, Mapping) else read.whole("num_labels", 2)
     first = Matrices(width, read.whole("num_channels", 3) * patch**2)
-    matrices = [
-        first,
-        Matrices(patches + 1, width),
-        Matrices(width, width, 4 * layers),
-        Matrices(feed_forward, width, layers),
-        Matrices(width, feed_forward, layers),
-        Matrices(labels, width),
-    ]
-    vectors = layers * (9 * width + feed_forward) + 4 * width + labels
-    return read.model(matrices, vectors, Blocks(layers, width, heads, patches + 1), first)
+    outside = [first, Matrices(patches + 1, width), Matrices(labels, width)]
+    blocks = Blocks(layers, width, heads, patches + 1)
+    return read.classic(blocks, feed_forward, outside, [Matrices(width, width, 4 * layers)], 4 * width + labels)
 
 
 FAMILIES: dict[str, Callable[[_Reader], Transformer]] = {
@@ -214,17 +195,13 @@ def built_model(name: str, path: Path) -> Transformer:
             built = make(configuration)
     except Exception as error:  # whatever a configuration makes transformers do
         raise PlanError(f"transformers cannot build {name} from {path}: {error}; give --parameters 340M") from error
-    return _shapes(name, built, configuration, torch.nn.Embedding)
-
-
-def _shapes(name: str, built: Any, configuration: Any, embedding_class: Any) -> Transformer:
     parameters = [one for one in built.parameters() if one.requires_grad]
     # Convolutions count as the matrices that PowerSGD takes them for.
     shapes = Counter((one.shape[0], one[0].numel()) for one in parameters if one.dim() > 1)
     matrices = tuple(Matrices(rows, columns, count) for (rows, columns), count in shapes.items())
     embedding = getattr(built, "get_input_embeddings", lambda: None)()
     last = None
-    if isinstance(embedding, embedding_class):
+    if isinstance(embedding, torch.nn.Embedding):
         last = next((one for one in matrices if (one.rows, one.columns) == embedding.weight.shape), None)
         if last is not None and last.count > 1:
             rest = Matrices(last.rows, last.columns, last.count - 1)

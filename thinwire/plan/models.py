@@ -14,8 +14,6 @@ from thinwire.plan.model_families import FAMILIES, built_model, model_of
 from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Transformer
 
-__all__ = ["MODELS", "named_model"]
-
 # What the shapes of well-known models depend on, by the keys of Hugging Face's config.json; what is left out has its
 # family's default.
 

@@ -22,8 +22,6 @@ from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method, Schedu
 from thinwire.plan.workload import Matrices, Workload
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel, shard_numel
 
-__all__ = ["Phase", "phases"]
-
 _DDP_BUCKET_BYTES = 25 << 20  # torch's
 _FP32 = 4
 

@@ -14,8 +14,6 @@ from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Workload
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
 
-__all__ = ["Prediction", "StepPrediction", "predict"]
-
 # Memory: ZeRO's formulas, and beside them what is not sharded
 
 _FP32 = 4
@@ -69,8 +67,15 @@ def _one_bit_state(
     if method.stage == 0:
         vectors = (1 if entry.freeze_option is None else 2) + (not warm and fresh_variance)
         held = model_state_formula(0, parameters, ranks, element_bytes=size, state_bytes=_FP32 * vectors)
-        inside = cluster.ranks_per_node if method.hierarchical else 1
-        return held | _replicated(entry, parameters, size, parameters / inside, parameters / ranks, warm=warm)
+        held["payload"] = parameters * _FP32
+        if warm and not entry.local_steps:
+            held["average"] = parameters / ranks * _FP32  # of the own shard
+        else:  # the worker's of what it sends, the owner's of its shard
+            sent = parameters / (cluster.ranks_per_node if method.hierarchical else 1)
+            held["residuals"] = (sent + parameters / ranks) * _FP32
+        if entry.local_steps:  # their sum and, frozen, the weights that they began with: in 16 bits the master weights
+            held["local updates"] = parameters * _FP32 * (1 + (not warm and size == _FP32))
+        return held
     if entry.local_steps or entry.freeze_option is None:
         return _half_sharded(entry, parameters, size, ranks, warm=warm)
     if warm:
@@ -78,26 +83,9 @@ def _one_bit_state(
     return frozen_state_formula(parameters, ranks, element_bytes=size, fresh_variance=fresh_variance)
 
 
-def _replicated(
-    entry: OptimizerEntry, parameters: int, size: int, sent: float, owned: float, *, warm: bool
-) -> dict[str, float]:
-    """Beside plain state a payload, and the average of the own shard while averages are exact, then residuals: the
-    worker's of what it sends, the owner's of its shard. Local steps take their sum and, frozen, the weights that they
-    began with."""
-    held: dict[str, float] = {"payload": parameters * _FP32}
-    if warm and not entry.local_steps:
-        held["average"] = owned * _FP32
-    else:
-        held["residuals"] = (sent + owned) * _FP32
-    if entry.local_steps:
-        begun_with = not warm and size == _FP32  # master weights are these in 16 bits
-        held["local updates"] = parameters * _FP32 * (1 + begun_with)
-    return held
-
-
 def _half_sharded(entry: OptimizerEntry, parameters: int, size: int, ranks: int, *, warm: bool) -> dict[str, float]:
-    """Stage 1 of what cannot be packed, as it steps locally or not linearly in what comes back: every rank takes its
-    own whole momentum, and what it does not take is on the owner."""
+    """Stage 1 of what cannot be packed, as it steps locally or not linearly in what comes back: only what a rank's own
+    payloads begin with is whole on it."""
     shared = 1 / ranks
     each = {
         "weights": float(size),

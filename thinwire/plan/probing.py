@@ -19,11 +19,9 @@ from thinwire.comm import Communicator
 from thinwire.comm.collectives import Work
 from thinwire.comm.traffic import sent_bytes
 from thinwire.compress import make_codec
-from thinwire.plan.calibration import Calibration, CollectiveFit, LinkFit, ProcessorRates
-from thinwire.plan.cluster import COLLECTIVES, Collective
+from thinwire.plan.calibration import Calibration, CollectiveFit, LinkFit
+from thinwire.plan.cluster import COLLECTIVES, Collective, Processor
 from thinwire.plan.units import PlanError, require_positive
-
-__all__ = ["Stopwatch", "fit_line", "fit_link", "hidden_part", "probe", "processor_rates"]
 
 # Fits: one disturbed measurement among many does not move the line
 
@@ -280,7 +278,7 @@ def probe(comm: Communicator, seconds: float = 45.0, device: torch.device | str 
         ranks_per_node=ranks_per_node,
         between=between_fit,
         inside=inside_fit,
-        processor=ProcessorRates(**rates, overlap=hidden),
+        processor=Processor(**rates, overlap=hidden),
     )
 
 

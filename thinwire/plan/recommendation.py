@@ -13,24 +13,6 @@ from thinwire.plan.prediction import Prediction, predict
 from thinwire.plan.units import PlanError, require_positive
 from thinwire.plan.workload import Workload
 
-__all__ = [
-    "BASELINE",
-    "LOSSES",
-    "SMALLEST",
-    "SOURCE",
-    "WORTH_IT",
-    "BucketAdvice",
-    "MeasuredLoss",
-    "Plan",
-    "at_rate",
-    "better_buckets",
-    "break_even_rate",
-    "keeps_the_loss",
-    "local_updates_loss",
-    "loss_in_words",
-    "plan",
-]
-
 # DiLoCo's losses by model size and workers, as published
 
 SOURCE = "arXiv 2503.09799"
@@ -261,16 +243,9 @@ _TRIED = tuple(_MEBIBYTE << power for power in range(9))
 _WORTH_SAYING = 0.03  # the part of a step that other buckets have to save
 
 
-@dataclass(frozen=True)
-class BucketAdvice:
-    """`bucket_bytes` to give the optimizer, and the average step, in seconds, with it."""
-
-    bucket_bytes: int
-    step_seconds: float
-
-
-def better_buckets(plan: Plan) -> BucketAdvice | None:
-    """The buckets with which the recommended optimizer's steps are shortest; None where its own are as good, or given.
+def better_buckets(plan: Plan) -> tuple[int, float] | None:
+    """`bucket_bytes` with which the recommended optimizer's average step is shortest, and that in seconds; None where
+    its own are as good, or given.
 
     At stage 0, where the size costs no memory. The smallest that is within a hundredth of the best.
     """
@@ -285,4 +260,4 @@ def better_buckets(plan: Plan) -> BucketAdvice | None:
     if shortest > (1 - _WORTH_SAYING) * best.step_seconds:
         return None
     size = next(size for size, seconds in tried.items() if seconds <= 1.01 * shortest)
-    return BucketAdvice(size, tried[size])
+    return size, tried[size]

@@ -7,17 +7,6 @@ import re
 import sys
 from typing import Literal
 
-__all__ = [
-    "Kind",
-    "PlanError",
-    "rate_in_words",
-    "read",
-    "require_positive",
-    "require_whole",
-    "seconds_in_words",
-    "size_in_words",
-]
-
 
 class PlanError(ValueError):
     """A model, cluster, method or file that no plan can be made for: what was given, what was expected."""
@@ -33,6 +22,12 @@ def require_positive(name: str, value: float) -> None:
     """Raise PlanError unless `value` is a finite number above 0."""
     if not 0 < value < math.inf:
         raise PlanError(f"{name} must be a number above 0, got {value!r}")
+
+
+def require_seconds(name: str, value: float) -> None:
+    """Raise PlanError unless `value` is a finite number, at least 0."""
+    if not 0 <= value < math.inf:
+        raise PlanError(f"{name} must be a number of seconds, at least 0, got {value!r}")
 
 
 Kind = Literal["rate", "time", "size", "count", "part"]

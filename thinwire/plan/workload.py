@@ -6,24 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from thinwire.plan.units import PlanError, require_whole
-
-__all__ = [
-    "DEFAULT_DEVICE",
-    "DEVICES",
-    "EFFICIENCY",
-    "Activations",
-    "Batch",
-    "Blocks",
-    "Device",
-    "Matrices",
-    "ParameterDtype",
-    "Transformer",
-    "Workload",
-    "forward_seconds",
-    "named_device",
-    "plain_model",
-]
+from thinwire.plan.units import PlanError, require_seconds, require_whole
 
 ParameterDtype = Literal["fp32", "bf16"]
 
@@ -153,8 +136,8 @@ class Workload:
         require_whole("accumulation", self.accumulation)
         for name in ("forward_seconds", "backward_seconds", "update_seconds"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise PlanError(f"{name} must be a number of seconds, at least 0, got {value!r}")
+            if value is not None:
+                require_seconds(name, value)
         if self.dtype not in ("fp32", "bf16"):
             raise PlanError(f"dtype must be 'fp32' or 'bf16', got {self.dtype!r}")
 
@@ -219,22 +202,11 @@ def named_device(name: str) -> Device:
     )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What one rank computes at once: `sequences` of `length` tokens."""
-
-    sequences: int
-    length: int
-
-    def __post_init__(self) -> None:
-        require_whole("the micro-batch", self.sequences)
-        require_whole("a sequence's length", self.length)
-
-
-def forward_seconds(model: Transformer, batch: Batch, device: Device) -> float:
-    """Two operations a parameter and token, and those of attention, 4 · layers · width · length a token where layers
-    are known, at the device's speed. Backward takes twice as many (Kaplan et al. 2020, arXiv 2001.08361, §2.1)."""
+def forward_seconds(model: Transformer, sequences: int, length: int, device: Device) -> float:
+    """Of `sequences` of `length` tokens: two operations a parameter and token, and those of attention, 4 · layers ·
+    width · length a token where layers are known, at the device's speed. Backward takes twice as many (Kaplan et al.
+    2020, arXiv 2001.08361, §2.1)."""
     operations = 2.0 * model.parameters
     if model.blocks is not None:
-        operations += 4.0 * model.blocks.layers * model.blocks.hidden * batch.length
-    return operations * (batch.sequences * batch.length) / (EFFICIENCY * device.flops)
+        operations += 4.0 * model.blocks.layers * model.blocks.hidden * length
+    return operations * (sequences * length) / (EFFICIENCY * device.flops)

@@ -18,8 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from thinwire.pld.schedule import Decision, DropPlan, ProgressiveLayerDrop
 from thinwire.pld.stacks import LayerOutput, check_layers, find_layers, probe_layer
 
-__all__ = ["LayerDrop", "drop_layers", "undrop"]
-
 
 class _SeenInputs:
     """Which micro-step had which input. Keeps no input alive; copies begin empty."""

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["Decision", "DropPlan", "ProgressiveLayerDrop", "keep_probability", "uniform"]
-
 
 class ProgressiveLayerDrop:
     """The schedule θ(t) = (1 - theta)·exp(-gamma·t) + theta (arXiv 2010.13369, section 4).

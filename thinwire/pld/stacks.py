@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerOutput", "check_layers", "find_layers", "probe_layer"]
-
 # What Hugging Face, torch and timm call their stacks.
 STACK_NAMES = ("layers", "layer", "h", "blocks", "block")
 

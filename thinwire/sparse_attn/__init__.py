@@ -15,6 +15,7 @@ from thinwire.sparse_attn.hugging_face.sparsify import (
     sparsify,
     update_tokenizer_model_max_length,
 )
+from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.layouts.made import SparsityConfig, layout_from_config, layout_to_config
 from thinwire.sparse_attn.layouts.named import (
     BigBird,
@@ -22,7 +23,6 @@ from thinwire.sparse_attn.layouts.named import (
     Custom,
     Dense,
     Fixed,
-    Layout,
     LocalSlidingWindow,
     Variable,
 )

@@ -13,8 +13,6 @@ from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.operator import attend
 from thinwire.sparse_attn.reference import make_pattern
 
-__all__ = ["autocast_like_torch", "block_sparse_attention", "check_layout"]
-
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD_SIZE = 256
 

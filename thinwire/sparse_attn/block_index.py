@@ -10,8 +10,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["BlockIndex", "BlockPairs", "EqualLines", "Pattern"]
-
 BlockPairs = tuple[Tensor, Tensor]
 """Rows and columns of blocks, int64 [n] each, in any order, each pair once or more often."""
 
@@ -63,16 +61,9 @@ class BlockIndex:
         by_row = torch.cat([one + head * size for head, one in enumerate(places)])
         transposed = [_transpose(one, num_rows, num_columns) for one in places]
         by_column = torch.cat([one + head * size for head, one in enumerate(transposed)])
-        return cls(
-            block,
-            len(places),
-            num_rows,
-            num_columns,
-            _offsets(by_row, num_columns, len(places) * num_rows),
-            _within(by_row, num_columns),
-            _offsets(by_column, num_rows, len(places) * num_columns),
-            _within(by_column, num_rows),
-        )
+        rows_of = _offsets(by_row, num_columns, len(places) * num_rows), _within(by_row, num_columns)
+        columns_of = _offsets(by_column, num_rows, len(places) * num_columns), _within(by_column, num_rows)
+        return cls(block, len(places), num_rows, num_columns, *rows_of, *columns_of)
 
     def to(self, device: torch.device | str) -> BlockIndex:
         """The same on another device."""

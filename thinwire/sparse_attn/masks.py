@@ -6,11 +6,10 @@ A mask over keys alone stays [B, Sk]; only what depends on the query too becomes
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-
-__all__ = ["additive_mask", "attention_bias", "key_bias"]
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,79 +23,46 @@ def additive_mask(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min, -math.inf)
 
 
-def key_bias(
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    *,
-    batch: int,
-    key_length: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor | None:
-    """What is added to every score of a key: `dtype` [batch, key_length], or None.
+def biases(
+    masks: Mapping[str, Tensor | None], sizes: tuple[int, int, int, int], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to every score of a key, [batch, keys], and to the score of a query and a key, [batch|1, heads|1,
+    queries, keys]: both of `dtype`, or None.
 
-    It joins `key_padding_mask` [batch, key_length] with an `attn_mask` that says the same of every head and query.
-    Raises ValueError for another shape, TypeError for a dtype that is neither bool nor floating point.
-    """
-    parts = []
-    if key_padding_mask is not None:
-        _require_mask_dtype("key_padding_mask", key_padding_mask)
-        if key_padding_mask.shape != (batch, key_length):
-            raise ValueError(
-                f"key_padding_mask has shape {list(key_padding_mask.shape)}, expected [batch, keys] = "
-                f"[{batch}, {key_length}]; pass a mask over queries and keys as attn_mask"
-            )
-        if key_padding_mask.requires_grad:
-            raise ValueError("key_padding_mask requires a gradient, which it never gets; pass a learned bias as rpe")
-        parts.append(additive_mask(key_padding_mask, dtype))
-    if attn_mask is not None and _is_over_keys_alone(attn_mask, batch, key_length):
-        _require_mask_dtype("attn_mask", attn_mask)
-        parts.append(additive_mask(attn_mask[:, 0, 0].expand(batch, key_length), dtype))
-    return sum(parts[1:], parts[0]) if parts else None
+    `masks`: "key_padding_mask" [batch, keys]; "attn_mask" [queries, keys], or 4-D with each size whole or 1; "rpe"
+    [queries, keys], [heads|1, queries, keys] or 4-D likewise; or None. `sizes`: batch, heads, queries and keys. An
+    attn_mask that says the same of every head and query, as Hugging Face's padding masks do, is added to keys, but for
+    a learned one. Gradients flow through attn_mask and rpe.
 
-
-def attention_bias(
-    attn_mask: Tensor | None,
-    rpe: Tensor | None,
-    *,
-    batch: int,
-    heads: int,
-    query_length: int,
-    key_length: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor | None:
-    """What is added to the score of a query and a key: `dtype` [batch|1, heads|1, query_length, key_length], or None.
-
-    `attn_mask` is [query_length, key_length], or 4-D with each size whole or 1; `rpe` is [query_length, key_length],
-    [heads|1, query_length, key_length] or 4-D likewise. Both may be learned: gradients flow through.
     Raises ValueError for another shape, TypeError for a wrong dtype.
     """
-    sizes = (batch, heads, query_length, key_length)
-    parts = []
-    if attn_mask is not None and not _is_over_keys_alone(attn_mask, batch, key_length):
+    (batch, _, _, keys), of_keys, of_pairs = sizes, [], []
+    padding, attn_mask, rpe = (masks[name] for name in ("key_padding_mask", "attn_mask", "rpe"))
+    if padding is not None:
+        _require_mask_dtype("key_padding_mask", padding)
+        if padding.shape != (batch, keys):
+            raise ValueError(
+                f"key_padding_mask has shape {list(padding.shape)}, expected [batch, keys] = [{batch}, {keys}]; pass a "
+                "mask over queries and keys as attn_mask"
+            )
+        if padding.requires_grad:
+            raise ValueError("key_padding_mask requires a gradient, which it never gets; pass a learned bias as rpe")
+        of_keys.append(additive_mask(padding, dtype))
+    if attn_mask is not None:
         _require_mask_dtype("attn_mask", attn_mask)
-        shapes = "[queries, keys] or [batch|1, heads|1, queries|1, keys|1]"
-        parts.append(additive_mask(_four_dimensional("attn_mask", attn_mask, sizes, (2, 4), shapes), dtype))
+        alike = attn_mask.dim() == 4 and attn_mask.shape[1:3] == (1, 1) and not attn_mask.requires_grad
+        if alike and attn_mask.shape[0] in (1, batch) and attn_mask.shape[3] in (1, keys):
+            of_keys.append(additive_mask(attn_mask[:, 0, 0].expand(batch, keys), dtype))
+        else:
+            shapes = "[queries, keys] or [batch|1, heads|1, queries|1, keys|1]"
+            of_pairs.append(additive_mask(_four_dimensional("attn_mask", attn_mask, sizes, (2, 4), shapes), dtype))
     if rpe is not None:
         if not rpe.is_floating_point():
             raise TypeError(f"rpe has dtype {rpe.dtype}, expected floating point; pass a boolean mask as attn_mask")
         shapes = "[queries, keys], [heads|1, queries, keys] or [batch|1, heads|1, queries|1, keys|1]"
-        parts.append(_four_dimensional("rpe", rpe, sizes, (2, 3, 4), shapes).to(dtype))
-    return sum(parts[1:], parts[0]) if parts else None
-
-
-def _is_over_keys_alone(mask: Tensor, batch: int, key_length: int) -> bool:
-    """Whether a 4-D mask says the same of every head and query, as Hugging Face's padding masks do.
-
-    A learned one is left to `attention_bias`, which has a gradient.
-    """
-    return (
-        mask.dim() == 4
-        and mask.shape[1] == 1
-        and mask.shape[2] == 1
-        and mask.shape[0] in (1, batch)
-        and mask.shape[3] in (1, key_length)
-        and not mask.requires_grad
-    )
+        of_pairs.append(_four_dimensional("rpe", rpe, sizes, (2, 3, 4), shapes).to(dtype))
+    key_bias, bias = (sum(parts[1:], parts[0]) if parts else None for parts in (of_keys, of_pairs))
+    return key_bias, bias
 
 
 def _four_dimensional(

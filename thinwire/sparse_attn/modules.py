@@ -5,16 +5,14 @@ They keep their two mask modes: 'add' (floats added to the scores) and 'mul' (ze
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
+from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.layouts.made import MadeLayout, SparsityConfig, layout_of
-from thinwire.sparse_attn.layouts.named import Layout
-
-__all__ = ["BertSparseSelfAttention", "MaskMode", "SparseSelfAttention", "mask_by_mode"]
 
 MaskMode = Literal["add", "mul"]
 
@@ -102,9 +100,8 @@ class SparseSelfAttention(nn.Module):
             # Out of the copy that torch made for this call: a strict load knows no such key.
             del state_dict[f"{prefix}master_layout"]
             block = self._layout.block
-            self._layout = MadeLayout(
-                saved.size(0), block, _SavedBlocks(saved.cpu(), block), causal=self._layout.causal
-            )
+            make = partial(_saved_blocks, saved.cpu(), block)
+            self._layout = MadeLayout(saved.size(0), block, make, causal=self._layout.causal)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -133,21 +130,15 @@ class BertSparseSelfAttention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-@dataclass(frozen=True, eq=False)
-class _SavedBlocks:
-    """A `master_layout` that was saved, [heads, blocks, blocks] of the longest sequence, cut to shorter ones."""
-
-    master: Tensor
-    block: int
-
-    def __call__(self, length: int) -> Tensor:
-        blocks = length // self.block
-        if blocks > self.master.size(1):
-            raise ValueError(
-                f"the saved layout is for {self.master.size(1) * self.block} tokens, got {length}; load a state "
-                "without master_layout for longer sequences"
-            )
-        return self.master[:, :blocks, :blocks]
+def _saved_blocks(master: Tensor, block: int, length: int) -> Tensor:
+    """A `master_layout` that was saved, [heads, blocks, blocks] of the longest sequence, cut to a shorter one."""
+    blocks = length // block
+    if blocks > master.size(1):
+        raise ValueError(
+            f"the saved layout is for {master.size(1) * block} tokens, got {length}; load a state without "
+            "master_layout for longer sequences"
+        )
+    return master[:, :blocks, :blocks]
 
 
 def mask_by_mode(name: str, mask: Tensor | None, mode: MaskMode) -> Tensor | None:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex, Pattern
 
-__all__ = ["attend", "packed_kernels"]
-
 _FORWARD = "thinwire::block_sparse_attention"
 _BACKWARD = "thinwire::block_sparse_attention_backward"
 _KERNELS = {"cpu": "cpu.launch", "cuda": "triton.launch"}

@@ -12,11 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from thinwire.sparse_attn.attention import autocast_like_torch, check_layout
 from thinwire.sparse_attn.block_index import BlockIndex
-from thinwire.sparse_attn.layouts.named import Custom, Layout
-from thinwire.sparse_attn.masks import attention_bias, key_bias
+from thinwire.sparse_attn.layouts.base import Layout
+from thinwire.sparse_attn.layouts.named import Custom
+from thinwire.sparse_attn.masks import biases
 from thinwire.sparse_attn.operator import packed_kernels
-
-__all__ = ["MODES", "Blocks", "block_sparse_matmul", "block_sparse_softmax", "gather", "pack_blocks", "unpack_blocks"]
 
 
 @dataclass(frozen=True)
@@ -276,9 +275,8 @@ def block_sparse_softmax(
     blocks.check_packed("x", x)
     index, dtype = blocks.index, torch.float64 if x.dtype == torch.float64 else torch.float32
     queries, keys = index.num_rows * index.block, index.num_columns * index.block
-    sizes: dict[str, Any] = {"batch": x.size(0), "key_length": keys, "dtype": dtype}
-    of_keys = key_bias(key_padding_mask, attn_mask, **sizes)
-    bias = attention_bias(attn_mask, rpe, heads=blocks.heads, query_length=queries, **sizes)
+    given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "rpe": rpe}
+    of_keys, bias = biases(given, (x.size(0), blocks.heads, queries, keys), dtype)
     shared = blocks.heads // index.num_heads
     packed_bias = None if bias is None else _packed_bias(bias, blocks, x.size(0))
     if of_keys is not None and shared > 1:

@@ -15,18 +15,7 @@ from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex, Pattern
 from thinwire.sparse_attn.layouts.base import Layout
-from thinwire.sparse_attn.masks import attention_bias, key_bias
-
-__all__ = [
-    "dense_attention",
-    "draw_seed",
-    "head_keys",
-    "keep_mask",
-    "keep_threshold",
-    "make_pattern",
-    "reference_attention",
-    "token_mask",
-]
+from thinwire.sparse_attn.masks import biases
 
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
@@ -108,12 +97,9 @@ def make_pattern(
 ) -> Pattern:
     """The pattern of attention over `layout`, with masks of `dtype` to add to scores."""
     batch, heads, query_length, head_size = q.shape
-    sizes = {"batch": batch, "key_length": k.shape[2]}
-    attn_mask, rpe = masks["attn_mask"], masks["rpe"]
     return Pattern(
         layout.index(query_length, k.shape[2], q.device),
-        key_bias(masks["key_padding_mask"], attn_mask, **sizes, dtype=dtype),
-        attention_bias(attn_mask, rpe, heads=heads, query_length=query_length, **sizes, dtype=dtype),
+        *biases(masks, (batch, heads, query_length, k.shape[2]), dtype),
         draw_seed(q.device) if dropout_p > 0 else torch.zeros(1, dtype=torch.int64, device=q.device),
         causal=causal or layout.causal,
         scale=head_size**-0.5 if scale is None else scale,

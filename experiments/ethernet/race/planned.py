@@ -67,7 +67,7 @@ def foresee(
     probed = calibration.link("between")
     assert probed is not None, "a probe has several hosts"
     link = probed.with_rate(1e6 * megabits / 8)
-    cluster = Cluster(hosts, 1, link, link, calibration.make_processor(), cores_a_host)
+    cluster = Cluster(hosts, 1, link, link, calibration.processor, cores_a_host)
     computing = measured["computing_one_rank"]
     model = _model(measured["shapes"])
     workload = Workload(model, computing["forward"], computing["backward"], update_seconds=computing["update"])
@@ -99,7 +99,7 @@ def _cluster(calibration: Calibration, cores: int | None) -> Cluster:
     assert link is not None, "a race has several ranks"
     nodes, ranks = calibration.nodes, calibration.ranks_per_node
     cores_a_node = None if cores is None else cores / nodes
-    processor = calibration.make_processor().slower(1 / calibration.ranks_a_core(cores_a_node))
+    processor = calibration.processor.slower(1 / calibration.ranks_a_core(cores_a_node))
     return Cluster(nodes, ranks, between or link, inside or link, processor, cores_a_node)
 
 

@@ -86,21 +86,6 @@ def test_local_sliding_window() -> None:
     assert drawn(LocalSlidingWindow(1, attention="bidirectional"), 4) == ["##..", "###.", ".###", "..##"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "percent"),
-    [
-        (Fixed(12), 26.2),
-        (BigBird(12), 2.3),
-        (BSLongformer(12), 1.9),
-        (Variable(12), 1.95),
-        (LocalSlidingWindow(12), 0.8),
-        (Dense(12), 100),
-    ],
-)
-def test_densities(layout, percent) -> None:
-    assert 100 * layout.index(4096).density() == pytest.approx(percent, abs=0.05)
-
-
 @pytest.mark.parametrize("make", EVERY)
 @given(blocks=st.integers(3, 40), per_head=st.booleans())
 @settings(max_examples=15, deadline=None)

@@ -18,15 +18,6 @@ from pydantic.fields import FieldInfo
 from thinwire.engine.config.errors import expected, shown
 from thinwire.optim.settings import WholeNumber
 
-__all__ = [
-    "DECLINED",
-    "PARAMETERS_DECLINED",
-    "WITHOUT_EFFECT",
-    "Declined",
-    "WithoutEffect",
-    "parameters_without_effect",
-]
-
 Object = Mapping[str, Any]
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from thinwire.engine.config.errors import shown
 from thinwire.engine.config.loading import DEEPEST
 
-__all__ = ["NotReadableError", "read_relaxed_json"]
-
 _SPACE = re.compile(r"[ \t\r\ufeff]+")
 _COMMENT = re.compile(r"(?:#|//)[^\n]*|/\*.*?\*/", re.DOTALL)
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'')

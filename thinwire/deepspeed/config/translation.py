@@ -15,8 +15,6 @@ from thinwire.engine.config.options import LOCAL_UPDATES, SCHEDULES
 from thinwire.engine.config.sections import is_local_updates, options_of
 from thinwire.optim import registry
 
-__all__ = ["read", "respell", "translate"]
-
 # Classes that compute what one of torch's does.
 _SAME_AS = {
     "fusedadam": "Adam",

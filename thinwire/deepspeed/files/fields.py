@@ -19,20 +19,6 @@ from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.optim import registry
 from thinwire.zero import SavedSlice
 
-__all__ = [
-    "Entry",
-    "OptimizerState",
-    "flat_tensor",
-    "loss_scale_of",
-    "moments_of",
-    "number_of",
-    "optimizer_counters",
-    "scalars_of",
-    "schedule_of",
-    "shape_of",
-    "weight_kind",
-]
-
 Kind = TypeVar("Kind")
 
 _NO_LENGTH = 1 << 62

@@ -22,15 +22,6 @@ from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.tensor_file import TensorToWrite
 from thinwire.zero.fsdp import gathered, is_sharded
 
-__all__ = [
-    "LazyWeight",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "export_fp32",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-    "write_fp32_weights",
-]
-
 _ALONE_SECONDS = 300.0
 _BIN, _SAFETENSORS = "pytorch_model.bin", "model.safetensors"
 

@@ -32,8 +32,6 @@ from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.checkpoint.writing import Snapshot
 from thinwire.engine.saved_job import SavedJob
 
-__all__ = ["Imported", "import_checkpoint", "import_deepspeed"]
-
 _ALONE_SECONDS = 3600.0
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

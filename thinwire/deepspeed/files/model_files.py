@@ -17,8 +17,6 @@ from thinwire.engine.checkpoint.files import CheckpointError, UsageError, read_f
 from thinwire.engine.checkpoint.manifest import ModelDescription
 from thinwire.zero import SavedSlice
 
-__all__ = ["DeepSpeedFiles", "ModelFiles", "find_files", "find_tag", "looks_like_deepspeed"]
-
 _LATEST = ("latest", "latest_universal")
 _LONGEST_POINTER = 4096
 _MODEL = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")

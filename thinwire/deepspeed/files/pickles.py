@@ -27,19 +27,6 @@ from torch import Tensor
 from thinwire.engine.checkpoint.files import CheckpointError, open_file
 from thinwire.engine.checkpoint.tensor_file import TensorReader, TensorToWrite, write_tensors
 
-__all__ = [
-    "Array",
-    "Reader",
-    "Record",
-    "Unreadable",
-    "decode",
-    "encode",
-    "read_apart",
-    "read_pickle",
-    "stand_ins",
-    "take_answers",
-]
-
 # Classes whose fields or arguments may be read, and which are otherwise inert.
 _RECORDS = (
     "argparse.Namespace",

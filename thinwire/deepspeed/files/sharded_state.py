@@ -27,8 +27,6 @@ from thinwire.deepspeed.files.model_files import ModelFiles
 from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.zero import SavedSlice
 
-__all__ = ["read_sharded", "read_universal", "stage_of", "universal_files"]
-
 
 @dataclass(frozen=True)
 class _Run:

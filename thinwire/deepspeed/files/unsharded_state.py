@@ -32,8 +32,6 @@ from thinwire.deepspeed.files.model_files import ModelFiles
 from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.zero import SavedSlice
 
-__all__ = ["MissingScale", "find_missing_scale", "read_unsharded"]
-
 # Releases that do so. 0.19.8 is the last that was looked at.
 _FIRST, _LAST, _LAST_IN_BF16 = (0, 18, 3), (0, 19, 8), (0, 18, 5)
 _OF_SCALES = {"cur_scale": 1.0, "cur_iter": 0, "last_overflow_iter": -1, "scale_window": 1000}

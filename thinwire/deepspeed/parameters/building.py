@@ -22,8 +22,6 @@ from thinwire.deepspeed.parameters.placeholders import Cutting, ParameterShard, 
 from thinwire.zero.fsdp import is_sharded, join_process_group
 from thinwire.zero.memory import with_subclasses
 
-__all__ = ["Constructions", "Init"]
-
 Apply = Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]
 
 

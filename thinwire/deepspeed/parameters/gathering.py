@@ -26,8 +26,6 @@ from thinwire.deepspeed.parameters.placeholders import ParameterShard, ZeroParam
 from thinwire.zero.fsdp import WHOLE, gathered, is_sharded, local_run, whole
 from thinwire.zero.home import find_state
 
-__all__ = ["GatheredParameters", "show_shard", "show_whole"]
-
 _tensor: Any = Tensor  # whose attributes are declared as their values' types, and are descriptors
 _OF_THE_SHARD = frozenset(
     {

@@ -15,21 +15,6 @@ from thinwire.comm import Communicator
 from thinwire.deepspeed.errors import DeepSpeedUsageError
 from thinwire.zero.fsdp import is_sharded
 
-__all__ = [
-    "communicator_of",
-    "complete_gradients",
-    "external_parameters",
-    "get_z3_leaf_modules",
-    "layer_of",
-    "mark",
-    "register_external_parameter",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "unregister_external_parameter",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]
-
 _MARK = "_thinwire_mark"
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 
-__all__ = ["Cutting", "ParameterShard", "ZeroParamStatus", "describe", "set_status", "shard_of", "shards_in"]
-
 _ATTRIBUTE = "_thinwire_shard"
 _DESCRIPTION = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
 

@@ -20,8 +20,6 @@ from thinwire.zero.fsdp import Preparation, is_sharded, local_run
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["PREPARED"]
-
 _OURS = ("ds_", "_thinwire_")
 
 

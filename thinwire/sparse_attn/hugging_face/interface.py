@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
 from thinwire.sparse_attn.hugging_face.padding import layout_for
+from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.layouts.made import layout_from_config, layout_to_config
-from thinwire.sparse_attn.layouts.named import Custom, Layout
-
-__all__ = ["InterfacePlug", "kept_layout", "register_with_transformers"]
+from thinwire.sparse_attn.layouts.named import Custom
 
 _SECTION = "thinwire_sparse_attention"
 _IMPLEMENTATION = "attn_implementation"

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from thinwire.sparse_attn.layouts.named import Dense, Layout
-
-__all__ = ["PaddedInputs", "layout_for", "pad_to_block_size", "unpad_sequence_output"]
+from thinwire.sparse_attn.layouts.base import Layout
+from thinwire.sparse_attn.layouts.named import Dense
 
 PaddedInputs = tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 

@@ -18,17 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.sparse_attn.attention import check_layout
 from thinwire.sparse_attn.hugging_face.interface import InterfacePlug, kept_layout
 from thinwire.sparse_attn.hugging_face.swap import SwappedSelfAttention, SwapPlug
-from thinwire.sparse_attn.layouts.named import Layout
+from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.modules import BertSparseSelfAttention
-
-__all__ = [
-    "densify",
-    "extend_position_embedding",
-    "replace_model_self_attention_with_sparse_self_attention",
-    "replace_self_attention_of_layers",
-    "sparsify",
-    "update_tokenizer_model_max_length",
-]
 
 _Tokenizer = TypeVar("_Tokenizer")
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.sparse_attn.attention import block_sparse_attention
 from thinwire.sparse_attn.hugging_face.padding import layout_for
-from thinwire.sparse_attn.layouts.named import Layout
-
-__all__ = ["SwapPlug", "SwappedSelfAttention"]
+from thinwire.sparse_attn.layouts.base import Layout
 
 _SWAPPABLE = {"BertSelfAttention", "BertSdpaSelfAttention", "RobertaSelfAttention", "RobertaSdpaSelfAttention"}
 

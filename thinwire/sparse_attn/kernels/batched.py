@@ -11,8 +11,6 @@ from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex
 
-__all__ = ["expanded", "sampled", "softmax", "softmax_backward"]
-
 _GATHERED = 1 << 20  # elements gathered at a time, so that they are still in the cache for the product
 
 

@@ -21,21 +21,6 @@ from thinwire.sparse_attn.block_index import BlockIndex, BlockPairs
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "SUPPORTED_BLOCKS",
-    "Layout",
-    "all_blocks",
-    "global_columns",
-    "global_ranges",
-    "global_rows",
-    "join",
-    "known_attention",
-    "local_windows",
-    "lower",
-    "random_blocks",
-    "sliding",
-]
-
 
 def join(parts: Iterable[BlockPairs]) -> BlockPairs:
     """All pairs of all parts."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.sparse_attn.block_index import BlockIndex
-from thinwire.sparse_attn.layouts.named import BigBird, BSLongformer, Dense, Fixed, Layout, LocalSlidingWindow, Variable
-
-__all__ = ["MadeLayout", "SparsityConfig", "layout_from_config", "layout_of", "layout_to_config"]
+from thinwire.sparse_attn.layouts.base import Layout
+from thinwire.sparse_attn.layouts.named import BigBird, BSLongformer, Dense, Fixed, LocalSlidingWindow, Variable
 
 
 class SparsityConfig:

@@ -27,8 +27,6 @@ from thinwire.sparse_attn.layouts.base import (
     sliding,
 )
 
-__all__ = ["BSLongformer", "BigBird", "Custom", "Dense", "Fixed", "Layout", "LocalSlidingWindow", "Variable"]
-
 Attention = Literal["bidirectional", "unidirectional"]
 
 

@@ -35,8 +35,6 @@ from thinwire.sparse_attn.kernels.cpu.tiles import (
     store_transposed,
 )
 
-__all__ = ["backward_heads"]
-
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _INFINITY = np.float32(np.inf)
 

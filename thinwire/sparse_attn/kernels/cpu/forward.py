@@ -33,8 +33,6 @@ from thinwire.sparse_attn.kernels.cpu.tiles import (
     store_transposed,
 )
 
-__all__ = ["forward_heads"]
-
 _LN_2 = np.float32(0.6931471805599453)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _INFINITY = np.float32(np.inf)

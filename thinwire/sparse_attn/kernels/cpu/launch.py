@@ -21,8 +21,6 @@ from thinwire.sparse_attn.kernels.cpu.forward import forward_heads
 from thinwire.sparse_attn.kernels.cpu.tiles import Biases, Blocks, Dropout, Heads, Integers, Scores, Sizes
 from thinwire.sparse_attn.reference import head_keys, keep_threshold
 
-__all__ = ["backward", "forward"]
-
 _NOTHING = np.empty(0, np.float32)
 _NO_KEYS = np.empty(0, np.uint32)
 

@@ -15,36 +15,6 @@ from thinwire.simd.compiling import helper
 from thinwire.simd.floats import LANES
 from thinwire.simd.products import Matrix
 
-__all__ = [
-    "CHUNK",
-    "LARGEST_TILE",
-    "LOG2_E",
-    "LOWEST",
-    "Biases",
-    "Blocks",
-    "Dropout",
-    "Floats",
-    "Head",
-    "HeadDropout",
-    "Heads",
-    "Integers",
-    "Rows",
-    "Scores",
-    "Sizes",
-    "Tile",
-    "add_masks",
-    "drop",
-    "fill_keys",
-    "gather_rows",
-    "head_of",
-    "load_rows",
-    "load_transposed",
-    "mix",
-    "power_of_two",
-    "rows_of",
-    "store_transposed",
-]
-
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int32]
 

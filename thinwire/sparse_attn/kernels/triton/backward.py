@@ -25,8 +25,6 @@ from thinwire.sparse_attn.kernels.triton.tiles import (
     this_head,
 )
 
-__all__ = ["add_parts_kernel", "keys_kernel", "queries_kernel", "row_statistics", "score_gradients"]
-
 
 @triton.jit
 def score_gradients(scores, d_powers, shift, delta, rows, columns, mask, head, config, MASKED: tl.constexpr):

@@ -23,8 +23,6 @@ from thinwire.sparse_attn.kernels.triton.tiles import (
     this_head,
 )
 
-__all__ = ["forward_kernel", "merge_kernel"]
-
 
 @triton.jit
 def _attend(

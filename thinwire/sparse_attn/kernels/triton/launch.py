@@ -24,8 +24,6 @@ from thinwire.sparse_attn.kernels.triton.forward import forward_kernel, merge_ke
 from thinwire.sparse_attn.kernels.triton.plan import Biases, Config, Dropout, Heads, Sizes, Walk, Work, kept_plan
 from thinwire.sparse_attn.reference import keep_threshold
 
-__all__ = ["Kernel", "Shape", "backward", "capability", "forward", "guard", "shape", "where_its_tensor_is"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

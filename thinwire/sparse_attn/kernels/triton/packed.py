@@ -15,19 +15,6 @@ from torch import Tensor
 from thinwire.sparse_attn.block_index import BlockIndex
 from thinwire.sparse_attn.kernels.triton.launch import where_its_tensor_is
 
-__all__ = [
-    "Matrix",
-    "Scores",
-    "expanded",
-    "expanded_kernel",
-    "sampled",
-    "sampled_kernel",
-    "softmax",
-    "softmax_backward",
-    "softmax_backward_kernel",
-    "softmax_kernel",
-]
-
 
 class Scores(NamedTuple):
     """What scores are made of: packed blocks, `entries` a sample; a packed bias, `bias_entries` a sample, 0 where one

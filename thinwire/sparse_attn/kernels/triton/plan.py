@@ -13,22 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.sparse_attn.block_index import BlockIndex
 
-__all__ = [
-    "ITEM",
-    "Biases",
-    "Config",
-    "Dropout",
-    "Head",
-    "Heads",
-    "Item",
-    "Rows",
-    "Sizes",
-    "Walk",
-    "Work",
-    "kept_plan",
-    "plan",
-]
-
 ITEM = 6
 """Numbers of an item: head, tile, its first entry, the one after its last, the first that needs no mask, slot or -1."""
 

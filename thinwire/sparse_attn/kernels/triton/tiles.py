@@ -8,23 +8,6 @@ import triton.language as tl
 
 from thinwire.sparse_attn.kernels.triton.plan import Head, Item, Rows
 
-__all__ = [
-    "add_product",
-    "attended_scores",
-    "first_of",
-    "keep_mask",
-    "load_finite_rows",
-    "load_item",
-    "load_rows",
-    "mask_of",
-    "not_finite",
-    "part_of",
-    "product",
-    "rows_of",
-    "store_rows",
-    "this_head",
-]
-
 
 @triton.jit
 def load_item(walk, config):
