@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from thinwire.comm import CommunicationError
 from thinwire.deepspeed.files import add_deepspeed_commands
-from thinwire.engine.checkpoint import CheckpointError
-from thinwire.engine.checkpoint.files import UsageError, printable
 from thinwire.engine.command_line import add_checkpoint_commands, add_config_commands
+from thinwire.engine.errors import CheckpointError, UsageError, printable
 from thinwire.plan.commands import add_plan_arguments, add_probe_arguments
 from thinwire.plan.units import PlanError
 

@@ -15,7 +15,7 @@ import torch
 from tests.chaos.outcome import Outcome, contents, is_documented
 from tests.engine.checkpoint.jobs import Values, save
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointStore
+from thinwire.engine.checkpoint.store import CheckpointStore
 
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.chaos.outcome import Outcome, contents, is_documented
 from tests.engine.checkpoint.jobs import Values
 from thinwire.comm import threads
-from thinwire.engine.checkpoint import CheckpointStore
+from thinwire.engine.checkpoint.store import CheckpointStore
 
 TAGS = ("best", "last", "step-1", "step-2")
 SEEDS = 6

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import thinwire
-from thinwire.engine.checkpoint import CheckpointError
-from thinwire.engine.checkpoint.files import UsageError
+from thinwire.engine.errors import CheckpointError, UsageError
 
 # Trials take milliseconds; only one that hangs takes so long, however slow the machine.
 LONGEST_TRIAL_SECONDS = 300.0

@@ -20,8 +20,8 @@ from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from thinwire.deepspeed.runtime.utils import call_to_str, prefix_sum_inc
 from thinwire.deepspeed.runtime.zero.utils import ZeRORuntimeException
 from thinwire.deepspeed.utils.logging import logger
-from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST, read_manifest
+from thinwire.engine.errors import CheckpointError
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01}}
 

@@ -12,7 +12,7 @@ from tests.engine.tiny import Tiny, make_engine, make_model, settings, train
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError, ConfigError
-from thinwire.engine.checkpoint.store import TagError
+from thinwire.engine.job_checkpoints import TagError
 
 
 @pytest.mark.parametrize("validation", ["FAIL", "warn", "Ignore", None])

@@ -26,7 +26,7 @@ from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine import CheckpointError
-from thinwire.engine.checkpoint import store
+from thinwire.engine.optimizer_checkpoints import load_optimizer
 from thinwire.hugging_face import Trainer, TrainerMixin, adapt
 from thinwire.hugging_face.acceleration import check_optimizer
 from thinwire.hugging_face.engine_training import NOTHING_TO_GO_ON_FROM, TAG
@@ -371,7 +371,7 @@ def what_is_refused(comm: Communicator, folder: Path) -> None:
         stock.mkdir(parents=True)
     comm.barrier()
     with pytest.raises(CheckpointError, match=r"train without resume_from_checkpoint"):
-        store.load_optimizer(optimizer, stock, TAG, NOTHING_TO_GO_ON_FROM)
+        load_optimizer(optimizer, stock, TAG, NOTHING_TO_GO_ON_FROM)
 
 
 def the_example(comm: Communicator, folder: Path) -> None:

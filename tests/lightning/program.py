@@ -33,7 +33,7 @@ from tests.lightning.tiny import (
 from thinwire import DiLoCo, OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.engine.checkpoint import CheckpointError
+from thinwire.engine.errors import CheckpointError
 from thinwire.lightning import ThinwireStrategy
 
 RANKS = 2

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from thinwire.deepspeed.files.model_files import looks_like_deepspeed
-from thinwire.engine.checkpoint.files import CheckpointError
 from thinwire.engine.checkpoint.manifest import MANIFEST
+from thinwire.engine.errors import CheckpointError
 
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 FP32_FLAT_GROUPS = "fp32_flat_groups"

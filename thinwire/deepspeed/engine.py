@@ -178,7 +178,7 @@ class TrainingEngine(Engine):
         return self._checkpoints.export(save_dir, save_filename, exclude_frozen_parameters)
 
     def _resize(self, settings: EngineConfig) -> None:
-        if not self._backwards.none_yet:
+        if self._in_mid_step:
             raise CallError(
                 "the batch size was changed in mid-step, after a backward(): change it after a step() at a gradient "
                 "accumulation boundary, or call zero_grad() first"

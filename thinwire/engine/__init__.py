@@ -33,10 +33,13 @@ __all__ = [
 
 # `thinwire checkpoint --help` needs none of this room's heavy imports, and a schedule alone not the others.
 if TYPE_CHECKING:
-    from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, export_weights
+    from thinwire.engine.checkpoint.exporting import export_weights
+    from thinwire.engine.checkpoint.manifest import ModelDescription
+    from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
     from thinwire.engine.config import ConfigError, EngineConfig, load_config
     from thinwire.engine.data import RepeatingLoader, ResumableLoader
     from thinwire.engine.engine import Engine
+    from thinwire.engine.errors import CheckpointError
     from thinwire.engine.flops_profiler import FlopsProfiler, get_model_profile
     from thinwire.engine.loss_scale import NonFiniteError
     from thinwire.engine.monitor import Monitor
@@ -53,7 +56,10 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "checkpoint": ("CheckpointError", "CheckpointStore", "ModelDescription", "Snapshot", "export_weights"),
+            "checkpoint.exporting": ("export_weights",),
+            "errors": ("CheckpointError",),
+            "checkpoint.manifest": ("ModelDescription",),
+            "checkpoint.store": ("CheckpointStore", "Snapshot"),
             "config": ("ConfigError", "EngineConfig", "load_config"),
             "data": ("RepeatingLoader", "ResumableLoader"),
             "engine": ("Engine",),

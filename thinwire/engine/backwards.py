@@ -58,11 +58,6 @@ class Accumulation:
         """Whether a backward only adds to the gradients, which stay on this rank."""
         return self.inside_no_sync or not self.at_boundary
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a micro-batch of this step has begun, outside of no_sync."""
-        return self.ready or self.micro_batches > 0
-
     def set_steps(self, steps: int) -> None:
         """Have `steps` micro-batches in a step from now on."""
         self._steps = steps
@@ -153,7 +148,8 @@ _LOOKS_EVERY = 10  # steps on a GPU, where to look is to wait
 
 
 class StepLosses:
-    """The losses that this rank has called backward on since the last step. Nothing here waits for the device."""
+    """The losses that this rank has called backward on since the last step, `count` of them. Nothing here waits for the
+    device."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[Tensor] | None = None
@@ -165,18 +161,8 @@ class StepLosses:
     def clear(self) -> None:
         """Start another step."""
         self._sum: Tensor | None = None
-        self._count = 0
+        self.count = 0
         self._summed = False
-
-    @property
-    def empty(self) -> bool:
-        """Whether no backward was called since the last step."""
-        return self._sum is None
-
-    @property
-    def count(self) -> int:
-        """Backwards since the last step."""
-        return self._count
 
     def check(self, loss: Tensor) -> None:
         """Raise TypeError or ValueError for what backward cannot start from."""
@@ -209,7 +195,7 @@ class StepLosses:
         detached = loss.detach()
         value = detached.reshape(()).float()
         self._sum = value if self._sum is None else self._sum + value
-        self._count += 1
+        self.count += 1
         self._summed = parts is None
         start = torch.full_like(detached, scale / (parts or 1))
         good = detached.isnan().logical_not_() if detached.dtype == torch.float16 else detached.isfinite()
@@ -246,7 +232,7 @@ class StepLosses:
         """The mean over micro-batches and ranks; None where nobody told of a loss. Collective."""
         if self._sum is None:
             return None
-        mean = (self._sum if self._summed else self._sum / self._count).reshape(1)
+        mean = (self._sum if self._summed else self._sum / self.count).reshape(1)
         comm.all_reduce(mean, op="mean")
         return float(mean)
 
@@ -286,11 +272,6 @@ class StepBackwards:
             job.config.gradient_accumulation_steps, job.optimizer.no_sync, takes_more=adds_averages
         )
 
-    @property
-    def none_yet(self) -> bool:
-        """Whether nothing of this step has begun."""
-        return self.losses.empty and not self.accumulation.under_way
-
     def begin(self, loss: Tensor, parts: int | None, retain_graph: bool) -> Tensor:
         """Note a loss and give the gradient that its backward starts from; see StepLosses.start.
 
@@ -302,7 +283,7 @@ class StepBackwards:
         if loss_scale is not None:
             loss_scale.check(loss.dtype)
         self.accumulation.check_backward()
-        if self.losses.empty and self.accumulation.micro_batches:
+        if not self.losses.count and self.accumulation.micro_batches:
             raise CallError(
                 "engine.backward() was called in a step that began with a loss's own backward(), and the two scale "
                 "gradients differently: call one or the other in all micro-batches of a step"
@@ -322,7 +303,7 @@ class StepBackwards:
         """
         ready = self.accumulation.ready or self.accumulation.inside_no_sync
         groups = self._optimizer.param_groups
-        if ready or not self.losses.empty or not any(_has_gradient(group["params"]) for group in groups):
+        if ready or self.losses.count or not any(_has_gradient(group["params"]) for group in groups):
             return
         if self._job.layer_drop is not None:
             raise CallError(

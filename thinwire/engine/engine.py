@@ -268,7 +268,7 @@ class Engine:
         Raises TypeError for a client state of other objects, TypeError or ValueError for no folder or tag.
         """
         position = self._position_of_data()
-        if not self._backwards.none_yet:
+        if self._in_mid_step:
             self._backwards.warn_of_a_checkpoint(self.global_steps)
             position = self._data_position
         progress = {name: getattr(self, name) for name in _PROGRESS}
@@ -319,17 +319,18 @@ class Engine:
         restored = self._checkpoints.load(load_dir, None if tag is None else str(tag), parts)
         if restored is None:
             return None, {}
+        found, state = restored
         self._begin_step()
-        self.loaded_checkpoint_dp_world_size = restored.world_size
-        if restored.progress is not None:
+        self.loaded_checkpoint_dp_world_size = found.world_size
+        if not load_module_only:
             for name in _PROGRESS:
-                setattr(self, name, restored.progress[name])
+                setattr(self, name, found.shared["progress"][name])
             # Accumulation may be configured otherwise now; checkpoints lie on boundaries.
             self.micro_steps = self.global_steps * self.settings.gradient_accumulation_steps
-            self._reports.resume(self.global_steps)
+            self._reports.steps = self.global_steps
             if self._layer_drop is not None:
                 self._layer_drop.resume(self.global_steps)
-        return restored.path, restored.client_state
+        return str(found.path), state
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights, in the dtype it computes in, and buffers, on rank 0's CPU; empty on other ranks.
@@ -348,6 +349,11 @@ class Engine:
             self._layer_drop.remove()
         if self._recomputed is not None:
             self._recomputed.restore()
+
+    @property
+    def _in_mid_step(self) -> bool:
+        """Whether something of a step has begun."""
+        return bool(self._losses.count or self._accumulation.ready or self._accumulation.micro_batches)
 
     def _begin_step(self) -> None:
         self._backwards.begin_step()

@@ -23,8 +23,8 @@ from thinwire.engine.config.models import ActivationCheckpointingConfig, CommsLo
 from thinwire.engine.config.rules import total_steps
 from thinwire.engine.data import ResumableLoader, make_loader
 from thinwire.engine.engine import Engine
-from thinwire.engine.job import Job, agree_on_config, agree_on_model
-from thinwire.engine.job_checkpoints import JobCheckpoints, ModelNames
+from thinwire.engine.job import Job, ModelNames, agree_on_config, agree_on_model
+from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
 from thinwire.engine.optimizers import NoOptimizer, build_optimizer, shard_for_evaluation, steps_alone
@@ -101,8 +101,9 @@ def build_engine(
             collate_fn=given.collate_fn,
             given_optimizer=given.optimizer is not None,
             given_schedule=given.lr_scheduler is not None,
+            names=names,
         )
-        engine = kind(job, JobCheckpoints(job, names), JobReports(job))
+        engine = kind(job, JobCheckpoints(job), JobReports(job))
         undo.pop_all()
     return engine, engine.optimizer, loader, schedule
 

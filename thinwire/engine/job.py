@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.comm import Communicator
 from thinwire.engine.activation_checkpointing import ActivationCheckpoints
+from thinwire.engine.checkpoint.manifest import ModelDescription
 from thinwire.engine.config import ConfigError, EngineConfig
 from thinwire.engine.config.errors import dotted
 from thinwire.engine.data import ResumableLoader
@@ -21,7 +22,37 @@ from thinwire.engine.model import LayerDropping, Precision
 from thinwire.engine.optimizers import NoOptimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["Job", "agree_on_config", "agree_on_model"]
+__all__ = ["Job", "ModelNames", "agree_on_config", "agree_on_model"]
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What a model is called by, found before it is sharded.
+
+    `tied`: other names of a parameter -> the one in `description`. `buffers`: names of those that are saved.
+    """
+
+    description: ModelDescription
+    tied: Mapping[str, str]
+    buffers: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, precision: Precision) -> ModelNames:
+        """Names, shapes, and the dtypes that `precision` makes of them."""
+        first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        tied = {name: first_name[id(parameter)] for name, parameter in every if first_name[id(parameter)] != name}
+        saved = {name for name, _ in model.named_buffers()} & model.state_dict(keep_vars=True).keys()
+        parameters = {
+            name: (tuple(parameter.shape), precision.dtype_of(parameter))
+            for name, parameter in model.named_parameters()
+        }
+        return cls(ModelDescription(parameters), tied, frozenset(saved))
+
+    def without(self, names: Collection[str]) -> ModelDescription:
+        """The description of the other parameters."""
+        parameters = self.description.parameters.items()
+        return ModelDescription({name: one for name, one in parameters if name not in names})
 
 
 @dataclass(frozen=True)
@@ -46,6 +77,7 @@ class Job:
     collate_fn: Callable[[list[Any]], Any] | None
     given_optimizer: bool
     given_schedule: bool
+    names: ModelNames
 
 
 def agree_on_config(comm: Communicator, config: EngineConfig) -> None:

@@ -4,6 +4,7 @@ at any ZeRO stage."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,37 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, LoadedCheckpoint, Snapshot
+from thinwire.engine.checkpoint.client_state import ClientState, SpecialValue, pack_client_state, unpack_client_state
 from thinwire.engine.checkpoint.exporting import in_16_bits, write_weights
-from thinwire.engine.checkpoint.folder import check_folder
-from thinwire.engine.checkpoint.job_values import (
-    RANDOM_TENSORS,
-    ClientState,
-    SpecialValue,
-    load_random_state,
-    pack_client_state,
-    random_tensors,
-    random_values,
-    reseed,
-    unpack_client_state,
-)
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
-from thinwire.engine.checkpoint.store import one_tag
+from thinwire.engine.checkpoint.loading import LoadedCheckpoint
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, ModelDescription, check_folder
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
+from thinwire.engine.errors import CheckpointError
 from thinwire.engine.job import Job
 from thinwire.engine.optimizers import steps_alone
 from thinwire.engine.saved_job import (
-    KeptWeights,
-    ModelNames,
+    RANDOM_TENSORS,
     SavedJob,
     fault_of_saved_job,
+    load_random_state,
     load_schedule_state,
+    random_tensors,
+    random_values,
+    reseed,
     schedule_state,
 )
-from thinwire.zero import SavedSlice, SliceSource
+from thinwire.zero import SavedSlice
 from thinwire.zero.fsdp import fill, local_run, whole
+from thinwire.zero.saved_state import OwnSlices
 
-__all__ = ["JobCheckpoints", "ModelNames", "Parts", "Restored"]
+__all__ = ["JobCheckpoints", "Parts", "TagError"]
 
 
 @dataclass(frozen=True)
@@ -64,25 +60,12 @@ class Parts:
     custom: Callable[..., object] | None = None
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint held for the engine itself; `progress` is None where only weights were asked for.
-
-    `world_size`: ranks that saved it.
-    """
-
-    path: str
-    world_size: int
-    progress: dict[str, int] | None
-    client_state: dict[str, Any]
-
-
 class JobCheckpoints:
     """Saves and loads a training job as a whole. Every method is collective."""
 
-    def __init__(self, job: Job, names: ModelNames) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._names = names
+        self._names = job.names
         held = {id(one) for group in job.optimizer.param_groups for one in group["params"] if one.requires_grad}
         # Kept by object: at stage 3 the model's own attributes are whole parameters while they are gathered.
         self._parameters = dict(job.model.named_parameters())
@@ -108,16 +91,22 @@ class JobCheckpoints:
         Raises, on every rank, TypeError for a client state that cannot be kept, what `check_folder` raises, and
         TagError where ranks give several tags and "checkpoint.tag_validation" is "Fail".
         """
-        given = {} if client_state is None else client_state
+
+        def check() -> ClientState:
+            check_folder(folder, "save_dir")
+            return ClientState({}) if client_state is None else pack_client_state(client_state)
+
         comm = self._job.comm
-        on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "save a checkpoint", (TypeError, ValueError))
-        state = on_every_rank(comm, lambda: pack_client_state(given), "save its client_state", (TypeError,))
-        tag = one_tag(comm, tag, self._job.config.checkpoint.tag_validation)
+        state = on_every_rank(comm, check, "save a checkpoint", (TypeError, ValueError))
+        tag = _one_tag(comm, tag, self._job.config.checkpoint.tag_validation)
         left_out = self._frozen() if exclude_frozen else []
         return self._store(folder).save(tag, self._snapshot(progress, state, data_position, left_out), latest)
 
-    def load(self, folder: str | os.PathLike[str], tag: str | None, parts: Parts) -> Restored | None:
-        """Load `parts` of the checkpoint `tag`, or of the newest whole one; None where there is none.
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None, parts: Parts
+    ) -> tuple[LoadedCheckpoint, dict[str, Any]] | None:
+        """Load `parts` of the checkpoint `tag`, or of the newest whole one, and return it, closed, with its client
+        state; None where there is none.
 
         On another number of ranks than that which saved, generators are seeded afresh from the configuration's seed,
         the step and the rank.
@@ -148,8 +137,7 @@ class JobCheckpoints:
                 ) from error
             if not parts.weights_only:
                 self._load_state(found, parts)
-            progress = None if parts.weights_only else found.shared["progress"]
-            return Restored(str(found.path), found.world_size, progress, client_state)
+            return found, client_state
 
     def export(self, folder: str | os.PathLike[str], filename: str, exclude_frozen: bool = False) -> bool:
         """Write all weights and buffers in 16 bits to one file; see `write_weights`."""
@@ -186,7 +174,7 @@ class JobCheckpoints:
     def close(self) -> None:
         """Wait for saves in flight."""
         for store in self._stores.values():
-            store.close()
+            store.wait()
 
     def _fault_of(self, parts: Parts, manifest: Manifest) -> str | None:
         """Why this job cannot take up these parts of what a manifest says; None where it can."""
@@ -205,8 +193,14 @@ class JobCheckpoints:
             return f"{MANIFEST} does not hold what an engine saves: {fault}"
         if parts.custom is not None:
             return None
+        saved = manifest.model.parameters
         left_out = set(manifest.shared.get("left_out", ())) & set(self._frozen())
-        return self._names.fault_of(manifest.model, left_out, parts.strict)
+        mine = {name: one for name, one in self._names.description.parameters.items() if name not in left_out}
+        if not parts.strict:
+            mine = {name: one for name, one in mine.items() if name in saved}
+            saved = {name: one for name, one in saved.items() if name in mine}
+        difference = ModelDescription(mine).difference_to(ModelDescription(saved))
+        return f"it is of another model: {difference}" if difference else None
 
     def _frozen(self) -> list[str]:
         return [name for name, parameter in self._others.items() if not parameter.requires_grad]
@@ -243,34 +237,36 @@ class JobCheckpoints:
             left_out=list(left_out),
         )
         own = client_state.tensors if job.comm.rank == 0 else {}
+        rank_values: dict[str, Any] = {"random": random_values()}
+        if job.loss_scale is not None and steps_alone(job.optimizer):  # of a worker
+            rank_values["loss_scale"] = job.loss_scale.state()
         return Snapshot(
-            slices=[*job.optimizer.saved_slices(), *(one for one in self._other_slices() if one.name not in left_out)],
-            model=self._names.without(left_out),
+            slices=[*job.optimizer.saved_slices(), *self._other_slices(left_out)],
+            model=self._names.without(left_out) if left_out else self._names.description,
             rank_tensors=job.optimizer.rank_tensors() | random_tensors(job.device) | own,
             shared=shared,
-            rank_values={"random": random_values(), **self._own_loss_scale()},
+            rank_values=rank_values,
             buffers=self._buffers(),
         )
 
-    def _own_loss_scale(self) -> dict[str, Any]:
-        """Under its name, where workers that step alone have one each."""
-        scale = self._job.loss_scale
-        return {"loss_scale": scale.state()} if scale is not None and steps_alone(self._job.optimizer) else {}
-
     def _client_state(self, found: LoadedCheckpoint) -> dict[str, Any]:
-        saved = found.shared
-        special = [SpecialValue.model_validate(one) for one in saved.get("client_values", ())]
+        plain = found.shared["client_state"]
+        special = [SpecialValue.model_validate(one) for one in found.shared.get("client_values", ())]
+        if not plain and not special:
+            return {}
         try:
-            return unpack_client_state(saved["client_state"], special, lambda key: found.read_rank(key, 0))
+            return unpack_client_state(plain, special, lambda key: found.read_rank(key, 0))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the client_state of checkpoint {found.tag!r} cannot be put together: {error!r}. Load another one"
             ) from error
 
-    def _other_slices(self) -> list[SavedSlice]:
+    def _other_slices(self, left_out: Collection[str]) -> list[SavedSlice]:
         """Weights that no optimizer holds: this rank's shard where they are sharded, else rank 0's."""
         slices = []
         for name, parameter in self._others.items():
+            if name in left_out:
+                continue
             start, values = local_run(parameter)
             sharded = values.numel() < parameter.numel()
             if values.numel() and (sharded or self._job.comm.rank == 0):
@@ -283,32 +279,36 @@ class JobCheckpoints:
     def _load_weights(self, found: LoadedCheckpoint, parts: Parts) -> None:
         """Weights and buffers, and the optimizer's state with them where it is wanted."""
         optimizer = self._job.optimizer
-        source = self._with_kept(found)
+        self._keep_missing(found)
         if not (parts.weights_only or parts.optimizer):
             optimizer.reset_state()
         if parts.optimizer and not parts.weights_only:
-            optimizer.load(source)
+            optimizer.load(found)
         elif parts.custom is None:
-            optimizer.load_weights(source)
-        if parts.custom is None:
-            self._load_others(found)
-        else:
-            with torch.no_grad():
+            optimizer.load_weights(found)
+        with torch.no_grad():
+            if parts.custom is None:
+                self._load_others(found)
+            else:
                 parts.custom(src=_state_dict(found), dst=self._job.model)
 
-    def _with_kept(self, found: LoadedCheckpoint) -> SliceSource:
-        """The checkpoint, with the present values of what the optimizer holds and it lacks."""
+    def _keep_missing(self, found: LoadedCheckpoint) -> None:
+        """Let the checkpoint answer with the present values of what the optimizer holds and it lacks."""
         missing = [name for name in self._parameters if name not in found.model.parameters and name not in self._others]
         if not missing:
-            return found
+            return
         self._job.optimizer.wait_for_weights()
-        weights = {}
+        kept = []
         for name in missing:
             _, dtype = self._names.description.parameters[name]
-            weights[name] = whole(self._parameters[name], self._job.device).to(dtype).cpu().clone()
-        return KeptWeights(found, weights, self._job.optimizer.saved_slices())
+            weights = whole(self._parameters[name], self._job.device).to(dtype).cpu().clone()
+            kept.append(SavedSlice("weight", name, 0, weights.reshape(-1)))
+        for one in self._job.optimizer.saved_slices():
+            if one.kind == "master" and one.name in missing:
+                # Values of their own: loading writes to the memory that these are views of.
+                kept.append(SavedSlice(one.kind, one.name, one.start, one.tensor.clone()))
+        found.kept = OwnSlices(found.world_size, {}, kept, {})
 
-    @torch.no_grad()
     def _load_others(self, found: LoadedCheckpoint) -> None:
         for name, parameter in self._others.items():
             if name in found.model.parameters:
@@ -355,6 +355,27 @@ class JobCheckpoints:
             load_random_state(tensors, found.rank_values(rank)["random"], job.device)
         else:
             reseed(job.config.seed, saved["progress"]["global_steps"], rank)
+
+
+class TagError(ValueError, AssertionError):
+    """Ranks give a checkpoint several names. An AssertionError too, which scripts of other libraries catch."""
+
+
+def _one_tag(comm: Communicator, tag: str, validation: str) -> str:
+    """Rank 0's tag, on every rank. Collective.
+
+    Where a rank has another one: with `validation` "Fail" TagError on every rank, with "Warn" a warning on rank 0.
+    """
+    tags = [one.decode() for one in comm.all_gather_bytes(tag.encode(errors="backslashreplace"), "save a checkpoint")]
+    other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
+    if other is None or validation == "Ignore":
+        return tags[0] if other is not None else tag
+    what = f"rank {other} saves under the tag {tags[other]!r}, rank 0 under {tags[0]!r}"
+    if validation == "Fail":
+        raise TagError(f'{what}: give every rank the same, or set "checkpoint.tag_validation" to "Warn"')
+    if comm.rank == 0:
+        warnings.warn(f"{what}: all of the checkpoint goes under rank 0's", RuntimeWarning, stacklevel=5)
+    return tags[0]
 
 
 def _state_dict(found: LoadedCheckpoint) -> dict[str, Tensor]:

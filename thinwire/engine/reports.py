@@ -165,6 +165,7 @@ class JobReports:
 
     `span` times a part of each step: `with reports.span("forward"): ...`. `monitor` takes scalars of the user's own.
     `flops_profiler`, None where none was asked for, counts the last micro-batch's forward of one step on rank 0.
+    `steps`: taken so far, in earlier runs too.
 
     Raises, on every rank, OSError, ImportError or ValueError where logs cannot be written.
     """
@@ -175,7 +176,7 @@ class JobReports:
         self._timers = StepTimers(job.device, enabled=config.wall_clock_breakdown)
         self.span: Callable[[str], AbstractContextManager[None]] = self._timers
         self.flops_profiler: FlopsProfiler | None = None
-        self._steps = 0
+        self.steps = 0
         self._profiled: dict[str, float] = {}  # seconds by span
         if section.enabled:
             self.flops_profiler = FlopsProfiler(job.model, recompute_fwd_factor=section.recompute_fwd_factor)
@@ -212,10 +213,6 @@ class JobReports:
         if lines and comm.rank == 0:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def resume(self, steps: int) -> None:
-        """Go on after `steps` steps of an earlier run."""
-        self._steps = steps
-
     def close(self) -> None:
         """Close the logs."""
         self.monitor.close()
@@ -224,7 +221,7 @@ class JobReports:
     def _profile(self, name: str) -> Iterator[None]:
         """A span of each step; of the one that is profiled its seconds are kept, and its forward is counted."""
         profiler = self.flops_profiler
-        if profiler is None or self._steps != self._job.config.flops_profiler.profile_step:
+        if profiler is None or self.steps != self._job.config.flops_profiler.profile_step:
             with self._timers(name):
                 yield
             return
@@ -253,14 +250,14 @@ class JobReports:
             )
             try:
                 profiler.print_model_profile(
-                    self._steps, section.module_depth, section.top_modules, section.detailed, section.output_file, cost
+                    self.steps, section.module_depth, section.top_modules, section.detailed, section.output_file, cost
                 )
             except OSError as error:
                 what = f"the profile could not be written, training goes on: {error}"
                 warnings.warn(what, RuntimeWarning, stacklevel=3)
             profiler.end_profile()
         self._profiled.clear()
-        self._steps += 1
+        self.steps += 1
 
     def _write(self, summary: StepSummary, loss: float | None) -> None:
         # Of optimizers that compress: whether the steps from here on do.

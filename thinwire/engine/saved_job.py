@@ -1,27 +1,35 @@
-"""The engine's part of a manifest, checked before anything is loaded, and a model's names in checkpoints.
+"""The engine's part of a manifest, checked before anything is loaded; states of schedules and random generators in it.
 
-A checkpoint whose values are of other types is refused on all ranks before any weight has moved."""
+A checkpoint whose values are of other types is refused on all ranks before any weight has moved. A resumed job draws
+the random numbers that it would have drawn, if its ranks are the same."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import random
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any
 
+import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import override
 
-from thinwire.engine.checkpoint import ModelDescription
-from thinwire.engine.checkpoint.job_values import SpecialValue, check_random_values
+from thinwire.engine.checkpoint.client_state import SpecialValue
 from thinwire.engine.checkpoint.manifest import Manifest, first_fault
-from thinwire.engine.model import Precision
-from thinwire.zero import SavedSlice, SliceSource
-from thinwire.zero.saved_state import OwnSlices
 
-__all__ = ["KeptWeights", "ModelNames", "SavedJob", "fault_of_saved_job", "load_schedule_state", "schedule_state"]
+__all__ = [
+    "RANDOM_TENSORS",
+    "SavedJob",
+    "fault_of_saved_job",
+    "load_random_state",
+    "load_schedule_state",
+    "random_tensors",
+    "random_values",
+    "reseed",
+    "schedule_state",
+]
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -155,7 +163,7 @@ def fault_of_saved_job(
         for fault in _unlike(schedule["state"], saved["state"], ".state"):
             return f"shared.schedule{fault}"
     for file in manifest.files if "progress" in used else ():
-        if "random" in file.values and (fault := check_random_values(file.values["random"])):
+        if "random" in file.values and (fault := _fault_of_random_values(file.values["random"])):
             return f"values.random of {file.name}: {fault}"
         try:
             _LOSS_SCALE.validate_python(file.values.get("loss_scale"))
@@ -201,88 +209,6 @@ def _kind(value: Any) -> str:
     return next((word for kind, word in kinds.items() if isinstance(value, kind)), "null")
 
 
-@dataclass(frozen=True)
-class ModelNames:
-    """What a model is called by, found before it is sharded.
-
-    `tied`: other names of a parameter -> the one in `description`. `buffers`: names of those that are saved.
-    """
-
-    description: ModelDescription
-    tied: Mapping[str, str]
-    buffers: frozenset[str]
-
-    @classmethod
-    def of(cls, model: nn.Module, precision: Precision) -> ModelNames:
-        """Names, shapes, and the dtypes that `precision` makes of them."""
-        first_name = {id(parameter): name for name, parameter in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        tied = {name: first_name[id(parameter)] for name, parameter in every if first_name[id(parameter)] != name}
-        saved = {name for name, _ in model.named_buffers()} & model.state_dict(keep_vars=True).keys()
-        parameters = {
-            name: (tuple(parameter.shape), precision.dtype_of(parameter))
-            for name, parameter in model.named_parameters()
-        }
-        return cls(ModelDescription(parameters), tied, frozenset(saved))
-
-    def without(self, names: Collection[str]) -> ModelDescription:
-        """The description of the other parameters."""
-        kept = {name: one for name, one in self.description.parameters.items() if name not in names}
-        return ModelDescription(kept)
-
-    def fault_of(self, saved: ModelDescription, left_out: Collection[str], strict: bool) -> str | None:
-        """Why a checkpoint of `saved` cannot fill this model; None where it can.
-
-        `left_out`: parameters that it need not have. Without `strict` only those that both have are compared.
-        """
-        mine = self.without(left_out)
-        if not strict:
-            mine = ModelDescription({name: one for name, one in mine.parameters.items() if name in saved.parameters})
-            saved = ModelDescription({name: one for name, one in saved.parameters.items() if name in mine.parameters})
-        difference = mine.difference_to(saved)
-        return f"it is of another model: {difference}" if difference else None
-
-
-class KeptWeights(SliceSource):
-    """A SliceSource that answers for `weights`, whole parameters by name, and takes all others from `found`.
-
-    `slices`: this rank's, for their master weights.
-    """
-
-    def __init__(self, found: SliceSource, weights: Mapping[str, Tensor], slices: Iterable[SavedSlice]) -> None:
-        self._found = found
-        self._weights = weights
-        own = [one for one in slices if one.name in weights and one.kind == "master"]
-        # Values of their own: loading writes to the memory that these are views of.
-        copies = [SavedSlice(one.kind, one.name, one.start, one.tensor.clone()) for one in own]
-        self._own = OwnSlices(found.world_size, {}, copies, {})
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return self._found.world_size
-
-    @override
-    def counters(self) -> dict[str, Any]:
-        return self._found.counters()
-
-    @override
-    def kinds(self) -> set[str]:
-        return self._found.kinds()
-
-    @override
-    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        if name not in self._weights:
-            return self._found.read(kind, name, start, numel)
-        if kind == "weight":
-            return self._weights[name].reshape(-1)[start : start + numel]
-        return self._own.read(kind, name, start, numel)
-
-    @override
-    def read_rank(self, key: str, rank: int) -> Tensor:
-        return self._found.read_rank(key, rank)
-
-
 def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
     """The part of `schedule.state_dict()` that JSON keeps as it is; the rest follows from how it was built."""
     return dict(_kept(schedule.state_dict()))
@@ -315,3 +241,57 @@ def _holds_something(value: Any) -> bool:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError):
         return False
+
+
+_CPU = "random.cpu"
+_CUDA = "random.cuda"
+
+RANDOM_TENSORS = frozenset({_CPU, _CUDA})
+"""The keys of `random_tensors`, on any device."""
+
+
+def random_tensors(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators, of the CPU and of `device`."""
+    tensors = {_CPU: torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors[_CUDA] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def random_values() -> dict[str, Any]:
+    """The states of Python's and numpy's generators, as plain values."""
+    kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
+    assert not isinstance(keys, int | str)
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), position, has_gauss, cached_gaussian]}
+
+
+def load_random_state(tensors: dict[str, Tensor], values: dict[str, Any], device: torch.device) -> None:
+    """Go on with what `random_tensors` and `random_values` gave; a GPU's generator only where both jobs have one."""
+    torch.set_rng_state(tensors[_CPU])
+    if device.type == "cuda" and _CUDA in tensors:
+        torch.cuda.set_rng_state(tensors[_CUDA], device)
+    version, numbers, gauss = values["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+
+
+def _fault_of_random_values(values: Any) -> str | None:
+    """Why `load_random_state` could not take these, tried on generators of their own; None where it can."""
+    try:
+        version, numbers, gauss = values["python"]
+        random.Random().setstate((version, tuple(numbers), gauss))
+        kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
+        generator = np.random.RandomState()
+        generator.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        return f"these are no states of Python's and numpy's generators: {error}"
+    return None
+
+
+def reseed(*entropy: int) -> None:
+    """Seed every generator with what follows from these numbers alone."""
+    seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -13,7 +13,7 @@ import transformers
 from transformers import get_scheduler
 
 from thinwire.engine import Engine
-from thinwire.engine.checkpoint import store
+from thinwire.engine.optimizer_checkpoints import load_optimizer, save_optimizer
 from thinwire.hugging_face.acceleration import adapt_accelerator, check_arguments, check_optimizer, synchronized
 from thinwire.hugging_face.engine_training import (
     NOTHING_TO_GO_ON_FROM,
@@ -265,14 +265,14 @@ class TrainerMixin(_Trainer):
         if self._engine_training is not None:
             self._engine_training.save(output_dir)
             return
-        store.save_optimizer(self._synchronized, output_dir, TAG)
+        save_optimizer(self._synchronized, output_dir, TAG)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        store.load_optimizer(self._synchronized, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)
+        load_optimizer(self._synchronized, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.checkpoint.folder import CheckpointFolder
-from thinwire.engine.checkpoint.store import load_optimizer, save_optimizer
+from thinwire.engine.optimizer_checkpoints import load_optimizer, save_optimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 from thinwire.zero.training_loops import refuse_late_workers
 

@@ -20,8 +20,8 @@ from thinwire.deepspeed.files.fp32_weights import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from thinwire.engine.checkpoint import CheckpointError
 from thinwire.engine.checkpoint.exporting import file_size
+from thinwire.engine.errors import CheckpointError
 
 
 def trained(folder: Path) -> dict[str, torch.Tensor]:

@@ -21,7 +21,8 @@ from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.files.importing import Imported, import_checkpoint
 from thinwire.deepspeed.files.pickles import read_pickle, take_answers
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
+from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.errors import CheckpointError
 
 WORDS, WIDTH = 7, 5
 

@@ -19,9 +19,9 @@ from tests.deepspeed.files.test_import import imported, make_trained, read_here
 from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.deepspeed.files.importing import import_checkpoint
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
-from thinwire.engine.checkpoint.files import UsageError
-from thinwire.engine.checkpoint.job_values import SpecialValue, unpack_client_state
+from thinwire.engine.checkpoint.client_state import SpecialValue, unpack_client_state
+from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.errors import CheckpointError, UsageError
 
 FIRST, SECOND = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
 MODEL = "mp_rank_00_model_states.pt"

@@ -14,7 +14,8 @@ from tests.deepspeed.files.test_import import check_bits, groups_of, imported, l
 from tests.engine.checkpoint.jobs import missing
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
+from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.errors import CheckpointError
 
 SCALE = 1024.0
 

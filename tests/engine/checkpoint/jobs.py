@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
+from thinwire.engine.checkpoint.loading import LoadedCheckpoint
+from thinwire.engine.checkpoint.manifest import ModelDescription
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.zero import SavedSlice
 
 SHAPES = {"embedding": (17, 5), "layer/0.weight": (3, 1, 7), "bias": (1,), "scale": (), "empty": (0, 4)}

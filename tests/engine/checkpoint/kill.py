@@ -24,8 +24,10 @@ import torch
 
 from thinwire import comm
 from thinwire.comm import CommunicationError, Communicator, threads
-from thinwire.engine.checkpoint import CheckpointStore, LoadedCheckpoint, ModelDescription, Snapshot
-from thinwire.engine.checkpoint.locks import LOCK
+from thinwire.engine.checkpoint.folder import LOCK
+from thinwire.engine.checkpoint.loading import LoadedCheckpoint
+from thinwire.engine.checkpoint.manifest import ModelDescription
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.zero import SavedSlice
 
 MODEL = ModelDescription({"embedding": ((7, 11), torch.float32), "bias": ((3,), torch.float32)})

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from tests.engine.checkpoint.jobs import Values, load, missing, same, save, tags
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot
-from thinwire.engine.checkpoint.manifest import _sealed
-from thinwire.engine.checkpoint.selection import examine
+from thinwire.engine.checkpoint.loading import examine
+from thinwire.engine.checkpoint.manifest import ModelDescription, _sealed
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
+from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.checkpoint.jobs import Values
 from thinwire.comm import threads
-from thinwire.engine.checkpoint import CheckpointStore
+from thinwire.engine.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture

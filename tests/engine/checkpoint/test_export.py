@@ -12,7 +12,9 @@ from torch import nn
 
 from tests.engine.checkpoint.jobs import Values, missing, same, save
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot, export_weights
+from thinwire.engine.checkpoint.exporting import export_weights
+from thinwire.engine.checkpoint.manifest import ModelDescription
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.zero import SavedSlice
 
 

@@ -16,8 +16,9 @@ import torch
 from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from tests.launching import environment
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
 from thinwire.engine.checkpoint.exporting import write_weights
+from thinwire.engine.checkpoint.manifest import ModelDescription
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.zero import SavedSlice
 
 DISK_BYTES = 1 << 20
@@ -122,7 +123,7 @@ import pathlib, resource, tempfile, warnings
 from tests.engine.checkpoint.jobs import Values, load, save, tags
 from tests.engine.checkpoint.test_full_disk import snapshot_of_bytes
 from thinwire.comm import threads
-from thinwire.engine.checkpoint import CheckpointStore
+from thinwire.engine.checkpoint.store import CheckpointStore
 
 with tempfile.TemporaryDirectory() as temporary:
     folder, values = pathlib.Path(temporary), Values(1, 2)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore
-from thinwire.engine.checkpoint.files import is_pickle
+from thinwire.engine.checkpoint.pickles import is_pickle
+from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.errors import CheckpointError
 
 
 class Bomb:

@@ -11,8 +11,10 @@ import pytest
 
 from tests.engine.checkpoint.jobs import Values, load, missing, save
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, reading, selection
-from thinwire.engine.checkpoint.selection import Examination
+from thinwire.engine.checkpoint import files, loading
+from thinwire.engine.checkpoint.loading import Examination
+from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.errors import CheckpointError
 
 
 def test_a_tag_saved_anew_after_the_load_is_not_mixed_into_it(tmp_path: Path) -> None:
@@ -26,14 +28,14 @@ def test_a_tag_saved_anew_after_the_load_is_not_mixed_into_it(tmp_path: Path) ->
 def test_a_tag_saved_anew_while_it_is_verified_is_of_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older, newer = Values(1, 3), Values(2, 3)
     save(tmp_path, ("best", older))
-    read = selection.unreadable_files
+    read = loading.unreadable_files
 
     def save_between(*arguments: object) -> list[str]:
-        monkeypatch.setattr(selection, "unreadable_files", read)
+        monkeypatch.setattr(loading, "unreadable_files", read)
         save(tmp_path, ("best", newer))
         return read(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(selection, "unreadable_files", save_between)
+    monkeypatch.setattr(loading, "unreadable_files", save_between)
     assert load(tmp_path, older) == []
     assert load(tmp_path, newer) == []
 
@@ -51,7 +53,7 @@ def test_a_checkpoint_removed_before_it_is_opened(tmp_path: Path, monkeypatch: p
     """Where another has taken its place that is loaded; else all ranks say the same."""
     save(tmp_path, ("a", Values(1, 2)))
     save(tmp_path / "elsewhere", ("b", Values(2, 2)))
-    hold, removed_on = selection.hold, set()
+    hold, removed_on = loading.hold, set()
 
     def remove_before(path: Path) -> Examination:
         comm = threads.current()
@@ -66,7 +68,7 @@ def test_a_checkpoint_removed_before_it_is_opened(tmp_path: Path, monkeypatch: p
             comm.barrier()
         return hold(path)
 
-    monkeypatch.setattr(selection, "hold", remove_before)
+    monkeypatch.setattr(loading, "hold", remove_before)
 
     def work(comm: Communicator) -> None:
         if again:
@@ -84,7 +86,7 @@ def test_a_checkpoint_removed_before_it_is_opened(tmp_path: Path, monkeypatch: p
 def test_a_file_that_is_opened_again_must_be_the_one_that_was_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_MOST_OPEN", 1)
+    monkeypatch.setattr(files, "_MOST_OPEN", 1)
     values = Values(1, 3)
     save(tmp_path / "one", ("x", values))
     save(tmp_path / "other", ("x", Values(2, 3)))

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from thinwire.engine.checkpoint.job_values import load_random_state, random_tensors, random_values, reseed
+from thinwire.engine.saved_job import load_random_state, random_tensors, random_values, reseed
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 from tests.engine.checkpoint.jobs import Values, load, missing, same, save
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot
-from thinwire.engine.checkpoint.tensor_file import CODES, TensorToWrite, write_tensors
+from thinwire.engine.checkpoint.files import CODES, write_tensors
+from thinwire.engine.checkpoint.manifest import ModelDescription
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
+from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
 
@@ -98,7 +100,7 @@ def test_every_dtype_is_read_by_safetensors_itself(tmp_path: Path, dtype: torch.
         "empty": raw.view(dtype)[:, :0],
         "odd bytes": torch.arange(7, dtype=torch.uint8),
     }
-    size, _ = write_tensors(tmp_path / "x", {key: TensorToWrite.of(tensor) for key, tensor in tensors.items()})
+    size, _ = write_tensors(tmp_path / "x", tensors)
     assert (tmp_path / "x").stat().st_size == size
     read = load_file(tmp_path / "x")
     assert read.keys() == tensors.keys()

@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.engine.checkpoint.jobs import missing
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointStore, ModelDescription, Snapshot
+from thinwire.engine.checkpoint.manifest import ModelDescription
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.zero import ShardedOptimizer
 
 STEPS, SAVED_AT = 8, 3

@@ -20,7 +20,8 @@ import pytest
 
 from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from thinwire.comm import threads
-from thinwire.engine.checkpoint import CheckpointStore, Snapshot, locks, store
+from thinwire.engine.checkpoint import folder, store
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 
 NONCE = "00ff00ff"
 
@@ -30,12 +31,12 @@ def store_of(folder: Path, keep: int | None = None, asynchronous: bool = False) 
     return CheckpointStore(folder, threads.single(30.0), keep, asynchronous)
 
 
-def put_unfinished(folder: Path, **owner: object) -> Path:
+def put_unfinished(inside: Path, **owner: object) -> Path:
     """A save of another process that is under way, or is not any more."""
-    partial = folder / f".other.{NONCE}.partial"
+    partial = inside / f".other.{NONCE}.partial"
     partial.mkdir()
     (partial / "rank-00000.safetensors").write_bytes(b"half")
-    (partial / "owner.json").write_text(json.dumps({**locks._this_process(), "locked": False, **owner}))
+    (partial / "owner.json").write_text(json.dumps({**folder._process(os.getpid()), "locked": False, **owner}))
     return partial
 
 
@@ -93,7 +94,7 @@ def test_a_save_that_failed_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 def test_the_folder_is_locked_for_too_long(tmp_path: Path) -> None:
     job = CheckpointStore(tmp_path, threads.single(0.1))
     refused = pytest.warns(RuntimeWarning, match=r"'a' was not saved .* another process has held .*\.lock")
-    with locks.lock_folder(tmp_path, 1.0), refused:
+    with folder.lock_folder(tmp_path, 1.0), refused:
         assert not job.save("a", Values(1, 1).snapshot(0))
     save(tmp_path, ("a", Values(1, 1)))
 

@@ -12,8 +12,10 @@ import torch
 
 from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, ModelDescription, Snapshot, store
-from thinwire.engine.checkpoint.manifest import RankFile
+from thinwire.engine.checkpoint import store
+from thinwire.engine.checkpoint.manifest import ModelDescription, RankFile
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
+from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
 

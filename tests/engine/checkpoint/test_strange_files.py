@@ -12,10 +12,11 @@ import torch
 from tests.engine.checkpoint.jobs import Values, load, save
 from thinwire.comm import threads
 from thinwire.command_line import main
-from thinwire.engine.checkpoint import CheckpointError, CheckpointStore, manifest
-from thinwire.engine.checkpoint.files import write_whole
+from thinwire.engine.checkpoint import manifest
+from thinwire.engine.checkpoint.files import write_tensors, write_whole
 from thinwire.engine.checkpoint.manifest import Manifest
-from thinwire.engine.checkpoint.tensor_file import write_tensors
+from thinwire.engine.checkpoint.store import CheckpointStore
+from thinwire.engine.errors import CheckpointError
 
 
 def put_fifo(path: Path) -> None:

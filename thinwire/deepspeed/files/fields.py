@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.deepspeed.files.pickles import Record
-from thinwire.engine.checkpoint.files import CheckpointError
+from thinwire.engine.errors import CheckpointError
 from thinwire.optim import registry
 from thinwire.zero import SavedSlice
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from thinwire.comm import threads
 from thinwire.engine.checkpoint.commands import open_to_export, say
 from thinwire.engine.checkpoint.exporting import file_size, write_state_dict
-from thinwire.engine.checkpoint.files import CheckpointError, UsageError
-from thinwire.engine.checkpoint.reading import LoadedCheckpoint
+from thinwire.engine.checkpoint.files import LazyTensor
+from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.store import CheckpointStore
-from thinwire.engine.checkpoint.tensor_file import TensorToWrite
+from thinwire.engine.errors import CheckpointError, UsageError
 from thinwire.zero.fsdp import gathered, is_sharded
 
 _ALONE_SECONDS = 300.0
@@ -124,9 +124,7 @@ def write_fp32_weights(
         if known != name:
             same[name] = known
     tensors = {
-        name: TensorToWrite(one.dtype, tuple(one.shape), one.contiguous)
-        for name, one in lazy.items()
-        if name not in same
+        name: LazyTensor(one.dtype, tuple(one.shape), one.contiguous) for name, one in lazy.items() if name not in same
     }
     return write_state_dict(output, _SAFETENSORS if safetensors else _BIN, tensors, same, largest)
 

@@ -25,11 +25,10 @@ from thinwire.deepspeed.files.model_files import DeepSpeedFiles, ModelFiles, fin
 from thinwire.deepspeed.files.pickles import Reader, Record, read_apart
 from thinwire.deepspeed.files.sharded_state import read_sharded, read_universal, stage_of, universal_files
 from thinwire.deepspeed.files.unsharded_state import read_unsharded
-from thinwire.engine.checkpoint.files import CheckpointError, UsageError, printable
-from thinwire.engine.checkpoint.job_values import ClientState, pack_client_state
+from thinwire.engine.checkpoint.client_state import ClientState, pack_client_state
 from thinwire.engine.checkpoint.manifest import first_fault
-from thinwire.engine.checkpoint.store import CheckpointStore
-from thinwire.engine.checkpoint.writing import Snapshot
+from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
+from thinwire.engine.errors import CheckpointError, UsageError, printable
 from thinwire.engine.saved_job import SavedJob
 
 _ALONE_SECONDS = 3600.0

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from thinwire.deepspeed.files.fields import Entry, flat_tensor, shape_of
-from thinwire.engine.checkpoint.files import CheckpointError, UsageError, read_file
+from thinwire.engine.checkpoint.files import read_file
 from thinwire.engine.checkpoint.manifest import ModelDescription
+from thinwire.engine.errors import CheckpointError, UsageError
 from thinwire.zero import SavedSlice
 
 _LATEST = ("latest", "latest_universal")

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.engine.checkpoint.files import CheckpointError, open_file
-from thinwire.engine.checkpoint.tensor_file import TensorReader, TensorToWrite, write_tensors
+from thinwire.engine.checkpoint.files import TensorReader, open_file, write_tensors
+from thinwire.engine.errors import CheckpointError
 
 # Classes whose fields or arguments may be read, and which are otherwise inert.
 _RECORDS = (
@@ -203,7 +203,7 @@ def read_pickle(path: Path, output: Path) -> dict[str, Any]:
     except Exception as error:  # whatever a file can bring a loader to
         return {"fault": _first_line(error)}
     try:
-        write_tensors(output, {key: TensorToWrite.of(tensor) for key, tensor in kept.items()})
+        write_tensors(output, kept)
     except (OSError, KeyError) as error:
         return {"fault": f"its tensors could not be written to {output.parent}: {_first_line(error)}"}
     return {"tree": tree}

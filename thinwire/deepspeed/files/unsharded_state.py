@@ -29,7 +29,7 @@ from thinwire.deepspeed.files.fields import (
     weight_kind,
 )
 from thinwire.deepspeed.files.model_files import ModelFiles
-from thinwire.engine.checkpoint.files import CheckpointError
+from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
 # Releases that do so. 0.19.8 is the last that was looked at.

@@ -14,13 +14,11 @@ import torch
 
 from thinwire.comm import threads
 from thinwire.engine.checkpoint.exporting import export_weights
-from thinwire.engine.checkpoint.files import CheckpointError, UsageError, printable
-from thinwire.engine.checkpoint.folder import Candidate, CheckpointFolder
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest
-from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-from thinwire.engine.checkpoint.selection import examine
+from thinwire.engine.checkpoint.files import dtype_from_name, dtype_name
+from thinwire.engine.checkpoint.loading import LoadedCheckpoint, candidates_to_load, examine
+from thinwire.engine.checkpoint.manifest import MANIFEST, Candidate, Manifest
 from thinwire.engine.checkpoint.store import CheckpointStore
-from thinwire.engine.checkpoint.tensor_file import dtype_from_name, dtype_name
+from thinwire.engine.errors import CheckpointError, UsageError, printable
 
 __all__ = ["export", "inspect", "open_to_export", "say", "verify"]
 
@@ -91,11 +89,8 @@ def _candidates(arguments: argparse.Namespace) -> list[Candidate]:
     folder: Path = arguments.folder
     if (folder / MANIFEST).exists():
         raise UsageError(f"{folder} is one checkpoint: give {folder.absolute().parent} --tag {folder.absolute().name}")
-    checkpoints = CheckpointFolder(folder)
     try:
-        if arguments.tag is not None:
-            checkpoints.refuse_pickle(arguments.tag)
-        candidates = checkpoints.candidates()
+        candidates, _ = candidates_to_load(folder, arguments.tag)
     except CheckpointError as error:
         raise UsageError(str(error)) from error
     if not candidates:

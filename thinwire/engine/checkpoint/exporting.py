@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.engine.checkpoint.files import sync_folder, write_whole
-from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-from thinwire.engine.checkpoint.tensor_file import TensorToWrite, write_tensors
+from thinwire.engine.checkpoint.files import LazyTensor, sync_folder, values_of, write_tensors, write_whole
+from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 
 __all__ = ["WEIGHTS", "export_weights", "file_size", "in_16_bits", "write_state_dict", "write_weights"]
 
@@ -44,7 +43,7 @@ def file_size(given: int | str | None) -> int | None:
 def write_state_dict(
     folder: Path,
     filename: str,
-    tensors: Mapping[str, TensorToWrite],
+    tensors: Mapping[str, Tensor | LazyTensor],
     same: Mapping[str, str],
     largest: int | None = None,
 ) -> list[Path]:
@@ -97,7 +96,7 @@ def _divided(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
 
 
 @torch.no_grad()
-def _replace(path: Path, tensors: Mapping[str, TensorToWrite], same: Mapping[str, str]) -> None:
+def _replace(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mapping[str, str]) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     unfinished.unlink(missing_ok=True)  # of a process of the same number that was killed
     try:
@@ -110,10 +109,10 @@ def _replace(path: Path, tensors: Mapping[str, TensorToWrite], same: Mapping[str
         unfinished.unlink(missing_ok=True)
 
 
-def _save(path: Path, tensors: Mapping[str, TensorToWrite], same: Mapping[str, str]) -> None:
+def _save(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mapping[str, str]) -> None:
     values: dict[str, Tensor] = {}
     for name, one in tensors.items():
-        tensor = one.values().detach().cpu().reshape(one.shape)
+        tensor = values_of(one).detach().cpu().reshape(one.shape)
         # torch.save writes the whole memory that a view is of.
         values[name] = tensor if tensor.untyped_storage().nbytes() == one.nbytes else tensor.clone()
     values |= {alias: values[name] for alias, name in same.items()}
@@ -124,7 +123,6 @@ def _save(path: Path, tensors: Mapping[str, TensorToWrite], same: Mapping[str, s
 
 
 _LARGEST_FILE = 50 * 10**9
-_ONCE_EACH = ".safetensors"
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], comm: Communicator) -> bool:
@@ -135,9 +133,9 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, 
     """
     problem = b""
     if comm.rank == 0:
-        same = {} if path.suffix == _ONCE_EACH else {alias: name for alias, name in tied.items() if name in tensors}
+        same = {} if path.suffix == _SAFETENSORS else {alias: name for alias, name in tied.items() if name in tensors}
         try:
-            halves = {name: TensorToWrite.of(in_16_bits(tensor)) for name, tensor in tensors.items()}
+            halves = {name: in_16_bits(tensor) for name, tensor in tensors.items()}
             write_state_dict(path.parent, path.name, halves, same, _LARGEST_FILE)
         except (OSError, RuntimeError) as error:  # torch.save has RuntimeError for a full disk
             problem = f"{getattr(error, 'strerror', None) or error}".encode()
@@ -176,32 +174,23 @@ def export_weights(
 
     Raises OSError.
     """
-    output.mkdir(parents=True, exist_ok=True)
     tensors = _parameters(checkpoint, dtype)
-    if tied:
-        tensors |= {alias: tensors[name] for alias, name in checkpoint.shared.get("tied", {}).items()}
-    for name, buffer in checkpoint.buffers().items():
-        tensors[name] = TensorToWrite.of(_converted(buffer, dtype))
-    unfinished = output / f".{WEIGHTS}.{os.getpid()}.unfinished"
-    unfinished.unlink(missing_ok=True)  # of a process of the same number that was killed
-    try:
-        write_tensors(unfinished, tensors)
-        if config is not None:
-            write_whole(output / "config.json", config.read_bytes())
-        os.replace(unfinished, output / WEIGHTS)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    sync_folder(output)
-    return output / WEIGHTS
+    tensors |= {name: _converted(buffer, dtype) for name, buffer in checkpoint.buffers().items()}
+    same = checkpoint.shared.get("tied", {}) if tied else {}
+    described = None if config is None else config.read_bytes()
+    (path,) = write_state_dict(output, WEIGHTS, tensors, same)
+    if described is not None:
+        write_whole(output / "config.json", described)
+    return path
 
 
-def _parameters(checkpoint: LoadedCheckpoint, dtype: torch.dtype | None) -> dict[str, TensorToWrite]:
-    tensors = {}
+def _parameters(checkpoint: LoadedCheckpoint, dtype: torch.dtype | None) -> dict[str, Tensor | LazyTensor]:
+    tensors: dict[str, Tensor | LazyTensor] = {}
     for name, (shape, own_dtype) in checkpoint.model.parameters.items():
         kind = "master" if checkpoint.dtype_of("master", name) else "weight"
         held = checkpoint.dtype_of(kind, name) or own_dtype  # an empty parameter is in no file
         wanted = dtype if dtype is not None and held.is_floating_point else held
-        tensors[name] = TensorToWrite(wanted, shape, partial(_read, checkpoint, kind, name, wanted))
+        tensors[name] = LazyTensor(wanted, shape, partial(_read, checkpoint, kind, name, wanted))
     return tensors
 
 

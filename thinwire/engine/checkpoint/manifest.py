@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,26 +24,31 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from thinwire.engine.checkpoint.files import CheckpointError, NotAFileError, read_file
-from thinwire.engine.checkpoint.tensor_file import dtype_from_name, dtype_name
+from thinwire.engine.checkpoint.files import NotAFileError, dtype_from_name, dtype_name, read_file
+from thinwire.engine.errors import CheckpointError
 
 __all__ = [
+    "HIDDEN",
+    "LATEST",
     "MANIFEST",
+    "RANK_FILE",
+    "Candidate",
     "Manifest",
     "ModelDescription",
     "RankFile",
     "Run",
     "SliceEntry",
+    "check_folder",
+    "check_tag",
+    "find_candidates",
     "first_fault",
+    "looks_like_checkpoint",
     "manifest_bytes",
     "rank_file",
-    "rank_file_bytes",
-    "read_manifest",
-    "read_rank_file",
-    "values_of_kind",
 ]
 
 MANIFEST = "manifest.json"
+LATEST = "latest"
 
 _FORMAT = "thinwire checkpoint"
 _VERSION = 3
@@ -49,18 +56,11 @@ _VERSION_WITHOUT_RUN = 2
 # A job of thousands of ranks needs some 100 MB: its ranks' random generators and the names of their residuals.
 _MOST_BYTES = 1 << 30
 _LONGEST_PLACE = 200
-_SCALAR = "scalar."
-
-
-def _known_dtype(name: str) -> str:
-    dtype_from_name(name)
-    return name
-
 
 # Nothing is converted.
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Text = Annotated[str, Strict()]
-Dtype = Annotated[str, Strict(), AfterValidator(_known_dtype)]
+Dtype = Annotated[str, Strict(), AfterValidator(lambda name: dtype_name(dtype_from_name(name)))]
 
 
 class _Parameter(TypedDict):
@@ -102,9 +102,9 @@ class ModelDescription:
         as_json = core_schema.plain_serializer_function_ser_schema(cls.to_json)
         return core_schema.no_info_before_validator_function(to_saved, saved, serialization=as_json)
 
-    def numel(self, name: str) -> int:
-        """Elements of one parameter."""
-        return math.prod(self.parameters[name][0])
+    def numel(self, name: str, kind: str = "weight") -> int:
+        """Elements of one parameter; values that its slices of another kind hold together."""
+        return 1 if kind.startswith("scalar.") else math.prod(self.parameters[name][0])
 
     def difference_to(self, saved: ModelDescription) -> str | None:
         """The first parameter that a checkpoint of `saved` cannot fill, or None where all agree."""
@@ -118,11 +118,6 @@ class ModelDescription:
             if name not in self.parameters:
                 return f"parameter {name!r}, {_in_words(theirs)}, is in it and not in this model"
         return None
-
-
-def values_of_kind(model: ModelDescription, kind: str, name: str) -> int:
-    """How many values the slices of a kind hold together for one parameter."""
-    return 1 if kind.startswith(_SCALAR) else model.numel(name)
 
 
 def rank_file(rank: int) -> str:
@@ -234,8 +229,7 @@ class Manifest:
                 return f"there is a {entry.kind} of {entry.name!r}, which is no parameter"
             groups[entry.kind, entry.name].append(entry)
         for (kind, name), entries in groups.items():
-            problem = _fault(entries, values_of_kind(self.model, kind, name))
-            if problem:
+            if problem := _fault(entries, self.model.numel(name, kind)):
                 return f"{kind} of {name!r}: {problem}"
         for name in self.model.parameters:
             if self.model.numel(name) and not groups.keys() & {("weight", name), ("master", name)}:
@@ -244,22 +238,8 @@ class Manifest:
 
 
 _MANIFEST = TypeAdapter(Manifest)
-_RANK_FILE = TypeAdapter(RankFile)
-
-
-def rank_file_bytes(file: RankFile) -> bytes:
-    """A rank's entry as a file of its own; `read_rank_file` reads it."""
-    return json.dumps(_RANK_FILE.dump_python(file)).encode()
-
-
-def read_rank_file(content: bytes) -> RankFile:
-    """The inverse of `rank_file_bytes`."""
-    return _RANK_FILE.validate_python(json.loads(content))
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in a checkpoint's own folder. Raises CheckpointError, naming the file and what is wrong with it."""
-    return Manifest.decode(manifest_bytes(path))
+RANK_FILE = TypeAdapter(RankFile)
+"""A rank's entry as plain values, and back."""
 
 
 def manifest_bytes(path: Path, folder: int | None = None) -> bytes:
@@ -285,6 +265,70 @@ def first_fault(error: ValidationError, whole: str = "", parts: Collection[str] 
             names = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
             return f"{'.'.join(part for part in (whole, *names) if part)[:_LONGEST_PLACE]}: {detail['msg']}"
     return None
+
+
+_RANK_FILE = re.compile(r"rank-.*\.safetensors", re.DOTALL)
+# A folder's name while a save is in flight or being undone; the hexadecimal number is the save's own.
+HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.(?P<state>partial|replaced|removed)(\.unfinished)?", re.DOTALL)
+
+
+_LONGEST_TAG = 200
+
+
+def check_folder(folder: object, name: str) -> None:
+    """Raise TypeError or ValueError for what cannot be the path `name` of a folder."""
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a folder's path, a str or os.PathLike, got {folder!r}")
+    if not path or "\0" in path:
+        raise ValueError(f"{name} must be a folder's path, such as 'runs/example', got {path!r}: name one, or '.'")
+
+
+def check_tag(tag: str) -> None:
+    """Raise ValueError for what cannot be the name of a checkpoint's folder."""
+    printable = isinstance(tag, str) and tag.isprintable() and 0 < len(tag.encode()) <= _LONGEST_TAG
+    if not printable or "/" in tag or "\\" in tag or tag.startswith(".") or tag == LATEST:
+        raise ValueError(
+            f"{tag!r} cannot be a checkpoint's tag: give a name of 1 to {_LONGEST_TAG} bytes without slashes that does "
+            f"not start with a dot and is not {LATEST!r}, such as 'step-100'"
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that looks like a checkpoint, whole or not. `manifest` is None where it cannot be read."""
+
+    tag: str
+    path: Path
+    manifest: Manifest | None
+
+    @classmethod
+    def at(cls, path: Path, tag: str) -> Candidate:
+        """What lies at `path` as the checkpoint `tag`."""
+        try:
+            return cls(tag, path, Manifest.decode(manifest_bytes(path)))
+        except CheckpointError:
+            return cls(tag, path, None)
+
+
+def find_candidates(folder: Path) -> list[Candidate]:
+    """What a folder of checkpoints holds, the newest first, and before them what may be newer and cannot be read."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        hidden = HIDDEN.fullmatch(path.name)
+        if hidden and hidden["state"] == "replaced" and not (folder / hidden["tag"]).exists():
+            found.append(Candidate.at(path, hidden["tag"]))
+        elif not path.name.startswith(".") and looks_like_checkpoint(path):
+            found.append(Candidate.at(path, path.name))
+    return sorted(found, key=lambda one: one.manifest.serial if one.manifest else math.inf, reverse=True)
+
+
+def looks_like_checkpoint(path: Path) -> bool:
+    """Whether it is a folder with a file of a checkpoint in it."""
+    try:
+        return any(name == MANIFEST or _RANK_FILE.fullmatch(name) for name in os.listdir(path))
+    except OSError:
+        return False
 
 
 def _fault(entries: list[SliceEntry], whole: int) -> str | None:

@@ -1,5 +1,7 @@
 """Saves and loads the checkpoints of a job, on all its ranks together: whole or absent, and never one at the cost of
-another."""
+another.
+
+Every rank writes its own file, and a receipt of it, without a collective, so that it can be done in the background."""
 
 from __future__ import annotations
 
@@ -11,29 +13,122 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import raise_together
-from thinwire.engine.checkpoint.files import CheckpointError
-from thinwire.engine.checkpoint.folder import CheckpointFolder, ClearedUp, check_folder, check_tag
-from thinwire.engine.checkpoint.locks import Claim
-from thinwire.engine.checkpoint.manifest import Manifest, ModelDescription, Run
-from thinwire.engine.checkpoint.reading import LoadedCheckpoint
-from thinwire.engine.checkpoint.selection import select
-from thinwire.engine.checkpoint.writing import (
-    SaveInFlight,
-    Snapshot,
+from thinwire.comm.agreement import on_every_rank, raise_together
+from thinwire.engine.checkpoint.files import check_dtype, dtype_name, sync_folder, write_tensors, write_whole
+from thinwire.engine.checkpoint.folder import (
+    CheckpointFolder,
+    Claim,
     await_receipts,
-    write_manifest,
-    write_rank_file,
+    check_length,
+    lock_folder,
+    receipt_in,
 )
-from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+from thinwire.engine.checkpoint.loading import LoadedCheckpoint, select
+from thinwire.engine.checkpoint.manifest import (
+    MANIFEST,
+    RANK_FILE,
+    Manifest,
+    ModelDescription,
+    RankFile,
+    Run,
+    SliceEntry,
+    check_folder,
+    check_tag,
+    rank_file,
+)
+from thinwire.engine.errors import CheckpointError
+from thinwire.zero import SavedSlice
 
-__all__ = ["CheckpointStore", "TagError", "load_optimizer", "one_tag", "save_optimizer"]
+__all__ = ["CheckpointStore", "Snapshot", "write_rank_file"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that one rank contributes to a checkpoint.
+
+    Args:
+        slices: this rank's share; the ranks' slices of a kind hold each of its parameters once, and every parameter has
+            a "weight" or a "master". Parameters that no optimizer holds are slices of one rank as well.
+        rank_tensors: what belongs to this rank alone, any shape.
+        shared: JSON values that are the same everywhere; rank 0's are written. "optimizer" holds what SliceSource's
+            `counters` gives back, "tied" maps other names of a parameter to the one in `model`.
+        rank_values: JSON values of this rank.
+        buffers: the model's; rank 0's are written.
+        model: the same on every rank.
+    """
+
+    slices: list[SavedSlice]
+    model: ModelDescription
+    rank_tensors: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    rank_values: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError for what could not be read back."""
+        for one in self.slices:
+            what = f"slice {one.kind!r} of {one.name!r} at {one.start}"
+            check_dtype(what, one.tensor)
+            if not one.kind or "/" in one.kind:
+                raise ValueError(f"{what}: a kind is a word without '/'")
+            if one.name not in self.model.parameters:
+                raise ValueError(f"{what}: the model has no parameter of that name")
+            if one.tensor.dim() != 1 or not one.tensor.is_contiguous():
+                shape = tuple(one.tensor.shape)
+                raise ValueError(f"{what} must be one-dimensional and contiguous, got shape {shape}: give a flat view")
+            end, whole = one.start + one.tensor.numel(), self.model.numel(one.name, one.kind)
+            if not 0 <= one.start <= end <= whole:
+                raise ValueError(f"{what} ends at {end}, but there are {whole} values")
+        places = {(one.kind, one.name, one.start) for one in self.slices}
+        if len(places) < len(self.slices):
+            raise ValueError(f"{len(self.slices)} slices begin at {len(places)} places: give each run of values once")
+        for key, tensor in (*self.rank_tensors.items(), *self.buffers.items()):
+            check_dtype(key, tensor)
+        for name, values in (("shared", self.shared), ("rank_values", self.rank_values)):
+            try:
+                json.dumps(values)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{name} must hold what JSON can write: {error}") from error
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*(one.tensor for one in self.slices), *self.rank_tensors.values(), *self.buffers.values()]
+
+    def copied_to_cpu(self) -> Snapshot:
+        """The same with tensors of its own, which training does not change."""
+        return replace(
+            self,
+            slices=[replace(one, tensor=_copied(one.tensor)) for one in self.slices],
+            rank_tensors={key: _copied(tensor) for key, tensor in self.rank_tensors.items()},
+            buffers={name: _copied(tensor) for name, tensor in self.buffers.items()},
+            shared=json.loads(json.dumps(self.shared)),
+            rank_values=json.loads(json.dumps(self.rank_values)),
+        )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One rank's work for a save in flight, on a thread of its own: writing, then on rank 0 publishing, which gives
+    (tags of older checkpoints that were removed, what could not be cleared up). `abandoned`: whether to give up."""
+
+    tag: str
+    nonce: str
+    written: Future[None]
+    published: Future[tuple[list[str], list[str]]] | None
+    abandoned: threading.Event
 
 
 class CheckpointStore:
@@ -64,10 +159,11 @@ class CheckpointStore:
         self._comm = comm
         self._keep = keep
         self._asynchronous = asynchronous
-        self._in_flight: SaveInFlight | None = None
+        self._in_flight: _Save | None = None
         self._run = Run(secrets.token_hex(8), {})
-        self._claim: Claim | None = None
         self._told: set[str] = set()
+        # Another job may have the folder locked for so long; the other ranks wait for as long and longer.
+        self._patience = comm.timeout / 2
 
     def save(self, tag: str, snapshot: Snapshot, latest: bool = True) -> bool:
         """Save under `tag`, replacing a checkpoint of that tag. Returns whether it is published.
@@ -83,23 +179,44 @@ class CheckpointStore:
         """
         self.wait()
         nonce = self._agree(tag, snapshot)
-        if not self._prepare(tag, nonce):
+        folder = self._folder.hidden(tag, nonce)
+        claim: Claim | None = None
+        error, problems = None, list[str]()
+        if self._comm.rank == 0:
+            try:
+                claim, problems = self._folder.prepare(tag, nonce, self._patience)
+            except OSError as raised:
+                error = raised
+        if failures := self._failures(error):
+            self._warn_of_failure(tag, failures)
             return False
+        self._tell(f"checkpoint {tag!r} is being saved, but not all could be put in order before", problems)
         try:
-            self._check_sight(tag, nonce)
+            unseen = (
+                f"rank {self._comm.rank} does not see what rank 0 writes to {self.folder.absolute()}: checkpoints need "
+                "a folder on a file system that all ranks share"
+            )
+            for message in self._failures(None if folder.is_dir() else CheckpointError(unseen)).values():
+                raise CheckpointError(message)
             if self._asynchronous:
-                snapshot = self._copy(snapshot)
-            _finish_computing(snapshot)
+                copying = "copy its tensors for an asynchronous save"
+                snapshot = on_every_rank(self._comm, snapshot.copied_to_cpu, copying, (MemoryError, RuntimeError))
+            for device in {tensor.device for tensor in snapshot.tensors()}:
+                if device.type == "cuda":  # the thread that reads the tensors has streams of its own
+                    torch.cuda.current_stream(device).synchronize()
         except BaseException:
-            if self._claim is not None:
-                self._claim.release()
+            if claim is not None:
+                claim.release()
                 self._folder.discard(tag, nonce)
             raise
-        folder = self._folder.partial(tag, nonce)
-        publish = None
-        if self._claim is not None:
-            publish = partial(self._publish, tag, nonce, snapshot, self._claim, latest)
-        self._in_flight = SaveInFlight(tag, nonce, partial(write_rank_file, folder, self._comm.rank, snapshot), publish)
+        abandoned = threading.Event()
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint {tag}")
+        written = executor.submit(write_rank_file, folder, self._comm.rank, snapshot)
+        published = None
+        if claim is not None:
+            published = executor.submit(self._publish, tag, nonce, snapshot, claim, latest, abandoned)
+        executor.shutdown(wait=False)
+        self._in_flight = _Save(tag, nonce, written, published, abandoned)
         return True if self._asynchronous else self.wait()
 
     def wait(self) -> bool:
@@ -111,28 +228,29 @@ class CheckpointStore:
         if save is None:
             return True
         try:
-            error = save.write_error()
+            error = save.written.exception()
             failures = self._failures(error)
             if not failures:
-                error = save.publish_error()
+                error = save.published.exception() if save.published else None
                 failures = self._failures(error)
         finally:
-            save.abandon()
+            save.abandoned.set()
         if failures:
-            self._discard(save)
-            raise_together(self._comm, _unexpected(error), f"save checkpoint {save.tag!r}")
+            if save.published:
+                save.published.exception()  # it must have stopped writing
+                self._folder.discard(save.tag, save.nonce)
+            unexpected = error if isinstance(error, Exception) and not isinstance(error, OSError) else None
+            raise_together(self._comm, unexpected, f"save checkpoint {save.tag!r}")
             self._warn_of_failure(save.tag, failures)
             return False
-        cleared_up = save.cleared_up()
-        self._tell(f"checkpoint {save.tag!r} is saved, but not all could be cleared up", cleared_up.problems)
-        for tag in cleared_up.removed:
+        removed, problems = save.published.result() if save.published else ([], [])
+        self._tell(f"checkpoint {save.tag!r} is saved, but not all could be cleared up", problems)
+        for tag in removed:
             newer = f"{self._keep} newer ones are kept (keep_last)"
             print(f"thinwire: checkpoint {tag!r} of {self.folder} is removed: {newer}", file=sys.stderr, flush=True)
         return True
 
-    def close(self) -> None:
-        """Wait for the save in flight."""
-        self.wait()
+    close = wait
 
     def load(
         self,
@@ -159,7 +277,7 @@ class CheckpointStore:
             difference = None if description is None else description.difference_to(manifest.model)
             return f"it is of another model: {difference}" if difference else fault_of(manifest)
 
-        found = select(self._folder, self._comm, tag, any_fault_of)
+        found = select(self.folder, self._comm, tag, any_fault_of)
         if found is not None and continues:
             self._run = self._run.going_on_from(found.manifest)
         return found
@@ -168,21 +286,17 @@ class CheckpointStore:
 
     def _agree(self, tag: str, snapshot: Snapshot) -> str:
         """Check that all ranks save the same; returns a number that no other save uses."""
-        error: Exception | None = None
-        try:
+
+        def check() -> None:
             check_tag(tag)
             if self._comm.rank == 0:
                 self._folder.check_free(tag)
             snapshot.check()
-        except (TypeError, ValueError) as raised:
-            error = raised
-        raise_together(self._comm, error, "save a checkpoint")
+
+        on_every_rank(self._comm, check, "save a checkpoint", (TypeError, ValueError))
         model = hashlib.sha256(json.dumps(snapshot.model.to_json()).encode()).hexdigest()
-        mine = {"tag": tag, "model": model, "nonce": secrets.token_hex(4)}
-        everyones = [
-            json.loads(message)
-            for message in self._comm.all_gather_bytes(json.dumps(mine).encode(), "save a checkpoint")
-        ]
+        mine = json.dumps({"tag": tag, "model": model, "nonce": secrets.token_hex(4)})
+        everyones = [json.loads(one) for one in self._comm.all_gather_bytes(mine.encode(), "save a checkpoint")]
         first = everyones[0]
         for rank, other in enumerate(everyones):
             if (other["tag"], other["model"]) != (first["tag"], first["model"]):
@@ -193,63 +307,34 @@ class CheckpointStore:
         nonce: str = first["nonce"]
         return nonce
 
-    def _prepare(self, tag: str, nonce: str) -> bool:
-        """Have rank 0 make the new folder, and claim it; whether it could."""
-        error: OSError | None = None
-        problems: list[str] = []
-        if self._comm.rank == 0:
-            try:
-                self._claim, problems = self._folder.prepare(tag, nonce, self._patience)
-            except OSError as raised:
-                error = raised
-        if failures := self._failures(error):
-            self._warn_of_failure(tag, failures)
-            return False
-        self._tell(f"checkpoint {tag!r} is being saved, but not all could be put in order before", problems)
-        return True
-
-    def _check_sight(self, tag: str, nonce: str) -> None:
-        """Raise CheckpointError, on every rank, where one does not see the folder that rank 0 has made."""
-        blind: CheckpointError | None = None
-        if not self._folder.partial(tag, nonce).is_dir():
-            blind = CheckpointError(
-                f"rank {self._comm.rank} does not see what rank 0 writes to {self.folder.absolute()}: checkpoints need "
-                "a folder on a file system that all ranks share"
-            )
-        self._raise_on_every_rank(blind)
-
-    def _copy(self, snapshot: Snapshot) -> Snapshot:
-        copy, error = snapshot, None
-        try:
-            copy = snapshot.copied_to_cpu()
-        except (MemoryError, RuntimeError) as raised:
-            error = raised
-        raise_together(self._comm, error, "copy its tensors for an asynchronous save")
-        return copy
-
     def _publish(
         self, tag: str, nonce: str, snapshot: Snapshot, claim: Claim, latest: bool, abandoned: threading.Event
-    ) -> ClearedUp:
+    ) -> tuple[list[str], list[str]]:
+        """Replace the receipts of all ranks by the manifest and give the checkpoint its name; what `prune` has done.
+
+        Raises OSError; ValueError where the ranks' slices are not every parameter once.
+        """
         folder, comm = self._folder, self._comm
-        path = folder.partial(tag, nonce)
+        path = folder.hidden(tag, nonce)
         try:
             files = await_receipts(path, comm.size, comm.timeout, abandoned, claim.beat)
-            with folder.locked(self._patience):
+            with lock_folder(folder.path, self._patience):
                 manifest = Manifest(tag, folder.next_serial(), self._run, snapshot.model, files, snapshot.shared)
-                write_manifest(path, manifest)
+                if problem := manifest.incompleteness():
+                    raise ValueError(f"the ranks' slices do not make a checkpoint: {problem}")
+                write_whole(path / MANIFEST, manifest.encode())
+                for rank, file in enumerate(files):
+                    receipt_in(path, rank).unlink()
+                    check_length(path, rank, file)
+                sync_folder(path)
                 claim.release()
                 folder.publish(tag, nonce, latest)
                 try:
                     return folder.prune(tag, nonce, self._keep, self._run)
                 except OSError as error:  # the checkpoint is there all the same
-                    return ClearedUp([], [f"older ones cannot be looked for: {error}"])
+                    return [], [f"older ones cannot be looked for: {error}"]
         finally:
             claim.release()
-
-    def _discard(self, save: SaveInFlight) -> None:
-        save.publish_error()  # it must have stopped writing
-        if self._comm.rank == 0:
-            self._folder.discard(save.tag, save.nonce)
 
     # Agreement
 
@@ -259,10 +344,6 @@ class CheckpointStore:
         # A file's name may hold bytes that are no text.
         messages = self._comm.all_gather_bytes(mine.encode(errors="backslashreplace"), "publish a checkpoint")
         return {rank: message.decode() for rank, message in enumerate(messages) if message}
-
-    def _raise_on_every_rank(self, error: CheckpointError | None) -> None:
-        for message in self._failures(error).values():
-            raise error or CheckpointError(message)
 
     def _warn_of_failure(self, tag: str, failures: dict[int, str]) -> None:
         what = "; ".join(f"rank {rank}: {message}" for rank, message in failures.items())
@@ -275,77 +356,26 @@ class CheckpointStore:
         if new:
             self._warn(f"{what}: {'; '.join(new)}")
 
-    @property
-    def _patience(self) -> float:
-        """Seconds for which another job may have the folder locked; the other ranks wait for as long and longer."""
-        return self._comm.timeout / 2
-
     def _warn(self, message: str) -> None:
         if self._comm.rank == 0:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-def _finish_computing(snapshot: Snapshot) -> None:
-    """Let the GPUs finish what they compute, as the thread that reads the tensors has streams of its own."""
-    for device in {tensor.device for tensor in snapshot.tensors()}:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
-
-def _unexpected(error: BaseException | None) -> Exception | None:
-    """An error that no disk causes."""
-    return error if isinstance(error, Exception) and not isinstance(error, OSError) else None
-
-
-def save_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[str], tag: str) -> None:
-    """Save weights, state and every rank's residuals to `folder`/`tag`, one file a rank. Collective.
-
-    Raises CheckpointError, on every rank, where it could not be written, as on a full disk.
-    """
-    snapshot = Snapshot(
-        slices=optimizer.saved_slices(),
-        model=ModelDescription.of(optimizer.saved_parameters()),
-        rank_tensors=optimizer.rank_tensors(),
-        shared={"optimizer": optimizer.counters(), "tied": {}},
-    )
-    if not CheckpointStore(folder, optimizer.comm).save(tag, snapshot):
-        raise CheckpointError(f"the optimizer's state was not saved to {folder}: rank 0 has warned of what failed")
-
-
-def load_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[str], tag: str, advice: str) -> None:
-    """Load what `save_optimizer` wrote, on any number of ranks. Collective.
-
-    `advice`: what to do where it is not there.
-
-    Raises CheckpointError, on every rank, where it is missing or damaged, and ValueError where it is another
-    optimizer's.
-    """
-    description = ModelDescription.of(optimizer.saved_parameters())
-    try:
-        found = CheckpointStore(folder, optimizer.comm).load(tag, description)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. {advice}") from error
-    assert found is not None, "a tag was given"
-    with found:
-        optimizer.load(found)
-
-
-class TagError(ValueError, AssertionError):
-    """Ranks give a checkpoint several names. An AssertionError too, which scripts of other libraries catch."""
-
-
-def one_tag(comm: Communicator, tag: str, validation: str) -> str:
-    """Rank 0's tag, on every rank. Collective.
-
-    Where a rank has another one: with `validation` "Fail" TagError on every rank, with "Warn" a warning on rank 0.
-    """
-    tags = [one.decode() for one in comm.all_gather_bytes(tag.encode(errors="backslashreplace"), "save a checkpoint")]
-    other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
-    if other is None or validation == "Ignore":
-        return tags[0] if other is not None else tag
-    what = f"rank {other} saves under the tag {tags[other]!r}, rank 0 under {tags[0]!r}"
-    if validation == "Fail":
-        raise TagError(f'{what}: give every rank the same, or set "checkpoint.tag_validation" to "Warn"')
-    if comm.rank == 0:
-        warnings.warn(f"{what}: all of the checkpoint goes under rank 0's", RuntimeWarning, stacklevel=5)
-    return tags[0]
+def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
+    """Write this rank's tensors, then a receipt with what the manifest must say of them. Raises OSError."""
+    name = rank_file(rank)
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for one in snapshot.slices:
+        key = f"slice/{one.kind}/{one.name}/{one.start}"
+        dtype = dtype_name(one.tensor.dtype)
+        entries.append(SliceEntry(one.kind, one.name, one.start, one.tensor.numel(), dtype, name, key))
+        tensors[key] = one.tensor
+    tensors |= {f"rank/{key}": tensor for key, tensor in snapshot.rank_tensors.items()}
+    rank_keys = {key: f"rank/{key}" for key in snapshot.rank_tensors}
+    buffers = snapshot.buffers if rank == 0 else {}
+    tensors |= {f"buffer/{key}": tensor for key, tensor in buffers.items()}
+    buffer_keys = {key: f"buffer/{key}" for key in buffers}
+    size, sha256 = write_tensors(folder / name, tensors)
+    file = RankFile(name, size, sha256, entries, rank_keys, buffer_keys, snapshot.rank_values)
+    write_whole(receipt_in(folder, rank), json.dumps(RANK_FILE.dump_python(file)).encode())

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine.checkpoint.files import printable
 from thinwire.engine.config.errors import AUTO, ConfigError, shown
 from thinwire.engine.config.loading import load_config, read_json_object
 from thinwire.engine.config.models import OWN_PEAK, UNCLIPPED, EngineConfig, Remarks
 from thinwire.engine.config.options import SCHEDULES
 from thinwire.engine.config.sections import options_of
+from thinwire.engine.errors import printable
 
 __all__ = ["check_file"]
 
