@@ -19,7 +19,7 @@ def test_buckets_leave_during_backward() -> None:
         model = make_model()
         optimizer = build(comm, model, 2, **(ADAMW | {"bucket_bytes": 4}))
         seen: list[int] = []
-        model[0].weight.register_hook(lambda _: seen.append(watcher(optimizer)._pipeline.started))
+        model[0].weight.register_hook(lambda _: seen.append(watcher(optimizer).started))
         train(optimizer, model, range(1))
         return seen
 

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,8 +38,6 @@ class AlgorithmBucket:
     """
 
     may_stay = True
-    averaged_by_advance: Collection[int] = ()
-    averaged_by_wait: Collection[int] = ()
 
     def __init__(
         self,

@@ -1,36 +1,54 @@
 """The one watcher of backward: it sees gradients arrive, sends each bucket as soon as it is whole, and knows when a
-backward, and when a step, is over."""
+backward, and when a step, is over.
+
+Buckets are moved on as later ones start: start(0), start(1), advance(0), start(2), advance(1), wait(0), ... The order
+of legs is fixed by the buckets' numbers alone, so that ranks cannot disagree about it, and never idle while a bucket
+waits for its gradients.
+"""
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.gradient_seal import (
-    GradientHook,
-    Samples,
-    SentGradient,
-    Taken,
-    at_backward_end,
-    edited,
-    forget_before_accumulation,
-    gradient_of,
-    refuse_edit,
-    refuse_kind,
-    taken,
-)
-from thinwire.zero.gradients import AveragedInPlace, BucketTransport, NothingToSend, Pipeline
+from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, refuse_kind
+from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.rank_checks import agree_to_leave_out, check_left_out
 
-__all__ = ["BackwardWatcher"]
+__all__ = ["BackwardWatcher", "GradientHook"]
 
-_LOOKED_AT = 8  # one parameter in so many
+
+class GradientHook:
+    """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives.
+
+    A parameter has one such hook at most: the optimizer built last over a parameter is the one that sends its gradient.
+    A parameter that is in the graph and gets no gradient, as a dropped layer's, is not announced.
+    """
+
+    def __init__(self, on_gradient: Callable[[int], None], index: int) -> None:
+        self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._index = index
+
+    def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
+        """Take the place of an earlier hook of this kind on `parameter`, if there is one."""
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
+            del hooks[key]
+        parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Be called by autograd."""
+        on_gradient = self._on_gradient()
+        if on_gradient is not None and parameter.grad is not None:
+            on_gradient(self._index)
 
 
 class BackwardWatcher:
@@ -40,7 +58,8 @@ class BackwardWatcher:
     every backward is sent, and the transports add up. Every rank runs the same number of backwards.
 
     `parameters`: those watched, by number; hooked once they require gradients. `held_back`: keep them until `finish`.
-    `arrived`: the gradients that this backward has brought, as they were taken, in the order in which they came.
+    `arrived`: the numbers of those whose gradients this backward has brought, in the order in which they came.
+    `seal`: by which edits of these gradients are noticed. `started`: how many buckets have left in this backward.
     `left_out`: parameters that all of the step's backwards, as sent so far, left out on every rank.
     `gates`: nothing is sent while one of them returns false, which is how another wrapper's `no_sync` is obeyed.
     `before_first`: called once, in the next backward, before its first gradient is taken.
@@ -51,8 +70,9 @@ class BackwardWatcher:
             Another may be a part of a larger one (reentrant checkpointing, or one of several losses).
     """
 
-    def __init__(self, describe: Callable[[int], str], on_whole: Callable[[], None] | None = None) -> None:
+    def __init__(self, describe: Callable[[int], str], on_whole: Callable[[], None]) -> None:
         self.parameters: list[Tensor] = []
+        self.seal = Seal(self.parameters, describe)
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sent_gradients: dict[int, SentGradient] = {}
         self.usually_absent: frozenset[int] = frozenset()
@@ -60,15 +80,10 @@ class BackwardWatcher:
         self._on_whole = on_whole
         self._unhooked: list[int] = []
         self.gates: list[Callable[[], bool]] = []
-        self._steps = 0
         self.before_first: Callable[[], None] | None = None
         self._synchronize = True
         self._callback_queued = False
-        self._samples = Samples()
-        self.samples_values = True  # else versions alone tell of edits
         self.held_back = False
-        self.arrived: dict[int, Taken] = {}
-        self._begin_step()
         self.use([], keeps_gradients=True)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -91,11 +106,10 @@ class BackwardWatcher:
         """
         self._transports: list[BucketTransport] = []
         self._places: dict[int, tuple[int, Slot]] = {}
+        self._sizes: list[int] = []
         self._keeps_gradients = keeps_gradients
         self._between_legs = between_legs
-        self._pipeline = Pipeline(hold=between_legs is not None)
-        self._sent = False
-        self._begin_backward()
+        self._begin_step()
         self.add(transports)
 
     @torch.no_grad()
@@ -105,7 +119,8 @@ class BackwardWatcher:
             number = len(self._transports)
             self._transports.append(transport)
             self._places |= {slot.parameter: (number, slot) for slot in transport.layout.slots}
-            self._waiting.append(self._awaited(transport))
+            self._sizes.append(len(transport.layout.slots))
+            self._await(number)
             for slot in transport.layout.slots:
                 if slot.parameter in self.arrived:
                     self._take(slot.parameter)
@@ -121,30 +136,6 @@ class BackwardWatcher:
         """Whether gradients have been taken since the last step, so that `step` or `drop` has to come next."""
         return self._sent or bool(self.arrived)
 
-    def check_gradients_untouched(self, *, may_write: bool = False) -> None:
-        """Raise RuntimeError if somebody has changed, or dropped, a `.grad` after it had been taken.
-
-        With `may_write` only if it was replaced or dropped: what is written into it takes effect.
-
-        Edits through `.grad.data` leave no version: samples of every eighth, others each step, are compared on CPUs.
-        """
-        compared = []
-        for number in edited(self.arrived, self.parameters):
-            gradient = self.parameters[number].grad
-            replaced = gradient is not self.arrived[number][0] or type(gradient) is SentGradient
-            if may_write and replaced:
-                refuse_edit(self._describe(number))
-            # Of one that was not sampled, as in a capture, it is not known what it was.
-            if not may_write and (replaced or self._samples.knows(number)):
-                compared.append(number)
-        every = min(_LOOKED_AT, len(self.parameters))
-        for number in range(self._steps % every, len(self.parameters), every) if self.arrived and not may_write else ():
-            if number in self.arrived and number in self._samples and self.parameters[number].is_cpu:
-                compared.append(number)
-        different = self._samples.first_that_differs(compared, self.parameters)
-        if different is not None:
-            refuse_edit(self._describe(different))
-
     # What a training loop calls
 
     def leave_out(self, parameters: Iterable[Tensor], comm: Communicator) -> None:
@@ -159,7 +150,9 @@ class BackwardWatcher:
         elif self.arrived:
             self.end_backward()
         self._left_out = agree_to_leave_out(comm, self.parameters, parameters, error)
-        self._waiting = [self._awaited(transport) for transport in self._transports]
+        self._waiting.clear()
+        for number in range(len(self._transports)):
+            self._await(number)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,39 +172,39 @@ class BackwardWatcher:
         """Send the buckets that some parameter's lack of a gradient held back. Collective."""
         if not self._sends():
             return
+        before = self.started
         self._send_rest()
         if not self._keeps_gradients:
-            self._pipeline.drain()
+            self._move_on(lag=0)
             self._begin_backward()
+        elif self.started > before:
+            self.seal.take_again()
 
     def finish(self) -> None:
         """Bring everything of this step to its end. Collective; again after `add`, for what was added."""
-        self._hook_trainable()
+        if self._unhooked:
+            self._hook_trainable()
         if self.arrived or not self._sent or self._keeps_gradients:
             self._send_rest()
         if self._between_legs is not None:
             self._between_legs()
-        self._pipeline.drain()
+        self._move_on(lag=0)
         self._finished = True
 
     def wait_for_averages(self) -> None:
         """Wait until the gradients that have left in this step are averaged, and leave it open. Collective."""
-        if self._keeps_gradients:
-            if self.in_step and not self._finished:
-                self.finish()
-        elif self.arrived:
-            self.end_backward()
-
-    def seal_again(self, number: int) -> None:
-        """Take a parameter's gradient as it is for what was averaged: somebody has written to it who may."""
-        if number in self.arrived:
-            self.arrived[number] = taken(self.parameters[number].grad)
-            self._samples.take([number], self.parameters)
+        if not self._keeps_gradients:
+            if self.arrived:
+                self.end_backward()
+        elif self.in_step and not self._finished:
+            self.finish()
+            self.seal.take_again()
 
     @torch.no_grad()
     def send_again(self) -> None:
         """Take and send this step's gradients once more. Collective, after `finish`."""
-        self._pipeline.reset()
+        self.started = self._advanced = self._waited = 0
+        self._stay.clear()
         self._finished = False
         for transport in self._transports:
             transport.end_step()
@@ -226,10 +219,7 @@ class BackwardWatcher:
         for number in self._sent_gradients:
             if isinstance(self.parameters[number].grad, SentGradient):
                 self.parameters[number].grad = None
-        self._steps += 1
         self._begin_step()
-        self._begin_backward()
-        self._sent = False
 
     def drop(self) -> None:
         """Forget gradients that have left, or arrived, since the last step. Collective if there are any.
@@ -238,6 +228,8 @@ class BackwardWatcher:
         """
         if self.in_step:
             self.finish()
+        elif not self._arrived_in_step and not self._left_out:
+            return
         self.end_step()
 
     # One backward
@@ -250,18 +242,19 @@ class BackwardWatcher:
     def _begin_step(self) -> None:
         self._arrived_in_step: set[int] = set()
         self.left_out: frozenset[int] = frozenset()
+        self._sent: bool = False
         self._some_sent = self._finished = False
+        self._begin_backward()
 
     def _begin_backward(self) -> None:
-        self.arrived = {}
-        self._samples.clear()
+        self.arrived: dict[int, None] = {}
+        self.seal.clear()
         self._left_out = frozenset[int]()
-        self._waiting = [self._awaited(transport) for transport in self._transports]
-        self._pipeline.reset()
+        self._waiting: list[int] = self._sizes.copy()  # how many gradients each bucket has not taken yet
+        self.started = self._advanced = self._waited = 0
+        self._stay: set[int] = set()
 
     def _hook_trainable(self) -> None:
-        if not self._unhooked:
-            return
         for number in self._unhooked:
             if self.parameters[number].requires_grad:
                 GradientHook(self._on_gradient, number).register(self.parameters[number])
@@ -277,33 +270,27 @@ class BackwardWatcher:
             return
         sends = self._sends()
         self._arrive(number, sends)
-        if sends and self._on_whole is not None and not self._callback_queued:
+        if sends and not self._callback_queued:
             self._callback_queued = True
             # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
-            at_backward_end(lambda: at_backward_end(self._on_backward_end))
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False
         known = self.arrived.keys() | self.usually_absent | self._left_out
-        whole = all(number in known or not one.requires_grad for number, one in enumerate(self.parameters))
-        if whole and self._on_whole is not None:
+        rest = range(len(self.parameters)) if len(known) < len(self.parameters) else ()
+        if not any(self.parameters[number].requires_grad for number in rest if number not in known):
             with torch.no_grad():
                 self._on_whole()
-        # DDP writes gradients back after they have arrived here.
-        written = edited(self.arrived, self.parameters)
-        for number in written:
-            self.arrived[number] = taken(self.parameters[number].grad)
-        if self.samples_values:
-            new = [number for number in self.arrived if number not in self._samples]
-            self._samples.take([*written, *new], self.parameters)
+        # Not before: DDP writes gradients back after they have arrived here.
+        self.seal.take(self.arrived)
 
     def _arrive(self, number: int, sends: bool = True) -> None:
         parameter, place = self.parameters[number], self._places.get(number)
-        dtype, device = self._kinds[number]
-        gradient = parameter.grad
-        sparse = gradient is not None and gradient.layout is not torch.strided
-        if sparse or parameter.dtype != dtype or parameter.device != device:
-            refuse_kind(parameter, dtype, device, self._describe(number))
+        strided = parameter.grad is None or parameter.grad.layout is torch.strided
+        if not strided or (parameter.dtype, parameter.device) != self._kinds[number]:
+            refuse_kind(parameter, *self._kinds[number], self._describe(number))
         if not sends:
             self._arrived_in_step.add(number)
             if place is not None:
@@ -326,13 +313,12 @@ class BackwardWatcher:
                 )
             self.end_backward()
         self._arrived_in_step.add(number)
+        self.arrived[number] = None
         if place is not None:
             self._take(number)
-        self.arrived[number] = taken(parameter.grad)
-        if place is not None:
             self._waiting[place[0]] -= 1
-            while (following := self._pipeline.started) < len(self._transports) and not self._waiting[following]:
-                self._send(following)
+            while self.started < len(self._transports) and not self._waiting[self.started]:
+                self._send_next()
 
     def _take(self, number: int) -> None:
         parameter = self.parameters[number]
@@ -340,43 +326,58 @@ class BackwardWatcher:
         self._transports[index].take(slot, parameter)
         if parameter.grad is None:
             sent = self._sent_gradients.get(number)
-            if sent is None or sent.shape != parameter.shape:  # somebody has set its `.data`
-                self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
-                forget_before_accumulation(parameter, SentGradient)
-            parameter.grad = self._sent_gradients[number]
+            if sent is None or sent.shape != parameter.shape:  # its `.data` was replaced
+                sent = self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
+            parameter.grad = sent
 
-    def _awaited(self, transport: BucketTransport) -> int:
-        slots = transport.layout.slots
-        return sum(slot.parameter not in self._left_out for slot in slots) if self._left_out else len(slots)
+    def _await(self, number: int) -> None:
+        """Wait for the gradients of one more bucket, but those that are left out."""
+        slots = self._transports[number].layout.slots
+        self._waiting.append(sum(slot.parameter not in self._left_out for slot in slots))
 
-    def _send(self, index: int) -> None:
+    def _send_next(self) -> None:
+        """Start the next bucket, and move the earlier ones on."""
         self._sent = True
-        transport = self._transports[index]
-        numbers = [slot.parameter for slot in transport.layout.slots]
-        for number in self._left_out.intersection(numbers):
-            check_left_out(self.parameters[number], self._describe(number))
-        if not self._awaited(transport) and transport.may_stay:
-            transport.stay()
-            self._pipeline.follow(NothingToSend())
-            return
+        transport = self._transports[self.started]
+        arrives = False
         for slot in transport.layout.slots:
-            if slot.parameter not in self.arrived:
-                transport.leave_out(slot, expected=slot.parameter in self._left_out)
-        transport.start()
-        if self.samples_values:
-            self._samples.take([number for number in numbers if number in self.arrived], self.parameters)
-        if transport.averaged_by_advance or transport.averaged_by_wait:
-            self._pipeline.follow(AveragedInPlace(transport, self.arrived, self._samples, self.parameters))
+            if slot.parameter in self._left_out:
+                check_left_out(self.parameters[slot.parameter], self._describe(slot.parameter))
+            else:
+                arrives = True
+        if not arrives and transport.may_stay:
+            transport.stay()
+            self._stay.add(self.started)
         else:
-            self._pipeline.follow(transport)
+            for slot in transport.layout.slots:
+                if slot.parameter not in self.arrived:
+                    transport.leave_out(slot, expected=slot.parameter in self._left_out)
+            transport.start()
+        self.started += 1
+        if self._between_legs is None:
+            self._move_on(lag=1)
 
     @torch.no_grad()
     def _send_rest(self) -> None:
         # Gradients that no hook announced: accumulated in no_sync, or set by hand.
-        for number, parameter in enumerate(self.parameters):
+        before = len(self.arrived)
+        for number, parameter in enumerate(self.parameters) if before < len(self.parameters) else ():
             if number not in self.arrived and gradient_of(parameter) is not None:
                 self._arrive(number)
-        for index in range(self._pipeline.started, len(self._transports)):
-            self._send(index)
+        while self.started < len(self._transports):
+            self._send_next()
+        if len(self.arrived) > before:
+            self.seal.take(list(self.arrived)[before:])
         self.left_out = self._left_out & self.left_out if self._some_sent else self._left_out
         self._some_sent = True
+
+    def _move_on(self, lag: int) -> None:
+        """Bring all buckets that have left but the last `lag` to leg 2, and all but twice as many to its end."""
+        while self._advanced < self.started - lag:
+            if self._advanced not in self._stay:
+                self._transports[self._advanced].advance()
+            self._advanced += 1
+        while self._waited < self.started - 2 * lag:
+            if self._waited not in self._stay:
+                self._transports[self._waited].wait()
+            self._waited += 1

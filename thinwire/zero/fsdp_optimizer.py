@@ -167,7 +167,8 @@ class _FullyShardedHome(Home):
         """`reshard`: has layers read their shards again. `stepped_apart`: what is stepped is a copy of them."""
         self.comm = comm
         self.shards = shards
-        self.watcher = BackwardWatcher(str)  # of no parameter: FSDP2 averages the gradients of every backward
+        # Of no parameter: FSDP2 averages the gradients of every backward.
+        self.watcher = BackwardWatcher(str, lambda: None)
         self.uncompressed_step_bytes = ring_bytes(comm.size, self.parameters)
         self._vote_comm = comm.duplicate()
         self._traffic = traffic

@@ -1,7 +1,7 @@
-"""Gradients as they come from autograd and once they have left for the other ranks: the hooks that announce them, the
-trip-wire for edits in between, and what stands in `.grad` for one whose memory was given back.
+"""Gradients once they have arrived: the seal by which edits are noticed from then on, and what stands in `.grad` for
+one whose memory was given back.
 
-Whether somebody has written to a gradient its version tells, a number that torch counts, and the address of its memory.
+Whether a gradient was written to its version tells, a number that torch counts, and the address of its memory.
 A write of the values that are there already is no edit, as `clip_grad_norm_` makes to measure a norm: a gradient that
 was written to is compared with a sample of the values that left, all of a small gradient and up to 64 evenly spaced of
 a larger one. An edit of a few elements of a large gradient can pass unseen.
@@ -10,161 +10,131 @@ a larger one. An edit of a few elements of a large gradient can pass unseen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GradientHook",
-    "Samples",
-    "SentGradient",
-    "Taken",
-    "at_backward_end",
-    "edited",
-    "forget_before_accumulation",
-    "gradient_of",
-    "refuse_edit",
-    "refuse_kind",
-    "taken",
-]
+__all__ = ["Seal", "SentGradient", "gradient_of", "refuse_kind"]
 
 _SAMPLED = 64
+_LOOKED_AT = 8  # one parameter in so many
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Hooks: the only place that touches torch's private autograd surface
 
+class Seal:
+    """Gradients as they were when a backward had ended, by the parameters' numbers, not to be changed until the step.
 
-def at_backward_end(callback: Callable[[], None]) -> None:
-    """Call `callback` once when the running backward has ended, after what others have queued up to now."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def forget_before_accumulation(parameter: Tensor, kind: type[Tensor]) -> None:
-    """Have every backward drop a gradient of this `kind` before it adds its own to `.grad`."""
-    of_parameter = weakref.ref(parameter)
-
-    def forget(gradient: Tensor) -> None:
-        one = of_parameter()
-        if one is not None and isinstance(one.grad, kind):
-            one.grad = None
-
-    parameter.register_hook(forget)  # type: ignore[no-untyped-call]
-
-
-class GradientHook:
-    """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives.
-
-    A parameter has one such hook at most: the optimizer built last over a parameter is the one that sends its gradient.
-    A parameter that is in the graph and gets no gradient, as a dropped layer's, is not heard of.
+    `samples_values`: else versions alone tell of edits. Samples of gradients on an accelerator stay there.
     """
 
-    def __init__(self, on_gradient: Callable[[int], None], index: int) -> None:
-        self._on_gradient = weakref.WeakMethod(on_gradient)
-        self._index = index
-
-    def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
-        """Take the place of an earlier hook of this kind on `parameter`, if there is one."""
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
-            del hooks[key]
-        parameter.register_post_accumulate_grad_hook(self)
-
-    def __call__(self, parameter: Tensor) -> None:
-        """What autograd calls."""
-        on_gradient = self._on_gradient()
-        if on_gradient is not None and parameter.grad is not None:
-            on_gradient(self._index)
-
-
-# Edits
-
-
-Taken = tuple[Tensor | None, int, int]
-"""A parameter's `.grad` as it was taken: the tensor, its version and the address of its memory; of one that has left
--1 and its number of elements."""
-
-
-def taken(gradient: Tensor | None) -> Taken:
-    """A gradient as it is now."""
-    if gradient is None or type(gradient) is SentGradient:
-        return gradient, -1, 0 if gradient is None else gradient.numel()
-    return gradient, gradient._version, gradient.data_ptr()
-
-
-def edited(arrived: Mapping[int, Taken], parameters: Sequence[Tensor]) -> list[int]:
-    """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
-    found = []
-    for number, (was, version, place) in arrived.items():
-        gradient = parameters[number].grad
-        if same := gradient is was and gradient is not None:
-            sent = type(gradient) is SentGradient
-            same = gradient.numel() == place if sent else gradient._version == version and gradient.data_ptr() == place
-        if not same:
-            found.append(number)
-    return found
-
-
-class Samples:
-    """Some values of gradients, by the parameters' numbers; on an accelerator they stay there."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, slice]] = {}
-        self._expected: set[int] = set()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._found
-
-    def knows(self, number: int) -> bool:
-        """Whether a write to this parameter's gradient can be told: by its sample, or as none may happen now."""
-        return number in self._found or number in self._expected
-
-    def expect(self, numbers: Collection[int]) -> None:
-        """Averages may take the place of these parameters' gradients at any time: no value is known until then."""
-        self._expected.update(numbers)
-        for number in numbers:
-            self._found.pop(number, None)
-
-    def take(self, numbers: Iterable[int], parameters: Sequence[Tensor], *, averages: bool = False) -> None:
-        """Take those of the gradients of these parameters as they are now, with one launch a dtype.
-
-        Those whose averages are expected are left out; `averages`: these are there now.
-        """
-        if averages:
-            self._expected.difference_update(numbers := list(numbers))
-        by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        for number in numbers:
-            gradient = parameters[number].grad
-            if gradient is not None and type(gradient) is not SentGradient and number not in self._expected:
-                of_dtype = by_dtype.setdefault(gradient.dtype, ([], []))
-                of_dtype[0].append(number)
-                of_dtype[1].append(_some_of(gradient))
-        for of_dtype in by_dtype.values():
-            values, first = torch.cat(of_dtype[1]), 0
-            for number, one in zip(*of_dtype, strict=True):
-                self._found[number] = (values, slice(first, first + len(one)))
-                first += len(one)
+    def __init__(self, parameters: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+        """`describe`: how an error message calls a parameter."""
+        self.samples_values = True
+        self._parameters = parameters
+        self._describe = describe
+        self._checks = 0
+        self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
-        self._found.clear()
-        self._expected.clear()
+        """Forget all gradients."""
+        # `.grad`, its version and the address of its memory; of one that has left -1 and its number of elements.
+        self._taken: dict[int, tuple[Tensor | None, int, int]] = {}
+        self._values: dict[int, Tensor] = {}
+        self._averaging: set[int] = set()
 
-    def first_that_differs(self, numbers: Sequence[int], parameters: Sequence[Tensor]) -> int | None:
-        """The first of these whose gradient is not what it was, by the samples. Waits for an accelerator."""
-        now, before = [], []
+    def take(self, numbers: Collection[int]) -> None:
+        """Take the gradients of these parameters as they are now, and sample their values with one launch a dtype."""
+        by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor], list[int]]] = {}
         for number in numbers:
-            gradient, held = parameters[number].grad, self._found.get(number)
+            gradient = self._parameters[number].grad
+            if gradient is None or type(gradient) is SentGradient:
+                self._taken[number] = gradient, -1, 0 if gradient is None else gradient.numel()
+                continue
+            self._taken[number] = gradient, gradient._version, gradient.data_ptr()
+            if self.samples_values and number not in self._averaging:
+                members, samples, lengths = by_dtype.setdefault(gradient.dtype, ([], [], []))
+                members.append(number)
+                samples.append(_some_of(gradient))
+                lengths.append(len(samples[-1]))
+        for members, samples, lengths in by_dtype.values():
+            self._values |= zip(members, torch.split(torch.cat(samples), lengths), strict=True)
+
+    def take_again(self) -> None:
+        """Take all but those that were edited as they are now: averages may have taken their places."""
+        edited = set(self._edited())
+        self.take([number for number in self._taken if number not in edited])
+
+    def expect_averages(self, numbers: Collection[int]) -> None:
+        """Averages may take the place of these gradients at any time: no value is known until `averages_are_there`."""
+        self._averaging.update(numbers)
+        for number in numbers:
+            self._values.pop(number, None)
+
+    def averages_are_there(self, numbers: Collection[int]) -> None:
+        """Let the values of these be known from the next `take` on, but of those that were edited meanwhile."""
+        self._averaging.difference_update(set(numbers).difference(self._edited()))
+
+    def check(self, *, may_write: bool = False) -> None:
+        """Raise RuntimeError if a `.grad` was changed, or dropped, after it had been taken.
+
+        With `may_write` only if it was replaced or dropped: what is written into it takes effect.
+
+        Edits through `.grad.data` leave no version: samples of every eighth, others each step, are compared on CPUs.
+        """
+        compared = []
+        for number in self._edited():
+            gradient = self._parameters[number].grad
+            replaced = gradient is not self._taken[number][0] or type(gradient) is SentGradient
+            if may_write and replaced:
+                self._refuse(number)
+            # Of one that was not sampled, as in a capture, it is not known what it was.
+            if not may_write and (replaced or number in self._values or number in self._averaging):
+                compared.append(number)
+        if self._values and not may_write:
+            every = min(_LOOKED_AT, len(self._parameters))
+            for number in range(self._checks % every, len(self._parameters), every):
+                if number in self._values and self._parameters[number].is_cpu:
+                    compared.append(number)
+            self._checks += 1
+        now, before = [], []
+        for number in compared:
+            gradient, held = self._parameters[number].grad, self._values.get(number)
             if held is None or gradient is None or gradient.layout is not torch.strided:
-                return number
-            if gradient.shape != parameters[number].shape or gradient.dtype != held[0].dtype:
-                return number
+                self._refuse(number)
+            if gradient.shape != self._parameters[number].shape or gradient.dtype != held.dtype:
+                self._refuse(number)
             now.append(_some_of(gradient))
-            before.append(held[0][held[1]])
-        if not numbers or _same(torch.cat(now), torch.cat(before)):
-            return None
-        return next(number for number, one, other in zip(numbers, now, before, strict=True) if not _same(one, other))
+            before.append(held)
+        if compared and not _same(torch.cat(now), torch.cat(before)):
+            for number, one, other in zip(compared, now, before, strict=True):
+                if not _same(one, other):
+                    self._refuse(number)
+
+    def _edited(self) -> list[int]:
+        """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
+        found = []
+        for number, (was, version, place) in self._taken.items():
+            gradient = self._parameters[number].grad
+            if same := gradient is was and gradient is not None:
+                if type(gradient) is SentGradient:
+                    same = gradient.numel() == place
+                else:
+                    same = gradient._version == version and gradient.data_ptr() == place
+            if not same:
+                found.append(number)
+        return found
+
+    def _refuse(self, number: int) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of {self._describe(number)} was changed or dropped between backward() and step(), after it "
+            "had left for the other ranks, so the change would be ignored. To clip, pass max_norm= to the optimizer. A "
+            "Trainer of transformers clips to max_grad_norm, 1.0 by default: train with "
+            "thinwire.hugging_face.TrainerMixin, which has the average clipped, or set max_grad_norm=0. One of "
+            'Lightning clips to gradient_clip_val: train with strategy="thinwire", the ThinwireStrategy of '
+            "thinwire.lightning. Remove other edits of .grad"
+        )
 
 
 def _some_of(gradient: Tensor) -> Tensor:
@@ -193,17 +163,6 @@ def refuse_kind(parameter: Tensor, dtype: torch.dtype, device: torch.device, nam
     )
 
 
-def refuse_edit(name: str) -> NoReturn:
-    """Raise RuntimeError: the gradient of `name` was changed after it had left."""
-    raise RuntimeError(
-        f"the gradient of {name} was changed or dropped between backward() and step(), after it had left for the other "
-        "ranks, so the change would be ignored. To clip, pass max_norm= to the optimizer. A Trainer of transformers "
-        "clips to max_grad_norm, 1.0 by default: train with thinwire.hugging_face.TrainerMixin, which has the average "
-        "clipped, or set max_grad_norm=0. One of Lightning clips to gradient_clip_val: train with "
-        'strategy="thinwire", the ThinwireStrategy of thinwire.lightning. Remove other edits of .grad'
-    )
-
-
 class SentGradient(Tensor):
     """What `.grad` shows of a gradient that has left and is no longer here: its shape, dtype and device.
 
@@ -219,7 +178,16 @@ class SentGradient(Tensor):
         return made
 
     def __init__(self, parameter: Tensor, name: str) -> None:
+        """Every backward drops it again before it adds a gradient of its own."""
         self._name = name
+        of_parameter = weakref.ref(parameter)
+
+        def forget(gradient: Tensor) -> None:
+            one = of_parameter()
+            if one is not None and isinstance(one.grad, SentGradient):
+                one.grad = None
+
+        parameter.register_hook(forget)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SentGradient({self._name})"

@@ -1,11 +1,9 @@
-"""Transports of buckets' gradients, the order in which the legs of many are issued, and the transport that averages
-exactly. The order is fixed by the buckets' numbers alone, so that ranks cannot disagree about it, and never idle while
-a bucket waits for its gradients."""
+"""Transports of buckets' gradients, and the one that averages them exactly."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,77 +12,13 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, Work
 from thinwire.zero.bucket_layout import BucketLayout, Slot
-from thinwire.zero.gradient_seal import Samples, Taken, edited, taken
+from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.master_weights import FlatBucket
 
-__all__ = [
-    "PLAIN_AVERAGING",
-    "AveragedInPlace",
-    "Averaging",
-    "BucketGradients",
-    "BucketTransport",
-    "NothingToSend",
-    "Pipeline",
-]
+__all__ = ["PLAIN_AVERAGING", "Averaging", "BucketGradients", "BucketTransport"]
 
 
-class Legs(Protocol):
-    """A bucket's transfer whose first leg is under way."""
-
-    def advance(self) -> None:
-        """Wait for leg 1, combine what it brought, and start leg 2."""
-
-    def wait(self) -> None:
-        """Wait for leg 2."""
-
-
-class NothingToSend:
-    """The legs of a bucket that no rank sends."""
-
-    def advance(self) -> None:
-        """There was no leg 1."""
-
-    def wait(self) -> None:
-        """There was no leg 2."""
-
-
-class Pipeline:
-    """Moves buckets on as later ones start: start(0), start(1), advance(0), start(2), advance(1), wait(0), ...
-
-    `hold` keeps every bucket in leg 1 until `drain`, for what must be known of all of them before leg 2. `started`: how
-    many buckets have left since `reset`.
-    """
-
-    def __init__(self, hold: bool = False) -> None:
-        self.hold = hold
-        self.reset()
-
-    def follow(self, legs: Legs) -> None:
-        """Take charge of a bucket that has just started leg 1, and move the earlier ones on."""
-        self._legs.append(legs)
-        self.started += 1
-        if not self.hold:
-            self._move_on(lag=1)
-
-    def drain(self) -> None:
-        """Bring every bucket to the end of leg 2."""
-        self._move_on(lag=0)
-
-    def reset(self) -> None:
-        """Forget them; the next bucket to start is the first one again."""
-        self._legs: list[Legs] = []
-        self.started = self._advanced = self._waited = 0
-
-    def _move_on(self, lag: int) -> None:
-        while self._advanced < self.started - lag:
-            self._legs[self._advanced].advance()
-            self._advanced += 1
-        while self._waited < self.started - 2 * lag:
-            self._legs[self._waited].wait()
-            self._waited += 1
-
-
-class BucketTransport(Legs, Protocol):
+class BucketTransport(Protocol):
     """What sends one bucket's gradients."""
 
     @property
@@ -101,14 +35,6 @@ class BucketTransport(Legs, Protocol):
         """Note that a parameter has no gradient on this rank; `expected`: nor on any other."""
 
     @property
-    def averaged_by_advance(self) -> Collection[int]:
-        """Parameters into whose `.grad` `advance` writes averages, by number."""
-
-    @property
-    def averaged_by_wait(self) -> Collection[int]:
-        """Parameters into whose `.grad` averages are written between `advance` and the end of `wait`."""
-
-    @property
     def may_stay(self) -> bool:
         """Whether `stay` can take the place of a transfer of zeros; the same on every rank."""
 
@@ -118,49 +44,15 @@ class BucketTransport(Legs, Protocol):
     def start(self) -> None:
         """Start leg 1."""
 
-    def end_step(self) -> None:
-        """Forget what this step brought."""
-
-
-class AveragedInPlace:
-    """The legs of a bucket whose averages take the place of gradients in `.grad`: those count as what was taken then.
-
-    `arrived`, `samples`: of all `parameters`, as gradients were taken.
-    """
-
-    def __init__(
-        self, transport: BucketTransport, arrived: dict[int, Taken], samples: Samples, parameters: Sequence[Tensor]
-    ) -> None:
-        self._transport = transport
-        self._arrived = arrived
-        self._samples = samples
-        self._parameters = parameters
-
     def advance(self) -> None:
-        """Average, and start leg 2, which writes into `.grad` whenever it arrives."""
-        unedited = self._unedited(self._transport.averaged_by_advance)
-        self._samples.expect(self._transport.averaged_by_wait)
-        self._transport.advance()
-        self._take(unedited)
+        """Wait for leg 1, combine what it brought, and start leg 2."""
 
     def wait(self) -> None:
         """Wait for leg 2."""
-        unedited = self._unedited(self._transport.averaged_by_wait)
-        self._transport.wait()
-        self._take(unedited)
 
-    def _unedited(self, numbers: Collection[int]) -> list[int]:
-        known = {one: self._arrived[one] for one in numbers if one in self._arrived}
-        changed = edited(known, self._parameters)
-        return [one for one in known if one not in changed]
+    def end_step(self) -> None:
+        """Forget what this step brought."""
 
-    def _take(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._arrived[number] = taken(self._parameters[number].grad)
-        self._samples.take(numbers, self._parameters, averages=True)
-
-
-# Exact averages
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -249,10 +141,12 @@ class BucketGradients:
     left, in the parameters' dtype, and adds what further backwards bring to its shard. `averaging` says in which dtype
     gradients add up and travel, and by what they are divided first.
 
-    `filled`: whether this step has brought an average.
+    `filled`: whether this step has brought an average. `seal`: of `.grad`, in which averages arrive at stage 0.
     """
 
-    def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int, averaging: Averaging) -> None:
+    may_stay = True
+
+    def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int, averaging: Averaging, seal: Seal) -> None:
         self.bucket = bucket
         self.stage = stage
         self._comm = comm
@@ -264,6 +158,7 @@ class BucketGradients:
         self._shard = self._new_shard() if stage == 2 else None
         self.filled = False
         self.layout = bucket.layout
+        self._seal = seal
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
         self._leg_2: tuple[Tensor, Tensor, Work] | None = None
 
@@ -289,20 +184,6 @@ class BucketGradients:
             view.copy_(gradient)
         # `.data` has a count of versions of its own: of what others write, not of what goes through the bucket.
         parameter.grad = None if self.stage == 2 else view.data
-
-    may_stay = True
-
-    @property
-    def averaged_by_advance(self) -> Collection[int]:
-        """Parameters whose `.grad` holds averages after `advance`, at stage 1; of one rank they are the gradients."""
-        if self.stage != 1 or self._comm.size == 1:
-            return ()
-        return {run.parameter for run in self.bucket.own_runs}
-
-    @property
-    def averaged_by_wait(self) -> Collection[int]:
-        """Parameters whose `.grad` holds averages after `wait`, at stage 0."""
-        return [slot.parameter for slot in self.layout.slots] if self.stage == 0 else ()
 
     def stay(self) -> None:
         """No rank has a gradient for this bucket: send nothing, and keep what earlier backwards brought."""
@@ -334,6 +215,7 @@ class BucketGradients:
             narrower = self._wire_dtype.itemsize < whole.dtype.itemsize
             average = average.to(self._wire_dtype if narrower else whole.dtype)
             gathered = torch.empty_like(whole, dtype=average.dtype) if narrower else whole
+            self._seal.expect_averages([slot.parameter for slot in self.layout.slots])
             self._leg_2 = (average, gathered, self._comm.all_gather(gathered, average, async_op=True))
         elif self.stage == 1:
             self.bucket.shard_of(whole).copy_(average)
@@ -349,6 +231,7 @@ class BucketGradients:
             self._leg_2 = None
             if gathered is not self._flat:
                 self._whole().copy_(gathered)
+            self._seal.averages_are_there([slot.parameter for slot in self.layout.slots])
 
     def end_step(self) -> None:
         """Forget the averages; the next backward starts new ones."""

@@ -62,11 +62,13 @@ class FlatBucket:
         device = self.parameters[0].device
         self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self._initial = self._initial_values(keep) if keep else None
-        for slot, parameter in zip(layout.slots, self.parameters, strict=True):
+        self._addresses, self._versions = [], []
+        for slot, parameter in self.members():
             view = self.view(self.flat, slot)
             view.copy_(parameter.detach())
             parameter.data = view
-        self._versions = self._present_versions()
+            self._addresses.append(view.data_ptr())
+            self._versions.append(parameter._version)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,20 +118,20 @@ class FlatBucket:
 
     @torch.no_grad()
     def take_written(self) -> list[Slot]:
-        """The parameters that somebody has written since the last call; what goes through `flat` does not count.
+        """The parameters that were written since the last call; what goes through `flat` does not count.
 
         One whose `.data` was replaced is moved into `flat` again, with its new values.
         """
-        before, self._versions = self._versions, self._present_versions()
         written = []
-        for (slot, parameter), earlier, now in zip(self.members(), before, self._versions, strict=True):
-            view = self.view(self.flat, slot)
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter)
-                parameter.data = view
+        for number, parameter in enumerate(self.parameters):
+            version, self._versions[number] = self._versions[number], parameter._version
+            if (moved := parameter.data_ptr() != self._addresses[number]) or version != self._versions[number]:
+                slot = self.layout.slots[number]
                 written.append(slot)
-            elif earlier != now:
-                written.append(slot)
+                if moved:
+                    view = self.view(self.flat, slot)
+                    view.copy_(parameter)
+                    parameter.data = view
         return written
 
     def take_initial(self) -> Tensor:
@@ -142,9 +144,6 @@ class FlatBucket:
         """Start giving every rank all owners' `shard`, [shard] in this bucket's dtype; returns what waits for it."""
         work = self.comm.all_gather(self.flat, shard, async_op=True)
         return work.wait
-
-    def _present_versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]
 
     def _initial_values(self, keep: Literal["shard", "whole"]) -> Tensor:
         numel = self.layout.padded_numel if keep == "whole" else self.layout.shard

@@ -237,7 +237,7 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         sharding = parameters.sharding
         # At stage 2 every backward's gradients leave, and add up on their owners.
         (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
-        self._gradients = parameters.averaging_gradients()
+        self._gradients = parameters.averaging_gradients(self.watcher.seal)
         whole = sharding.whole_parameters
         groups, group_of = parameters.groups, parameters.order.group_of
         self.optimizers = [

@@ -132,7 +132,8 @@ class BucketParameterState(ParameterState):
 
     @override
     def after_writing_gradient(self, number: int) -> None:
-        self._watcher.seal_again(number)
+        if number in self._watcher.arrived:
+            self._watcher.seal.take([number])
         self._of_home.gradients_rewritten(self._bucket_of(number))
         self._rewritten()
 
@@ -243,7 +244,7 @@ class ShardedHome(Home):
         self._parameters.order.check_none_unfrozen()
         self._parameters.wait_for_weights()
         averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
-        self.watcher.check_gradients_untouched(may_write=averages_shown)
+        self.watcher.seal.check(may_write=averages_shown)
         if self.scaled and not self._keeps_gradients:
             raise RuntimeError(
                 "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "

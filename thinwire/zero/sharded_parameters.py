@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
+from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging, BucketGradients
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
@@ -52,7 +53,7 @@ class Placement:
 
     def check_none_unfrozen(self) -> None:
         """Raise RuntimeError where a parameter requires a gradient now that did not when buckets were laid out."""
-        unfrozen = sum(parameter.requires_grad for parameter in self._frozen)
+        unfrozen = sum(parameter.requires_grad for parameter in self._frozen) if self._frozen else 0
         if unfrozen:
             raise RuntimeError(
                 f"{unfrozen} parameters require gradients now but did not when the optimizer was built, so nobody "
@@ -212,10 +213,10 @@ class ShardedParameters:
         """Of an element of the gradients that add up."""
         return self.sharding.averaging.accumulated(self.buckets[0].dtype).itemsize
 
-    def averaging_gradients(self) -> list[BucketGradients]:
+    def averaging_gradients(self, seal: Seal) -> list[BucketGradients]:
         """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
         stage, averaging = self.sharding.stage, self.sharding.averaging
-        return [BucketGradients(bucket, self.exchange_comm, stage, averaging) for bucket in self.buckets]
+        return [BucketGradients(bucket, self.exchange_comm, stage, averaging, seal) for bucket in self.buckets]
 
     def group(self, number: int) -> Mapping[str, Any]:
         """The parameter group that a parameter is in."""
@@ -266,9 +267,10 @@ class ShardedParameters:
 
     @torch.no_grad()
     def take_over_written(self) -> None:
-        """Take over into master weights what somebody else has written into parameters, alike on every rank."""
+        """Take over into master weights what was written into parameters, alike on every rank."""
         for masters in self.masters:
-            masters.take_over({slot.parameter for slot in masters.bucket.take_written()})
+            if written := masters.bucket.take_written():
+                masters.take_over({slot.parameter for slot in written})
 
     def accept_written(self) -> None:
         """Leave master weights as they are, whatever somebody has written into parameters so far."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.optim.home import check_in_sync
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.gradient_seal import GradientHook
+from thinwire.zero.backward import GradientHook
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult, find_state, whole_values
 
 __all__ = ["NodeWorker", "RankWorker", "Worker"]

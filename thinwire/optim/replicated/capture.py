@@ -265,7 +265,8 @@ class StepCapture:
         for parameter in self._table.parameters:
             parameter.grad = None  # so that the graph's memory becomes it
         watcher = self._synchronizer.watcher
-        self._synchronizer.capturing, watcher.samples_values = True, False  # nothing reads gradients before a replay
+        # Nothing reads gradients before a replay.
+        self._synchronizer.capturing, watcher.seal.samples_values = True, False
         try:
             with turn.capturing(turn.exchanging):
                 turn.output = work()
@@ -274,7 +275,7 @@ class StepCapture:
             self._synchronizer.end_step()
             raise
         finally:
-            self._synchronizer.capturing, watcher.samples_values = False, True
+            self._synchronizer.capturing, watcher.seal.samples_values = False, True
         turn.traffic = self._comm.traffic.since(before)
         turn.gradients = [one.grad for one in self._table.parameters]
         for captured in turn.buckets:

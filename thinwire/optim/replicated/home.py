@@ -160,7 +160,7 @@ class ReplicatedHome(AlgorithmHome):
 
     @override
     def step(self) -> StepResult:
-        self.watcher.check_gradients_untouched()
+        self.watcher.seal.check()
         result = self._apply(self._synchronizer.finish_as_it_is())
         self._synchronizer.end_step()
         return result

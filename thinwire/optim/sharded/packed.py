@@ -37,7 +37,7 @@ class PackedStorage(Storage):
         super().__init__(run)
         self._codec = make_codec("sign1", run.options.block_size)
         self._masters = run.sharded.masters
-        self._gradients = run.sharded.averaging_gradients()
+        self._gradients = run.sharded.averaging_gradients(run.watcher.seal)
         self._packed: list[PackedBucket] = []
         self._state = [
             {name: torch.zeros_like(masters.weights) for name in run.algorithm.state} for masters in self._masters

@@ -3,7 +3,7 @@ everybody's replica follows the owners' master weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -121,9 +121,6 @@ class PackedBucket:
         self._beside = OwnPackets(bucket.shard_of(self.codes)) if masters.offloaded else None
 
     # What a backward does
-
-    averaged_by_advance: Collection[int] = ()
-    averaged_by_wait: Collection[int] = ()
 
     def keep(self, slot: Slot, parameter: Tensor) -> None:
         """Leave the gradient in `.grad`, where further backwards add to it."""
