@@ -16,7 +16,9 @@ from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
 from experiments.tasks.corpus import load
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, encode
-from thinwire.compress import kernels
+from thinwire.compress.kernels.calls import Encode
+from thinwire.compress.kernels.loading import execute
+from thinwire.compress.packet_layout import HEADER_BYTES, packet_bytes
 
 __all__ = ["CONTENDERS", "main"]
 
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'':14} {'bits':>6}" + "".join(f" {name:>14}" for name in carried))
     results = []
     for codec, block_size in CONTENDERS:
-        bits = 8 * (kernels.packet_bytes(codec, block_size, block_size) - kernels.HEADER_BYTES) / block_size
+        bits = 8 * (packet_bytes(codec, block_size, block_size) - HEADER_BYTES) / block_size
         lost = {name: _lost(codec, values, block_size) for name, values in carried.items()}
         print(f"{codec:6} {block_size:7} {bits:6.3f}" + "".join(f" {one:14.5f}" for one in lost.values()))
         results.append({"codec": codec, "block_size": block_size, "bits": bits, "lost": lost})
@@ -61,8 +63,8 @@ def _lost(codec: str, values: Tensor, block_size: int) -> float:
     """The part of the energy of `values`, fp32 [n], that stays in the residual."""
     numel = values.numel() // _LARGEST_BLOCK * _LARGEST_BLOCK
     lost = values[:numel].clone()
-    packets = torch.zeros(1, kernels.packet_bytes(codec, numel, block_size), dtype=torch.uint8)
-    kernels.encode(codec, lost, None, packets, numel, block_size)
+    packets = torch.zeros(1, packet_bytes(codec, numel, block_size), dtype=torch.uint8)
+    execute(Encode(codec, lost, None, packets, numel, block_size))
     return float(lost.square().sum() / values[:numel].square().sum())
 
 

@@ -19,11 +19,11 @@ from experiments.benchmarks.kernel_peers import (
     eager_encode,
     eager_encode_as_deepspeed,
 )
-from thinwire.compress import kernels
-from thinwire.compress.kernels import packed, store_rounded
+from thinwire.compress.kernels import packed
 from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
 from thinwire.compress.kernels.loading import execute
-from thinwire.compress.packet_layout import CODE_BITS, scale_block
+from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES, packet_bytes, scale_block
 
 __all__ = ["BLOCK_SIZE", "Kind", "Peer", "contenders"]
 
@@ -67,11 +67,11 @@ class _Buffers:
 
     def _packets(self, codec: str) -> Tensor:
         block_size = scale_block(codec, BLOCK_SIZE)
-        row_bytes = kernels.packet_bytes(codec, self.elements, block_size)
+        row_bytes = packet_bytes(codec, self.elements, block_size)
         packets = torch.zeros(_WORKERS, row_bytes, dtype=torch.uint8, device=self.device)
         for row in range(_WORKERS):
             values = torch.randn_like(self.source)
-            kernels.encode(codec, values, None, packets[row : row + 1], self.elements, block_size)
+            execute(Encode(codec, values, None, packets[row : row + 1], self.elements, block_size))
         return packets
 
 
@@ -96,13 +96,13 @@ def _kernels(buffers: _Buffers, codec: str) -> list[Peer]:
     elements, target, block_size = buffers.elements, buffers.target, scale_block(codec, BLOCK_SIZE)
 
     def encode() -> None:
-        kernels.encode(codec, buffers.payload, buffers.residual, packets[:1], elements, block_size)
+        execute(Encode(codec, buffers.payload, buffers.residual, packets[:1], elements, block_size))
 
     def decode() -> None:
-        kernels.decode(codec, packets[:1], target, elements, block_size)
+        execute(Decode(codec, packets[:1], target, elements, block_size))
 
     def decode_mean() -> None:
-        kernels.decode_mean(codec, packets, target, elements, block_size)
+        execute(Decode(codec, packets, target, elements, block_size, mean=True))
 
     jobs = ((_ENCODE, 12 + coded, encode), (_DECODE, 4 + coded, decode), (_MEAN, 4 + _WORKERS * coded, decode_mean))
     return [Peer(f"{codec} {job}", "kernel", f"{codec} {job}", floor, run) for job, floor, run in jobs]
@@ -125,7 +125,7 @@ def _frozen_stage(buffers: _Buffers) -> list[Peer]:
         execute(packed.MovePacked(state, segments, weights, 0, [True], [1e-4], [1.0], seed=3), [weights])
 
     def rounded() -> None:
-        store_rounded(weights, buffers.target, seed=5)
+        execute(StoreRounded(weights, buffers.target, seed=5))
 
     jobs = (
         ("packed payload, bf16", 7 + 2 * coded, payload),
@@ -137,7 +137,7 @@ def _frozen_stage(buffers: _Buffers) -> list[Peer]:
 
 def _eager(buffers: _Buffers) -> list[Peer]:
     coded = buffers.coded_bytes("sign1")
-    bodies = torch.zeros_like(buffers.packets["sign1"][:, kernels.HEADER_BYTES :])
+    bodies = torch.zeros_like(buffers.packets["sign1"][:, HEADER_BYTES:])
     payload, residual, target = buffers.payload, buffers.residual, buffers.target
 
     def as_deepspeed() -> None:

@@ -24,7 +24,7 @@ from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
 from experiments.common.results import RESULTS, check_writable, write_json
-from thinwire.compress.kernels import backends
+from thinwire.compress.kernels.loading import compiled_backend
 
 __all__ = ["main"]
 
@@ -177,7 +177,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda needs an NVIDIA GPU and a CUDA build of torch; none was found")
-    if options.device == "cuda" and "cuda" not in backends():
+    if options.device == "cuda" and compiled_backend("cuda") is None:
         raise InputError(
             "--device cuda needs NVIDIA's compiler, through cuda-bindings or cupy: pip install cuda-bindings"
         )

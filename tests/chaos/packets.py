@@ -6,18 +6,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.chaos.outcome import Outcome, over_seeds
+from tests.compress.kernels.body import backends
 from thinwire.compress import Header, PacketError
-from thinwire.compress.codecs import Codec, make_codec
+from thinwire.compress.codecs import Codec, make_codec, scales
 from thinwire.compress.exchange import Headers
-from thinwire.compress.kernels import CODE_BITS, Backend, backends
-from thinwire.compress.kernels.calls import Decode, scales
+from thinwire.compress.kernels.calls import Decode
 from thinwire.compress.packet import Flags, write_headers
-from thinwire.compress.packet_layout import HEADER_BYTES
+from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES
 
 _FLAGS = slice(4, 6)
 _KNOWN = int(sum(Flags))
@@ -205,7 +206,7 @@ def faults_of_values(transfer: Transfer, mean: bool) -> list[str]:
     }
     for name, backend in backends().items() if codec.name in CODE_BITS else ():
 
-        def decode(output: Tensor, backend: Backend = backend) -> None:
+        def decode(output: Tensor, backend: Any = backend) -> None:
             call = Decode(codec.name, packets, output, numel, codec.scale_block, mean)
             call.check()
             backend.decode(call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from tests.compress.kernels.body import (
 )
 from tests.compress.kernels.bucket_body import BucketKernels
 from tests.compress.kernels.momentum_body import MovesBody, make_momentum, same_bits
-from thinwire.compress import kernels
-from thinwire.compress.kernels import bucket_reference, store_rounded
+from thinwire.compress.kernels import bucket_reference
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded, WriteHeaders
 from thinwire.compress.kernels.cuda.backend import make_backend
-from thinwire.compress.kernels.headers import check_headers, header_words, new_reports, write_headers
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet import Flags, Header
 from thinwire.compress.packet_layout import CODE_BITS
 
@@ -56,7 +56,7 @@ class TestMovesOnCuda(MovesBody):
         shard = 700 * 2048
         on_cpu = make_momentum(2, shard, 2048, first, 2 * shard - 7)
         tensors = {name: getattr(on_cpu, name).cuda() for name in ("packets", "codes", "table")}
-        on_cuda = dataclasses.replace(on_cpu, **tensors)
+        on_cuda = replace(on_cpu, **tensors)
         values = torch.randn(on_cpu.numel).to(dtype)
         moved = on_cuda.apply(make_backend(), values.cuda(), 1e-3, 0.999, seed=11)
         assert same_bits(moved.cpu(), on_cpu.apply(bucket_reference, values, 1e-3, 0.999, seed=11))
@@ -64,22 +64,19 @@ class TestMovesOnCuda(MovesBody):
 
 @pytest.mark.parametrize("rows", [1, 3, 300])
 def test_headers(rows: int) -> None:
-    """Written and checked without a wait of the host; the report names the odd row."""
+    """Written without a wait of the host."""
     packets = torch.zeros(rows, 32, dtype=torch.uint8, device="cuda")
     packets[-1, 16:20] = torch.tensor([0, 0, 128, 127], dtype=torch.uint8, device="cuda")  # infinity
-    header, report = Header(1, 64, 3, 5), new_reports(1, "cuda")[0]
+    header = Header(1, 64, 3, 5)
     condition = torch.zeros((), dtype=torch.bool, device="cuda")
-    odd = Header(1, 64, 3, 6).pack()
-    write_headers(packets, header.pack())  # compiles
+    execute(WriteHeaders(packets, header.pack()))  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        write_headers(packets, header.pack(), flag=Flags.NON_FINITE, condition=condition, scales=2)
-        check_headers(packets[:, :16], header.pack(), sum(Flags), report)
-        write_headers(packets[-1:], odd)
-        check_headers(packets[:, :16], header.pack(), sum(Flags), report)
+        execute(WriteHeaders(packets, header.pack(), 2, condition, Flags.NON_FINITE))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert report.tolist() == [Flags.NON_FINITE, rows, *header_words(odd)]
+    found = [Header.unpack(row[:16].numpy().tobytes()) for row in packets.cpu()]
+    assert found == [*[header] * (rows - 1), replace(header, flags=Flags.NON_FINITE)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -87,8 +84,8 @@ def test_headers(rows: int) -> None:
 def test_rounding_has_the_bits_of_the_cpu(dtype: torch.dtype, numel: int) -> None:
     values = torch.randn(numel) * 2.0 ** torch.randint(-30, 30, (numel,))
     on_cpu, on_cuda = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device="cuda")
-    store_rounded(on_cpu, values, seed=7)
-    store_rounded(on_cuda, values.cuda(), seed=7)
+    execute(StoreRounded(on_cpu, values, 7))
+    execute(StoreRounded(on_cuda, values.cuda(), 7))
     assert same_bits(on_cuda.cpu(), on_cpu)
 
 
@@ -97,8 +94,8 @@ def test_subnormals_are_kept(value: float) -> None:
     payload = torch.full((64,), value, device="cuda")
     packets = uninitialised_packets("sign1", 1, 64, 64, "cuda")
     decoded = torch.empty_like(payload)
-    kernels.encode("sign1", payload.clone(), None, packets, 64, 64)
-    kernels.decode("sign1", packets, decoded, 64, 64)
+    execute(Encode("sign1", payload.clone(), None, packets, 64, 64))
+    execute(Decode("sign1", packets, decoded, 64, 64))
     assert torch.equal(decoded, payload)
 
 
@@ -111,8 +108,8 @@ def test_launches_are_captured(codec: str) -> None:
 
     def step() -> None:
         payload.copy_(source)
-        kernels.encode(codec, payload, None, packets, 4 * 2048, 2048)
-        kernels.decode(codec, packets, decoded, 4 * 2048, 2048)
+        execute(Encode(codec, payload, None, packets, 4 * 2048, 2048))
+        execute(Decode(codec, packets, decoded, 4 * 2048, 2048))
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -130,13 +127,13 @@ def test_rows_apart(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODE_BITS)
-class TestOperatorsOnCuda:
-    def test_operators_reach_the_backend(self, codec: str) -> None:
+class TestCallsOnCuda:
+    def test_calls_reach_the_backend(self, codec: str) -> None:
         payload = torch.randn(4 * 2048, device="cuda")
         packets = uninitialised_packets(codec, 2, 2 * 2048, 2048, "cuda")
         corrected, decoded = payload.clone(), torch.empty_like(payload)
-        kernels.encode(codec, payload, None, packets, 4 * 2048, 2048)
-        kernels.decode(codec, packets, decoded, 4 * 2048, 2048)
+        execute(Encode(codec, payload, None, packets, 4 * 2048, 2048))
+        execute(Decode(codec, packets, decoded, 4 * 2048, 2048))
         torch.testing.assert_close(decoded + payload, corrected)
 
     def test_launches_join_the_current_stream(self, codec: str) -> None:
@@ -148,8 +145,8 @@ class TestOperatorsOnCuda:
         with torch.cuda.stream(stream):
             for _ in range(8):
                 payload.copy_(corrected)
-                kernels.encode(codec, payload, None, packets, payload.numel(), 2048)
-                kernels.decode(codec, packets, decoded, payload.numel(), 2048)
+                execute(Encode(codec, payload, None, packets, payload.numel(), 2048))
+                execute(Decode(codec, packets, decoded, payload.numel(), 2048))
                 decoded += payload
         torch.cuda.current_stream().wait_stream(stream)
         torch.testing.assert_close(decoded, corrected)
@@ -158,4 +155,4 @@ class TestOperatorsOnCuda:
         payload = torch.randn(64 + 1, device="cuda")[1:]
         packets = uninitialised_packets(codec, 1, 64, 64, "cuda")
         with pytest.raises(ValueError, match="multiple of 16 bytes"):
-            kernels.encode(codec, payload, None, packets, 64, 64)
+            execute(Encode(codec, payload, None, packets, 64, 64))

@@ -3,6 +3,7 @@ One interface, so that the exchange, the optimizers and the DDP hook need not kn
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, get_args
@@ -11,19 +12,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress import kernels
 from thinwire.compress.kernels.buckets import AverageAndEncode
-from thinwire.compress.kernels.loading import execute, serves
-from thinwire.compress.packet import all_finite
+from thinwire.compress.kernels.calls import Decode, Encode, span
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet_layout import (
+    BLOCK_SCALES,
+    CODE_BITS,
     DEFAULT_BLOCK_SIZE,
     HEADER_BYTES,
+    SCALE_BYTES,
     CodecName,
     codec_packet_bytes,
     scale_block,
 )
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "CastCodec", "Codec", "CodecName", "make_codec"]
+__all__ = ["DEFAULT_BLOCK_SIZE", "CastCodec", "Codec", "CodecName", "all_finite", "make_codec", "scales"]
 
 
 class Codec(ABC):
@@ -38,7 +41,7 @@ class Codec(ABC):
     name: CodecName
     identifier: int  # the codec byte of a packet's header
     block_size: int
-    has_kernels: ClassVar[bool] = False  # those of `kernels` and `kernels.buckets`
+    has_kernels: ClassVar[bool] = False
 
     @property
     def scale_block(self) -> int:
@@ -123,47 +126,71 @@ class _BlockCodec(Codec):
     def packet_bytes(self, shard: int) -> int:
         return codec_packet_bytes(self.name, shard, self.block_size)
 
+    @override
     def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
-        kernels.encode(self.name, payload, residual, packets, _within(payload, numel), self.scale_block)
+        execute(Encode(self.name, payload, residual, packets, _within(payload, numel), self.scale_block))
 
+    @override
     def encode_rounded(
         self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
     ) -> None:
         valid = _within(payload, numel)
-        kernels.encode_rounded(self.name, payload, residual, new_residual, packets, valid, self.scale_block)
+        execute(Encode(self.name, payload, residual, packets, valid, self.scale_block, new_residual))
 
+    @override
     def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        kernels.decode(self.name, packets, output, _within(output, numel), self.scale_block)
+        execute(Decode(self.name, packets, output, _within(output, numel), self.scale_block))
 
+    @override
     def scale(self, packets: Tensor, factor: float) -> None:
-        kernels.scales(self.name, packets, self.scale_block).mul_(factor)
+        scales(self.name, packets, self.scale_block).mul_(factor)
 
+    @override
     def average_and_encode(
         self, received: Tensor, residual: Tensor | None, average: Tensor, packets: Tensor, numel: int
     ) -> None:
-        if not serves(average.device, self.name):
-            super().average_and_encode(received, residual, average, packets, numel)
-            return
         execute(AverageAndEncode(self.name, received, residual, average, packets, numel, self.scale_block))
 
+    @override
     def all_finite(self, packets: Tensor) -> bool | Tensor:
-        return all_finite(kernels.scales(self.name, packets, self.scale_block))
+        return all_finite(scales(self.name, packets, self.scale_block))
 
+    @override
     def finite_scales(self, packets: Tensor) -> int:
-        return kernels.scales(self.name, packets, self.scale_block).shape[1]
+        return scales(self.name, packets, self.scale_block).shape[1]
 
+    @override
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        kernels.decode_mean(self.name, packets, output, numel, self.scale_block)
+        execute(Decode(self.name, packets, output, numel, self.scale_block, mean=True))
 
+    @override
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        scales = [kernels.scales(self.name, part, self.scale_block).view(torch.uint8) for part in parts]
-        codes = [part[:, HEADER_BYTES + of_part.shape[1] :] for part, of_part in zip(parts, scales, strict=True)]
-        return torch.cat([parts[0][:, :HEADER_BYTES], *scales, *codes], dim=1)
+        of_parts = [scales(self.name, part, self.scale_block).view(torch.uint8) for part in parts]
+        codes = [part[:, HEADER_BYTES + found.shape[1] :] for part, found in zip(parts, of_parts, strict=True)]
+        return torch.cat([parts[0][:, :HEADER_BYTES], *of_parts, *codes], dim=1)
+
+
+def scales(codec: str, packets: Tensor, block_size: int) -> Tensor:
+    """The scales in `packets`, uint8 [rows, packet_bytes]: fp32 [rows, blocks · scales a block], a view."""
+    scale_bytes = SCALE_BYTES * BLOCK_SCALES[codec]
+    blocks = (packets.shape[1] - HEADER_BYTES) // (scale_bytes + block_size * CODE_BITS[codec] // 8)
+    return packets[:, HEADER_BYTES : HEADER_BYTES + scale_bytes * blocks].view(torch.float32)
+
+
+def all_finite(values: Tensor) -> bool | Tensor:
+    """Whether all of `values`, fp32 [n], are finite: on an accelerator a bool scalar that is there."""
+    if not values.numel():
+        return True
+    if values.device.type == "cpu":
+        least, greatest = torch.aminmax(values)  # NaN where there is one
+        return math.isfinite(least) and math.isfinite(greatest)
+    magnitude: Tensor = torch.linalg.vector_norm(values, math.inf)
+    return magnitude < math.inf
 
 
 def _within(vector: Tensor, numel: int) -> int:
     """Of `numel` elements from the vector's first one's place on, those that lie before its end."""
-    return min(max(numel, 0), kernels.span(vector))
+    return min(max(numel, 0), span(vector))
 
 
 class CastCodec(Codec):

@@ -14,7 +14,7 @@ from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
 from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
-from thinwire.compress.kernels import prepare
+from thinwire.compress.kernels.loading import compiled_backend
 
 __all__ = ["CompressionState", "ddp_hook"]
 
@@ -138,7 +138,7 @@ class CompressionState:
         known = self._exchanges.get(index)
         if known is None or known.numel != gradients.numel() or known.codec is not codec:
             if gradients.is_cuda:
-                prepare(gradients.device)
+                compiled_backend(gradients.device.type)  # a missing compiler is told when training starts
             known = self._exchanges[index] = Exchange(
                 self.comm,
                 gradients.numel(),

@@ -10,9 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.compress.codecs import CastCodec, Codec
+from thinwire.compress.codecs import CastCodec, Codec, all_finite
 from thinwire.compress.exchange import Adjust, EncodePart, Exchange, Headers
-from thinwire.compress.packet import HEADER_BYTES, Flags, all_finite, write_headers
+from thinwire.compress.packet import HEADER_BYTES, Flags, write_headers
 
 __all__ = ["ExactExchange", "LowMemoryExchange", "SoleExchange", "make_exact_exchange"]
 

@@ -3,7 +3,6 @@ an error on every rank and never a silent wrong sum."""
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import CommunicationError
-from thinwire.compress.kernels import HEADER_BYTES
-from thinwire.compress.kernels import headers as header_kernels
+from thinwire.compress.kernels.calls import WriteHeaders
+from thinwire.compress.kernels.loading import execute
+from thinwire.compress.packet_layout import HEADER_BYTES
 
 __all__ = [
     "HEADER_BYTES",
@@ -24,7 +24,6 @@ __all__ = [
     "Headers",
     "PacketError",
     "SettingsError",
-    "all_finite",
     "check_headers",
     "flags_on_device",
     "number_headers",
@@ -143,7 +142,7 @@ def write_headers(packets: Tensor, header: Header, finite: bool | Tensor = True,
         packets.numpy()[:, :HEADER_BYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
         return
     condition = ~finite if isinstance(finite, Tensor) else None
-    header_kernels.write_headers(packets, header.pack(), flag=Flags.NON_FINITE, condition=condition, scales=scales)
+    execute(WriteHeaders(packets, header.pack(), scales, condition, Flags.NON_FINITE))
 
 
 def step_and_settings(step: int, settings: int) -> bytes:
@@ -160,17 +159,6 @@ def number_headers(packets: Tensor, numbers: Tensor) -> None:
 def pass_on_flags(packets: Tensor, flags: Tensor) -> None:
     """Set `flags`, int16 [] on the packets' device, in every row's header."""
     _flags_in(packets).bitwise_or_(flags)
-
-
-def all_finite(values: Tensor) -> bool | Tensor:
-    """Whether all of `values`, fp32 [n], are finite, for `write_headers`: on a device a bool scalar that is there."""
-    if not values.numel():
-        return True
-    if values.device.type == "cpu":
-        least, greatest = torch.aminmax(values)  # NaN where there is one
-        return math.isfinite(least) and math.isfinite(greatest)
-    magnitude: Tensor = torch.linalg.vector_norm(values, math.inf)
-    return magnitude < math.inf
 
 
 def flags_on_device(headers: Tensor, expected: Header) -> Tensor:

@@ -55,6 +55,7 @@ def codes_offset(codec: str, shard: int, block_size: int) -> int:
     return HEADER_BYTES + SCALE_BYTES * BLOCK_SCALES[codec] * (shard // block_size)
 
 
+@functools.cache
 def packet_bytes(codec: str, shard: int, block_size: int) -> int:
     """Length in bytes of one packet row of a codec that has kernels, which carries `shard` elements.
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from thinwire.compress.codecs import all_finite
 from thinwire.compress.exchange import EncodePart, Exchange, Outcome
-from thinwire.compress.kernels import buckets
-from thinwire.compress.packet import Flags, all_finite
+from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.packet import Flags
 from thinwire.compress.parts import held_coordinates, zero_held
 from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, Contribution, Keep, LocalSteps, Send
 from thinwire.optim.form import HeldGradients, PayloadFactors
@@ -319,7 +320,7 @@ class AlgorithmBucket:
         return betas, divisors
 
     @property
-    def segments(self) -> buckets.Segments:
+    def segments(self) -> Segments:
         """Where its parameters lie, for kernels over the whole bucket."""
         return self._held.segments
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
-from thinwire.compress.kernels import prepare
+from thinwire.compress.kernels.loading import compiled_backend
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe
@@ -147,7 +147,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
         freezes = [f"{option}={value!r}" for option, value in recipe.schedule.items() if "freeze_step" in option]
         held = [one for group in self.param_groups for one in group["params"]]
         for device in {one.device for one in held if one.is_cuda}:
-            prepare(device)  # compression begins hours later, where a missing compiler is told too late
+            compiled_backend(device.type)  # compression begins hours later, too late to tell that there is no compiler
         uncompressed = ring_bytes(self.comm.size, [one for one in held if one.requires_grad])
         self._savings = SavingsReport(self, self.comm, freezes="".join(freezes), uncompressed=uncompressed)
 

@@ -5,9 +5,9 @@ A test class names its subjects by overriding the `subject` fixture.
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,29 +17,48 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.compress import kernels
-from thinwire.compress.kernels import CODE_BITS, HEADER_BYTES, packet_bytes
-from thinwire.compress.kernels.ops import CODEC_OPERATIONS, OPERATIONS
-from thinwire.compress.packet_layout import BLOCK_SCALES
+from thinwire.compress import codecs
+from thinwire.compress.kernels import bucket_reference
+from thinwire.compress.kernels.calls import Decode, Encode
+from thinwire.compress.kernels.loading import compiled_backend
+from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, packet_bytes
 
 CODECS = tuple(CODE_BITS)
 HEADER_FILL = 0xA5
 
 
 class Unchecked:
-    """A backend's kernels with the arguments of `thinwire.compress.kernels`, which nothing checks."""
+    """A backend's kernels over single vectors, with arguments that nothing checks."""
 
     def __init__(self, backend: Any) -> None:
-        for name, operation in (CODEC_OPERATIONS | OPERATIONS).items():
-            setattr(self, name, functools.partial(self._run, backend, operation.call))
+        self.backend = backend
 
-    @staticmethod
-    def _run(backend: Any, make_call: Callable[..., Any], *arguments: Any) -> None:
-        call = make_call(*arguments)
-        getattr(backend, call.kernel)(call)
+    def encode(self, *arguments: Any) -> None:
+        self.backend.encode(Encode(*arguments))
+
+    def encode_rounded(
+        self, codec: str, payload: Tensor, residual: Tensor | None, new: Tensor, packets: Tensor, numel: int, size: int
+    ) -> None:
+        self.backend.encode(Encode(codec, payload, residual, packets, numel, size, new))
+
+    def decode(self, *arguments: Any) -> None:
+        self.backend.decode(Decode(*arguments))
+
+    def decode_mean(self, *arguments: Any) -> None:
+        self.backend.decode(Decode(*arguments, mean=True))
 
 
-BACKENDS = {name: Unchecked(backend) for name, backend in kernels.backends().items()}
+def backends() -> dict[str, Any]:
+    """The backends that can run here: "reference" always, "cpu" with numba, "cuda" with a GPU and a compiler for it."""
+    found = {"reference": bucket_reference}
+    if importlib.util.find_spec("numba"):
+        found["cpu"] = compiled_backend("cpu")
+    if torch.cuda.is_available() and (cuda := compiled_backend("cuda")) is not None:
+        found["cuda"] = cuda
+    return found
+
+
+BACKENDS = {name: Unchecked(backend) for name, backend in backends().items()}
 REFERENCE = BACKENDS["reference"]
 
 
@@ -104,12 +123,12 @@ def exact(encoded: Encoded) -> Encoded:
 
 def scales(encoded: Encoded) -> Tensor:
     """Float32 [blocks, scales a block], over all rows."""
-    return kernels.scales(encoded.codec, encoded.packets, encoded.block_size).reshape(-1, BLOCK_SCALES[encoded.codec])
+    return codecs.scales(encoded.codec, encoded.packets, encoded.block_size).reshape(-1, BLOCK_SCALES[encoded.codec])
 
 
 def codes(encoded: Encoded) -> Tensor:
     """Uint8 [rows, bytes]."""
-    found = kernels.scales(encoded.codec, encoded.packets, encoded.block_size)
+    found = codecs.scales(encoded.codec, encoded.packets, encoded.block_size)
     return encoded.packets[:, HEADER_BYTES + 4 * found.size(1) :]
 
 

@@ -41,7 +41,7 @@ FUNCTIONS["adam"] = [
         "denominators",
     )
 ]
-FUNCTIONS["headers"] = ["write_headers", "check_headers"]
+FUNCTIONS["headers"] = ["write_headers"]
 FUNCTIONS["rounding"] = [f"store_rounded_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 _HEADER = Path(__file__).with_name("cuda_emulation.h")
 

@@ -14,7 +14,6 @@ import torch
 from experiments.benchmarks.machine_code import Compiler
 from tests.compress.kernels import emulation
 from tests.compress.kernels.body import CODECS
-from thinwire.compress.kernels import packet_bytes
 from thinwire.compress.kernels.calls import Encode
 from thinwire.compress.kernels.cuda.launch import (
     STRUCTURES,
@@ -26,6 +25,7 @@ from thinwire.compress.kernels.cuda.launch import (
     source_folder,
     source_text,
 )
+from thinwire.compress.packet_layout import packet_bytes
 
 ARCHITECTURES = (70, 80, 90)
 SOURCES = tuple(emulation.FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Every kernel backend that runs without a GPU, csrc/ on an emulated one among them, and the operators over them."""
+"""Every kernel backend that runs without a GPU, csrc/ on an emulated one among them, and what calls refuse."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ from tests.compress.kernels.body import (
     same,
     uninitialised_packets,
 )
-from thinwire.compress import kernels
+from thinwire.compress.codecs import scales
 from thinwire.compress.kernels import loading
+from thinwire.compress.kernels.calls import Decode, Encode
+from thinwire.compress.kernels.loading import execute
+from thinwire.compress.packet_layout import packet_bytes
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
@@ -81,11 +84,11 @@ class TestCpuThreads:
 
     def results(self, codec: str, payload: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         payload = payload.clone()
-        packets = torch.zeros(self.ROWS, kernels.packet_bytes(codec, self.SHARD, self.BLOCK_SIZE), dtype=torch.uint8)
+        packets = torch.zeros(self.ROWS, packet_bytes(codec, self.SHARD, self.BLOCK_SIZE), dtype=torch.uint8)
         decoded, mean = torch.empty_like(payload), torch.empty(self.SHARD)
-        kernels.encode(codec, payload, residual, packets, self.NUMEL, self.BLOCK_SIZE)
-        kernels.decode(codec, packets, decoded, self.NUMEL, self.BLOCK_SIZE)
-        kernels.decode_mean(codec, packets, mean, self.SHARD, self.BLOCK_SIZE)
+        execute(Encode(codec, payload, residual, packets, self.NUMEL, self.BLOCK_SIZE))
+        execute(Decode(codec, packets, decoded, self.NUMEL, self.BLOCK_SIZE))
+        execute(Decode(codec, packets, mean, self.SHARD, self.BLOCK_SIZE, mean=True))
         return payload, packets, decoded, mean
 
     @pytest.mark.parametrize("codec", ["sign1", "stat2"])
@@ -132,7 +135,7 @@ class TestCpuThreads:
             child = os.fork()
         if child == 0:
             signal.alarm(60)
-            kernels.encode("sign1", payload, residual, packets, self.NUMEL, self.BLOCK_SIZE)
+            execute(Encode("sign1", payload, residual, packets, self.NUMEL, self.BLOCK_SIZE))
             os._exit(0 if packets.numpy().tobytes() == wanted[1].numpy().tobytes() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -144,10 +147,10 @@ class TestCpuThreads:
         """Large outputs are written past the caches where their alignment allows it."""
         numel = (1 << 22) + 2048
         packets = uninitialised_packets(codec, 1, numel, 2048, "cpu")
-        kernels.scales(codec, packets, 2048).uniform_()
+        scales(codec, packets, 2048).uniform_()
         output = torch.empty(numel + offset)[offset:]
         wanted = torch.empty(numel)
-        kernels.decode(codec, packets, output, numel - 3, 2048)
+        execute(Decode(codec, packets, output, numel - 3, 2048))
         REFERENCE.decode(codec, packets, wanted, numel - 3, 2048)
         assert same(output, wanted)
 
@@ -214,66 +217,31 @@ def test_kernels_compile_where_no_folder_can_be_written(monkeypatch: pytest.Monk
     assert filled.tolist() == [1.0, 1.0, 1.0]
 
 
-def operator_arguments(codec: str, operation: str) -> tuple[Tensor | int | None, ...]:
+def arguments_of(codec: str, operation: str) -> tuple[Tensor | int | None, ...]:
     payload, residual = torch.randn(2, 3 * 128)
     packets = uninitialised_packets(codec, 3, 128, 64, "cpu")
-    kernels.encode(codec, payload.clone(), residual, packets, 300, 64)
+    execute(Encode(codec, payload.clone(), residual, packets, 300, 64))
     return {
         "encode": (payload, residual, packets, 300, 64),
-        "encode_rounded": (payload, residual.bfloat16(), torch.zeros(3 * 128).bfloat16(), packets, 300, 64),
         "decode": (packets, torch.zeros(3 * 128), 300, 64),
-        "decode_mean": (packets, torch.zeros(128), 100, 64),
     }[operation]
 
 
 @pytest.mark.parametrize("codec", ["sign1", "stat2"])
-class TestOperators:
-    @pytest.mark.parametrize("operation", ["encode", "encode_rounded", "decode", "decode_mean"])
-    def test_opcheck(self, codec: str, operation: str) -> None:
-        operator = getattr(torch.ops.thinwire, f"{codec}_{operation}").default
-        torch.library.opcheck(operator, operator_arguments(codec, operation))
-
-    def test_opcheck_with_rows_apart(self, codec: str) -> None:
-        _, _, packets, *rest = operator_arguments(codec, "encode")
-        payload, residual = torch.randn(2, 3, 320)[:, :, 64:192]
-        torch.library.opcheck(
-            getattr(torch.ops.thinwire, f"{codec}_encode").default, (payload, residual, packets, *rest)
-        )
-
-    def test_opcheck_without_residual(self, codec: str) -> None:
-        payload, _, *rest = operator_arguments(codec, "encode")
-        torch.library.opcheck(getattr(torch.ops.thinwire, f"{codec}_encode").default, (payload, None, *rest))
-
-    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-    def test_compiles_into_one_graph(self, codec: str, compiler: str) -> None:
-        def exchange(payload: Tensor, residual: Tensor, packets: Tensor) -> Tensor:
-            momentum = payload * 0.9
-            kernels.encode(codec, momentum, residual, packets, 300, 64)
-            output = torch.empty_like(momentum)
-            kernels.decode(codec, packets, output, 300, 64)
-            return output + momentum
-
-        payload, residual, packets, *_ = operator_arguments(codec, "encode")
-        compiled = torch.compile(exchange, fullgraph=True, backend=compiler)
-        wanted = exchange(payload, residual, packets.clone())
-        again = packets.clone()
-        assert torch.equal(compiled(payload, residual, packets), wanted)
-        exchange(payload, residual, again)
-        assert torch.equal(packets, again)
-
+class TestCalls:
     def test_tensors_that_require_gradients_can_be_decoded_into(self, codec: str) -> None:
-        packets, output, numel, block_size = operator_arguments(codec, "decode")
+        packets, output, numel, block_size = arguments_of(codec, "decode")
         with torch.no_grad():
-            kernels.decode(codec, packets, output.requires_grad_(), numel, block_size)
+            execute(Decode(codec, packets, output.requires_grad_(), numel, block_size))
         assert output.abs().sum() > 0
 
     def test_bad_arguments_are_refused_with_what_to_do(self, codec: str) -> None:
-        payload, residual, packets, numel, block_size = operator_arguments(codec, "encode")
+        payload, residual, packets, numel, block_size = arguments_of(codec, "encode")
 
         def refused(kind: type[Exception], match: str, *arguments: Tensor | int | None) -> None:
             before = packets.clone()
             with pytest.raises(kind, match=match):
-                kernels.encode(codec, *arguments)
+                execute(Encode(codec, *arguments))
             assert torch.equal(packets, before)
 
         refused(TypeError, "payload must be torch.float32", payload.double(), residual, packets, numel, block_size)
@@ -299,22 +267,23 @@ class TestOperators:
             refused(ValueError, f"block_size is {wrong}", payload, residual, packets, numel, wrong)
 
     def test_bad_rounded_residuals_are_refused(self, codec: str) -> None:
-        payload, residual, new_residual, *rest = operator_arguments(codec, "encode_rounded")
+        payload, residual, *rest = arguments_of(codec, "encode")
+        rounded, new_residual = residual.bfloat16(), torch.zeros(3 * 128).bfloat16()
         with pytest.raises(TypeError, match=r"new_residual must be torch\.bfloat16, got torch\.float16"):
-            kernels.encode_rounded(codec, payload, residual, new_residual.half(), *rest)
+            execute(Encode(codec, payload, rounded, *rest, new_residual.half()))
         with pytest.raises(TypeError, match=r"residual must be torch\.bfloat16, got torch\.float32"):
-            kernels.encode_rounded(codec, payload, residual.float(), new_residual, *rest)
+            execute(Encode(codec, payload, residual, *rest, new_residual))
         with pytest.raises(ValueError, match="new_residual has 383 elements and payload 384"):
-            kernels.encode_rounded(codec, payload, None, new_residual[1:], *rest)
+            execute(Encode(codec, payload, None, *rest, new_residual[1:]))
 
     def test_bad_outputs_are_refused(self, codec: str) -> None:
-        packets, output, _, block_size = operator_arguments(codec, "decode")
+        packets, output, _, block_size = arguments_of(codec, "decode")
         with pytest.raises(TypeError, match="output must be"):
-            kernels.decode(codec, packets, output.half(), 300, block_size)
+            execute(Decode(codec, packets, output.half(), 300, block_size))
         with pytest.raises(ValueError, match="numel is 129"):
-            kernels.decode_mean(codec, packets, output[:128], 129, block_size)
+            execute(Decode(codec, packets, output[:128], 129, block_size, mean=True))
         with pytest.raises(ValueError, match="rows of"):
-            kernels.decode_mean(codec, packets, output, 128, block_size)
+            execute(Decode(codec, packets, output, 128, block_size, mean=True))
 
 
 @pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")
@@ -322,9 +291,9 @@ class TestOperators:
 def test_gpus_divide_to_the_last_bit(rows: int) -> None:
     """By products with inverses: sums of every magnitude, subnormal ones and those next to the largest among them."""
     shard = 40 * 64
-    packets = torch.randint(0, 256, (rows, kernels.packet_bytes("sign1", shard, 64)), dtype=torch.uint8)
+    packets = torch.randint(0, 256, (rows, packet_bytes("sign1", shard, 64)), dtype=torch.uint8)
     magnitudes = torch.rand(rows, 40) * 2.0 ** torch.randint(-149, 120, (40,)).float()
-    kernels.scales("sign1", packets, 64).copy_(magnitudes)
+    scales("sign1", packets, 64).copy_(magnitudes)
     wanted, mean = torch.empty(2, shard)
     REFERENCE.decode_mean("sign1", packets, wanted, shard - 3, 64)
     Unchecked(emulation.BACKEND).decode_mean("sign1", packets, mean, shard - 3, 64)
@@ -349,7 +318,7 @@ class DividesAsGpusDo(TorchDispatchMode):
 def test_the_reference_divides_alike_on_gpus(codec: str, rows: int) -> None:
     def results() -> list[Tensor]:
         payload = torch.randn(rows * 640, generator=torch.Generator().manual_seed(rows))
-        packets = torch.zeros(rows, kernels.packet_bytes(codec, 640, 64), dtype=torch.uint8)
+        packets = torch.zeros(rows, packet_bytes(codec, 640, 64), dtype=torch.uint8)
         mean = torch.empty(640)
         REFERENCE.encode(codec, payload, None, packets, rows * 640 - 5, 64)
         REFERENCE.decode_mean(codec, packets, mean, 640, 64)
@@ -363,17 +332,17 @@ def test_the_reference_divides_alike_on_gpus(codec: str, rows: int) -> None:
 
 def test_unknown_codecs_are_refused() -> None:
     with pytest.raises(ValueError, match="'sign2': choose one of sign1, stat2, int4, fp8, int8"):
-        kernels.packet_bytes("sign2", 64, 64)
+        packet_bytes("sign2", 64, 64)
     with pytest.raises(ValueError, match="'sign2'"):
-        kernels.decode("sign2", torch.empty(1, 28, dtype=torch.uint8), torch.empty(64), 64, 64)
+        execute(Decode("sign2", torch.empty(1, 28, dtype=torch.uint8), torch.empty(64), 64, 64))
 
 
 def test_packet_sizes() -> None:
-    assert kernels.packet_bytes("sign1", 4096, 2048) == 16 + 2 * 4 + 4096 // 8
-    assert kernels.packet_bytes("int8", 4096, 2048) == 16 + 2 * 4 + 4096
-    assert kernels.packet_bytes("stat2", 4096, 2048) == 16 + 2 * 8 + 4096 // 4
-    assert kernels.packet_bytes("int4", 4096, 128) == 16 + 32 * 4 + 4096 // 2
-    assert kernels.packet_bytes("sign1", 0, 64) == 16
+    assert packet_bytes("sign1", 4096, 2048) == 16 + 2 * 4 + 4096 // 8
+    assert packet_bytes("int8", 4096, 2048) == 16 + 2 * 4 + 4096
+    assert packet_bytes("stat2", 4096, 2048) == 16 + 2 * 8 + 4096 // 4
+    assert packet_bytes("int4", 4096, 128) == 16 + 32 * 4 + 4096 // 2
+    assert packet_bytes("sign1", 0, 64) == 16
 
 
 def test_without_numba_the_reference_takes_over_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +350,7 @@ def test_without_numba_the_reference_takes_over_with_one_warning(monkeypatch: py
     loading.compiled_backend.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        operator_arguments("sign1", "encode")
-        operator_arguments("int8", "encode")
+        arguments_of("sign1", "encode")
+        arguments_of("int8", "encode")
     assert ["pip install numba" in str(warning.message) for warning in caught] == [True]
     loading.compiled_backend.cache_clear()

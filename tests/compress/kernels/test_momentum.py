@@ -16,7 +16,7 @@ from tests.compress.kernels.momentum_body import BETA1, LOSS_SCALE, TYPES, Moves
 from thinwire.compress.kernels import bucket_reference, packed
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.loading import execute
-from thinwire.compress.kernels.noise import random_bits
+from thinwire.compress.kernels.reference import random_bits
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 BACKEND: Any = bucket_reference

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from tests.compress.kernels import emulation
-from thinwire.compress.kernels import backends, reference, store_rounded
+from tests.compress.kernels.body import BACKENDS
+from thinwire.compress.kernels import reference
 from thinwire.compress.kernels.calls import StoreRounded
+from thinwire.compress.kernels.loading import execute
 
-SUBJECTS = {name: backend for name, backend in backends().items() if name != "cuda"}
+SUBJECTS = {name: one.backend for name, one in BACKENDS.items() if name != "cuda"}
 if emulation.COMPILER:
     SUBJECTS["emulated cuda"] = emulation.BACKEND
 DTYPES = (torch.bfloat16, torch.float16)
@@ -39,8 +41,8 @@ def test_the_mean_is_kept_and_other_seeds_round_otherwise(dtype: torch.dtype) ->
     step = torch.finfo(dtype).eps
     values = torch.full((100_000,), 1 + 0.3 * step)
     first, second = torch.empty(100_000, dtype=dtype), torch.empty(100_000, dtype=dtype)
-    store_rounded(first, values, seed=1)
-    store_rounded(second, values, seed=2)
+    execute(StoreRounded(first, values, seed=1))
+    execute(StoreRounded(second, values, seed=2))
     assert set(first.float().unique().tolist()) == {1.0, 1 + step}
     # 5 standard deviations of a fraction of 0.3 among 100,000.
     assert float((first.double() - 1).mean() / step) == pytest.approx(0.3, abs=0.0073)
@@ -50,13 +52,8 @@ def test_the_mean_is_kept_and_other_seeds_round_otherwise(dtype: torch.dtype) ->
 def test_what_does_not_fit_is_refused() -> None:
     values = torch.zeros(4)
     with pytest.raises(TypeError, match="values must be fp32"):
-        store_rounded(torch.zeros(4), torch.zeros(4, dtype=torch.float64), 0)
+        execute(StoreRounded(torch.zeros(4), torch.zeros(4, dtype=torch.float64), 0))
     with pytest.raises(ValueError, match="vectors of one size"):
-        store_rounded(torch.zeros(5, dtype=torch.bfloat16), values, 0)
+        execute(StoreRounded(torch.zeros(5, dtype=torch.bfloat16), values, 0))
     with pytest.raises(ValueError, match="contiguous"):
-        store_rounded(torch.zeros(8, dtype=torch.bfloat16)[::2], values, 0)
-
-
-def test_opcheck() -> None:
-    weights, values = torch.zeros(9, dtype=torch.bfloat16), torch.rand(9)
-    torch.library.opcheck(torch.ops.thinwire.store_rounded.default, (weights, values, 3))
+        execute(StoreRounded(torch.zeros(8, dtype=torch.bfloat16)[::2], values, 0))

@@ -16,7 +16,9 @@ from experiments.benchmarks.kernel_peers import (
     eager_encode_as_deepspeed,
 )
 from experiments.benchmarks.kernels import main
-from thinwire.compress import kernels
+from thinwire.compress.kernels.calls import Decode, Encode
+from thinwire.compress.kernels.loading import execute
+from thinwire.compress.packet_layout import HEADER_BYTES, packet_bytes
 
 
 def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,9 +42,9 @@ def encoded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Payload and residual, what the kernel leaves of them, and its packet without the header."""
     payload, residual = torch.randn(2, ELEMENTS)
     lost = payload.clone()
-    packet = torch.zeros(1, kernels.packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
-    kernels.encode("sign1", lost, residual, packet, ELEMENTS, BLOCK_SIZE)
-    return payload, residual, lost, packet[0, kernels.HEADER_BYTES :]
+    packet = torch.zeros(1, packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
+    execute(Encode("sign1", lost, residual, packet, ELEMENTS, BLOCK_SIZE))
+    return payload, residual, lost, packet[0, HEADER_BYTES:]
 
 
 def check_packet(packet: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -68,12 +70,12 @@ def test_deepspeeds_passes_do_what_the_kernel_does(encoded) -> None:
 
 
 def test_eager_mean_does_what_the_kernel_does() -> None:
-    packets = torch.zeros(3, kernels.packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
+    packets = torch.zeros(3, packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
     for row in packets.unbind():
-        kernels.encode("sign1", torch.randn(ELEMENTS), None, row.unsqueeze(0), ELEMENTS, BLOCK_SIZE)
+        execute(Encode("sign1", torch.randn(ELEMENTS), None, row.unsqueeze(0), ELEMENTS, BLOCK_SIZE))
     wanted, output = torch.empty(2, ELEMENTS)
-    kernels.decode_mean("sign1", packets, wanted, ELEMENTS, BLOCK_SIZE)
-    eager_decode_mean(packets[:, kernels.HEADER_BYTES :], output, BLOCK_SIZE)
+    execute(Decode("sign1", packets, wanted, ELEMENTS, BLOCK_SIZE, mean=True))
+    eager_decode_mean(packets[:, HEADER_BYTES:], output, BLOCK_SIZE)
     torch.testing.assert_close(output, wanted)
 
 

@@ -15,43 +15,6 @@ of one block after the other:
 the valid elements over all rows laid end to end, and what lies beyond it is padding. `block_size` is of the elements
 that share their scales: a codec's `scale_block`.
 
-Where float vectors of [rows * shard] are asked for, `encode`, `encode_rounded` and `decode` also take [rows, shard]
-whose rows lie apart in memory, all in one layout: `numel` then counts the elements between rows, too.
+Where float vectors of [rows * shard] are asked for, `Encode` and `Decode` also take [rows, shard] whose rows lie apart
+in memory, all in one layout: `numel` then counts the elements between rows, too.
 """
-
-from __future__ import annotations
-
-from thinwire.compress.kernels.calls import scales, span
-from thinwire.compress.kernels.loading import Backend, backends, prepare
-from thinwire.compress.kernels.ops import (
-    decode,
-    decode_mean,
-    encode,
-    encode_rounded,
-    store_rounded,
-)
-from thinwire.compress.packet_layout import (
-    BLOCK_MULTIPLE,
-    CODE_BITS,
-    HEADER_BYTES,
-    MAX_BLOCK_SIZE,
-    packet_bytes,
-)
-
-__all__ = [
-    "BLOCK_MULTIPLE",
-    "CODE_BITS",
-    "HEADER_BYTES",
-    "MAX_BLOCK_SIZE",
-    "Backend",
-    "backends",
-    "decode",
-    "decode_mean",
-    "encode",
-    "encode_rounded",
-    "packet_bytes",
-    "prepare",
-    "scales",
-    "span",
-    "store_rounded",
-]

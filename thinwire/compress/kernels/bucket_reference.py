@@ -1,4 +1,5 @@
-"""The kernels over a whole bucket in plain torch: slow, readable, on any device. This file is the specification.
+"""The kernels over a whole bucket in plain torch: slow, readable, on any device. This file is the specification, with
+`reference`, whose kernels over single vectors it has too: together they serve a device that nothing is compiled for.
 
 Each operation is rounded to float32 by itself, but for `torch.lerp` and `add_` with `alpha`, which multiply and add
 with one rounding wherever the processor can.
@@ -20,20 +21,23 @@ from thinwire.compress.kernels.buckets import (
     Segments,
     UpdateForm,
 )
-from thinwire.compress.kernels.calls import Decode, Encode
-from thinwire.compress.kernels.headers import WriteHeaders, header_words
+from thinwire.compress.kernels.calls import Decode, Encode, WriteHeaders
 from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState
-from thinwire.compress.kernels.reference import store
+from thinwire.compress.kernels.reference import decode, encode, store, store_rounded, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
 
 __all__ = [
     "average_and_encode",
+    "decode",
     "decode_and_move",
+    "encode",
     "encode_packed_payload",
     "encode_payload",
     "move_packed",
     "move_weights",
     "packed_payload",
+    "store_rounded",
+    "write_headers",
     "write_payload",
 ]
 
@@ -89,7 +93,7 @@ def decode_and_move(call: DecodeAndMove) -> None:
     for row, place in enumerate(part.places(call.packets.size(0))):
         valid = min(max(part.numel - place.start, 0), place.stop - place.start)
         packets = call.packets[row : row + 1]
-        reference.decode(Decode(call.codec, packets, call.output[place], valid, part.block_size, mean=False))
+        reference.decode(Decode(call.codec, packets, call.output[place], valid, part.block_size))
         if call.holds:
             assert call.denominators is not None
             call.output[place].masked_fill_(torch.isinf(call.denominators[place]), 0.0)
@@ -182,7 +186,7 @@ def packed_payload(
 
 def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
     if call.part.header is not None:
-        reference.write_headers(WriteHeaders(call.packets, *header_words(call.part.header), 0, None, 0))
+        reference.write_headers(WriteHeaders(call.packets, call.part.header))
 
 
 def move_packed(call: MovePacked) -> None:

@@ -1,8 +1,5 @@
 """Fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie apart: a
-record of arguments for each, which says what it does and refuses what does not fit. `loading.execute` does it.
-
-No torch operators: for a hundred tensors the dispatcher costs more than the check of them.
-"""
+record of arguments for each, which says what it does and refuses what does not fit. `loading.execute` does it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.kernels.tables import CapturedTables, KeptTables, Tables
+from thinwire.compress.kernels.tables import CapturedTables, KeptTables
 from thinwire.compress.packet_layout import HEADER_BYTES, check_codec, packet_bytes
 
 __all__ = [
@@ -34,9 +31,8 @@ __all__ = [
     "UpdateForm",
     "check_device",
     "check_divisors",
-    "check_finite",
+    "check_factors",
     "check_packets",
-    "check_row_bytes",
     "check_vector",
 ]
 
@@ -84,7 +80,7 @@ class Segments:
                     "without overlap"
                 )
             end = first + numel
-        self.tables: Tables = KeptTables()
+        self.tables: KeptTables | CapturedTables = KeptTables()
         self.end = end
         self.covered = sum(numel for _, numel in self.places)
 
@@ -96,12 +92,16 @@ class Segments:
         """First element and end of each run: int64 [runs, 2]."""
         return np.array([(first, first + numel) for first, numel in self.places], dtype=np.int64).reshape(-1, 2)
 
-    def check_covers(self, numel: int, padded: int) -> None:
-        """Raise ValueError unless the runs cover the first `numel` of `padded` elements without gaps."""
+    def check(self, numel: int, padded: int, **factors: Sequence[object]) -> None:
+        """Raise ValueError unless the runs cover the first `numel` of `padded` elements without gaps, and there is one
+        of each of the `factors` for each run."""
         if self.covered != numel or self.end != numel or numel > padded:
             raise ValueError(
                 f"runs that end at {self.end} do not cover the {numel} elements of a bucket of {padded} without gaps"
             )
+        for name, values in factors.items():
+            if len(values) != len(self.places):
+                raise ValueError(f"{name} has {len(values)} entries for {len(self.places)} runs: give one for each")
 
     def check_tensors(
         self, name: str, tensors: Sequence[Tensor | None], device: torch.device, dtypes: tuple[torch.dtype, ...]
@@ -117,12 +117,6 @@ class Segments:
                     f"{name} must be contiguous, of its run's {numel} elements, on {device}, got {tuple(one.shape)} "
                     f"with strides {one.stride()} on {one.device}"
                 )
-
-    def check_lengths(self, **columns: Sequence[object]) -> None:
-        """Raise ValueError unless there is one for each run."""
-        for name, values in columns.items():
-            if len(values) != len(self):
-                raise ValueError(f"{name} has {len(values)} entries for {len(self)} runs: give one for each")
 
 
 @dataclass(frozen=True)
@@ -152,8 +146,7 @@ class Part:
             raise ValueError(f"elements {self.first} to {self.last} do not lie in a shard of {self.shard}")
         if self.first % self.block_size or self.shard % self.block_size:
             raise ValueError(f"element {self.first} of shards of {self.shard} begins no block of {self.block_size}")
-        check_packets(codec, packets)
-        check_row_bytes(codec, self.last - self.first, packets, self.block_size)
+        check_packets(codec, packets, self.last - self.first, self.block_size)
 
 
 @dataclass(eq=False)
@@ -198,9 +191,9 @@ class EncodePayload(KernelCall):
         if self.residual is not None:
             check_vector("residual", self.residual, self.packets, numel=padded)
         _check_denominators(self.form, self.denominators, padded, self.packets)
-        self.segments.check_lengths(gradients=self.gradients, beta1=self.beta1, divisors=self.divisors)
+        of_runs = {"gradients": self.gradients, "beta1": self.beta1, "divisors": self.divisors}
+        self.segments.check(self.part.numel, padded, **of_runs)
         self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
-        self.segments.check_covers(self.part.numel, padded)
         check_divisors(self.beta1, self.divisors)
 
 
@@ -240,14 +233,13 @@ class DecodeAndMove(KernelCall):
         check_vector("output", self.output, self.packets, numel=padded)
         _check_denominators("divided" if self.holds else self.form, self.denominators, padded, self.packets)
         columns = {"weights": self.weights, "replicas": self.replicas, "rates": self.rates, "decays": self.decays}
-        self.segments.check_lengths(**columns)
+        self.segments.check(self.part.numel, padded, **columns)
         self.segments.check_tensors("weights", self.weights, self.packets.device, (torch.float32,))
         self.segments.check_tensors("replicas", self.replicas, self.packets.device, FLOAT_TYPES[1:])
-        self.segments.check_covers(self.part.numel, padded)
         for weight, replica in zip(self.weights, self.replicas, strict=True):
             if weight is None and replica is not None:
                 raise ValueError("a run has a replica and no weights to round into it: give both")
-        check_finite(rates=self.rates, decays=self.decays)
+        check_factors(rates=self.rates, decays=self.decays)
 
 
 @dataclass(eq=False)
@@ -300,7 +292,7 @@ class RenewFactors(KernelCall):
     @override
     def check(self) -> None:
         check_divisors(self.beta1, self.divisors)
-        check_finite(rates=self.rates, decays=self.decays)
+        check_factors(rates=self.rates, decays=self.decays)
 
     @property
     @override
@@ -308,8 +300,9 @@ class RenewFactors(KernelCall):
         return self.tables.device
 
 
-def check_packets(codec: str, packets: Tensor) -> None:
-    """Raise unless `packets` are contiguous rows of bytes, one at least, of a codec that has kernels."""
+def check_packets(codec: str, packets: Tensor, shard: int | None = None, block_size: int = 0) -> None:
+    """Raise unless `packets` are contiguous rows of bytes, one at least, of a codec that has kernels; with a `shard`,
+    rows that carry so many elements."""
     check_codec(codec)
     if packets.dtype != torch.uint8:
         raise TypeError(f"packets must be torch.uint8, got {packets.dtype}")
@@ -319,12 +312,7 @@ def check_packets(codec: str, packets: Tensor) -> None:
         )
     if not packets.is_contiguous():
         raise ValueError("packets must be contiguous: call .contiguous() first")
-
-
-def check_row_bytes(codec: str, shard: int, packets: Tensor, block_size: int) -> None:
-    """Raise unless a row of `packets` carries so many elements."""
-    expected = packet_bytes(codec, shard, block_size)
-    if packets.size(1) != expected:
+    if shard is not None and packets.size(1) != (expected := packet_bytes(codec, shard, block_size)):
         raise ValueError(
             f"packets has rows of {packets.size(1)} bytes, but a {codec} row of {shard} elements in "
             f"blocks of {block_size} takes {expected}: size it with packet_bytes()"
@@ -373,7 +361,7 @@ def check_divisors(beta1: Sequence[float], divisors: Sequence[float]) -> None:
         raise ValueError(f"divisors must be finite and not 0, in float32, got {list(divisors)}")
 
 
-def check_finite(**factors: Sequence[float]) -> None:
+def check_factors(**factors: Sequence[float]) -> None:
     """Raise for a number that float32 does not hold."""
     for name, values in factors.items():
         if not all(abs(one) <= _LARGEST for one in set(values)):

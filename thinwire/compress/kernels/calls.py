@@ -1,5 +1,5 @@
-"""Arguments of the kernels over single vectors: a record for each, which refuses what does not fit together, so that no
-backend has to."""
+"""Arguments of the kernels over single vectors and over headers: a record for each, which says what the kernel does and
+refuses what does not fit together, so that no backend has to. `loading.execute` does it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.kernels.buckets import FLOAT_TYPES, KernelCall, check_packets, check_row_bytes, check_vector
-from thinwire.compress.packet_layout import (
-    BLOCK_SCALES,
-    CODE_BITS,
-    HEADER_BYTES,
-    SCALE_BYTES,
-)
+from thinwire.compress.kernels.buckets import FLOAT_TYPES, KernelCall, check_device, check_packets, check_vector
+from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 
-__all__ = [
-    "Decode",
-    "Encode",
-    "PacketCall",
-    "StoreRounded",
-    "scales",
-    "span",
-]
-
-
-def scales(codec: str, packets: Tensor, block_size: int) -> Tensor:
-    """The scales in `packets`, uint8 [rows, packet_bytes]: fp32 [rows, blocks · scales a block], a view."""
-    scale_bytes = SCALE_BYTES * BLOCK_SCALES[codec]
-    blocks = (packets.shape[1] - HEADER_BYTES) // (scale_bytes + block_size * CODE_BITS[codec] // 8)
-    return packets[:, HEADER_BYTES : HEADER_BYTES + scale_bytes * blocks].view(torch.float32)
+__all__ = ["Decode", "Encode", "PacketCall", "StoreRounded", "WriteHeaders", "span"]
 
 
 def span(vector: Tensor) -> int:
@@ -45,7 +26,19 @@ def span(vector: Tensor) -> int:
 
 @dataclass(eq=False)
 class Encode(KernelCall):
-    """Arguments of `encode`, or with a `new_residual` those of `encode_rounded`."""
+    """Encode u = payload + residual into `packets`, and leave what the codec lost in `payload`, or in `new_residual`.
+
+    payload: float32 [rows * shard]; becomes u - decoded(u), 0 on the padding. residual: the same shape, only
+    read; None means zeros. packets: uint8 [rows, packet_bytes(codec, shard, block_size)], overwritten except
+    for the headers. numel: valid elements, from 0 to rows * shard. Padding never enters a scale.
+
+    new_residual: bf16, the same shape; what was lost, to the nearest, goes there, and `payload` is only read. Then
+    `residual` is bf16, too, and may be `new_residual` itself.
+
+    A NaN or infinity anywhere in a block makes its scales, and so all it decodes to, non-finite, as does, where scales
+    are means, a sum of |u| beyond the float32 range; other blocks are untouched. Codes are 0 where a largest magnitude
+    is so small that the scale is 0.
+    """
 
     kernel = "encode"
 
@@ -87,7 +80,15 @@ class Encode(KernelCall):
 
 @dataclass(eq=False)
 class Decode(KernelCall):
-    """Arguments of `decode`, or those of `decode_mean`."""
+    """Write what every row of `packets` carries to `output`, row after row, or with `mean` their mean.
+
+    packets: uint8 [rows, packet_bytes(codec, shard, block_size)]. output: float32 [rows * shard], overwritten, with
+    0 on the padding. numel: valid elements, from 0 to rows * shard.
+
+    mean: every row is about the same shard, float32 [shard], of which `numel` counts the valid elements. Rows are
+    summed in order in float32 and the sum divided by their number, so that every backend and machine gives the same
+    bits.
+    """
 
     kernel = "decode"
 
@@ -96,7 +97,7 @@ class Decode(KernelCall):
     output: Tensor
     numel: int
     block_size: int
-    mean: bool
+    mean: bool = False
 
     @property
     def averaged(self) -> int:
@@ -125,7 +126,12 @@ class Decode(KernelCall):
 
 @dataclass(eq=False)
 class StoreRounded(KernelCall):
-    """Arguments of `store_rounded`."""
+    """Write `values`, fp32 [n], into `weights`, fp32, bf16 or fp16 [n], contiguous and on the same device.
+
+    16 bits get one of the two neighbours, the nearer the likelier, as in `packed.MovePacked`, by bits that depend on
+    `seed` and the element's number only. Equal arguments give equal bits on every rank and device. Infinities and NaN
+    stay.
+    """
 
     kernel = "store_rounded"
 
@@ -150,6 +156,46 @@ class StoreRounded(KernelCall):
             )
         if not (values.is_contiguous() and weights.is_contiguous()):
             raise ValueError("values and weights must be contiguous: call contiguous()")
+
+
+@dataclass(eq=False)
+class WriteHeaders(KernelCall):
+    """Put `header`, 16 bytes, at the start of every row of `packets`, uint8 [rows, bytes]: one launch, by value.
+
+    `flag` is set in the flags, bytes 4 and 5, of a row where `condition`, one bool on the packets' device, holds, or
+    where not all of the first `scales` fp32 that follow the row's header are finite: so that a packet says of itself
+    that what it carries is not.
+    """
+
+    kernel = "write_headers"
+
+    packets: Tensor
+    header: bytes
+    scales: int = 0
+    condition: Tensor | None = None
+    flag: int = 0
+
+    @override
+    def check(self) -> None:
+        packets, condition = self.packets, self.condition
+        if len(self.header) != HEADER_BYTES:
+            raise ValueError(f"a header has {HEADER_BYTES} bytes, got {len(self.header)}")
+        if packets.dtype != torch.uint8:
+            raise TypeError(f"packets must be torch.uint8, got {packets.dtype}")
+        if packets.dim() != 2 or packets.size(0) < 1 or packets.size(1) < HEADER_BYTES or packets.stride(1) != 1:
+            raise ValueError(
+                f"packets must have at least one row of at least {HEADER_BYTES} bytes without gaps, got shape "
+                f"{tuple(packets.shape)} with strides {packets.stride()}"
+            )
+        room = (packets.size(1) - HEADER_BYTES) // SCALE_BYTES
+        if not 0 <= self.scales <= room:
+            raise ValueError(f"scales is {self.scales}: rows of {packets.size(1)} bytes have room for {room}")
+        if not 0 <= self.flag <= 0xFFFF:
+            raise ValueError(f"flag is {self.flag}: flags have 16 bits")
+        if condition is not None:
+            if condition.dtype != torch.bool or condition.numel() != 1:
+                raise TypeError(f"condition must be one bool, got {tuple(condition.shape)} of {condition.dtype}")
+            check_device("condition", condition, packets)
 
 
 PacketCall = Encode | Decode
@@ -178,7 +224,7 @@ def _runs(call: _OfRows, **vectors: Any) -> Iterator[_OfRows]:
 
 
 def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -> None:
-    """A vector, or rows of floats that may lie apart, one for each packet."""
+    """Raise unless it is a vector, or rows of floats that may lie apart, one for each packet."""
     if vector.dim() != 2:
         check_vector(name, vector, packets, (dtype,))
         return
@@ -192,9 +238,9 @@ def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -
 
 
 def _check_rows(codec: str, name: str, vector: Tensor, rows: int, packets: Tensor, block_size: int, valid: int) -> None:
-    """Whether `packets` carry the elements of a vector, of which `valid` are no padding, in so many rows."""
+    """Raise unless `packets` carry the elements of a vector, of which `valid` are no padding, in so many rows."""
     if vector.numel() % rows:
         raise ValueError(f"{name} has {vector.numel()} elements, not a multiple of the {rows} rows of packets")
-    check_row_bytes(codec, vector.numel() // rows, packets, block_size)
+    check_packets(codec, packets, vector.numel() // rows, block_size)
     if not 0 <= valid <= span(vector):
         raise ValueError(f"numel is {valid}: it must lie between 0 and the {span(vector)} elements of {name}")

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels import bucket_reference, reference
+from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.adam import AdamStep, plain_adam_step
 from thinwire.compress.kernels.buckets import KernelCall
-from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
-from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
-from thinwire.compress.packet_layout import CODE_BITS
 
-__all__ = ["Backend", "backend_of", "backends", "compiled_backend", "execute", "execute_adam_step", "prepare", "serves"]
-
-
-class Backend(Protocol):
-    """One implementation of the kernels that `thinwire.compress.kernels` describes; calls are already checked.
-
-    A compiled one also has those over whole buckets (`buckets`) and the step of Adam (`adam`).
-    """
-
-    def encode(self, call: Encode) -> None:
-        """`encode` and `encode_rounded`."""
-
-    def decode(self, call: Decode) -> None:
-        """`decode` and `decode_mean`."""
-
-    def store_rounded(self, call: StoreRounded) -> None:
-        """Rounding at random."""
-
-    def write_headers(self, call: WriteHeaders) -> None:
-        """Headers of packets to be sent."""
-
-    def check_headers(self, call: CheckHeaders) -> None:
-        """Headers of packets that came."""
+__all__ = ["compiled_backend", "execute", "execute_adam_step"]
 
 
 def _cpu() -> Any:
@@ -80,26 +54,6 @@ def compiled_backend(device: str) -> Any | None:
         return None
 
 
-def backend_of(device: str) -> Backend:
-    """The backend that serves a kind of device: compiled, or the specification."""
-    return cast("Backend", compiled_backend(device) or reference)
-
-
-def backends() -> dict[str, Backend]:
-    """Backends that can run here: "reference" always, "cpu" with numba, "cuda" with a GPU and a compiler for it."""
-    present = {"reference": cast("Backend", reference)}
-    if importlib.util.find_spec("numba"):
-        present["cpu"] = backend_of("cpu")
-    if torch.cuda.is_available() and (cuda := compiled_backend("cuda")) is not None:
-        present["cuda"] = cast("Backend", cuda)
-    return present
-
-
-def serves(device: torch.device, codec: str) -> bool:
-    """Whether there are compiled kernels over whole buckets for this codec on this device."""
-    return codec in CODE_BITS and compiled_backend(device.type) is not None
-
-
 def execute(call: KernelCall, written: Sequence[Tensor | None] = ()) -> None:
     """Check a kernel's arguments and execute it: compiled, or on a device without compiled kernels in plain torch.
 
@@ -127,8 +81,3 @@ def execute_adam_step(call: AdamStep) -> None:
         of_kernel = call if len(served) == len(call.variances) else call.only(served)
         backend.adam_step(of_kernel)
         torch.autograd.graph.increment_version(of_kernel.written)
-
-
-def prepare(device: torch.device | str) -> None:
-    """Find the backend that serves `device` now, so that a missing compiler is told when training starts."""
-    compiled_backend(torch.device(device).type)

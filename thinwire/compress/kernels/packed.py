@@ -17,11 +17,11 @@ from thinwire.compress.kernels.buckets import (
     Segments,
     check_device,
     check_divisors,
-    check_finite,
+    check_factors,
     check_vector,
 )
 
-__all__ = ["EncodePackedPayload", "MovePacked", "PackedState"]
+__all__ = ["EncodePackedPayload", "MovePacked", "PackedState", "keys"]
 
 _TABLE_ENTRIES = 256
 
@@ -46,12 +46,12 @@ class PackedState:
         """The part that is all of every shard."""
         return Part(0, self.shard, self.shard, self.numel, self.block_size)
 
-    def check(self, segments: Segments) -> None:
-        """Raise TypeError or ValueError unless the tensors fit together."""
+    def check(self, segments: Segments, **factors: Sequence[object]) -> None:
+        """Raise TypeError or ValueError unless the tensors fit together, and there are `factors` for each run."""
         self.whole.check("sign1", self.packets)
         padded = self.shard * self.packets.size(0)
         check_vector("codes", self.codes, self.packets, (torch.uint8,), padded)
-        segments.check_covers(self.numel, padded)
+        segments.check(self.numel, padded, **factors)
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class EncodePackedPayload(KernelCall):
 
     @override
     def check(self) -> None:
-        self.state.check(self.segments)
+        self.state.check(self.segments, gradients=self.gradients, beta1=self.beta1, divisors=self.divisors)
         check_device("state.packets", self.state.packets, self.packets)
         self.part.check("sign1", self.packets)
         padded = self.part.shard * self.packets.size(0)
@@ -92,7 +92,6 @@ class EncodePackedPayload(KernelCall):
             raise ValueError(f"the part is of a bucket of {padded} elements, the state of {self.state.codes.numel()}")
         check_vector("residual", self.residual, self.packets, (torch.float32, torch.bfloat16), padded)
         check_vector("lost", self.lost, self.packets, (self.residual.dtype,), padded)
-        self.segments.check_lengths(gradients=self.gradients, beta1=self.beta1, divisors=self.divisors)
         self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
         check_divisors(self.beta1, self.divisors)
         if self.tables.dtype != torch.float32 or self.tables.shape != (len(self.segments), _TABLE_ENTRIES):
@@ -111,9 +110,10 @@ class MovePacked(KernelCall):
     whether a run's weights move.
 
     Calculated in fp32. 16 bits are rounded at random to one of their two neighbours, the nearer the likelier, so that
-    the mean is kept: by 16 bits for bf16 and 13 for fp16, which depend on `seed` (an int64) and e only; see
-    `noise.random_bits`. Equal arguments give equal bits on every rank, device and backend. Give every step and every
-    bucket a seed of its own. Infinities and NaN stay; values beyond the largest finite one round to it or to infinity.
+    the mean is kept: by 16 bits for bf16 and 13 for fp16, which depend on `seed` (an int64) and e only
+    (`reference.random_bits`). Equal arguments give equal bits on every rank, device and backend. Give every step and
+    every bucket a seed of its own. Infinities and NaN stay; values beyond the largest finite one round to it or to
+    infinity.
     fp16 below 2^-14 are rounded as finely, from the nearest multiple of 2^-37.
     """
 
@@ -130,17 +130,26 @@ class MovePacked(KernelCall):
 
     @override
     def check(self) -> None:
-        self.state.check(self.segments)
+        self.state.check(self.segments, rates=self.rates, decays=self.decays, moves=self.moves)
         check_vector("weights", self.weights, self.state.packets, FLOAT_TYPES)
         if self.first < 0 or self.first + self.weights.numel() > self.state.codes.numel():
             raise ValueError(
                 f"{self.weights.numel()} weights from element {self.first} on do not lie in a bucket of "
                 f"{self.state.codes.numel()}"
             )
-        self.segments.check_lengths(rates=self.rates, decays=self.decays, moves=self.moves)
-        check_finite(rates=self.rates, decays=self.decays)
+        check_factors(rates=self.rates, decays=self.decays)
 
     @property
     @override
     def device(self) -> torch.device:
         return self.weights.device
+
+
+def keys(seed: int) -> tuple[int, int]:
+    """Two 32-bit keys from a seed modulo 2^64, by SplitMix64: seeds that differ in one bit give unrelated keys."""
+    wide = 0xFFFFFFFFFFFFFFFF
+    mixed = (seed + 0x9E3779B97F4A7C15) & wide
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & wide
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & wide
+    mixed ^= mixed >> 31
+    return mixed & 0xFFFFFFFF, mixed >> 32

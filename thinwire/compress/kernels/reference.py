@@ -9,18 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
-from thinwire.compress.kernels.headers import FLAG_SHIFT, CheckHeaders, WriteHeaders
-from thinwire.compress.kernels.noise import random_bits
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded, WriteHeaders
+from thinwire.compress.kernels.packed import keys
 from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, SCALE_BYTES, codes_offset
 
 __all__ = [
-    "check_headers",
+    "MULTIPLIERS",
+    "SHIFTS",
     "decode",
-    "decode_blocks",
     "encode",
-    "encode_blocks",
     "like",
+    "random_bits",
     "store",
     "store_rounded",
     "write_headers",
@@ -123,16 +122,15 @@ def _unpack(codes: Tensor) -> Tensor:
 
 
 _FLAG_BYTES = slice(4, 6)
-_NOT_FLAGS = ~(0xFFFF << FLAG_SHIFT)
 
 
 def write_headers(call: WriteHeaders) -> None:
-    """See `thinwire.compress.kernels.headers`."""
+    """Put the header into every row, with the flag where something that it tells of holds."""
     packets = call.packets
     if packets.device.type == "cpu":
-        packets[:, :HEADER_BYTES] = torch.frombuffer(bytearray(call.raw), dtype=torch.uint8)
+        packets[:, :HEADER_BYTES] = torch.frombuffer(bytearray(call.header), dtype=torch.uint8)
     else:
-        for place, byte in enumerate(call.raw):  # filled: bytes of the host's would have to be copied
+        for place, byte in enumerate(call.header):  # filled: bytes of the host's would have to be copied
             packets[:, place].fill_(byte)
     raised = None
     if call.scales:
@@ -143,25 +141,6 @@ def write_headers(call: WriteHeaders) -> None:
     if raised is not None:
         low, high = (raised.to(torch.uint8) * byte for byte in (call.flag & 0xFF, call.flag >> 8))
         packets[:, _FLAG_BYTES] |= torch.cat([low, high], dim=1)
-
-
-def check_headers(call: CheckHeaders) -> None:
-    """See `thinwire.compress.kernels.headers`."""
-    words = call.headers[:, :HEADER_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int64)
-    flags = words[:, 0] >> FLAG_SHIFT & 0xFFFF
-    odd = (words[:, 0] & _NOT_FLAGS) != (call.first & _NOT_FLAGS)
-    odd |= (words[:, 1] != call.second) | ((flags & ~call.known) != 0)
-    report = call.report
-    report[0] |= _union(flags)
-    row = odd.to(torch.uint8).argmax().reshape(1)
-    found = torch.cat([row + 1, words[row].view(-1)])
-    report[1:] = torch.where(odd.any() & (report[1] == 0), found, report[1:])
-
-
-def _union(flags: Tensor) -> Tensor:
-    """All bits that any of them has."""
-    bits = torch.arange(16, device=flags.device)
-    return ((flags.unsqueeze(1) >> bits & 1).amax(dim=0) << bits).sum()
 
 
 _AT_ONCE = 1 << 20  # elements whose random bits, 8 bytes each, are in memory
@@ -221,6 +200,29 @@ def store(weights: Tensor, values: Tensor, seed: int, first: int) -> None:
 
 def _numbers(vector: Tensor, first: int) -> Tensor:
     return torch.arange(first, first + vector.numel(), device=vector.device)
+
+
+_MASK = 0xFFFFFFFF
+# A multiplication that spreads the count over the word, then two rounds of xor-shift and multiplication, of the
+# well-studied kind that finishes a hash. Below 2^31, so that a product of one with 32 bits is exact in int64.
+MULTIPLIERS = (0x1E3779B9, 0x21F0AAAD, 0x735A2D97)
+SHIFTS = (16, 15, 15)
+
+
+def random_bits(seed: int, numbers: Tensor) -> Tensor:
+    """16 random bits, int64 in [0, 65536), for each element number, int64 of any shape, modulo 2^33: the same on every
+    rank, device and backend, whatever the order of the elements, so that replicas that are rounded stay replicas.
+
+    Elements 2k and 2k + 1 get the lower and the upper half of a bijection of k. So for any seed every value comes
+    exactly 131072 times among 2^33 consecutive elements, and what is rounded with them is unbiased. Adequate for
+    rounding, not for cryptography.
+    """
+    first_key, second_key = keys(seed)
+    bits = ((numbers >> 1 & _MASK) * MULTIPLIERS[0] & _MASK) ^ first_key
+    bits = ((bits ^ bits >> SHIFTS[0]) * MULTIPLIERS[1] & _MASK) ^ second_key
+    bits = (bits ^ bits >> SHIFTS[1]) * MULTIPLIERS[2] & _MASK
+    bits = bits ^ bits >> SHIFTS[2]
+    return bits >> 16 * (numbers & 1) & 0xFFFF
 
 
 def _round_bfloat16(values: Tensor, random: Tensor) -> Tensor:

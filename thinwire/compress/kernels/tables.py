@@ -4,40 +4,36 @@ steps, since neither changes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Arena", "CapturedTables", "KeptTables", "Table", "Tables", "on_device"]
+__all__ = ["Arena", "CapturedTables", "KeptTables", "Table", "on_device"]
 
 Table = NDArray[np.void]
 """Structures, one after another."""
 
 
-class Tables(Protocol):
-    """The tables of one bucket's launches."""
-
-    def on_device(self, purpose: tuple[str, int], table: Table, device: torch.device) -> Tensor:
-        """The bytes of the table that serves a `purpose`, a kernel and a part of the bucket, for a launch now."""
-
-
 class KeptTables:
-    """Tables that are copied where they are not what lies on the device already."""
+    """Tables of one bucket's launches, copied where they are not what lies on the device already."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], tuple[bytes, Tensor]] = {}
 
     def on_device(self, purpose: tuple[str, int], table: Table, device: torch.device) -> Tensor:
-        """See Tables. Raises RuntimeError within a CUDA graph's capture, whose replays would go on with this table."""
+        """The bytes of the table that serves a `purpose`, a kernel and a part of the bucket, for a launch now.
+
+        Raises RuntimeError within a CUDA graph's capture, whose replays would go on with this table.
+        """
         _refuse_capture(device)
         content = table.tobytes()
         kept = self._kept.get(purpose)
         if kept is not None and kept[0] == content and kept[1].device == device:
             return kept[1]
-        # New memory, as launches that read the old table may be under way, on other streams too.
+        # New memory, as launches that read the old table may be in flight, on other streams too.
         copied = on_device(table, device)
         self._kept[purpose] = (content, copied)
         return copied
@@ -83,7 +79,7 @@ class CapturedTables:
         self._placed: dict[tuple[str, int], tuple[Table, Tensor]] = {}
 
     def on_device(self, purpose: tuple[str, int], table: Table, device: torch.device) -> Tensor:
-        """See Tables; the bytes are there once the arena has brought them."""
+        """The bytes of a `purpose`'s table, which are there once the arena has brought them."""
         host, found = self._arena.take(table.nbytes)
         held = host.view(table.dtype)
         held[:] = table

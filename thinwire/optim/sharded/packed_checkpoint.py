@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.codecs import Codec
-from thinwire.compress.kernels import HEADER_BYTES
+from thinwire.compress.packet_layout import HEADER_BYTES
 from thinwire.optim.checkpoint import (
     load_owner_residual,
     load_worker_residual,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.kernels import store_rounded
+from thinwire.compress.kernels.calls import StoreRounded
+from thinwire.compress.kernels.loading import execute
 from thinwire.optim.algorithm import Clock, LocalSteps, Members, MembersByGroup
 from thinwire.optim.bucket import AlgorithmBucket, place_of
 from thinwire.optim.group_weights import Change, GroupWeights, slots_with_elements
@@ -75,7 +76,7 @@ class CommonWeights:
                 weights = copy.float()
                 change(slot.parameter, place_of(slot), weights)
                 if weights is not copy:
-                    store_rounded(copy, weights, (seed << 24) + number)
+                    execute(StoreRounded(copy, weights, (seed << 24) + number), [copy])
 
     @torch.no_grad()
     def take_over_written(self, in_sync: bool) -> list[Slot]:

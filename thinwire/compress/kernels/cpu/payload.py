@@ -195,31 +195,21 @@ def _contribution(
 
 @kernel
 def average_and_encode(
-    received: Bytes,
-    workers: int,
-    incoming: Layout,
-    residual: Floats,
-    lost: Floats,
-    packets: Bytes,
-    outgoing: Layout,
-    blocks: Range,
+    received: Bytes, workers: int, residual: Floats, lost: Floats, packets: Bytes, layout: Layout, blocks: Range
 ) -> None:
-    """See `bucket_reference.average_and_encode`; an empty residual is none."""
-    size, codec = incoming.block_size, incoming.form.codec
+    """See `bucket_reference.average_and_encode`; an empty residual is none. `layout`: of each row of `received`, and
+    of the packet."""
+    size, codec = layout.block_size, layout.form.codec
     for block in range(blocks.first, blocks.last):
-        start = block * size
-        place = locate(incoming, block, workers)
-        target = locate(outgoing, block, 1)
+        start, place = block * size, locate(layout, block, workers)
         if codec == SIGN1 and place.valid == size:
             lost_at = lost.ctypes.data + 4 * start
             residual_at = residual.ctypes.data + 4 * start if residual.size else 0
-            total = _pack_average(
-                received, place, incoming.row_bytes, workers, residual_at, lost_at, packets, target, size
-            )
-            lose_signs(lost_at, packets, size, target, total)
+            total = _pack_average(received, place, layout.row_bytes, workers, residual_at, lost_at, packets, size)
+            lose_signs(lost_at, packets, size, place, total)
         else:
-            decode_block(received, place, codec, incoming.row_bytes, workers, lost, start, start + size, False)
-            encode_block(lost, residual, start, packets, size, codec, target)
+            decode_block(received, place, codec, layout.row_bytes, workers, lost, start, start + size, False)
+            encode_block(lost, residual, start, packets, size, codec, place)
 
 
 @helper
@@ -231,7 +221,6 @@ def _pack_average(
     residual: int,
     lost: int,
     packets: Bytes,
-    target: Place,
     size: int,
 ) -> floats.Scalar:
     """Write a block's average, plus the residual at an address that is not 0, to the address `lost`, and its signs;
@@ -246,7 +235,7 @@ def _pack_average(
             value2 = floats.add(value2, memory.load_floats(at + 8 * LANES))
             value3 = floats.add(value3, memory.load_floats(at + 12 * LANES))
         store_step(lost + 4 * i, value0, value1, value2, value3)
-        sums = pack_step(packets, target.codes + i // 8, sums, value0, value1, value2, value3)
+        sums = pack_step(packets, place.codes + i // 8, sums, value0, value1, value2, value3)
     return total_of(sums)
 
 

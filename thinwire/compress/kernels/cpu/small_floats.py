@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Range
-from thinwire.compress.kernels.noise import MULTIPLIERS, SHIFTS
+from thinwire.compress.kernels.reference import MULTIPLIERS, SHIFTS
 from thinwire.simd import floats, integers, memory
 from thinwire.simd.building import operation, splat
 from thinwire.simd.compiling import helper, inner, kernel
@@ -256,7 +256,7 @@ _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 
 
 def _random_bits(builder: Any, number: Any, first_key: Any, second_key: Any) -> Any:
-    """`noise.random_bits`; two elements share 32 bits, so that half a vector serves sixteen."""
+    """`reference.random_bits`; two elements share 32 bits, so that half a vector serves sixteen."""
     pairs = ir.VectorType(_INT, LANES // 2)
 
     def constant(value: int) -> Any:
@@ -282,7 +282,7 @@ random_bits = operation(_random_bits, integers.vector, types.int64, types.uint32
 def store_rounded(
     weights: Values, values: Floats, first_key: np.uint32, second_key: np.uint32, elements: Range
 ) -> None:
-    """Elements from `first`, a multiple of sixteen, up to `last`; see `rounding.store_rounded`."""
+    """Elements from `first`, a multiple of sixteen, up to `last`; see `reference.store`."""
     memory, kind = weights
     behind = elements.last // LANES * LANES
     for i in range(elements.first, behind, LANES):

@@ -23,7 +23,6 @@ from thinwire.compress.kernels.cuda.bucket_launches import (
 from thinwire.compress.kernels.cuda.launch import (
     Launch,
     architecture_option,
-    check_headers_launch,
     compile_options,
     decode_launch,
     encode_launch,
@@ -68,7 +67,6 @@ _LAUNCHES: dict[str, Callable[[Any], Iterable[Launch]]] = {
     "decode": lambda call: map(decode_launch, call.runs()),
     "store_rounded": lambda call: [store_rounded_launch(call)],
     "write_headers": lambda call: [write_headers_launch(call)],
-    "check_headers": lambda call: [check_headers_launch(call)],
     "encode_payload": lambda call: [encode_payload_launch(call)],
     "decode_and_move": lambda call: [decode_and_move_launch(call)],
     "average_and_encode": lambda call: [average_and_encode_launch(call)],

@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.kernels.adam import AdamStep
-from thinwire.compress.kernels.buckets import (
-    AverageAndEncode,
-    DecodeAndMove,
-    EncodePayload,
-    KernelCall,
-    Part,
-    Segments,
-)
+from thinwire.compress.kernels.buckets import AverageAndEncode, DecodeAndMove, EncodePayload, KernelCall, Part, Segments
+from thinwire.compress.kernels.calls import WriteHeaders
 from thinwire.compress.kernels.cuda.launch import (
     ELEMENTS_PER_THREAD,
     MAX_ROWS,
@@ -38,10 +32,9 @@ from thinwire.compress.kernels.cuda.launch import (
     structure,
     write_headers_launch,
 )
-from thinwire.compress.kernels.headers import WriteHeaders, header_words
-from thinwire.compress.kernels.noise import keys
-from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked
+from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, keys
 from thinwire.compress.kernels.tables import on_device
+from thinwire.compress.packet_layout import HEADER_BYTES
 
 __all__ = [
     "adam_step_launch",
@@ -85,7 +78,7 @@ def encode_payload_launch(call: EncodePayload) -> Launch:
         aligned("lost", call.lost),
         aligned("packets", call.packets),
         _part(call.part, call.packets),
-        _header(call.part.header),
+        call.part.header or bytes(HEADER_BYTES),
     )
     name = f"encode_payload_{call.form}_{call.codec}"
     return _part_launch(f"bucket_{call.codec}", name, call.part, call.packets, arguments)
@@ -135,7 +128,7 @@ def encode_packed_payload_launch(call: EncodePackedPayload) -> Launch:
         aligned("lost", call.lost),
         aligned("packets", call.packets),
         _part(call.part, call.packets),
-        _header(call.part.header),
+        call.part.header or bytes(HEADER_BYTES),
     )
     name = f"encode_packed_payload_{TYPE_NAMES[call.residual.dtype]}"
     return _part_launch("packed_payload", name, call.part, call.packets, arguments)
@@ -191,10 +184,6 @@ def _part(part: Part, packets: Tensor) -> Argument:
     return structure("Part", part.numel, row_blocks, packets.size(1), part.shard, part.first)
 
 
-def _header(header: bytes | None) -> Argument:
-    return structure("Header", *((0, 0) if header is None else header_words(header)))
-
-
 def _part_launch(
     source: str,
     function: str,
@@ -208,7 +197,7 @@ def _part_launch(
     if grid[1] > MAX_ROWS:
         raise ValueError(f"{grid[1]} packets at once: a GPU takes {MAX_ROWS} at most")
     if not grid[0] and part.header is not None:
-        return write_headers_launch(WriteHeaders(packets, *header_words(part.header), 0, None, 0))
+        return write_headers_launch(WriteHeaders(packets, part.header))
     return Launch(source, function, part.block_size, grid, block_threads(part.block_size), tuple(arguments))
 
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded
-from thinwire.compress.kernels.headers import CheckHeaders, WriteHeaders
-from thinwire.compress.kernels.noise import keys
+from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded, WriteHeaders
+from thinwire.compress.kernels.packed import keys
 
 __all__ = [
     "ELEMENTS_PER_THREAD",
@@ -30,11 +29,9 @@ __all__ = [
     "Launch",
     "address",
     "aligned",
-    "aligned_rows",
     "architecture_option",
     "averaged_rows",
     "block_threads",
-    "check_headers_launch",
     "compile_options",
     "decode_launch",
     "division",
@@ -84,8 +81,8 @@ STRUCTURES = {
             *((name, np.int32) for name in ("from_momentum", "eps_inside_root", "holds_zero")),
         ]
     ),
-    "Header": np.dtype([("first", np.int64), ("second", np.int64)]),
-    "HeaderRows": np.dtype([("rows", np.int64), ("row_bytes", np.int64), ("scales", np.int64), ("flag", np.int64)]),
+    "Header": np.dtype([("first", np.int64), ("second", np.int64)]),  # as its bytes lie in memory
+    "HeaderRows": np.dtype([("row_bytes", np.int64), ("scales", np.int64), ("flag", np.int64)]),
 }
 
 Argument = bytes
@@ -115,13 +112,6 @@ def aligned(name: str, tensor: Tensor | None) -> Argument:
             "take slices at multiples of 4 elements, or clone it"
         )
     return address(tensor)
-
-
-def aligned_rows(name: str, rows: Tensor) -> Argument:
-    """Address of rows of bytes that a kernel reads or writes as words."""
-    if rows.stride(0) % 4:
-        raise ValueError(f"{name} has rows of {rows.stride(0)} bytes: make them a multiple of 4")
-    return aligned(name, rows)
 
 
 def address(tensor: Tensor | None) -> Argument:
@@ -203,19 +193,12 @@ def store_rounded_launch(call: StoreRounded) -> Launch:
 
 def write_headers_launch(call: WriteHeaders) -> Launch:
     """Launch of a thread block for each row, which writes its header."""
-    rows = call.packets.size(0)
-    header = structure("Header", call.first, call.second)
-    place = structure("HeaderRows", rows, call.packets.stride(0), call.scales, call.flag)
-    arguments = (aligned_rows("packets", call.packets), address(call.condition), header, place)
-    return Launch("headers", "write_headers", NO_BLOCKS, (rows, 1), _HEADER_THREADS, arguments)
-
-
-def check_headers_launch(call: CheckHeaders) -> Launch:
-    """Launch of one thread block that looks at all rows."""
-    expected = structure("Header", call.first, call.second)
-    place = structure("HeaderRows", call.headers.size(0), call.headers.stride(0), 0, call.known)
-    arguments = (aligned_rows("headers", call.headers), address(call.report), expected, place)
-    return Launch("headers", "check_headers", NO_BLOCKS, (1, 1), _HEADER_THREADS, arguments)
+    packets = call.packets
+    if packets.stride(0) % 4:
+        raise ValueError(f"packets has rows of {packets.stride(0)} bytes: make them a multiple of 4")
+    place = structure("HeaderRows", packets.stride(0), call.scales, call.flag)
+    arguments = (aligned("packets", packets), address(call.condition), call.header, place)
+    return Launch("headers", "write_headers", NO_BLOCKS, (packets.size(0), 1), _HEADER_THREADS, arguments)
 
 
 def source_folder() -> Path:
