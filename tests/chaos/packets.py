@@ -56,7 +56,7 @@ class Transfer:
         numbers = (source.randrange(1 << 16) for _ in range(4))
         bucket, step, part, settings = numbers
         header = Header(codec.identifier, codec.block_size, bucket, step, Flags.NONE, part, settings)
-        write_headers(packets, replace(header, flags=source.choice(list(Flags))))
+        write_headers(packets, header.pack(flags=source.choice(list(Flags))))
         return cls(codec, rows, shard, numel, header, packets)
 
 
@@ -120,7 +120,7 @@ def another_header(source: random.Random, transfer: Transfer) -> None:
     name = source.choice(("codec", "block_size", "bucket", "part", "step", "settings"))
     value = 64 * source.randrange(1, 1024) if name == "block_size" else source.randrange(1 << 8)
     row = source.randrange(transfer.received.shape[0])
-    write_headers(transfer.received[row : row + 1], replace(transfer.header, **{name: value}))
+    write_headers(transfer.received[row : row + 1], replace(transfer.header, **{name: value}).pack())
 
 
 def another_version(source: random.Random, transfer: Transfer) -> None:
@@ -132,7 +132,7 @@ def another_codec(source: random.Random, transfer: Transfer) -> None:
     other = make_codec(name, transfer.codec.block_size)
     packets = torch.zeros(transfer.rows, other.packet_bytes(transfer.shard), dtype=torch.uint8)
     other.encode(torch.ones(transfer.rows * transfer.shard), None, packets, transfer.numel)
-    write_headers(packets, replace(transfer.header, codec=other.identifier))
+    write_headers(packets, replace(transfer.header, codec=other.identifier).pack())
     transfer.received = packets
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.compress.parts import held_coordinates, zero_held
+from thinwire.compress.exchange import held_coordinates, zero_held
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 1 / 16, 0.5, 1.0])

@@ -41,7 +41,7 @@ def packets_of(comm: Communicator, layout: BucketLayout, codec: CodecName, divis
             held.gradients[slot.parameter] = gradient
             exchange.payload[slot.offset : slot.offset + slot.numel] = gradient / divisor
     cast = held.caster(exchange, divisor)
-    header = Header(made.identifier, BLOCK, 2, step=9)
+    header = Header(made.identifier, BLOCK, 2, step=9).pack()
     found, wanted = [], []
     for place in (slice(0, BLOCK), slice(BLOCK, exchange.shard)) if exchange.shard > BLOCK else (slice(0, BLOCK),):
         packets = torch.full((comm.size, made.packet_bytes(place.stop - place.start)), 0xA5, dtype=torch.uint8)
@@ -51,7 +51,7 @@ def packets_of(comm: Communicator, layout: BucketLayout, codec: CodecName, divis
         made.values(other).copy_(exchange.payload.view(comm.size, -1)[:, place])  # type: ignore[attr-defined]
         other[:, :16] = packets[0, :16]
         wanted.append(other.view(-1))
-        assert packets[:, :16].eq(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)).all()
+        assert packets[:, :16].eq(torch.frombuffer(bytearray(header), dtype=torch.uint8)).all()
     return torch.cat(found), torch.cat(wanted)
 
 

@@ -41,12 +41,8 @@ class Codec(ABC):
     name: CodecName
     identifier: int  # the codec byte of a packet's header
     block_size: int
+    scale_block: int  # elements that share their scales: a block to the kernels. It divides `block_size`.
     has_kernels: ClassVar[bool] = False
-
-    @property
-    def scale_block(self) -> int:
-        """Elements that share their scales: a block to the kernels. It divides `block_size`."""
-        return self.block_size
 
     @abstractmethod
     def packet_bytes(self, shard: int) -> int:
@@ -118,11 +114,9 @@ class _BlockCodec(Codec):
         self.name = name
         self.identifier = identifier
         self.block_size = block_size
+        self.scale_block = scale_block(name, block_size)
 
-    @property
-    def scale_block(self) -> int:
-        return scale_block(self.name, self.block_size)
-
+    @override
     def packet_bytes(self, shard: int) -> int:
         return codec_packet_bytes(self.name, shard, self.block_size)
 
@@ -201,7 +195,7 @@ class CastCodec(Codec):
     ) -> None:
         self.name = name
         self.identifier = identifier
-        self.block_size = block_size
+        self.block_size = self.scale_block = block_size
         self._dtype = dtype
 
     def values(self, packets: Tensor, shard: int | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from thinwire.compress.packet import (
     number_headers,
     write_headers,
 )
-from thinwire.compress.parts import Arrived, Leg, Outcome, cut_shard, least_part, zero_held
+from thinwire.compress.parts import Arrived, Leg, Outcome, cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 from thinwire.zero.norm_sketch import read_together
 
@@ -36,14 +36,16 @@ __all__ = [
     "Leg",
     "Outcome",
     "bring_headers",
+    "held_coordinates",
     "kept_headers",
+    "zero_held",
 ]
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""
 
-EncodePart = Callable[[slice, Tensor, Header], None]
-"""Encodes a part of every shard into packets, with this header, and leaves what was lost where `payload` is."""
+EncodePart = Callable[[slice, Tensor, bytes], None]
+"""Encodes a part of every shard into packets, with this header, and leaves what was lost in `next_residual`."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Exchange:
     `error_feedback=False` keeps no residuals.
 
     `worker_place`, `owner_place`: the elements of the vector, padding included, that this rank's residuals are of.
+    `takes_encoder`: whether `start` takes an encoder, as vectors leave as they are and the codec has kernels.
     """
 
     takes_gradients: ClassVar[bool] = False
@@ -103,7 +106,10 @@ class Exchange:
         self.worker_place = slice(0, self.shard * division.sent)
         self.parts = cut_shard(self.shard, codec.block_size, least_part(codec, comm.backend) if part is None else part)
         owned = 0 if division.own is None else self.shard
-        self.valid_in_own_shard = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
+        valid = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
+        # Of each part: the bytes of a packet, and the elements of the own shard that are not padding.
+        self._part_bytes = [codec.packet_bytes(part.stop - part.start) for part in self.parts]
+        self._part_valid = [min(max(valid - part.start, 0), part.stop - part.start) for part in self.parts]
         self._comm = comm
         self._device = torch.device(device)
         self._payload: Tensor | None = None
@@ -112,6 +118,7 @@ class Exchange:
         if error_feedback:
             self.worker_residual = torch.zeros(self.shard * division.sent, device=self._device)
             self.owner_residual = torch.zeros(owned, device=self._device)
+        self.takes_encoder = codec.has_kernels and error_feedback
         self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step
         self._average: Tensor | None = None
         self._next_average: Tensor | None = None
@@ -122,21 +129,10 @@ class Exchange:
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
     @property
-    def takes_encoder(self) -> bool:
-        """Whether `start` can be given what encodes, since vectors leave as they are and the codec has kernels."""
-        return self.codec.has_kernels and self.worker_residual is not None
-
-    @property
     def payload(self) -> Tensor:
         """What to average, fp32 [padded_numel]: write it before `start`. New memory holds zeros."""
         if self._payload is None:
             self._payload = torch.zeros(self.padded_numel, device=self._device)
-        return self._payload
-
-    def unwritten_payload(self) -> Tensor:
-        """`payload` to be written whole, padding included: new memory holds anything."""
-        if self._payload is None:
-            self._payload = torch.empty(self.padded_numel, device=self._device)
         return self._payload
 
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
@@ -147,14 +143,15 @@ class Exchange:
         """
         self._expect(step, settings)
         for number, place in enumerate(self.parts):
-            send, receive = self._packets(self._comm.size, place), self._packets(self._comm.size, place)
-            header = self._expected.of_part(number, flags)
+            send, receive = self._packets(self._comm.size, number), self._packets(self._comm.size, number)
+            header = self._expected.pack(number, flags)
             if encode is None:
                 self._encode_part(place, send)
                 write_headers(send, header)
             else:
                 encode(place, send, header)
-            self._number(send)
+            if self.numbers is not None:
+                number_headers(send, self.numbers)
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))
 
@@ -166,8 +163,8 @@ class Exchange:
         assert self._leg_1, "advance() follows start()"
         average = torch.empty(self.shard, device=self._device) if self._next_average is None else self._next_average
         for number, place in enumerate(self.parts):
-            received = self._receive(number, self._leg_1.pop(0))
-            send, valid = self._packets(1, place), self._valid_in(place)
+            received = self._receive(number)
+            send, valid = self._packets(1, number), self._part_valid[number]
             before = None if self.owner_residual is None else self.owner_residual[place]
             if adjust is None:
                 self.codec.average_and_encode(received, before, average[place], send, valid)
@@ -175,7 +172,7 @@ class Exchange:
                 self.codec.decode_mean(received, average[place], valid)
                 adjust(average[place], place)
                 self.codec.encode(average[place], before, send, valid)
-            self._leg_2.append(self._send_average(number, send, place))
+            self._send_average(number, send)
         self._average = average
 
     def wait(self) -> None:
@@ -201,10 +198,11 @@ class Exchange:
         Raises PacketError, on every rank, where a rank sent a packet of another step, bucket, part, codec or block
         size, and SettingsError where one has other hyperparameters.
         """
-        bring_headers([self])
+        if self._device.type != "cpu":
+            bring_headers([self])
         flags = Flags.NONE
-        for leg in self._headers:
-            if said := leg.check(self._expected):
+        for headers in self._headers:
+            if said := headers.check(self._expected):
                 flags |= said
         if not flags:
             return Outcome(finite=True, incomplete=False, unplaced=False)
@@ -241,14 +239,11 @@ class Exchange:
             self._next_average = self.owner_residual
         self.owner_residual, self._average = self._average, None
 
-    def alternate(self) -> None:
-        """Let the owner's residuals take turns in two places for good, as the worker's do, so that what one step was
-        captured with is where the next but one finds it."""
+    def places(self) -> tuple[int, ...]:
+        """Addresses that a step captured now depends on, of what takes turns: from now on the owner's residuals, too,
+        in two places as the worker's do, so that the next step but one finds them where this one did."""
         if self._next_average is None and self.owner_residual is not None:
             self._next_average = torch.empty_like(self.owner_residual)
-
-    def places(self) -> tuple[int, ...]:
-        """Addresses that a step captured now depends on, of what takes turns."""
         kept = (self.worker_residual, self.payload, self.owner_residual, self._next_average)
         return tuple(0 if one is None else one.data_ptr() for one in kept)
 
@@ -267,9 +262,9 @@ class Exchange:
 
     def hold_zero(self, held: Tensor) -> None:
         """Zero the residuals at these `held_coordinates` of [padded_numel]; between steps."""
-        for residual, place in zip(self._residuals(), (self.worker_place, self.owner_place), strict=True):
-            if residual is not None:
-                zero_held(residual, held, place)
+        if self.worker_residual is not None and self.owner_residual is not None:
+            zero_held(self.worker_residual, held, self.worker_place)
+            zero_held(self.owner_residual, held, self.owner_place)
 
     def scale_step(self, coefficient: float | Tensor) -> None:
         """Change the new worker residual to what it were had this step's change been `coefficient` times as large.
@@ -278,7 +273,7 @@ class Exchange:
         residual of a payload c·x sent as c·p. After `start`.
         """
         assert self.worker_residual is not None
-        torch.lerp(self.worker_residual, self._encoded, coefficient, out=self._encoded)
+        torch.lerp(self.worker_residual, self.next_residual, coefficient, out=self.next_residual)
 
     def average(self, vector: Tensor, step: int = 0) -> Tensor:
         """All of the above at once: the compressed average of `vector`, fp32 [numel], over the ranks.
@@ -304,56 +299,40 @@ class Exchange:
 
     @property
     def next_residual(self) -> Tensor:
-        """What becomes the worker's residual with this step, in its dtype, from `start` to `commit`."""
-        return self._encoded
-
-    @property
-    def _encoded(self) -> Tensor:
-        """What leg 1 encodes, of `worker_place`; from `start` on the new worker residual."""
+        """What leg 1 encodes, of `worker_place`; from `start` to `commit` what becomes the worker's residual."""
         return self.payload
-
-    def _residuals(self) -> tuple[Tensor | None, Tensor | None]:
-        """The worker's and the owner's as of the last step."""
-        return self.worker_residual, self.owner_residual
 
     def _encode_part(self, place: slice, packets: Tensor) -> None:
         """Encode a part of every shard."""
         before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
         valid = self.numel - self.worker_place.start - place.start
-        self.codec.encode(self._encoded.view(-1, self.shard)[:, place], before, packets, valid)
+        self.codec.encode(self.next_residual.view(-1, self.shard)[:, place], before, packets, valid)
 
-    def _receive(self, number: int, leg: Leg) -> Tensor:
+    def _receive(self, number: int) -> Tensor:
         """Wait for a part of leg 1, and return what came, uint8 [workers, packet_bytes]."""
+        leg = self._leg_1.pop(0)
         leg.work.wait()
         self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number, self._leg_1_senders))
         return leg.received
 
-    def _send_average(self, number: int, send: Tensor, place: slice) -> Leg:
+    def _send_average(self, number: int, send: Tensor) -> None:
         """Send an encoded part of the own shard to every worker, flagged where it is not finite."""
-        receive = self._packets(self._comm.size, place)
+        receive = self._packets(self._comm.size, number)
         scales = 0 if send.device.type == "cpu" else self.codec.finite_scales(send)
         finite = True if scales else self.codec.all_finite(send)
-        write_headers(send, self._expected.of_part(number), finite, scales)
-        self._number(send)
-        self._pass_on_flags(send)
-        return Leg(send, receive, self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True))
-
-    def _number(self, packets: Tensor) -> None:
+        write_headers(send, self._expected.pack(number), finite, scales)
         if self.numbers is not None:
-            number_headers(packets, self.numbers)
+            number_headers(send, self.numbers)
+        self._pass_on_flags(send)
+        work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
+        self._leg_2.append(Leg(send, receive, work))
 
     def _pass_on_flags(self, packets: Tensor) -> None:
         """Let leg 2 tell of leg 1: here nothing, as every rank saw the same headers."""
 
-    def _valid_in(self, place: slice) -> int:
-        """How many elements of a part of the own shard are not padding."""
-        begin: int = place.start
-        end: int = place.stop
-        return min(max(self.valid_in_own_shard, begin), end) - begin
-
-    def _packets(self, rows: int, place: slice) -> Tensor:
-        numbers = self.codec.packet_bytes(place.stop - place.start)
-        return torch.empty(rows, numbers, dtype=torch.uint8, device=self._device)
+    def _packets(self, rows: int, number: int) -> Tensor:
+        """Room for packets of a part."""
+        return torch.empty(rows, self._part_bytes[number], dtype=torch.uint8, device=self._device)
 
 
 def kept_headers(packets: Tensor) -> Tensor:
@@ -376,3 +355,24 @@ def bring_headers(exchanges: Iterable[Exchange], others: Sequence[Tensor] = ()) 
     for exchange in away:
         exchange._headers = [replace(headers, raw=next(brought)) for headers in exchange._headers]
     return found
+
+
+_FEW = 16
+"""One in so many: numbers of 8 bytes then take less memory than a mask, and less time than a pass over it."""
+
+
+def held_coordinates(mask: Tensor) -> Tensor:
+    """What `zero_held` takes, of a bool mask [numel]: on a CPU the numbers of the coordinates, ascending, int64, where
+    they are few; else the mask."""
+    if mask.device.type != "cpu" or _FEW * int(mask.count_nonzero()) > mask.numel():
+        return mask
+    return mask.nonzero().view(-1)
+
+
+def zero_held(values: Tensor, held: Tensor, place: slice) -> None:
+    """Zero, in place, the coordinates of `values` that are held; they are the elements `place` of the vector."""
+    if held.dtype == torch.bool:
+        values.masked_fill_(held[place], 0.0)
+        return
+    first, last = torch.searchsorted(held, torch.tensor([place.start, place.stop])).tolist()
+    values.index_fill_(0, held[first:last] - place.start, 0.0)

@@ -3,8 +3,6 @@ that a node sends what one rank would."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -69,18 +67,17 @@ class HierarchicalExchange(Exchange):
         self.worker_place = (
             slice(0, 0) if lane is None else slice(lane * self._lane_numel, (lane + 1) * self._lane_numel)
         )
+        self.takes_encoder = False  # what leaves is the node's sum
         self._sum: Tensor | None = None
         self._passed_on = 0
 
-    takes_encoder = False  # what leaves is the node's sum
-
+    @override
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
-        """Add up inside the node, and start leg 1 between nodes."""
         assert encode is None, "what is encoded is the node's sum"
         links = self._links
         mine = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         self._expect(step, settings)
-        write_headers(mine, replace(self._expected, flags=flags))
+        write_headers(mine, self._expected.pack(0, flags))
         neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         links.inside.all_gather(neighbours, mine)
         total = self._add_up()
@@ -95,13 +92,14 @@ class HierarchicalExchange(Exchange):
         if self._links.lane is not None:
             super().advance(adjust)
 
+    @override
     def wait(self) -> None:
-        """Wait for leg 2, and share inside the node what it brought."""
+        # Then share inside the node what leg 2 brought.
         links = self._links
         senders = [ranks[lane] for lane in range(links.lanes) for ranks in links.groups.members]
-        for number, place in enumerate(self.parts):
+        for number in range(len(self.parts)):
             if links.lane is None:
-                mine = self._packets(links.num_nodes, place).zero_()
+                mine = self._packets(links.num_nodes, number).zero_()
             else:
                 self._leg_2[number].work.wait()
                 mine = self._leg_2[number].received
@@ -116,37 +114,36 @@ class HierarchicalExchange(Exchange):
         if self._links.lane is not None:
             super().scale_step(coefficient)
 
+    @override
     def commit(self) -> None:
-        """Take over the new residuals."""
         if self._links.lane is not None and self.worker_residual is not None:
             assert self._average is not None, "commit() follows wait()"
             self.worker_residual, self._sum = self._sum, self.worker_residual
             self.owner_residual, self._average = self._average, None
 
     @property
-    def _encoded(self) -> Tensor:
+    @override
+    def next_residual(self) -> Tensor:
         assert self._sum is not None
         return self._sum
 
+    @override
     def _pass_on_flags(self, packets: Tensor) -> None:
-        """What this rank has heard of others, which only it may have, passed on to everyone."""
-        heard, self._passed_on = self._headers[self._passed_on :], len(self._headers)
+        # What headers told this rank, maybe alone, goes on to every rank.
+        read, self._passed_on = self._headers[self._passed_on :], len(self._headers)
         known = Flags.NONE
-        for headers in heard:
-            if headers.raw.device.type == "cpu":
-                known |= self._flags_of(headers)
-            else:
-                pass_on_flags(packets, flags_on_device(headers.raw, replace(self._expected, part=headers.part)))
+        for headers in read:
+            if headers.raw.device.type != "cpu":
+                pass_on_flags(packets, flags_on_device(headers.raw, self._expected.pack(headers.part)))
+                continue
+            try:
+                known |= headers.check(self._expected)
+            except SettingsError:
+                known |= Flags.SETTINGS
+            except PacketError:
+                known |= Flags.MISMATCH
         if known:
             pass_on_flags(packets, torch.tensor(int(known), dtype=torch.int16))
-
-    def _flags_of(self, headers: Headers) -> Flags:
-        try:
-            return headers.check(self._expected)
-        except SettingsError:
-            return Flags.SETTINGS
-        except PacketError:
-            return Flags.MISMATCH
 
     def _add_up(self) -> Tensor:
         """Return this rank's lane of the node's sum, times nodes / ranks: the mean over nodes is then that of ranks."""

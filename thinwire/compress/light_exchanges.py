@@ -38,14 +38,15 @@ class LowMemoryExchange(Exchange):
         part: int | None = None,
     ) -> None:
         super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device, part=part)
+        self.takes_encoder = codec.has_kernels and reversible and residual_dtype == torch.float32
         self.worker_residual = torch.zeros(self.padded_numel, dtype=residual_dtype, device=device)
         self.owner_residual = torch.zeros(self.shard, device=device)
         self._reversible = reversible
         self._next: Tensor | None = None
 
+    @override
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
-        """See Exchange; the payload's memory goes, or becomes the residual. What `encode` loses goes to
-        `next_residual`, which without `reversible` is the residual itself."""
+        # The payload's memory goes, or becomes the residual. Without `reversible` the next residual is the residual.
         assert self.worker_residual is not None
         if self.worker_residual.dtype == torch.float32 and encode is None:
             self._next = self.payload
@@ -55,12 +56,6 @@ class LowMemoryExchange(Exchange):
         self._payload = None
         if not self._reversible:
             self.worker_residual, self._next = self._next, None
-
-    @property
-    def takes_encoder(self) -> bool:
-        """See Exchange; what encodes vectors takes a residual in fp32, and leaves it as it is."""
-        assert self.worker_residual is not None
-        return self.codec.has_kernels and self._reversible and self.worker_residual.dtype == torch.float32
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""
@@ -73,18 +68,16 @@ class LowMemoryExchange(Exchange):
         """What leg 2 brought from one owner, uint8 [1, packet_bytes] for each part; after `wait`."""
         return [leg.received[row : row + 1] for leg in self._leg_2]
 
+    @override
     def commit(self) -> None:
-        """Take over the new residuals."""
         assert self._average is not None, "commit() follows wait()"
         if self._next is not None:
             self.worker_residual, self._next = self._next, None
         self.owner_residual, self._average = self._average, None
 
+    @override
     def revert(self) -> None:
-        """Go back to the residuals before this step; nothing after `commit`.
-
-        Where they were not kept the residual starts again from zero: it holds this step's, however large, by now.
-        """
+        # A residual that was not kept starts again from zero: it holds this step's, however large, by now.
         self._payload = None
         if self._average is None:
             return
@@ -93,15 +86,12 @@ class LowMemoryExchange(Exchange):
         self._next = self._average = None
 
     @property
-    def _encoded(self) -> Tensor:
-        assert self._next is not None, "scale_step needs a reversible exchange, after start()"
+    @override
+    def next_residual(self) -> Tensor:
+        assert self._next is not None, "a step that is scaled needs a reversible exchange, after start()"
         return self._next
 
-    def _residuals(self) -> tuple[Tensor | None, Tensor | None]:
-        """Between `wait` and `commit` the new ones."""
-        worker = self.worker_residual if self._next is None else self._next
-        return worker, self.owner_residual if self._average is None else self._average
-
+    @override
     def _encode_part(self, place: slice, packets: Tensor) -> None:
         if self._next is self.payload:
             super()._encode_part(place, packets)
@@ -134,17 +124,18 @@ class ExactExchange(Exchange):
     def advance(self, adjust: Adjust | None = None) -> None:
         assert self._leg_1, "advance() follows start()"
         for number, place in enumerate(self.parts):
-            received = self._receive(number, self._leg_1.pop(0))
-            send = self._packets(1, place)
+            received = self._receive(number)
+            send = self._packets(1, number)
             (sent,) = self.codec.values(send)
             average = sent if sent.dtype == torch.float32 else torch.empty(len(sent), device=self._device)
-            self.codec.decode_mean(received, average, self._valid_in(place))
+            self.codec.decode_mean(received, average, self._part_valid[number])
             if adjust is not None:
                 adjust(average, place)
             if average is not sent:
                 sent.copy_(average)
-            self._leg_2.append(self._send_average(number, send, place))
+            self._send_average(number, send)
 
+    @override
     def _encode_part(self, place: slice, packets: Tensor) -> None:
         self.codec.values(packets).copy_(self.payload.view(-1, self.shard)[:, place])
 
@@ -158,18 +149,18 @@ class SoleExchange(Exchange):
         super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device)
         self._arrived = False
 
+    @override
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
-        """See Exchange; what leg 1 would say is heard at once."""
         assert encode is None, "the payload is the average"
         self._expect(step, settings)
         self._arrived = False
-        self._hear(flags, True)
+        self._add_header(flags, True)
 
     @override
     def advance(self, adjust: Adjust | None = None) -> None:
         if adjust is not None:
             adjust(self.payload, slice(0, self.shard))
-        self._hear(Flags.NONE, all_finite(self.payload))
+        self._add_header(Flags.NONE, all_finite(self.payload))
 
     @override
     def wait(self) -> None:
@@ -192,9 +183,10 @@ class SoleExchange(Exchange):
         if output.data_ptr() != self.payload.data_ptr():
             output.copy_(self.payload)
 
-    def _hear(self, flags: Flags, finite: bool | Tensor) -> None:
+    def _add_header(self, flags: Flags, finite: bool | Tensor) -> None:
+        """Have `outcome` find what a leg's packet would say."""
         header = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
-        write_headers(header, self._expected.of_part(0, flags), finite)
+        write_headers(header, self._expected.pack(0, flags), finite)
         self._headers.append(Headers(header, 0))
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "Headers",
     "PacketError",
     "SettingsError",
-    "check_headers",
     "flags_on_device",
     "number_headers",
     "pass_on_flags",
@@ -53,7 +52,7 @@ class Flags(IntFlag):
     MISMATCH = 8  # a packet that the sender got was not the one it waited for
     UNPLACED = 4  # the sender has a trainable parameter that lies in no bucket yet
     SETTINGS = 16  # a packet that the sender got was of a rank with other hyperparameters
-    MEET = 32  # somebody waits to join: after this exchange all meet
+    MEET = 32  # a worker waits to join: after this exchange all meet
 
 
 _KNOWN_FLAGS = sum(Flags)
@@ -82,16 +81,16 @@ class Header:
     part: int = 0
     settings: int = 0
 
-    def pack(self) -> bytes:
-        """The 16 bytes of this header, little-endian."""
+    def pack(self, part: int | None = None, flags: Flags | None = None) -> bytes:
+        """The 16 bytes of this header, little-endian; with another `part` or `flags` if they are given."""
         return _HEADER.pack(
             _MAGIC,
             _VERSION,
             self.codec,
-            self.flags,
+            self.flags if flags is None else flags,
             self.block_size // 64,
             self.bucket % _LIMIT,
-            self.part % _LIMIT,
+            (self.part if part is None else part) % _LIMIT,
             self.step % _LIMIT,
             self.settings % _LIMIT,
         )
@@ -106,10 +105,6 @@ class Header:
                 "different versions of thinwire, or a second user of the same communicator, cause this"
             )
         return cls(codec, block_units * 64, bucket, step, Flags(flags), part, settings)
-
-    def of_part(self, part: int, flags: Flags = Flags.NONE) -> Header:
-        """This header, which has neither part nor flags, with these."""
-        return replace(self, part=part, flags=flags) if part or flags else self
 
     def check(self, expected: Header, sender: int) -> None:
         """Raise PacketError unless this header, flags aside, is the expected one; SettingsError for its settings."""
@@ -129,20 +124,21 @@ class Header:
             )
 
 
-def write_headers(packets: Tensor, header: Header, finite: bool | Tensor = True, scales: int = 0) -> None:
-    """Put `header` at the start of every row of `packets`, uint8 [rows, bytes], contiguous.
+def write_headers(packets: Tensor, header: bytes, finite: bool | Tensor = True, scales: int = 0) -> None:
+    """Put a packed `header` at the start of every row of `packets`, uint8 [rows, bytes], contiguous.
 
     Unless `finite`, it says NON_FINITE; as a bool scalar on the packets' device that is found out there, as is whether
     the first `scales` fp32 behind the header are all finite: one launch, and the host neither waits for the device nor
     copies anything to it.
     """
     if finite is False:
-        header = replace(header, flags=header.flags | Flags.NON_FINITE)
-    if packets.device.type == "cpu" and not scales and isinstance(finite, bool):
-        packets.numpy()[:, :HEADER_BYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
-        return
+        flags = int.from_bytes(header[_FLAG_BYTES], "little") | Flags.NON_FINITE
+        header = header[: _FLAG_BYTES.start] + flags.to_bytes(2, "little") + header[_FLAG_BYTES.stop :]
     condition = ~finite if isinstance(finite, Tensor) else None
-    execute(WriteHeaders(packets, header.pack(), scales, condition, Flags.NON_FINITE))
+    if packets.device.type == "cpu" and not scales and condition is None:
+        packets.numpy()[:, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+    else:
+        execute(WriteHeaders(packets, header, scales, condition, Flags.NON_FINITE))
 
 
 def step_and_settings(step: int, settings: int) -> bytes:
@@ -158,11 +154,11 @@ def number_headers(packets: Tensor, numbers: Tensor) -> None:
 
 def pass_on_flags(packets: Tensor, flags: Tensor) -> None:
     """Set `flags`, int16 [] on the packets' device, in every row's header."""
-    _flags_in(packets).bitwise_or_(flags)
+    packets[:, :HEADER_BYTES].view(torch.int16)[:, _FLAGS_INT16].bitwise_or_(flags)
 
 
-def flags_on_device(headers: Tensor, expected: Header) -> Tensor:
-    """What `check_headers` would find in `headers`, uint8 [senders, 16], as int16 [] on their device, without a wait.
+def flags_on_device(headers: Tensor, expected: bytes) -> Tensor:
+    """What `Headers.check` would find in `headers`, uint8 [senders, 16], as int16 [] on their device, without a wait.
 
     MISMATCH or SETTINGS stand for what it would raise.
     """
@@ -180,35 +176,6 @@ def flags_on_device(headers: Tensor, expected: Header) -> Tensor:
     return (seen & _KNOWN_FLAGS) | found.to(torch.int16)
 
 
-def _flags_in(packets: Tensor) -> Tensor:
-    return packets[:, :HEADER_BYTES].view(torch.int16)[:, _FLAGS_INT16]
-
-
-def check_headers(headers: Tensor, expected: Header, senders: Sequence[int] | None = None) -> Flags:
-    """The flags of all `headers`, uint8 [senders, 16], together; waits for the device where they are on one.
-
-    `senders`: their ranks; by default 0, 1, ... Raises PacketError, naming the sender, unless each header is
-    `expected`, flags aside, and all flags are known.
-    """
-    if headers.shape[0] < 1 or headers.shape[1] != HEADER_BYTES:
-        raise PacketError(
-            f"{tuple(headers.shape)} bytes of headers came, where there should be {HEADER_BYTES} a packet"
-        )
-    raw, packed = headers.cpu().numpy(), expected.pack()
-    if not expected.flags and raw.tobytes() == packed * len(raw):
-        return Flags.NONE
-    alike = raw == np.frombuffer(packed, dtype=np.uint8)
-    alike[:, _FLAG_BYTES] = True
-    for row in np.flatnonzero(~alike.all(axis=1)):
-        sender = int(row) if senders is None else senders[int(row)]
-        Header.unpack(raw[row].tobytes()).check(expected, sender)
-    flags = np.ascontiguousarray(raw[:, _FLAG_BYTES]).view("<u2").reshape(-1)
-    for row in np.flatnonzero(flags & ~np.uint16(_KNOWN_FLAGS)):
-        sender = int(row) if senders is None else senders[int(row)]
-        raise PacketError(f"rank {sender} sent a packet with flags that nobody knows, {int(flags[row]):#06x}")
-    return Flags(int(np.bitwise_or.reduce(flags)))
-
-
 @dataclass(frozen=True)
 class Headers:
     """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
@@ -218,5 +185,26 @@ class Headers:
     senders: Sequence[int] | None = None
 
     def check(self, expected: Header) -> Flags:
-        """All flags together; raises PacketError, naming the sender, for a header that is another, flags aside."""
-        return check_headers(self.raw, expected.of_part(self.part), self.senders)
+        """All flags together; waits for the device where the headers are on one.
+
+        Raises PacketError, naming the sender, unless each header is `expected` of this part, flags aside, and all flags
+        are known.
+        """
+        if self.raw.shape[0] < 1 or self.raw.shape[1] != HEADER_BYTES:
+            raise PacketError(
+                f"{tuple(self.raw.shape)} bytes of headers came, where there should be {HEADER_BYTES} a packet"
+            )
+        raw, packed = self.raw.cpu().numpy(), expected.pack(self.part, Flags.NONE)
+        if raw.tobytes() == packed * len(raw):
+            return Flags.NONE
+        alike = raw == np.frombuffer(packed, dtype=np.uint8)
+        alike[:, _FLAG_BYTES] = True
+        for row in np.flatnonzero(~alike.all(axis=1)):
+            Header.unpack(raw[row].tobytes()).check(replace(expected, part=self.part), self._sender(row))
+        flags = np.ascontiguousarray(raw[:, _FLAG_BYTES]).view("<u2").reshape(-1)
+        for row in np.flatnonzero(flags & ~np.uint16(_KNOWN_FLAGS)):
+            raise PacketError(f"rank {self._sender(row)} sent a packet with unknown flags, {int(flags[row]):#06x}")
+        return Flags(int(np.bitwise_or.reduce(flags)))
+
+    def _sender(self, row: np.intp) -> int:
+        return int(row) if self.senders is None else self.senders[int(row)]

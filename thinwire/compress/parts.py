@@ -1,13 +1,11 @@
 """Parts of a bucket's shards, cut so that encoding, sending and decoding of a large bucket overlap: how large one
-should be, and what an exchange's two legs bring of it. Beside them the coordinates of a vector that are held at
-zero."""
+should be, and what an exchange's two legs bring of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from thinwire.comm import Work
@@ -19,9 +17,7 @@ __all__ = [
     "Leg",
     "Outcome",
     "cut_shard",
-    "held_coordinates",
     "least_part",
-    "zero_held",
 ]
 
 _LEAST_ELEMENTS = 1 << 17  # under this the call of a kernel is felt beside its work
@@ -73,7 +69,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Leg:
-    """One part's packets under way, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
+    """One part's packets in flight, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
 
     sent: Tensor
     received: Tensor
@@ -87,24 +83,3 @@ class Arrived:
     headers: Sequence[Headers]
     legs: Sequence[Leg]
     average: Tensor
-
-
-_FEW = 16
-"""One in so many: numbers of 8 bytes then take less memory than a mask, and less time than a pass over it."""
-
-
-def held_coordinates(mask: Tensor) -> Tensor:
-    """What `zero_held` takes, of a bool mask [numel]: on a CPU the numbers of the coordinates, ascending, int64, where
-    they are few; else the mask."""
-    if mask.device.type != "cpu" or _FEW * int(mask.count_nonzero()) > mask.numel():
-        return mask
-    return mask.nonzero().view(-1)
-
-
-def zero_held(values: Tensor, held: Tensor, place: slice) -> None:
-    """Zero, in place, the coordinates of `values` that are held; they are the elements `place` of the vector."""
-    if held.dtype == torch.bool:
-        values.masked_fill_(held[place], 0.0)
-        return
-    first, last = torch.searchsorted(held, torch.tensor([place.start, place.stop])).tolist()
-    values.index_fill_(0, held[first:last] - place.start, 0.0)

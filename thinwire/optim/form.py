@@ -14,7 +14,7 @@ from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
 from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, Part, Segments
 from thinwire.compress.kernels.loading import execute
-from thinwire.compress.packet import Header, write_headers
+from thinwire.compress.packet import write_headers
 from thinwire.optim.algorithm import Form
 from thinwire.zero import BucketLayout
 
@@ -48,7 +48,7 @@ class HeldGradients:
             write_payload(form.payload, self.segments, *given, momentum, denominators, exchange.payload)
             return None
 
-        def encode(place: slice, packets: Tensor, header: Header) -> None:
+        def encode(place: slice, packets: Tensor, header: bytes) -> None:
             assert form.payload is not None
             execute(
                 EncodePayload(
@@ -62,7 +62,7 @@ class HeldGradients:
                     residual=exchange.worker_residual,
                     lost=exchange.next_residual,
                     packets=packets,
-                    part=part_of(exchange, place, header.pack()),
+                    part=part_of(exchange, place, header),
                 )
             )
 
@@ -75,7 +75,7 @@ class HeldGradients:
         gradients = [self.gradients.get(number) for number in self._parameters]
         flat = [None if gradient is None else gradient.view(-1) for gradient in gradients]
 
-        def cast(place: slice, packets: Tensor, header: Header) -> None:
+        def cast(place: slice, packets: Tensor, header: bytes) -> None:
             places, pieces = [], []
             for row, values in enumerate(codec.values(packets)):
                 begin = row * exchange.shard + place.start

@@ -19,7 +19,7 @@ from tests.optim.training import buckets_of, make_model, train, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.compress import make_codec
-from thinwire.compress.parts import zero_held
+from thinwire.compress.exchange import zero_held
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.preconditioner import quantize, table
 from thinwire.zero.memory import live_tensor_bytes

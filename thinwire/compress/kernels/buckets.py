@@ -355,14 +355,17 @@ def _check_denominators(form: str, denominators: Tensor | None, numel: int, pack
 
 def check_divisors(beta1: Sequence[float], divisors: Sequence[float]) -> None:
     """Raise for a beta1 outside of [0, 1], and for a divisor that is 0 or not finite."""
-    if not all(0.0 <= one <= 1.0 for one in set(beta1)):
-        raise ValueError(f"beta1 must lie between 0 and 1, got {list(beta1)}")
-    if not all(_LEAST <= abs(one) <= _LARGEST for one in set(divisors)):
-        raise ValueError(f"divisors must be finite and not 0, in float32, got {list(divisors)}")
+    for one in set(beta1):
+        if not 0.0 <= one <= 1.0:
+            raise ValueError(f"beta1 must lie between 0 and 1, got {list(beta1)}")
+    for one in set(divisors):
+        if not _LEAST <= abs(one) <= _LARGEST:
+            raise ValueError(f"divisors must be finite and not 0, in float32, got {list(divisors)}")
 
 
 def check_factors(**factors: Sequence[float]) -> None:
     """Raise for a number that float32 does not hold."""
     for name, values in factors.items():
-        if not all(abs(one) <= _LARGEST for one in set(values)):
-            raise ValueError(f"{name} must be finite, in float32, got {list(values)}")
+        for one in set(values):
+            if not abs(one) <= _LARGEST:
+                raise ValueError(f"{name} must be finite, in float32, got {list(values)}")

@@ -145,7 +145,7 @@ class Together(OuterStep):
 
     @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
-        payload = self._exchange.unwritten_payload()
+        payload = self._exchange.payload
         payload[self._numel :].zero_()
         for place, pair in _end_to_end(weights):
             torch.sub(pair.outer, pair.own, out=payload[place])

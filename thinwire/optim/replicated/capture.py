@@ -227,8 +227,6 @@ class StepCapture:
         next. Returns what `work` returned, and whether it was replayed."""
         for group in self._layout.groups:
             group.take_over_written()
-        for bucket in self._layout.buckets:
-            bucket.exchange.alternate()
         places = self._places()
         turn = self._turns.get(places)
         if turn is None:

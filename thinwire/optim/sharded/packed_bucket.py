@@ -10,13 +10,12 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import EncodePart, Outcome
+from thinwire.compress.exchange import EncodePart, Outcome, held_coordinates
 from thinwire.compress.kernels import packed
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.light_exchanges import LowMemoryExchange
-from thinwire.compress.packet import Flags, Header
-from thinwire.compress.parts import held_coordinates
+from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, MembersByGroup
 from thinwire.optim.form import part_of, segments_of
 from thinwire.optim.preconditioner import table
@@ -170,7 +169,7 @@ class PackedBucket:
                 # A product and not a fill: what is not finite must stay so, for every rank to see.
                 average.mul_(self.bucket.shard_of(self.codes)[place].ne(0))
 
-        self.exchange.advance(adjust)
+        self.exchange.advance(adjust if self._has_zero_variance or kept is not None else None)
 
     def wait(self) -> None:
         """Wait for leg 2."""
@@ -200,9 +199,9 @@ class PackedBucket:
                 self._beside.take([self.momentum[self._comm.rank : self._comm.rank + 1]])
             return
         self.momentum = self.exchange.take_packets()
+        self.exchange.commit()
         if self._has_zero_variance:
             self.exchange.hold_zero(self.codes == 0 if self._few_held is None else self._few_held)
-        self.exchange.commit()
 
     @torch.no_grad()
     def take_over_into(self, members: MembersByGroup) -> None:
@@ -267,7 +266,7 @@ class PackedBucket:
         divisors = [self._step.loss_scale / self._algorithm.scale(number) for number in numbers]
         state = self._packed_state()
 
-        def encode(place: slice, packets: Tensor, header: Header) -> None:
+        def encode(place: slice, packets: Tensor, header: bytes) -> None:
             assert self.exchange.worker_residual is not None
             execute(
                 packed.EncodePackedPayload(
@@ -280,7 +279,7 @@ class PackedBucket:
                     residual=self.exchange.worker_residual,
                     lost=self.exchange.next_residual,
                     packets=packets,
-                    part=part_of(self.exchange, place, header.pack()),
+                    part=part_of(self.exchange, place, header),
                 )
             )
 

@@ -141,7 +141,7 @@ def decode_and_move(call: DecodeAndMove) -> None:
     """Decode a part of what came back and move weights by it."""
     arguments = (
         _runs(call.segments, call.weights, call.replicas),
-        np.array([[-rate for rate in call.rates], call.decays], dtype=np.float32).T.copy(),
+        np.array([np.negative(call.rates), call.decays], dtype=np.float32).T.copy(),
         _FORMS[call.form],
         call.holds,
         _array(call.packets).reshape(-1),
@@ -241,7 +241,7 @@ def _runs(segments: Segments, *tensors: Sequence[Tensor | None]) -> NDArray[np.i
 
 def _contributing(call: EncodePayload | EncodePackedPayload) -> NDArray[np.float32]:
     """β₁, the gradient's gain and its divisor, of each run."""
-    return np.array([call.beta1, [1.0 - one for one in call.beta1], call.divisors], dtype=np.float32).T.copy()
+    return np.array([call.beta1, np.subtract(1.0, call.beta1), call.divisors], dtype=np.float32).T.copy()
 
 
 def _values(tensor: Tensor) -> Values:
