@@ -1,4 +1,5 @@
-"""Weights, gradients and state by parameter, and gathered weights, at stages 0 to 2."""
+"""Weights, gradients and state by parameter, and gathered weights: at stages 0 to 2 on threads, at stage 3, where
+models are built shard by shard too, on real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 from tests.deepspeed import parameter_access as behaviours
 from tests.engine.tiny import loss_of, make_engine, settings, train
 from thinwire.comm import threads
-from thinwire.deepspeed import utils
+from thinwire.deepspeed import utils, zero
 from thinwire.deepspeed.utils import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -46,6 +47,23 @@ def test_bad_values(stage) -> None:
 @pytest.mark.parametrize(("stage", "precision"), [(0, BF16), (1, FP32), (2, BF16)])
 def test_one_rank_changes_gathered_weights(stage, precision) -> None:
     threads.run(lambda comm: behaviours.one_rank_changes_gathered_weights(comm, stage, **precision), 3)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("ranks", [3, 1])
+def test_stage_3(jobs, ranks: int) -> None:
+    program = ("-m", "tests.deepspeed.stage3_access_program")
+    done = jobs.alone(*program) if ranks == 1 else jobs.torchrun(ranks, *program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"all held on {'single' if ranks == 1 else 'gloo'} with {ranks} ranks" in done.stdout
+
+
+def test_models_are_not_built_by_threads() -> None:
+    def body(comm):
+        with pytest.raises(ValueError, match="stage 3 needs processes, and these ranks are threads"):
+            zero.Init()
+
+    threads.run(body, 2)
 
 
 def test_weights_that_are_on_their_way() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
 from tests.engine.published import ZERO_2, ZERO_3
-from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, make_arguments, make_model, make_samples
+from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, make_arguments, make_model, make_samples, run_all
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine import Engine
@@ -24,25 +24,6 @@ STEPS, SAVED_AT = 8, 5
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": 3}}
 LOCAL = {"type": "ZeroOneAdam", "params": {"var_freeze_step": 3, "local_step_scaler": 3, "local_step_clipper": 4}}
 ADAMW = {"type": "AdamW", "params": {"betas": "auto", "eps": "auto"}}
-
-
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    transformers.trainer.PrinterCallback.on_log = lambda *_, **__: None
-    comm = communication.init(quiet=True)
-    for body in (
-        every_stage_resumes_bit_for_bit,
-        trains_as_the_stock_trainer,
-        keeps_the_best,
-        what_one_rank_lacks,
-        published_files_train_as_they_are,
-    ):
-        body(comm, folder / body.__name__)
-    comm.barrier()
-    if comm.rank == 0:
-        print(f"all held with {comm.size} ranks", flush=True)
 
 
 def published_files_train_as_they_are(comm: Communicator, folder: Path) -> None:
@@ -222,4 +203,12 @@ def what_one_rank_lacks(comm: Communicator, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_all(
+        communication.init(quiet=True),
+        Path(sys.argv[1]),
+        every_stage_resumes_bit_for_bit,
+        trains_as_the_stock_trainer,
+        keeps_the_best,
+        what_one_rank_lacks,
+        published_files_train_as_they_are,
+    )

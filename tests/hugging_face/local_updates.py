@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.hugging_face.tiny import BATCH, RATE, batches, flat, make_arguments, make_model, make_samples
+from tests.hugging_face.tiny import BATCH, RATE, batches, flat, make_arguments, make_model, make_samples, plain_loop
 from thinwire import DiLoCo
 from thinwire.comm import Communicator
 from thinwire.hugging_face import Trainer
-
-__all__ = ["WORKERS", "accelerates_workers", "trains_workers_apart"]
 
 WORKERS = (DiLoCo, {"inner_class": torch.optim.AdamW, "every": 4, "overlap": 1, "codec": "int8"})
 OPTIONS: dict[str, Any] = WORKERS[1] | {"codec": "none", "weight_decay": 0.0}
@@ -29,15 +27,7 @@ def by_hand(comm: Communicator, samples: Any, accumulation: int) -> Tensor:
     """What a plain loop ends with on this rank, whose gradients nobody averages; then, after an outer step of all."""
     model = make_model()
     optimizer = DiLoCo(model.named_parameters(), lr=RATE, max_norm=MAX_NORM, **OPTIONS)
-    micro = batches(samples, comm.rank, comm.size)
-    for step in range(len(micro) // accumulation):
-        *first, last = micro[step * accumulation : (step + 1) * accumulation]
-        with optimizer.no_sync():
-            for batch in first:
-                (model(**batch).loss / accumulation).backward()
-        (model(**last).loss / accumulation).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    assert list(plain_loop(model, optimizer, batches(samples, comm.rank, comm.size), accumulation))
     own = flat(model).clone()
     optimizer.synchronize()
     return torch.stack([own, flat(model)])

@@ -20,7 +20,18 @@ from torch.utils.data import DataLoader
 
 from tests.hugging_face.local_updates import WORKERS, accelerates_workers, trains_workers_apart
 from tests.hugging_face.lora import the_lora_example, trains_adapters
-from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, batches, flat, make_arguments, make_model, make_samples
+from tests.hugging_face.tiny import (
+    BATCH,
+    KEEP_BEST,
+    RATE,
+    batches,
+    flat,
+    make_arguments,
+    make_model,
+    make_samples,
+    plain_loop,
+    run_all,
+)
 from tests.launching import same_on_all_ranks
 from thinwire import OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
@@ -36,33 +47,6 @@ FREEZE = 5
 COMPRESSED = (OneBitAdam, {"freeze_step": FREEZE})
 LOCAL = (ZeroOneAdam, {"var_freeze_step": 4, "local_step_scaler": 3, "local_step_clipper": 4})
 MAX_NORM = 0.3
-
-
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    transformers.trainer.PrinterCallback.on_log = lambda *_, **__: None
-    comm = communication.init(quiet=True)
-    for body in (  # the last one leaves Accelerate with another precision
-        trains_as_a_plain_loop,
-        resumes_bit_for_bit,
-        evaluates_common_weights_and_keeps_the_best,
-        adapted_and_given,
-        a_stock_trainer,
-        accelerate_by_itself,
-        trains_adapters,
-        trains_workers_apart,
-        accelerates_workers,
-        what_is_refused,
-        the_example,
-        the_lora_example,
-        mixed_precision,
-    ):
-        body(comm, folder / body.__name__)
-    comm.barrier()
-    if comm.rank == 0:
-        print(f"all held with {comm.size} ranks", flush=True)
 
 
 def losses(trainer: transformers.Trainer) -> list[float]:
@@ -101,16 +85,8 @@ def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
         )
         schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, arguments.max_steps)
         norms, bytes_sent = [], []
-        micro = batches(samples, comm.rank, comm.size)
-        for step in range(arguments.max_steps):
-            *first, last = micro[step * accumulation : (step + 1) * accumulation]
-            with optimizer.no_sync():
-                for batch in first:
-                    (model(**batch).loss / accumulation).backward()
-            (model(**last).loss / accumulation).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+        micro = batches(samples, comm.rank, comm.size)[: accumulation * arguments.max_steps]
+        for _ in plain_loop(model, optimizer, micro, accumulation, schedule):
             norms.append(optimizer.last_step.grad_norm)
             bytes_sent.append(optimizer.bytes_sent)
         torch.testing.assert_close(found, flat(model), rtol=1e-4, atol=1e-6)
@@ -303,12 +279,7 @@ def accelerate_by_itself(comm: Communicator, folder: Path) -> None:
     plain = make_model()
     expected = OneBitAdam(plain.named_parameters(), lr=RATE, freeze_step=3, max_norm=MAX_NORM)
     micro = batches(samples, comm.rank, comm.size)
-    for first, last in zip(micro[::2], micro[1::2], strict=True):
-        with expected.no_sync():
-            (plain(**first).loss / 2).backward()
-        (plain(**last).loss / 2).backward()
-        expected.step()
-        expected.zero_grad()
+    assert len(list(plain_loop(plain, expected, micro, 2))) == 6
     torch.testing.assert_close(flat(model), flat(plain), rtol=1e-4, atol=1e-6)
     assert optimizer.bytes_sent == expected.bytes_sent
 
@@ -407,4 +378,20 @@ class Counting(transformers.TrainerCallback):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_all(
+        communication.init(quiet=True),
+        Path(sys.argv[1]),
+        trains_as_a_plain_loop,
+        resumes_bit_for_bit,
+        evaluates_common_weights_and_keeps_the_best,
+        adapted_and_given,
+        a_stock_trainer,
+        accelerate_by_itself,
+        trains_adapters,
+        trains_workers_apart,
+        accelerates_workers,
+        what_is_refused,
+        the_example,
+        the_lora_example,
+        mixed_precision,  # leaves Accelerate with another precision
+    )

@@ -1,13 +1,142 @@
-"""Trainer and Accelerate as they are installed, on two real processes: one launch for all, as imports take longest."""
+"""Trainer and Accelerate as they are installed, with an optimizer and with the engine: two real processes for what
+ranks do together, one for what a Trainer that drives the engine refuses."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+import transformers
+
+import thinwire
+from tests.hugging_face.tiny import make_arguments, make_model, make_samples
+from thinwire.engine import ConfigError, Engine
+from thinwire.hugging_face import Trainer, adapt
+
+ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
 
 
 @pytest.mark.launch
-def test_trainer_and_accelerate(jobs, tmp_path) -> None:
-    pytest.importorskip("accelerate")
-    done = jobs.torchrun(2, "-m", "tests.hugging_face.program", str(tmp_path), HF_HUB_OFFLINE="1")
+@pytest.mark.parametrize("program", ["program", "engine_program"])
+def test_on_two_processes(jobs, tmp_path: Path, program: str) -> None:
+    """One launch for all that a program checks, as imports take longest."""
+    done = jobs.torchrun(2, "-m", f"tests.hugging_face.{program}", str(tmp_path), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all held with 2 ranks" in done.stdout
+
+
+def make(folder: Path, config: Any = ONE_BIT, options: dict[str, Any] | None = None, **changes: Any) -> Trainer:
+    arguments = make_arguments(folder, lr_scheduler_type="linear", **changes)
+    return Trainer(make_model(), arguments, train_dataset=make_samples(32), thinwire_config=config, **(options or {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"torch_compile": True}, r"call model.compile\(\) before"),
+        ({"bf16_full_eval": True}, "the engine evaluates in the precision it trains in; use bf16"),
+        ({"save_on_each_node": True}, "whole weights are on rank 0 alone"),
+        ({"fsdp": True}, "fsdp divides the model"),
+        ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
+        (
+            {
+                "save_only_model": True,
+                "load_best_model_at_end": True,
+                "save_strategy": "steps",
+                "eval_strategy": "steps",
+            },
+            "from which load_best_model_at_end loads",
+        ),
+    ],
+)
+def test_arguments_that_an_engine_cannot_keep(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **changes)
+
+
+def test_schedules_that_need_a_metric_are_refused(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
+    with pytest.raises(ValueError, match="needs a metric"):
+        Trainer(make_model(), arguments, eval_dataset=make_samples(4), thinwire_config=ONE_BIT)
+
+
+def test_layers_are_recomputed_once(tmp_path: Path) -> None:
+    config = ONE_BIT | {"activation_checkpointing": {"modules": ["BertLayer"]}}
+    with pytest.raises(ValueError, match="would both run layers again"):
+        make(tmp_path, config, activation_checkpointing=True)
+
+
+def test_two_optimizers_or_schedules_are_refused(tmp_path: Path) -> None:
+    model = make_model()
+    plain = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2)
+    with pytest.raises(ValueError, match="there are two optimizers"):
+        make(tmp_path, options={"optimizer_cls_and_kwargs": (torch.optim.SGD, {})})
+    with pytest.raises(ValueError, match="there are two optimizers"):
+        make(tmp_path, options={"optimizers": (plain, None)})
+    with pytest.raises(ValueError, match="there are two schedules"):
+        make(tmp_path, {"scheduler": {"type": "WarmupLR"}}, {"optimizers": (plain, schedule)})
+    with pytest.raises(ValueError, match='OneBitAdam would too: name it in the configuration\'s "optimizer" section'):
+        make(tmp_path, {}, {"optimizer_cls_and_kwargs": (thinwire.OneBitAdam, {})})
+
+
+def test_what_is_wrong_with_the_configuration_is_told_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'"gradient_clipping" is 3(.|\n)*"optimizer.params.lr" is 0.5'):
+        make(tmp_path, {"gradient_clipping": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
+    trainer = transformers.Trainer(make_model(), make_arguments(tmp_path), train_dataset=make_samples(8))
+    with pytest.raises(ConfigError, match="does not go with OneBitAdam"):
+        adapt(trainer, thinwire_config=ONE_BIT | {"zero_optimization": {"stage": 3}})
+    with pytest.raises(TypeError, match="pass thinwire_config where it is built"):
+        adapt(make(tmp_path), thinwire_config=ONE_BIT)
+
+
+def test_steps_that_only_the_data_tell_are_held_against_the_file(tmp_path: Path) -> None:
+    config = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": "auto"}}}
+    trainer = make(tmp_path, config, num_train_epochs=2, max_steps=-1)
+    with pytest.raises(ConfigError, match=r'"scheduler.params.total_num_steps" is 100, .* 16'):
+        trainer.train()
+
+
+def test_fp16_skips_and_the_schedule_waits(tmp_path: Path) -> None:
+    """Scaled and stepped by the engine, on a CPU too, where Accelerate has no scaler."""
+    config = ONE_BIT | {"fp16": {"initial_scale_power": 40, "hysteresis": 1}}
+    trainer = make(tmp_path, config, fp16=True, max_steps=30)
+    trainer.train()
+    engine = trainer.model_wrapped
+    assert isinstance(engine, Engine)
+    assert 0 < engine.skipped_steps < 30
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert rates[0] == rates[engine.skipped_steps] > rates[engine.skipped_steps + 1]
+    assert trainer.evaluate(make_samples(4))["eval_loss"] > 0
+
+
+def test_a_given_optimizer_and_schedule_are_taken_over(tmp_path: Path) -> None:
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, gamma=0.5)
+    trainer = Trainer(
+        model,
+        make_arguments(tmp_path, max_steps=5),
+        train_dataset=make_samples(32),
+        optimizers=(plain, schedule),
+        thinwire_config={"zero_optimization": {"stage": 1}},
+    )
+    before = trainer.evaluate(make_samples(8))["eval_loss"]
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
+    assert trainer.evaluate(make_samples(8))["eval_loss"] != before
+
+
+def test_a_model_init_gives_every_training_its_own_engine(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, max_steps=2)
+    trainer = Trainer(
+        None, arguments, train_dataset=make_samples(8), model_init=lambda: make_model(), thinwire_config=ONE_BIT
+    )
+    losses = [trainer.train().training_loss for _ in range(2)]
+    assert losses[0] == losses[1]

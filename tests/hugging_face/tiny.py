@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments, default_data_collator
+
+from thinwire.comm import Communicator
 
 BATCH = 4
 LENGTH = 6
@@ -81,6 +85,36 @@ def batches(samples: Samples, rank: int, size: int) -> list[dict[str, Tensor]]:
     """What a Trainer gives to this rank, of one epoch."""
     whole = [samples[start : start + BATCH] for start in range(0, len(samples), BATCH)]
     return [default_data_collator(batch) for batch in whole[rank::size]]
+
+
+def plain_loop(
+    model: nn.Module, optimizer: Any, micro: Samples, accumulation: int = 1, schedule: Any = None
+) -> Iterator[None]:
+    """Train as a loop without a Trainer does, and yield after every step."""
+    for start in range(0, len(micro), accumulation):
+        *first, last = micro[start : start + accumulation]
+        with optimizer.no_sync():
+            for batch in first:
+                (model(**batch).loss / accumulation).backward()
+        (model(**last).loss / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        yield
+
+
+def run_all(comm: Communicator, folder: Path, *bodies: Callable[[Communicator, Path], None]) -> None:
+    """Run what every rank of a job checks, and say so in the end."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.trainer.PrinterCallback.on_log = lambda *_, **__: None
+    for body in bodies:
+        body(comm, folder / body.__name__)
+    comm.barrier()
+    if comm.rank == 0:
+        print(f"all held with {comm.size} ranks", flush=True)
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -32,12 +32,6 @@ def test_a_step_is_its_parts_and_never_less_than_its_computation(job) -> None:
     assert sum(prediction.shares.values()) == pytest.approx(1)
     assert all(share > 0 for share in prediction.shares.values())
     assert prediction.memory_bytes > 0
-
-
-@settings(deadline=None)
-@given(jobs())
-def test_the_average_lies_among_the_phases(job) -> None:
-    prediction = predict(*job[:3], job[3])
     for field in dataclasses.fields(StepPrediction):
         values = [getattr(step, field.name) for step in prediction.phases.values()]
         average = getattr(prediction.average, field.name)

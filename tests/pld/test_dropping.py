@@ -257,3 +257,10 @@ def test_the_global_generator_is_left_alone() -> None:
     state = torch.get_rng_state()
     layer(torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.launch
+def test_ddp_waits_for_no_dropped_layer(jobs) -> None:
+    done = jobs.torchrun(2, "-m", "tests.pld.ddp_program", "40")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all held" in done.stdout

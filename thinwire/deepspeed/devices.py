@@ -31,17 +31,17 @@ class _Accelerator:
     HalfTensor = torch.HalfTensor
     LongTensor = torch.LongTensor
 
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    initial_seed = staticmethod(torch.initial_seed)
+    is_pinned = staticmethod(Tensor.is_pinned)
+
     def communication_backend_name(self) -> str:
         return self._communication_backend
 
-    def is_available(self) -> bool:
+    def _yes(self) -> bool:
         return True
 
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
+    is_available = is_bf16_supported = is_fp16_supported = _yes
 
     def is_triton_supported(self) -> bool:
         return self._name == "cuda"
@@ -55,31 +55,19 @@ class _Accelerator:
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._name
 
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
-
     def random(self) -> Any:
         return torch.random
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return callback()
 
-    def range_push(self, msg: str) -> None:
-        """Do nothing: torch.profiler names what runs."""
+    def _nothing(self, *_: Any) -> None:
+        """Do nothing: torch.profiler names what runs, and a CPU has nothing to choose, to wait for or to give back."""
 
-    def range_pop(self) -> None:
-        """Do nothing, likewise."""
+    range_push = range_pop = _nothing
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         return tensor.pin_memory() if torch.cuda.is_available() else tensor
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
 
     def visible_devices_envs(self) -> list[str]:
         return ["CUDA_VISIBLE_DEVICES"]
@@ -108,11 +96,8 @@ class _Cpu(_Accelerator):
     def current_device_name(self) -> str:
         return "cpu"
 
-    def _nothing(self, device_index: int | None = None) -> None:
-        """There is nothing to choose, to wait for or to give back, and no stream."""
-
-    device = set_device = synchronize = current_stream = default_stream = _nothing
-    reset_peak_memory_stats = empty_cache = _nothing
+    device = set_device = synchronize = current_stream = default_stream = _Accelerator._nothing
+    reset_peak_memory_stats = empty_cache = _Accelerator._nothing
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
@@ -163,14 +148,8 @@ class _Cuda(_Accelerator):
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, self._device(device_index))
 
-    def is_bf16_supported(self) -> bool:
-        return bool(torch.cuda.is_bf16_supported())
-
-    def range_push(self, msg: str) -> None:
-        torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
-
-    def range_pop(self) -> None:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    is_bf16_supported = staticmethod(torch.cuda.is_bf16_supported)
+    range_push, range_pop = staticmethod(torch.cuda.nvtx.range_push), staticmethod(torch.cuda.nvtx.range_pop)
 
     @staticmethod
     def _device(index: int | None) -> int:

@@ -234,10 +234,7 @@ class LossScaleConfig:
         """The scale of the step to come."""
         return 1.0 if self._loss_scale is None else self._loss_scale.value
 
-    @property
-    def loss_scale(self) -> float:
-        """`cur_scale`, by its other name."""
-        return self.cur_scale
+    loss_scale = cur_scale
 
     @property
     def cur_iter(self) -> int:

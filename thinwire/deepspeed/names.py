@@ -165,7 +165,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.progressive_layer_drop": {"thinwire.pld": "ProgressiveLayerDrop"},
     "runtime.swap_tensor": {".sections": "MIN_SWAPPABLE_BYTES"},
     "runtime.utils": {
-        ".utilities": "call_to_str clip_grad_norm_ empty_cache ensure_directory_exists get_global_norm "
+        "torch.nn.utils": "clip_grad_norm_",
+        ".utilities": "call_to_str empty_cache ensure_directory_exists get_global_norm "
         "partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed",
         _NO_PARTS: "PartitionedTensor",
     },

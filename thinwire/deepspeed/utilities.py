@@ -31,11 +31,6 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
     return list(accumulate(weights))
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_, of this rank's gradients. The engine clips by itself: "gradient_clipping"."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
 def get_global_norm(norm_list: Sequence[float | Tensor]) -> float:
     """The 2-norm of tensors whose 2-norms are given."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))

@@ -4,7 +4,7 @@ clip; and what a Trainer's arguments and optimizers must be: refused before anyt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -87,15 +87,6 @@ def check_engine_arguments(arguments: Any, ranks: int, names_schedule: bool) -> 
         )
 
 
-def refuse_clipping_by_value(parameters: Any, clip_value: float) -> None:
-    """Raise RuntimeError: gradients have left."""
-    del parameters, clip_value
-    raise RuntimeError(
-        "clip_grad_value_() comes after the gradients have left for the other ranks, so that it would change "
-        "nothing: clip by norm, with max_grad_norm of TrainingArguments"
-    )
-
-
 def check_optimizer(optimizer: Any, arguments: Any) -> None:
     """Raise TypeError or ValueError for an optimizer that does not go with these TrainingArguments."""
     ours = synchronized(optimizer)
@@ -146,28 +137,41 @@ def adapt_accelerator(accelerator: Accelerator, check: Callable[[torch.optim.Opt
                 stack.enter_context(synchronized(optimizer).no_sync())
             yield
 
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Leave it to the optimizers, whose step clips the averaged gradient; NaN, as the norm is not known yet."""
-        del parameters
+    def clippers() -> Iterator[tuple[str, float, str]]:
         for optimizer in map(synchronized, accelerator._optimizers):
-            if (max_norm != math.inf and max_norm != optimizer.max_norm) or norm_type != 2:
+            yield type(optimizer).__name__, optimizer.max_norm, "build the optimizer with that max_norm="
+
+    leave_models_and_clipping(accelerator, clippers)
+    accelerator.prepare_optimizer = prepare_optimizer
+    accelerator.no_sync = no_sync
+
+
+def leave_models_and_clipping(
+    accelerator: Accelerator, clippers: Callable[[], Iterable[tuple[str, float, str]]]
+) -> None:
+    """Have an accelerator place models, and wrap their forward for mixed precision, as for evaluation, without DDP, and
+    leave clipping to what clips the averaged gradient in its step.
+
+    `clippers`: of each what it is called, its largest 2-norm, and how to have another.
+    """
+    own: Callable[..., nn.Module] = accelerator.prepare_model
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Return NaN, as the norm is not known yet."""
+        del parameters
+        for name, largest, instead in clippers():
+            if (max_norm != math.inf and max_norm != largest) or norm_type != 2:
                 raise ValueError(
-                    f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called, and "
-                    f"{type(optimizer).__name__} clips the averaged gradient to a 2-norm of {optimizer.max_norm}: "
-                    "build the optimizer with that max_norm="
+                    f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called, and {name} clips the "
+                    f"averaged gradient to a 2-norm of {largest}: {instead}"
                 )
         return torch.tensor(math.nan)
 
-    never_wrap_models(accelerator)
-    accelerator.prepare_optimizer = prepare_optimizer
-    accelerator.no_sync = no_sync
-    accelerator.clip_grad_norm_ = clip_grad_norm_
-    accelerator.clip_grad_value_ = refuse_clipping_by_value
-
-
-def never_wrap_models(accelerator: Accelerator) -> None:
-    """Have an accelerator place models, and wrap their forward for mixed precision, as for evaluation: without DDP."""
-    own: Callable[..., nn.Module] = accelerator.prepare_model
+    def clip_grad_value_(parameters: Any, clip_value: float) -> None:
+        raise RuntimeError(
+            "clip_grad_value_() comes after the gradients have left for the other ranks, so that it would change "
+            "nothing: clip by norm, with max_grad_norm of TrainingArguments"
+        )
 
     def prepare_model(
         model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -176,6 +180,8 @@ def never_wrap_models(accelerator: Accelerator) -> None:
         return own(model, device_placement, evaluation_mode=True)
 
     accelerator.prepare_model = prepare_model
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_value_ = clip_grad_value_
 
 
 class _ReportingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine import CheckpointError, Engine, EngineConfig
 from thinwire.engine.recipe import GivenSchedule
-from thinwire.hugging_face.acceleration import check_engine_arguments, never_wrap_models, refuse_clipping_by_value
+from thinwire.hugging_face.acceleration import check_engine_arguments, leave_models_and_clipping
 from thinwire.hugging_face.filled_config import TrainerConfig
 from thinwire.lazy_imports import provided
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
@@ -169,25 +168,16 @@ def adapt_accelerator_to_engine(accelerator: Accelerator, training: EngineTraini
         # The Trainer has divided the loss, and says whether it is the step's last.
         training.backward(loss, last=accelerator.sync_gradients)
 
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Leave it to the engine, whose step clips the averaged gradient; NaN, as the norm is not known yet."""
-        del parameters
-        clipping = training.running.settings.gradient_clipping
-        if (max_norm != math.inf and max_norm != clipping) or norm_type != 2:
-            raise ValueError(
-                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called, and the engine clips the "
-                f'averaged gradient to a 2-norm of {clipping}: set "gradient_clipping" and max_grad_norm'
-            )
-        return torch.tensor(math.nan)
+    def clippers() -> list[tuple[str, float, str]]:
+        largest = training.running.settings.gradient_clipping
+        return [("the engine", largest, 'set "gradient_clipping" and max_grad_norm')]
 
     # Precision is the engine's.
     accelerator.native_amp = False
     accelerator.scaler = None
-    never_wrap_models(accelerator)
+    leave_models_and_clipping(accelerator, clippers)
     accelerator.backward = backward
     accelerator.no_sync = lambda model: nullcontext()
-    accelerator.clip_grad_norm_ = clip_grad_norm_
-    accelerator.clip_grad_value_ = refuse_clipping_by_value
 
 
 class EngineStep(AcceleratedOptimizer):  # type: ignore[misc]

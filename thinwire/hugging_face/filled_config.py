@@ -132,14 +132,14 @@ class _Filling:
         if is_local_updates(kind):
             kind = self._inner_kind()
             where += ".inner.params"
-        taken = _parameters_of(kind)
+        taken, own_autos = _parameters_of(kind)
         if {"betas", "eps"} <= taken:  # of the family of Adam, for which TrainingArguments have them
             values["betas"] = [given.adam_beta1, given.adam_beta2], "adam_beta1, adam_beta2"
             values["eps"] = given.adam_epsilon, "adam_epsilon"
         for name, (value, argument) in values.items():
             if name in taken:
                 self._fill(f"{where}.{name}", value, argument)
-        self._refuse_what_is_left(where, _own_autos(kind))
+        self._refuse_what_is_left(where, own_autos)
         if where != "optimizer.params":
             self._refuse_what_is_left("optimizer.params", _AUTO_OF_LOCAL_UPDATES)
 
@@ -231,24 +231,16 @@ class _Filling:
             )
 
 
-def _parameters_of(kind: str) -> frozenset[str]:
-    """The parameters of an optimizer that a configuration names, in any case; none of an unknown one."""
+def _parameters_of(kind: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The parameters of an optimizer that a configuration names, in any case, none of an unknown one; and those of
+    which "auto" is a value like others."""
     own = {name.lower(): name for name in registry.NAMES}
     if kind.lower() in own:
-        return frozenset(registry.entry(own[kind.lower()]).options.model_fields)
-    classes = {name.lower(): name for name in vars(torch.optim) if name[0].isupper()}
-    if kind.lower() not in classes:
-        return frozenset()
-    return frozenset(inspect.signature(getattr(torch.optim, classes[kind.lower()])).parameters)
-
-
-def _own_autos(kind: str) -> frozenset[str]:
-    """The parameters of which "auto" is a value like others."""
-    own = {name.lower(): name for name in registry.NAMES}
-    if kind.lower() not in own:
-        return frozenset()
-    options = registry.entry(own[kind.lower()]).options
-    return frozenset(name for name, field in options.model_fields.items() if '"auto"' in expected(field))
+        fields = registry.entry(own[kind.lower()]).options.model_fields
+        return frozenset(fields), frozenset(name for name, field in fields.items() if '"auto"' in expected(field))
+    classes = {name.lower(): getattr(torch.optim, name) for name in vars(torch.optim) if name[0].isupper()}
+    known = inspect.signature(classes[kind.lower()]).parameters if kind.lower() in classes else ()
+    return frozenset(known), frozenset()
 
 
 def _is_auto(value: Any) -> bool:

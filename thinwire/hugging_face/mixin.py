@@ -153,12 +153,23 @@ class TrainerMixin(_Trainer):
             prepare: Any = super()._prepare_for_training
             return prepare(max_steps, train_dataloader, resume_from_checkpoint)
         self._refuse_a_model_in_shards()
+        arguments: Any = self.args
+
+        def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
+            return get_scheduler(
+                arguments.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=arguments.get_warmup_steps(max_steps),
+                num_training_steps=max_steps,
+                scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+            )
+
         engine = training.start(
             self.model,
             max_steps,
             optimizer=None if training.config.names_optimizer else self.create_optimizer(),
             parameters=self._parameter_groups() if training.config.names_optimizer else None,
-            schedule=None if training.config.names_schedule else self.lr_scheduler or self._make_schedule(max_steps),
+            schedule=None if training.config.names_schedule else self.lr_scheduler or make_schedule,
         )
         self.model_wrapped = engine
         self.optimizer = EngineStep(engine)
@@ -181,17 +192,6 @@ class TrainerMixin(_Trainer):
         ]
         return [group for group in groups if group["params"]]
 
-    def _make_schedule(self, total_steps: int) -> Any:
-        """What builds the schedule that the arguments describe, on the engine's optimizer."""
-        arguments: Any = self.args
-        return lambda optimizer: get_scheduler(
-            arguments.lr_scheduler_type,
-            optimizer=optimizer,
-            num_warmup_steps=arguments.get_warmup_steps(total_steps),
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
-        )
-
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._engine is not None:
             return self._engine  # for evaluation too: it places inputs, and gives all ranks the same weights
@@ -203,8 +203,7 @@ class TrainerMixin(_Trainer):
         """Log, with the norm of the averaged gradient, which nobody knows before the step; and with the bytes that this
         rank has sent so far, and whether the steps from here on are compressed, where the optimizer has that."""
         if "learning_rate" in logs:
-            optimizer = self._synchronized if self._engine is None else self._engine.optimizer
-            assert optimizer is not None, "a Trainer always has one"
+            optimizer = self._stepped
             logs["bytes_sent"] = optimizer.bytes_sent
             if hasattr(optimizer, "frozen"):
                 logs["frozen"] = float(optimizer.frozen)
@@ -224,10 +223,8 @@ class TrainerMixin(_Trainer):
     def train(self, *args: Any, **options: Any) -> Any:
         """Train; afterwards all ranks hold the same weights."""
         output = super().train(*args, **options)
-        optimizer = self._synchronized if self._engine is None else self._engine.optimizer
-        assert optimizer is not None, "a Trainer always has one"
-        _leave_evaluation(optimizer)
-        optimizer.synchronize_weights()
+        _leave_evaluation(self._stepped)
+        self._stepped.synchronize_weights()
         return output
 
     def save_model(self, *args: Any, **options: Any) -> None:
@@ -286,6 +283,11 @@ class TrainerMixin(_Trainer):
     @property
     def _synchronized(self) -> SynchronizedOptimizer:
         return synchronized(self.optimizer)
+
+    @property
+    def _stepped(self) -> Any:
+        """The thinwire optimizer, by itself or the engine's."""
+        return self._synchronized if self._engine is None else self._engine.optimizer
 
 
 def _leave_evaluation(optimizer: Any) -> None:

@@ -368,29 +368,24 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def _curves(plan: Plan, rates: Sequence[float]) -> list[tuple[list[Method], list[float]]]:
-    """Seconds at every rate, of the baseline first; those that nobody could tell apart are one curve."""
+    """Seconds at every rate, of the baseline first; methods that look alike are one curve."""
     found: list[tuple[list[Method], list[float]]] = []
-    for method in _shown(plan):
+    fastest: dict[str, Method] = {}  # of every algorithm the form that fits
+    for prediction in sorted(plan.predictions, key=lambda one: one.step_seconds):
+        if plan.fits(prediction):
+            fastest.setdefault(prediction.method.algorithm, prediction.method)
+    others = sorted((one for one in fastest.values() if one != BASELINE), key=lambda one: one.name)
+    for method in (BASELINE, *others):
         seconds = [
             predict(plan.workload, at_rate(plan.cluster, rate), method, plan.schedule).step_seconds for rate in rates
         ]
-        for methods, others in found:
-            if all(abs(one / other - 1) < _ALIKE for one, other in zip(seconds, others, strict=True)):
+        for methods, known in found:
+            if all(abs(one / other - 1) < _ALIKE for one, other in zip(seconds, known, strict=True)):
                 methods.append(method)
                 break
         else:
             found.append(([method], seconds))
     return found
-
-
-def _shown(plan: Plan) -> list[Method]:
-    """The baseline first, then of every algorithm the form that is fastest on the cluster and fits."""
-    fastest: dict[str, Method] = {}
-    for prediction in sorted(plan.predictions, key=lambda one: one.step_seconds):
-        if plan.fits(prediction):
-            fastest.setdefault(prediction.method.algorithm, prediction.method)
-    others = [method for method in fastest.values() if method != BASELINE]
-    return [BASELINE, *sorted(others, key=lambda method: method.name)]
 
 
 def _own_rate(plan: Plan) -> float:

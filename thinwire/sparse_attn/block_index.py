@@ -54,15 +54,16 @@ class BlockIndex:
     @classmethod
     def from_pairs(cls, block: int, num_rows: int, num_columns: int, heads: Sequence[BlockPairs]) -> BlockIndex:
         """The index of heads with these blocks, on the CPU; heads that are all alike become one."""
-        places = [torch.unique(rows * num_columns + columns) for rows, columns in heads]
+        height, width = max(1, num_rows), max(1, num_columns)
+        places = [torch.unique(rows * width + columns) for rows, columns in heads]
         if all(torch.equal(one, places[0]) for one in places[1:]):
             places = places[:1]
         size = num_rows * num_columns
         by_row = torch.cat([one + head * size for head, one in enumerate(places)])
-        transposed = [_transpose(one, num_rows, num_columns) for one in places]
+        transposed = [torch.sort(one % width * height + one // width).values for one in places]
         by_column = torch.cat([one + head * size for head, one in enumerate(transposed)])
-        rows_of = _offsets(by_row, num_columns, len(places) * num_rows), _within(by_row, num_columns)
-        columns_of = _offsets(by_column, num_rows, len(places) * num_columns), _within(by_column, num_rows)
+        rows_of = _offsets(by_row, num_columns, len(places) * num_rows), (by_row % width).int()
+        columns_of = _offsets(by_column, num_rows, len(places) * num_columns), (by_column % height).int()
         return cls(block, len(places), num_rows, num_columns, *rows_of, *columns_of)
 
     def to(self, device: torch.device | str) -> BlockIndex:
@@ -123,19 +124,9 @@ def _equal_lines(
     return tuple(groups)
 
 
-def _transpose(places: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    if not num_columns:
-        return places
-    return torch.sort(places % num_columns * num_rows + places // num_columns).values
-
-
 def _offsets(places: Tensor, width: int, count: int) -> Tensor:
     """Where each of `count` runs of `width` places begins among sorted `places`, and where the last ends."""
     return torch.searchsorted(places, torch.arange(count + 1) * width).int()
-
-
-def _within(places: Tensor, width: int) -> Tensor:
-    return (places % width if width else places).int()
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,6 @@ _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """A new seed from torch's generator of `device`: int64 [1]. `torch.manual_seed` and checkpointing govern it."""
-    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
-
-
 def keep_threshold(dropout_p: float) -> int:
     """The smallest 32-bit hash that is kept: `round(dropout_p * 2**32)`, itself a word of 32 bits."""
     return min(round(dropout_p * 2**32), _WORD)
@@ -97,10 +92,13 @@ def make_pattern(
 ) -> Pattern:
     """The pattern of attention over `layout`, with masks of `dtype` to add to scores."""
     batch, heads, query_length, head_size = q.shape
+    seed = torch.zeros(1, dtype=torch.int64, device=q.device)
+    if dropout_p > 0:  # from torch's generator, which `torch.manual_seed` and checkpointing govern
+        seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     return Pattern(
         layout.index(query_length, k.shape[2], q.device),
         *biases(masks, (batch, heads, query_length, k.shape[2]), dtype),
-        draw_seed(q.device) if dropout_p > 0 else torch.zeros(1, dtype=torch.int64, device=q.device),
+        seed,
         causal=causal or layout.causal,
         scale=head_size**-0.5 if scale is None else scale,
         dropout_p=dropout_p,
@@ -115,18 +113,17 @@ def dense_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, pattern: Pat
     """
     batch, heads, query_length, _ = q_bhsd.shape
     key_length = k_bhsd.shape[2]
-    key_bias_bs = pattern.key_bias
-    biases = [None if key_bias_bs is None else key_bias_bs[:, None, None, :], pattern.bias]
+    of_keys = None if pattern.key_bias is None else pattern.key_bias[:, None, None, :]
+    added = [one for one in (of_keys, pattern.bias) if one is not None]
     attends = token_mask(pattern.index, query_length, key_length, causal=pattern.causal).expand(batch, heads, -1, -1)
-    for added in biases:
-        if added is not None:
-            attends = attends & (added != -math.inf)
+    for one in added:
+        attends = attends & (one != -math.inf)
     finite = all(bool(x.isfinite().all()) for x in (q_bhsd, k_bhsd, v_bhsd))
 
-    scores = pattern.scale * (q_bhsd @ k_bhsd.mT if finite else _scores_of_attended(q_bhsd, k_bhsd, attends))
-    for added in biases:
-        if added is not None:
-            scores = scores + torch.where(attends, added, 0.0).to(scores.dtype)
+    products = q_bhsd @ k_bhsd.mT if finite else (q_bhsd[:, :, :, None] * _attended(k_bhsd, attends)).sum(-1)
+    scores = pattern.scale * products
+    for one in added:
+        scores = scores + torch.where(attends, one, 0.0).to(scores.dtype)
     scores = scores.masked_fill(~attends, -math.inf)
     attends_any = attends.any(-1, keepdim=True)
     lse = torch.logsumexp(scores, -1).masked_fill(~attends_any[..., 0], math.inf)
@@ -136,8 +133,13 @@ def dense_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, pattern: Pat
     if pattern.dropout_p > 0:
         keep = keep_mask(pattern.seed, batch, heads, query_length, key_length, pattern.dropout_p)
         probabilities = probabilities * keep / (1 - pattern.dropout_p)
-    out = probabilities @ v_bhsd if finite else _values_of_attended(probabilities, v_bhsd, attends)
+    out = probabilities @ v_bhsd if finite else (probabilities[..., None] * _attended(v_bhsd, attends)).sum(-2)
     return out, lse
+
+
+def _attended(rows: Tensor, attends: Tensor) -> Tensor:
+    """Keys or values by query, zeros for those that it does not attend: not even 0 * NaN is in a gradient then."""
+    return torch.where(attends[..., None], rows[:, :, None], 0.0)
 
 
 def token_mask(index: BlockIndex, query_length: int, key_length: int, *, causal: bool) -> Tensor:
@@ -146,15 +148,3 @@ def token_mask(index: BlockIndex, query_length: int, key_length: int, *, causal:
     tokens = blocks.repeat_interleave(index.block, 1).repeat_interleave(index.block, 2)
     tokens = tokens[:, :query_length, :key_length]
     return tokens.tril() if causal else tokens
-
-
-def _scores_of_attended(q_bhsd: Tensor, k_bhsd: Tensor, attends: Tensor) -> Tensor:
-    """q k^T in which a key that a query does not attend takes no part, not even as 0 * NaN in a gradient."""
-    attended_keys = torch.where(attends[..., None], k_bhsd[:, :, None], 0.0)
-    return (q_bhsd[:, :, :, None] * attended_keys).sum(-1)
-
-
-def _values_of_attended(probabilities: Tensor, v_bhsd: Tensor, attends: Tensor) -> Tensor:
-    """P v under the same rule."""
-    attended_values = torch.where(attends[..., None], v_bhsd[:, :, None], 0.0)
-    return (probabilities[..., None] * attended_values).sum(-2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.deepspeed.files.deepspeed_files import deepspeeds_names, write_sharded, write_universal
-from tests.deepspeed.files.test_import import imported, make_trained, read_here
+from tests.deepspeed.files.deepspeed_files import (
+    FIXED_SCALE,
+    deepspeeds_names,
+    write_sharded,
+    write_universal,
+    write_unsharded,
+)
+from tests.deepspeed.files.test_import import check_bits, imported, make_trained, read_here
 from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.deepspeed.files.importing import import_checkpoint
@@ -114,6 +121,34 @@ def test_what_is_wrong_is_named(tmp_path, fault: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         imported(tmp_path / "in")
     assert not list((tmp_path / "imported").glob("*")), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "value", "refused"),
+    [
+        ("0.18.2", torch.float16, 1024.0, False),
+        ("0.18.3", torch.float16, 1024.0, True),
+        ("0.19.8 ", torch.float16, 0.0, True),
+        ("0.19.9", torch.float16, 1024.0, False),
+        ("0.19.3", torch.float16, 1.0, False),
+        ("0.18.5+abc", torch.bfloat16, 65536.0, True),
+        ("0.18.6", torch.bfloat16, 65536.0, False),
+        ("unknown", torch.float16, 1024.0, False),
+    ],
+)
+def test_moments_of_gradients_that_a_release_has_divided(tmp_path, version, dtype, value, refused) -> None:
+    """By a loss scale which no loss was multiplied by, at stage 0."""
+    trained = make_trained(32)
+    write_unsharded(tmp_path / "in", trained, dtype, version=version, scale=FIXED_SCALE | {"cur_scale": value})
+    if not refused:
+        assert imported(tmp_path / "in").optimizer == "AdamW"
+        return check_bits(tmp_path / "imported", trained, dtype)
+    number = re.match(r"[\d.]+", version)
+    assert number is not None
+    with pytest.raises(CheckpointError, match=rf"{number[0]} divided the gradients.*{value:g}.*--weights-only"):
+        imported(tmp_path / "in")
+    assert imported(tmp_path / "in", weights_only=True).optimizer is None
+    return None
 
 
 def test_pipelines_and_experts_are_refused(tmp_path) -> None:

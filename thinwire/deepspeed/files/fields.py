@@ -98,13 +98,11 @@ _STEP = "step"
 @dataclass(frozen=True)
 class OptimizerState:
     """`slices`: weights that lie with the optimizer, and its moments and step counts. `groups`: settings of each group,
-    as DeepSpeed's files have them. `loss_scale`: where fp16's scale is described, or None. `notes`: what a user must
-    know of it."""
+    as DeepSpeed's files have them. `loss_scale`: where fp16's scale is described, or None."""
 
     slices: list[SavedSlice] = field(default_factory=list)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
     loss_scale: Any = None
-    notes: list[str] = field(default_factory=list)
 
 
 def weight_kind(dtype: torch.dtype) -> str:

@@ -132,7 +132,7 @@ def _snapshot(
     first = model.files[0]
     config = first.get("ds_config")
     config = config if isinstance(config, Mapping) else {}
-    imported = Imported(Path(), len(description.parameters), None, list(state.notes))
+    imported = Imported(Path(), len(description.parameters), None)
     slices = [*model.other_weights(), *_weights_too(state, model)]
     counters: dict[str, Any] | None = None
     if not weights_only:

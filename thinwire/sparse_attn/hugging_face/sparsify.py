@@ -35,7 +35,14 @@ def extend_position_embedding(model: _Model, max_positions: int) -> _Model:
     Raises TypeError for a model without such a table (rotary and relative positions need none), ValueError for fewer
     positions than it has.
     """
-    tables = _position_tables(model)
+    tables: list[Any] = [
+        one for one in model.modules() if isinstance(getattr(one, "position_embeddings", None), nn.Embedding)
+    ]
+    if not tables or not hasattr(getattr(model, "config", None), "max_position_embeddings"):
+        raise TypeError(
+            f"{type(model).__name__} has no learned `position_embeddings` table with config.max_position_embeddings, "
+            f"as BERT and RoBERTa have; leave max_positions out where positions are rotary or relative"
+        )
     old = min(_positions(embeddings.position_embeddings) for embeddings in tables)
     if max_positions < old:
         raise ValueError(f"max_positions is {max_positions}, but the model reads {old} tokens; a table only grows")
@@ -53,17 +60,6 @@ def update_tokenizer_model_max_length(tokenizer: _Tokenizer, max_positions: int)
     tokenizer.model_max_length = max_positions
     tokenizer.init_kwargs["model_max_length"] = max_positions
     return tokenizer
-
-
-def _position_tables(model: nn.Module) -> list[Any]:
-    """The modules that hold a `position_embeddings` table, as BERT's `embeddings` does."""
-    tables = [m for m in model.modules() if isinstance(getattr(m, "position_embeddings", None), nn.Embedding)]
-    if not tables or not hasattr(getattr(model, "config", None), "max_position_embeddings"):
-        raise TypeError(
-            f"{type(model).__name__} has no learned `position_embeddings` table with config.max_position_embeddings, "
-            f"as BERT and RoBERTa have; leave max_positions out where positions are rotary or relative"
-        )
-    return tables
 
 
 def _unused_rows(table: nn.Embedding) -> int:
