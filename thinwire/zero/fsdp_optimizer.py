@@ -178,17 +178,11 @@ class _FullyShardedHome(Home):
         self._dtype = dtype
         self._device = device
         self._stepped_apart = stepped_apart
-        self._steps = 0
         self._note_versions()
         self._held = {number: shard for number, shard in enumerate(shards) if shard.values.numel()}
         runs = [Run(number, one.start, slice(0, one.values.numel())) for number, one in self._held.items()]
         values = [one.values for one in self._held.values()]
         self.inner = ShardOptimizer(runs, values, groups, [one.group for one in shards], optimizer_class)
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self._steps
 
     @property
     @override
@@ -245,7 +239,7 @@ class _FullyShardedHome(Home):
         finite = math.isfinite(norm)
         applied = finite and any(gradient is not None for gradient in gradients)
         if applied:
-            self._steps += 1
+            self.steps += 1
             self._apply(gradients, clip_coefficient(self._max_norm, norm) / self.loss_scale)
         self._reshard()  # what a forward without backward has left gathered is out of date
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if finite else NOT_FINITE)
@@ -257,7 +251,7 @@ class _FullyShardedHome(Home):
         """
         norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
         square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        votes = torch.stack([square, *square.new_tensor(settings_votes(self._groups, self._steps)).unbind()])
+        votes = torch.stack([square, *square.new_tensor(settings_votes(self._groups, self.steps)).unbind()])
         votes = votes.to(self._device)
         self._vote_comm.all_reduce(votes)
         total, digests, squares = votes.tolist()

@@ -7,7 +7,6 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -196,25 +195,13 @@ class Home(ABC):
     kind: ClassVar[str]  # of checkpoints
     elastic = False  # whether parameters may be added later
     comm: Communicator
-    watcher: BackwardWatcher  # of the parameters' backwards; a home without one overrides what asks it
+    watcher: BackwardWatcher  # of the parameters' backwards
     loss_scale: float = 1.0  # what gradients are times
     scaled: bool | None = None  # whether a GradScaler steps the optimizer; None until the first step
     uncompressed_step_bytes: int  # what a ring all-reduce of the gradients sends, in the parameters' dtype
-
-    @property
-    def steps(self) -> int:
-        """Steps applied."""
-        return 0
-
-    @property
-    def frozen_at(self) -> int | None:
-        """The step after which compression began; None before, and where there is none."""
-        return None
-
-    @property
-    def in_sync(self) -> bool:
-        """Whether every rank holds the same weights."""
-        return True
+    steps: int = 0  # applied
+    frozen_at: int | None = None  # the step after which compression began; None before, and where there is none
+    in_sync: bool = True  # whether every rank holds the same weights
 
     @property
     @abstractmethod
@@ -236,10 +223,6 @@ class Home(ABC):
         """Forget gradients that have left since the last step."""
         self.watcher.drop()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let backwards inside only add up."""
-        return self.watcher.no_sync()
-
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Expect no gradient of these in the next synchronised backward. Collective."""
         self.watcher.leave_out(parameters, self.comm)
@@ -247,10 +230,6 @@ class Home(ABC):
     def end_backward(self) -> None:
         """Send what a backward has left unsent. Collective."""
         self.watcher.end_backward()
-
-    def follow(self, gate: Callable[[], bool]) -> None:
-        """Send nothing while `gate()` is false."""
-        self.watcher.gates.append(gate)
 
     def before_first_backward(self, callback: Callable[[], None]) -> None:
         """Call this once, in the next backward, before its first gradient is taken."""

@@ -233,7 +233,6 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
 
     def __init__(self, parameters: ShardedParameters, optimizer_class: OptimizerClass) -> None:
         super().__init__(parameters)
-        self._steps = 0
         sharding = parameters.sharding
         # At stage 2 every backward's gradients leave, and add up on their owners.
         (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
@@ -248,11 +247,6 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         ]
         self.watcher.use(self._gradients, self._keeps_gradients)
 
-    @property
-    def steps(self) -> int:
-        """Steps applied."""
-        return self._steps
-
     @override
     def step(self) -> StepResult:
         vote = self._begin_step()
@@ -260,7 +254,7 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         norm = vote.norm / self.loss_scale
         applied = vote.finite and len(vote.absent) < len(self.parameters)
         if applied:
-            self._steps += 1
+            self.steps += 1
             coefficient = clip_coefficient(self._parameters.sharding.max_norm, norm) / self.loss_scale
             filled = [number for number, gradients in enumerate(self._gradients) if gradients.filled]
 

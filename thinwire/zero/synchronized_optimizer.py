@@ -156,7 +156,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backwards inside only add up; the first one outside sends the sum."""
-        return self._home.no_sync()
+        return self._home.watcher.no_sync()
 
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Promise, before a synchronised backward, that no rank's reaches these: `drop.dropped_parameters()`.
@@ -192,7 +192,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, training_loops.leave_gradients_alone)
             self._attached = True
-            self._home.follow(lambda: bool(model.require_backward_grad_sync))
+            self._home.watcher.gates.append(lambda: bool(model.require_backward_grad_sync))
         return self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -368,7 +368,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             self._ddp_hook.remove()
             self._ddp_hook = None
         if (sends_now := training_loops.find_accumulation()) is not None:
-            self._home.follow(sends_now)
+            self._home.watcher.gates.append(sends_now)
 
     def _attach_to(self, model: DistributedDataParallel) -> None:
         """Attach to who would send all gradients once more; warn if it cannot be stopped."""

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.optim.checkpoint import mean_over_ranks, ranks_to_resume
 from thinwire.optim.diloco.fragments import Fragment, Piece
-from thinwire.optim.diloco.outer import Alone, Arrived, OuterState, UnderWay
+from thinwire.optim.diloco.outer import Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
@@ -53,8 +52,8 @@ class LocalCheckpoint:
         found: list[SavedSlice] = []
         arriving = {one.fragment: one.arrived for one in under_way}
         for number, (fragment, outer_step) in enumerate(zip(self.fragments, self.outer_steps, strict=True)):
-            if isinstance(outer_step, Alone) and self.comm.rank:
-                continue  # every rank of the only worker holds the same
+            if outer_step.alike and self.comm.rank:
+                continue
             own = slice(outer_step.own.start, min(outer_step.own.stop, fragment.numel))
             outer = self.weights.outer(number)
             flat = {_MOMENTUM: outer_step.momentum, _OWNER_RESIDUAL: outer_step.owner_residual}
@@ -249,34 +248,6 @@ ELASTIC = "elastic"
 MakeCheckpoint = Callable[[Sequence[OuterState]], LocalCheckpoint]
 
 
-class _HeldState(OuterState):
-    """An outer step's state by itself."""
-
-    def __init__(
-        self, own: slice, momentum: Tensor, worker_place: slice, worker: Tensor | None, owner: Tensor | None
-    ) -> None:
-        self.own = own
-        self.momentum = momentum
-        self._worker_place = worker_place
-        self._worker_residual = worker
-        self._owner_residual = owner
-
-    @property
-    @override
-    def worker_place(self) -> slice:
-        return self._worker_place
-
-    @property
-    @override
-    def worker_residual(self) -> Tensor | None:
-        return self._worker_residual
-
-    @property
-    @override
-    def owner_residual(self) -> Tensor | None:
-        return self._owner_residual
-
-
 @dataclass(frozen=True)
 class SavedPlace:
     """Where a worker was among the workers of the job that saved: number `place` of `workers`. `owned`: where what it
@@ -310,8 +281,8 @@ def saved_states(
         if state.owner_residual is not None:
             residual = torch.zeros_like(whole)
             residual[place] = state.owner_residual[:numel]
-        held = _HeldState(slice(0, fragment.numel), whole, state.worker_place, state.worker_residual, residual)
-        found.append(held)
+        every = slice(0, fragment.numel)
+        found.append(OuterState(every, whole, state.worker_place, state.worker_residual, residual))
     return found
 
 
@@ -352,4 +323,4 @@ def _state_to_load(numel: int, owned: Sequence[int], device: torch.device) -> Ou
     """What takes up momentum and residuals of a fragment, of which a worker owned the elements `owned`."""
     own = slice(min(owned[0], numel), min(owned[1], numel))
     momentum, owner = (torch.zeros(own.stop - own.start, device=device) for _ in range(2))
-    return _HeldState(own, momentum, slice(0, numel), torch.zeros(numel, dtype=torch.bfloat16, device=device), owner)
+    return OuterState(own, momentum, slice(0, numel), torch.zeros(numel, dtype=torch.bfloat16, device=device), owner)

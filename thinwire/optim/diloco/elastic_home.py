@@ -21,15 +21,14 @@ from thinwire.comm.node_membership import NodeMembership, WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
-from thinwire.optim.diloco.checkpoint import ELASTIC, SavedPlace, load_worker, saved_states
+from thinwire.optim.diloco.checkpoint import ELASTIC, Loaded, SavedPlace, load_worker, saved_states
 from thinwire.optim.diloco.elastic_meeting import Plan, Standing, hand_over, make_node_outer_step
 from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum
 from thinwire.optim.diloco.worker import Worker
-from thinwire.zero.home import StepResult
-from thinwire.zero.rank_checks import settings_digest
+from thinwire.zero.home import StepResult, ring_bytes
 from thinwire.zero.saved_state import SliceSource
 
 __all__ = ["ElasticHome"]
@@ -69,14 +68,12 @@ class ElasticHome(LocalHome):
         self.membership = membership
         self.index = 0
         """This worker's number among `workers`, which may change at an outer step."""
-        self._workers = 1
         self._relay = membership.relay
         self._group = WorkerGroup(self._relay, None)
         self._codec = codec
         # Who speaks for the node keeps it for all of its ranks.
         self._momentum = KeptMomentum([one.numel if self._relay.leads else 0 for one in fragments], device)
-        self._states: list[OuterState] = [*steps]
-        self._loaded: SavedPlace | None = None
+        self._loaded: Loaded | None = None  # until the next meeting
         self._resumed_from = ""
         self._taken = 0
         self._dropped: list[int] = []
@@ -90,29 +87,18 @@ class ElasticHome(LocalHome):
     # What it reports
 
     @property
+    @override
+    def bytes_sent(self) -> int:
+        return self.bytes_sent_between_nodes + self.worker.bytes_inside + self._relay.bytes_sent
+
+    @property
+    @override
     def bytes_sent_between_nodes(self) -> int:
-        """See Home; of all generations."""
         return self._bytes_earlier + self._group.bytes_sent
 
-    @property
-    def _bytes_inside(self) -> int:
-        return self._relay.bytes_sent
-
-    @property
-    def workers(self) -> int:
-        """See LocalHome; since the last outer step."""
-        return self._workers
-
-    @property
-    def _ranks(self) -> int:
-        return self._workers * self.comm.size
-
-    @property
-    def _speaks(self) -> bool:
-        return self.index == 0 and self._relay.leads
-
+    @override
     def model_state_bytes(self) -> dict[str, float]:
-        """See Home; every worker keeps the whole outer momentum."""
+        """Every worker keeps the whole outer momentum."""
         found = super().model_state_bytes()
         found["outer momentum"] += self._momentum.nbytes
         return found
@@ -130,39 +116,34 @@ class ElasticHome(LocalHome):
             result = self.worker.step(self.loss_scale, self.overflows)
         except CommunicationError as error:
             raise self._relay.lost(error) from error
-        self._steps += 1
+        self.steps += 1
         self._together(self._take_part)
         return result
 
+    @override
     def synchronize_weights(self) -> None:
-        """See LocalHome; this ends the job."""
+        """End this worker's part in the job, with all weights alike."""
         if self._is_over:
             return
         self._at_the_end = 0 if self._ends_in_sync else len(self.fragments)
         self._together(self._end)
         self._is_over = True
-        self.met_at = self._steps
+        self.met_at = self.steps
 
     @property
-    def in_sync(self) -> bool:
-        """See Home; others may still be on their way."""
+    @override
+    def in_sync(self) -> bool:  # type: ignore[override]
         return self._is_over
 
+    @override
     def close(self) -> None:
-        """See Home; the others go on without this worker."""
+        """Leave; the others go on without this worker."""
         if not self._is_over:
             self.membership.leave()
             self._is_over = True
         self._part()
         self._relay.close()
         self.worker.close()
-
-    def _take_part(self) -> None:
-        self._take_in_due()
-        while self._left < self._due:
-            self._leave_next()
-        if self._timetable.overlap == 0:
-            self._take_in_due()
 
     def _end(self) -> None:
         self._take_in_all()
@@ -180,27 +161,21 @@ class ElasticHome(LocalHome):
     @property
     def _due(self) -> int:
         """Outer steps for which it should have."""
-        return self._timetable.count(self._steps) + self._at_the_end
+        return self._timetable.count(self.steps) + self._at_the_end
 
-    @property
-    def _ends_in_sync(self) -> bool:
-        """Whether the last step already ends with all weights alike."""
-        plain = self._timetable.overlap == 0 and self._mix == 0.0 and len(self.fragments) == 1
-        return plain and bool(self._timetable.leaving(self._steps))
+    @override
+    def _leave_due(self) -> None:
+        while self._left < self._due:
+            self._leave_next()
 
     def _leave_next(self) -> None:
-        for earlier in self.under_way:
-            self._pass_on(earlier)
-        number = self._left
-        fragment = number % len(self.fragments)
-        self.outer_steps[fragment].leave(
-            self.weights.pairs(fragment),
-            number,
-            settings_digest([vars(self.outer_settings)], number),
-            meet=self.membership.wanted,
-        )
-        self.under_way.append(UnderWay(fragment, self._steps))
+        self._leave(self._left % len(self.fragments))
 
+    @override
+    def _announced(self) -> tuple[int, bool]:
+        return self._left, self.membership.wanted
+
+    @override
     def _take_in(self, one: UnderWay, mix: float = 0.0) -> None:
         super()._take_in(one, mix)
         assert one.arrived is not None
@@ -213,9 +188,10 @@ class ElasticHome(LocalHome):
         if update is None:
             self._dropped = [*self._dropped, self._taken][-len(self.fragments) :]
         elif self._relay.leads:
-            self._momentum.follow(fragment, update, self.outer_settings, self._states[fragment])
+            self._momentum.follow(fragment, update, self.outer_settings, self._states()[fragment])
         self._taken += 1
 
+    @override
     def _on_gradient(self, number: int) -> None:
         if self._failure:
             return
@@ -257,10 +233,10 @@ class ElasticHome(LocalHome):
             except CommunicationError as error:
                 alarm, failure = True, error
             else:
-                if self._speaks and generation.number > 1:
+                if self._warns and generation.number > 1:
                     new = f"{plan.standings.count(None)} of them new"
                     print(
-                        f"thinwire: {self.workers} workers from step {self._steps} on, {new}",
+                        f"thinwire: {self.workers} workers from step {self.steps} on, {new}",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -271,9 +247,10 @@ class ElasticHome(LocalHome):
         )
 
     def _standing(self) -> Standing:
-        mine = Standing(self._taken, 0, self._steps, self._dropped, self.index, self._resumed_from)
-        mine = replace(mine, arrived=sum(one.arrived is not None for one in self.under_way))
-        if (saved := self._loaded) is None:
+        arrived = sum(one.arrived is not None for one in self.under_way)
+        mine = Standing(self._taken, arrived, self.steps, self._dropped, self.index, self._resumed_from)
+        saved = None if self._loaded is None else self._loaded.place
+        if saved is None:
             return mine
         return replace(mine, place=saved.place, resumes=saved.workers, claimed=saved.claimed)
 
@@ -296,13 +273,16 @@ class ElasticHome(LocalHome):
         self._part()
         if not (stays and plan.as_saved):
             self.under_way.clear()
-        self._failure, self._loaded, self._resumed_from = "", None, plan.of_source.checkpoint
-        self._group, self._workers, self.index = group, len(plan.order), plan.order.index(me)
+        self._group, self.workers, self.index = group, len(plan.order), plan.order.index(me)
+        self.uncompressed_step_bytes = ring_bytes(self.workers * self.comm.size, self._trained)
+        self._warns = self.index == 0 and self._relay.leads
         device = self.worker.parameters[0].device
-        for number, fragment in enumerate(self.fragments):
+        states = self._states()
+        for number, (fragment, before) in enumerate(zip(self.fragments, states, strict=True)):
             after = make_node_outer_step(self._relay, group.comm, fragment, self._codec, number, device)
-            self._momentum.hand_on(number, self._states[number], after, with_residuals=stays)
-            self._states[number] = self.outer_steps[number] = after
+            self._momentum.hand_on(number, before, after.state, with_residuals=stays)
+            self.outer_steps[number] = after
+        self._failure, self._loaded, self._resumed_from = "", None, plan.of_source.checkpoint
         self._in_the_job = True
         self.membership.begin()
 
@@ -322,7 +302,7 @@ class ElasticHome(LocalHome):
             for fragment, values in outer.items():
                 self.weights.set(fragment, values, values)
                 self._momentum.of(fragment).copy_(momentum[fragment])
-            self._taken, self._steps, self._dropped = plan.top, plan.steps, list(plan.of_source.dropped)
+            self._taken, self.steps, self._dropped = plan.top, plan.steps, list(plan.of_source.dropped)
         elif me != plan.source:
             while self._taken < plan.top:
                 finite = self._taken not in plan.of_source.dropped
@@ -353,46 +333,53 @@ class ElasticHome(LocalHome):
 
     @override
     def counters(self) -> dict[str, Any]:
-        owned = [[one.own.start, one.own.stop] for one in self._states]
+        owned = [[one.own.start, one.own.stop] for one in self._states()]
         place = self._relay.ask(
             lambda: asdict(SavedPlace(self.index, self.workers, owned, self.membership.claim(0), self._taken))
         )
         return {**super().counters(), ELASTIC: place}
 
+    @override
     def load(self, source: SliceSource) -> None:
-        """See Home; at the beginning of a job, which then goes on as the workers that load go on."""
-        if self._steps or self._taken or self._is_over:
+        """At the beginning of a job, which then goes on as the workers that load go on."""
+        if self.steps or self._taken or self._is_over:
             raise RuntimeError(
-                f"this worker is in a job that is at step {self._steps}: load a state at step 0, on workers of a new "
+                f"this worker is in a job that is at step {self.steps}: load a state at step 0, on workers of a new "
                 "job. A worker that joins gets the job's weights by itself"
             )
-        loaded = load_worker(source, self._checkpoint, self._momentum, leads=self._relay.leads)
-        self._states, self._steps, self.under_way = loaded.states, loaded.steps, loaded.under_way
-        self._taken = self._timetable.count(self._steps) - len(self.under_way)
-        self._loaded, self._resumed_from = loaded.place, loaded.run
+        self._loaded = loaded = load_worker(source, self._checkpoint, self._momentum, leads=self._relay.leads)
+        self.steps, self.under_way, self._resumed_from = loaded.steps, loaded.under_way, loaded.run
+        self._taken = self._timetable.count(self.steps) - len(self.under_way)
         self._in_the_job = True
         self._meet(alarm=True)
 
+    @override
     def load_weights(self, source: SliceSource) -> None:
-        """Not of an elastic job."""
+        """Raise RuntimeError."""
         raise RuntimeError(
             "the weights of an elastic job are not one worker's to change: load them into the model before the "
             "optimizer is built, and those of the job's first worker count"
         )
 
+    @override
     def reset_state(self) -> None:
-        """Not of an elastic job."""
+        """Raise RuntimeError."""
         raise RuntimeError("an elastic job's state is not one worker's to forget: build a new optimizer in a new job")
 
-    def _saved_states(self) -> Sequence[OuterState]:
-        return saved_states(self.fragments, self._states, self._momentum, leads=self._relay.leads)
+    @override
+    def _states(self) -> list[OuterState]:
+        return super()._states() if self._loaded is None else self._loaded.states
 
+    @override
+    def _saved_states(self) -> list[OuterState]:
+        return saved_states(self.fragments, self._states(), self._momentum, leads=self._relay.leads)
+
+    @override
     def _bring_all(self) -> None:
         # Not where all is here, so that nobody meets between two calls that save.
         if not self._is_over and (self._left < self._due or any(one.arrived is None for one in self.under_way)):
             self._together(self._bring_due)
 
     def _bring_due(self) -> None:
-        while self._left < self._due:
-            self._leave_next()
+        self._leave_due()
         super()._bring_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from thinwire.comm.node_membership import NodeMembership, Relay, WorkerGroup
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError, SettingsError
 from thinwire.optim.diloco.fragments import Fragment
-from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterStep, WeightPair, make_outer_step
+from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, WeightPair, make_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 
 __all__ = [
@@ -221,27 +221,23 @@ class NodeOuterStep(OuterStep):
     """
 
     def __init__(self, relay: Relay, numel: int, device: torch.device, of_leader: OuterStep | None) -> None:
-        self.own = slice(0, 0) if of_leader is None else of_leader.own
         self._relay = relay
         self._numel = numel
         self._device = device
         self._of_leader = of_leader
-        self._nothing = torch.zeros(0, device=device)
         self._error: CommunicationError | None = None
 
     @property
     @override
-    def momentum(self) -> Tensor:  # type: ignore[override]
-        return self._nothing if self._of_leader is None else self._of_leader.momentum
+    def state(self) -> OuterState:
+        if self._of_leader is None:
+            return OuterState(slice(0, 0), torch.zeros(0, device=self._device))
+        return self._of_leader.state
 
     @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         self._error = None
-        if self._of_leader is not None:
-            try:
-                self._of_leader.leave(weights, step, settings, meet=meet)
-            except CommunicationError as error:
-                self._error = error
+        self._on_leader(lambda one: one.leave(weights, step, settings, meet=meet))
 
     @override
     def may_pass_on(self) -> bool:
@@ -249,22 +245,28 @@ class NodeOuterStep(OuterStep):
 
     @override
     def pass_on(self, settings: OuterSettings) -> None:
-        if self._of_leader is not None and self._error is None:
-            try:
-                self._of_leader.pass_on(settings)
-            except CommunicationError as error:
-                self._error = error
+        self._on_leader(lambda one: one.pass_on(settings))
 
+    @override
     def arrive(self) -> Arrived:
-        """See OuterStep. Collective inside the node."""
+        """Collective inside the node."""
         here: list[Arrived] = []
-        form, meet = self._relay.ask(lambda: self._arrive_between(here))
+
+        def arrive_between() -> tuple[str | None, bool]:
+            """What arrives on the first rank goes into `here`; the name of its dtype, None where nothing does."""
+            assert self._of_leader is not None
+            if self._error is not None:
+                raise self._error
+            here.append(arrived := self._of_leader.arrive())
+            form = None if arrived.update is None else str(arrived.update.dtype).removeprefix("torch.")
+            return form, arrived.meet
+
+        form, meet = self._relay.ask(arrive_between)
         if form is None:
             return Arrived(None, meet)
-        dtype = getattr(torch, form)
         update = here[0].update if here else None
         if update is None:
-            update = torch.empty(self._numel, dtype=dtype, device=self._device)
+            update = torch.empty(self._numel, dtype=getattr(torch, form), device=self._device)
         self._relay.spread(update)
         return Arrived(update, meet)
 
@@ -273,35 +275,12 @@ class NodeOuterStep(OuterStep):
         if self._of_leader is not None:
             self._of_leader.settle(finite)
 
-    @override
-    def reset(self) -> None:
-        if self._of_leader is not None:
-            self._of_leader.reset()
-
-    @property
-    @override
-    def worker_place(self) -> slice:
-        return slice(0, 0) if self._of_leader is None else self._of_leader.worker_place
-
-    @property
-    @override
-    def worker_residual(self) -> Tensor | None:
-        return None if self._of_leader is None else self._of_leader.worker_residual
-
-    @property
-    @override
-    def owner_residual(self) -> Tensor | None:
-        return None if self._of_leader is None else self._of_leader.owner_residual
-
-    def _arrive_between(self, here: list[Arrived]) -> tuple[str | None, bool]:
-        """On the first rank: what arrives goes into `here`; the name of its dtype, None where nothing does."""
-        assert self._of_leader is not None
-        if self._error is not None:
-            raise self._error
-        arrived = self._of_leader.arrive()
-        here.append(arrived)
-        form = None if arrived.update is None else str(arrived.update.dtype).removeprefix("torch.")
-        return form, arrived.meet
+    def _on_leader(self, action: Callable[[OuterStep], None]) -> None:
+        if self._of_leader is not None and self._error is None:
+            try:
+                action(self._of_leader)
+            except CommunicationError as error:
+                self._error = error
 
 
 def make_node_outer_step(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +47,7 @@ class LocalHome(Home):
     ) -> None:
         self.comm = comm
         self.worker = worker
+        self.watcher = worker.watcher
         self.outer_settings = outer
         self.fragments = fragments
         self.outer_steps = outer_steps
@@ -57,66 +57,36 @@ class LocalHome(Home):
         """The step after which all workers last held the same weights."""
         self.overflows = False
         self.dropped_outer_steps = 0
+        self.workers = comm.size if links is None else links.num_nodes
+        self._trained = [one for one in worker.parameters if one.requires_grad]
+        self.uncompressed_step_bytes = ring_bytes(comm.size, self._trained)
+        self._warns = comm.rank == 0  # of what all ranks see alike
         self._exchange_comm = exchange_comm
         self._links = links
         self._names = list(names)
         self._shape = [timetable.every, timetable.overlap, *(piece.numel for one in fragments for piece in one.pieces)]
         self._timetable = timetable
         self._mix = mix
-        self._steps = 0
         self._before_first: Callable[[], None] | None = None
         worker.before_backwards(self._on_gradient)
 
     # What it reports
 
     @property
-    def steps(self) -> int:
-        """Steps of every worker, whether or not each had a finite gradient in all of them."""
-        return self._steps
-
-    @property
-    def workers(self) -> int:
-        """How many there are."""
-        return self.comm.size if self._links is None else self._links.num_nodes
-
-    @property
-    def nodes(self) -> list[int] | None:
-        """The node of each rank, where nodes are the workers."""
-        return None if self._links is None else list(self._links.groups.node_of)
-
-    @property
     @override
-    def in_sync(self) -> bool:
-        return not self.under_way and self.met_at == self._steps
+    def in_sync(self) -> bool:  # type: ignore[override]
+        return not self.under_way and self.met_at == self.steps
 
     @property
     @override
     def bytes_sent(self) -> int:
-        return self.bytes_sent_between_nodes + self.worker.bytes_inside + self._bytes_inside
+        inside = 0 if self._links is None else self._links.bytes_inside
+        return self.bytes_sent_between_nodes + self.worker.bytes_inside + inside
 
     @property
     @override
     def bytes_sent_between_nodes(self) -> int:
         return self._exchange_comm.traffic.bytes_sent if self._links is None else self._links.bytes_between
-
-    @property
-    def _bytes_inside(self) -> int:
-        return 0 if self._links is None else self._links.bytes_inside
-
-    @property
-    @override
-    def uncompressed_step_bytes(self) -> int:  # type: ignore[override]
-        return ring_bytes(self._ranks, (one for one in self.parameters if one.requires_grad))
-
-    @property
-    def _ranks(self) -> int:
-        """Of all workers together."""
-        return self.comm.size
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether this rank warns of what all ranks see alike."""
-        return self.comm.rank == 0
 
     @property
     @override
@@ -130,38 +100,36 @@ class LocalHome(Home):
 
     # One step
 
+    @override
     def step(self) -> StepResult:
-        """See Home: this worker's own step, then what the timetable has for it."""
+        """Take this worker's own step, then do what the timetable has for it."""
         self._take_over_written()
         result = self.worker.step(self.loss_scale, self.overflows)
-        self._steps += 1
-        self._take_in_due()
-        for fragment in self._timetable.leaving(self._steps):
-            self._leave(fragment)
-        if self._timetable.overlap == 0:
-            self._take_in_due()
-            if len(self.fragments) == 1 and self._timetable.leaving(self._steps) and self._mix == 0.0:
-                self._note_met()
+        self.steps += 1
+        self._take_part()
         return result
 
-    def drop(self) -> None:
-        """See Home; gradients never leave a worker."""
+    def _take_part(self) -> None:
+        self._take_in_due()
+        self._leave_due()
+        if self._timetable.overlap == 0:
+            self._take_in_due()
+            if self._ends_in_sync:
+                self._note_met()
+
+    @property
+    def _ends_in_sync(self) -> bool:
+        """Whether the last step has ended with all weights alike."""
+        plain = self._timetable.overlap == 0 and self._mix == 0.0 and len(self.fragments) == 1
+        return plain and bool(self._timetable.leaving(self.steps))
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.worker.no_sync()
+    def drop(self) -> None:
+        """Keep all: gradients never leave a worker."""
 
     @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         self.worker.leave_out(parameters)
-
-    @override
-    def end_backward(self) -> None:
-        self.worker.end_backward()
-
-    @override
-    def follow(self, gate: Callable[[], bool]) -> None:
-        self.worker.follow(gate)
 
     @override
     def before_first_backward(self, callback: Callable[[], None]) -> None:
@@ -169,6 +137,7 @@ class LocalHome(Home):
 
     # Weights
 
+    @override
     def synchronize_weights(self) -> None:
         """Take in what is under way, and an outer step of every fragment; replicas then are the outer weights."""
         if self.in_sync:
@@ -190,8 +159,9 @@ class LocalHome(Home):
 
     # Checkpoints
 
+    @override
     def saved_slices(self) -> list[SavedSlice]:
-        """See Home. Waits for what is under way, which other ranks have to take part in at their next step at last."""
+        """Waits for what is in flight, in which other ranks have to take part at their next step at the latest."""
         self._take_over_written()
         self._bring_all()
         return self._checkpoint(self._saved_states()).slices(self.under_way)
@@ -204,40 +174,41 @@ class LocalHome(Home):
     @override
     def counters(self) -> dict[str, Any]:
         self._bring_all()
-        counted = self._checkpoint(self.outer_steps).counters(self._steps, self.met_at, self.under_way)
+        counted = self._checkpoint(self._states()).counters(self.steps, self.met_at, self.under_way)
         return {**counted, **vars(self.outer_settings)}
 
     @override
     def load(self, source: SliceSource) -> None:
         self._take_in_all()
-        self._steps, self.met_at, self.under_way = self._checkpoint(self.outer_steps).load(source)
+        self.steps, self.met_at, self.under_way = self._checkpoint(self._states()).load(source)
         self.weights.note_met()
 
     @override
     def load_weights(self, source: SliceSource) -> None:
         self._take_in_all()
-        self._checkpoint(self.outer_steps).load_weights(source)
+        self._checkpoint(self._states()).load_weights(source)
         self._note_met()
 
+    @override
     def reset_state(self) -> None:
-        """See Home; every worker goes on from the outer weights."""
+        """Every worker goes on from the outer weights."""
         self._take_in_all()
         self.worker.reset_state()
         for number, outer_step in enumerate(self.outer_steps):
-            outer_step.reset()
+            outer_step.state.reset()
             outer = self.weights.outer(number).clone()
             self.weights.set(number, outer, outer)
-        self._steps = 0
+        self.steps = 0
         self._note_met()
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
-        numel = sum(one.numel() for one in self.parameters if one.requires_grad)
+        numel = sum(one.numel() for one in self._trained)
         found = self.worker.model_state_bytes(numel)
-        steps = self.outer_steps
-        residuals = [kept for one in steps for kept in (one.worker_residual, one.owner_residual) if kept is not None]
+        states = self._states()
+        residuals = [kept for one in states for kept in (one.worker_residual, one.owner_residual) if kept is not None]
         found["outer weights"] = 4.0 * numel
-        found["outer momentum"] = float(sum(one.momentum.nbytes for one in steps))
+        found["outer momentum"] = float(sum(one.momentum.nbytes for one in states))
         found["residuals"] = float(sum(one.nbytes for one in residuals))
         return found
 
@@ -252,16 +223,21 @@ class LocalHome(Home):
 
     def _checkpoint(self, states: Sequence[OuterState]) -> LocalCheckpoint:
         """What is saved, and where it is taken up: `states` of the fragments' outer steps, and all else here."""
+        nodes = None if self._links is None else list(self._links.groups.node_of)
         return LocalCheckpoint(
-            self.comm, self.nodes, self.worker, self._names, self.fragments, states, self.weights, self._shape
+            self.comm, nodes, self.worker, self._names, self.fragments, states, self.weights, self._shape
         )
 
-    def _saved_states(self) -> Sequence[OuterState]:
-        """What of its outer steps this rank saves."""
-        return self.outer_steps
+    def _states(self) -> list[OuterState]:
+        """What outer steps have left behind, by fragment."""
+        return [one.state for one in self.outer_steps]
+
+    def _saved_states(self) -> list[OuterState]:
+        """What of these this rank saves."""
+        return self._states()
 
     def _note_met(self) -> None:
-        self.met_at = self._steps
+        self.met_at = self.steps
         self.weights.note_met()
 
     def _take_over_written(self) -> None:
@@ -269,14 +245,23 @@ class LocalHome(Home):
         if self.in_sync:
             self.weights.take_over_written()
 
+    def _leave_due(self) -> None:
+        """Send the fragments that leave after this step."""
+        for fragment in self._timetable.leaving(self.steps):
+            self._leave(fragment)
+
     def _leave(self, fragment: int) -> None:
         """Send a fragment's outer gradient; all that left before are passed on first, on every rank alike."""
         for earlier in self.under_way:
             self._pass_on(earlier)
-        digest = settings_digest([vars(self.outer_settings)], self._steps)
-        outer_step = self.outer_steps[fragment]
-        outer_step.leave(self.weights.pairs(fragment), self._steps, digest)
-        self.under_way.append(UnderWay(fragment, self._steps))
+        number, meet = self._announced()
+        digest = settings_digest([vars(self.outer_settings)], number)
+        self.outer_steps[fragment].leave(self.weights.pairs(fragment), number, digest, meet=meet)
+        self.under_way.append(UnderWay(fragment, self.steps))
+
+    def _announced(self) -> tuple[int, bool]:
+        """The number that all ranks give the next outer step, and whether all have to meet after it."""
+        return self.steps, False
 
     def _pass_on(self, one: UnderWay) -> None:
         if not one.passed_on:
@@ -284,7 +269,7 @@ class LocalHome(Home):
             one.passed_on = True
 
     def _take_in_due(self) -> None:
-        while self.under_way and self._timetable.arrival(self.under_way[0].left_at) <= self._steps:
+        while self.under_way and self._timetable.arrival(self.under_way[0].left_at) <= self.steps:
             self._take_in(self.under_way[0], self._mix)
 
     def _take_in_all(self) -> None:
@@ -299,7 +284,7 @@ class LocalHome(Home):
             outer = self.weights.outer(one.fragment).clone()
             self.weights.set(one.fragment, outer, outer)
             self.dropped_outer_steps += 1
-            if self._speaks:
+            if self._warns:
                 warnings.warn(
                     f"the outer step of step {one.left_at} was dropped on every rank: some worker's weights were not "
                     f"finite. Fragment {one.fragment} goes on from the outer weights, without the steps since the last",

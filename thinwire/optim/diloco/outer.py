@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -69,14 +69,21 @@ class UnderWay:
     arrived: Arrived | None = None
 
 
+@dataclass(frozen=True)
 class OuterState:
     """What outer steps of a fragment leave behind for the next one.
 
     `momentum`: v of OuterStep, fp32, of the elements `own` of the fragment, those that this rank owns.
+    `worker_residual`: what of leg 1 is still to be sent, of the elements `worker_place`; None where nothing is lost.
+    `owner_residual`: the same of leg 2, of the elements `own`. `alike`: every rank holds the same.
     """
 
     own: slice
     momentum: Tensor
+    worker_place: slice = field(default_factory=lambda: slice(0, 0))
+    worker_residual: Tensor | None = None
+    owner_residual: Tensor | None = None
+    alike: bool = False
 
     def reset(self) -> None:
         """Forget momentum and residuals."""
@@ -84,23 +91,8 @@ class OuterState:
             if one is not None:
                 one.zero_()
 
-    @property
-    def worker_place(self) -> slice:
-        """The elements that `worker_residual` is of."""
-        return slice(0, 0)
 
-    @property
-    def worker_residual(self) -> Tensor | None:
-        """What of leg 1 is still to be sent; None where nothing is lost."""
-        return None
-
-    @property
-    def owner_residual(self) -> Tensor | None:
-        """The same of leg 2, of the elements `own`."""
-        return None
-
-
-class OuterStep(OuterState, ABC):
+class OuterStep(ABC):
     """From workers' outer gradients of one fragment to what all subtract from the outer weights.
 
     With Δ_m = w° - w_m of worker m (DiLoCo, arXiv 2311.08105, Algorithm 1; C a codec, e and s its residuals):
@@ -111,6 +103,11 @@ class OuterStep(OuterState, ABC):
 
     Use: `leave`, `pass_on`, `arrive`, in this order.
     """
+
+    @property
+    @abstractmethod
+    def state(self) -> OuterState:
+        """What is left behind, to be read and written in place until the next outer step."""
 
     @abstractmethod
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
@@ -139,9 +136,14 @@ class Together(OuterStep):
     def __init__(self, exchange: Exchange, numel: int, device: torch.device) -> None:
         self._exchange = exchange
         self._numel = numel
-        self.own = exchange.owner_place
-        self.momentum = torch.zeros(self.own.stop - self.own.start, device=device)
+        self._momentum = torch.zeros(exchange.owner_place.stop - exchange.owner_place.start, device=device)
         self._next_momentum: Tensor | None = None
+
+    @property
+    @override
+    def state(self) -> OuterState:
+        one = self._exchange
+        return OuterState(one.owner_place, self._momentum, one.worker_place, one.worker_residual, one.owner_residual)
 
     @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
@@ -157,10 +159,10 @@ class Together(OuterStep):
 
     @override
     def pass_on(self, settings: OuterSettings) -> None:
-        after = torch.empty_like(self.momentum)
+        after = torch.empty_like(self._momentum)
 
         def take_outer_step(average: Tensor, place: slice) -> None:
-            torch.add(average, self.momentum[place], alpha=settings.momentum, out=after[place])
+            torch.add(average, self._momentum[place], alpha=settings.momentum, out=after[place])
             average.add_(after[place], alpha=settings.momentum).mul_(settings.lr)
 
         self._exchange.advance(take_outer_step)
@@ -175,7 +177,7 @@ class Together(OuterStep):
         self.settle(outcome.finite)
         if not outcome.finite:
             return Arrived(None, outcome.meet)
-        update = torch.empty(exchange.padded_numel, device=self.momentum.device)
+        update = torch.empty(exchange.padded_numel, device=self._momentum.device)
         exchange.read(update)
         return Arrived(update[: self._numel], outcome.meet)
 
@@ -184,25 +186,10 @@ class Together(OuterStep):
         after, self._next_momentum = self._next_momentum, None
         assert after is not None, "settle() follows pass_on()"
         if finite:
-            self.momentum = after
+            self._momentum = after
             self._exchange.commit()
         else:
             self._exchange.revert()
-
-    @property
-    @override
-    def worker_place(self) -> slice:
-        return self._exchange.worker_place
-
-    @property
-    @override
-    def worker_residual(self) -> Tensor | None:
-        return self._exchange.worker_residual
-
-    @property
-    @override
-    def owner_residual(self) -> Tensor | None:
-        return self._exchange.owner_residual
 
 
 class Alone(OuterStep):
@@ -210,15 +197,19 @@ class Alone(OuterStep):
     own weights, bit for bit."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self.own = slice(0, numel)
-        self.momentum = torch.zeros(numel, device=device)
+        self._momentum = torch.zeros(numel, device=device)
         self._gradient: Tensor | None = None
         self._update: Tensor | None = None
         self._meet = False
 
+    @property
+    @override
+    def state(self) -> OuterState:
+        return OuterState(slice(0, len(self._momentum)), self._momentum, alike=True)
+
     @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
-        self._gradient = torch.empty_like(self.momentum, dtype=torch.float64)
+        self._gradient = torch.empty_like(self._momentum, dtype=torch.float64)
         for place, pair in _end_to_end(weights):
             self._gradient[place].copy_(pair.outer).sub_(pair.own)
         self._meet = meet
@@ -232,9 +223,9 @@ class Alone(OuterStep):
         assert self._gradient is not None, "pass_on() follows leave()"
         gradient, self._gradient = self._gradient, None
         if bool(torch.isfinite(gradient.abs().max())) if gradient.numel() else True:
-            momentum = gradient + self.momentum.double() * settings.momentum
+            momentum = gradient + self._momentum.double() * settings.momentum
             self._update = gradient.add_(momentum, alpha=settings.momentum).mul_(settings.lr)
-            self.momentum.copy_(momentum)
+            self._momentum.copy_(momentum)
 
     @override
     def arrive(self) -> Arrived:

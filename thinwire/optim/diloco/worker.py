@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.optim.home import check_in_sync
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.backward import GradientHook
+from thinwire.zero.backward import BackwardWatcher, GradientHook
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult, find_state, whole_values
 
 __all__ = ["NodeWorker", "RankWorker", "Worker"]
@@ -28,11 +27,13 @@ _START = "[start]"
 class Worker(ABC):
     """An inner optimizer and the weights that it steps.
 
-    `optimizer`: the inner one. `parameters`: what it holds, in the order of its groups.
+    `optimizer`: the inner one. `parameters`: what it holds, in the order of its groups. `watcher`: of backwards whose
+    gradients leave this rank, for others of its node.
     """
 
     optimizer: torch.optim.Optimizer
     parameters: list[Tensor]
+    watcher: BackwardWatcher
 
     @abstractmethod
     def step(self, loss_scale: float, overflows: bool) -> StepResult:
@@ -57,18 +58,8 @@ class Worker(ABC):
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
         """What is held of each parameter."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let backwards inside only add up."""
-        return nullcontext()
-
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Expect no gradient of these in the next backward."""
-
-    def end_backward(self) -> None:
-        """Send what a backward has left unsent inside the node."""
-
-    def follow(self, gate: Callable[[], bool]) -> None:
-        """Send nothing inside the node while `gate()` is false."""
 
     @abstractmethod
     def before_backwards(self, callback: Callable[[int], None]) -> None:
@@ -108,6 +99,7 @@ class RankWorker(Worker):
 
     def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator, max_norm: float) -> None:
         self.optimizer = optimizer
+        self.watcher = BackwardWatcher(str, lambda: None)  # of no parameter
         self._comm = comm
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._max_norm = max_norm
@@ -178,8 +170,8 @@ class RankWorker(Worker):
     def reset_state(self) -> None:
         self.optimizer.state.clear()
 
+    @override
     def model_state_bytes(self, numel: int) -> dict[str, float]:
-        """See Worker; state as it is held."""
         held = float(
             sum(getattr(one, "nbytes", 0) for entry in self.optimizer.state.values() for one in entry.values())
         )
@@ -200,6 +192,7 @@ class NodeWorker(Worker):
     def __init__(self, optimizer: ShardedOptimizer, inside: Communicator) -> None:
         """`inside`: the node's ranks, to be closed with it."""
         self.optimizer = optimizer
+        self.watcher = optimizer._home.watcher
         self.parameters = [parameter for _, parameter in optimizer.saved_parameters()]
         self._inside = inside
         found = next(one for one in map(find_state, self.parameters) if one is not None)
@@ -246,20 +239,8 @@ class NodeWorker(Worker):
         return self._state
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.optimizer.no_sync()
-
-    @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         self.optimizer.leave_out(parameters)
-
-    @override
-    def end_backward(self) -> None:
-        self.optimizer.end_backward()
-
-    @override
-    def follow(self, gate: Callable[[], bool]) -> None:
-        self.optimizer._home.follow(gate)
 
     @override
     def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
@@ -270,10 +251,11 @@ class NodeWorker(Worker):
                 found[f"{one.kind}{_START}", one.name] = torch.tensor(one.start)
         return found
 
+    @override
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
-        """See Worker. Collective inside the node."""
+        """Collective inside the node."""
         slices: list[tuple[str, str, int, Tensor]] = []
-        for name, number in zip(names, range(len(names)), strict=True):
+        for number, name in enumerate(names):
             if self.optimizer.comm.rank == 0:
                 slices.append(("master", name, 0, self.weights(number)))
                 slices.append(("weight", name, 0, self.parameters[number].detach().reshape(-1)))
@@ -296,9 +278,10 @@ class NodeWorker(Worker):
     def model_state_bytes(self, numel: int) -> dict[str, float]:
         return self.optimizer.model_state_bytes()
 
+    @override
     def before_backwards(self, callback: Callable[[int], None]) -> None:
-        """See Worker; ranks that share a worker look for others by themselves, and each step gives the chance to go
-        on. A rank alone does not: it would let a DistributedDataParallel average the gradients of all."""
+        """Ranks that share a worker look for others by themselves, and each step gives the chance to go on. A rank
+        alone does not: it would let a DistributedDataParallel average the gradients of all."""
         if self.optimizer.comm.size == 1:
             self.optimizer._home.before_first_backward(lambda: callback(0))
 
@@ -348,8 +331,9 @@ class _OwnState(ParameterState):
         gradient = self.parameter(number).grad
         return None if gradient is None else Held([Fragment(0, gradient.reshape(-1))], everywhere=True)
 
+    @override
     def after_writing_gradient(self, number: int) -> None:
-        """See ParameterState; the step reads the gradient itself."""
+        """Do nothing: the step reads the gradient itself."""
 
     @override
     def kinds(self) -> list[str]:

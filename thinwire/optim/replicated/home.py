@@ -96,7 +96,7 @@ class ReplicatedHome(AlgorithmHome):
 
     @property
     @override
-    def steps(self) -> int:
+    def steps(self) -> int:  # type: ignore[override]
         return self._layout.step.number
 
     @property
@@ -106,14 +106,14 @@ class ReplicatedHome(AlgorithmHome):
 
     @property
     @override
-    def frozen_at(self) -> int | None:
+    def frozen_at(self) -> int | None:  # type: ignore[override]
         if self.groups:
             return self.groups[0].clock.frozen_at
         return None if self._recipe.algorithm().freezes else 0
 
     @property
     @override
-    def in_sync(self) -> bool:
+    def in_sync(self) -> bool:  # type: ignore[override]
         return all(group.in_sync for group in self.groups)
 
     @property

@@ -50,7 +50,7 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
 
     @property
     @override
-    def steps(self) -> int:
+    def steps(self) -> int:  # type: ignore[override]
         return self._run.clock.steps
 
     @property
@@ -60,12 +60,12 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
 
     @property
     @override
-    def frozen_at(self) -> int | None:
+    def frozen_at(self) -> int | None:  # type: ignore[override]
         return self._run.clock.frozen_at
 
     @property
     @override
-    def in_sync(self) -> bool:
+    def in_sync(self) -> bool:  # type: ignore[override]
         return self._run.local is None or self._run.local.in_sync
 
     @property
