@@ -19,7 +19,7 @@ from thinwire.comm import Communicator, LoggedCommunicator, OperationLog
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 from thinwire.engine.config import EngineConfig, load_config
-from thinwire.engine.config.models import ActivationCheckpointingConfig, CommsLoggerConfig
+from thinwire.engine.config.models import CommsLoggerConfig
 from thinwire.engine.config.rules import total_steps
 from thinwire.engine.data import ResumableLoader, make_loader
 from thinwire.engine.engine import Engine
@@ -27,11 +27,10 @@ from thinwire.engine.job import Job, ModelNames, agree_on_config, agree_on_model
 from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
-from thinwire.engine.optimizers import NoOptimizer, build_optimizer, shard_for_evaluation, steps_alone
+from thinwire.engine.optimizers import NoOptimizer, OptimizerBuilder, steps_alone
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
-from thinwire.zero.fsdp import Preparation
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -77,11 +76,20 @@ def build_engine(
         undo.callback(kind.prepared.hide_shapes, trained)
         names = ModelNames.of(trained, precision)
         recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
-        sharded, schedule = _build_steps(
-            recipe, given.lr_scheduler, trained, comm, device, settings, precision, kind.prepared
-        )
-        if not isinstance(sharded, NoOptimizer):
-            _watch_for_unused(trained, sharded, settings, comm, undo)
+        builder = OptimizerBuilder(trained, comm, device, settings, precision, kind.prepared)
+        sharded: SynchronizedOptimizer | NoOptimizer
+        schedule = None
+        if recipe is None:
+            sharded = NoOptimizer(builder.shard_for_evaluation())
+        else:
+            optimizer = sharded = builder.build(recipe)
+            schedule = on_every_rank(
+                comm, lambda: make_schedule(given.lr_scheduler, optimizer, settings), "build its schedule", BAD_INPUT
+            )
+            if not settings.zero_optimization.ignore_unused_parameters:
+                used = UsedParameters(trained, comm)
+                undo.callback(used.remove)
+                optimizer.register_step_post_hook(used.check)
         loader = None
         if given.training_data is not None:
             loader = make_loader(given.training_data, settings, comm, device, collate_fn=given.collate_fn)
@@ -120,26 +128,6 @@ def _asked_for(given: Given, model: nn.Module, settings: EngineConfig) -> Recipe
     return recipe
 
 
-def _build_steps(
-    recipe: Recipe | None,
-    lr_scheduler: GivenSchedule | None,
-    model: nn.Module,
-    comm: Communicator,
-    device: torch.device,
-    settings: EngineConfig,
-    precision: Precision,
-    prepared: Preparation,
-) -> tuple[SynchronizedOptimizer | NoOptimizer, LRScheduler | None]:
-    """What moves the weights, and the schedule that steers it, if there is one."""
-    if recipe is None:
-        return NoOptimizer(shard_for_evaluation(model, comm, device, settings, precision, prepared)), None
-    sharded = build_optimizer(recipe, model, comm, device, settings, precision, prepared)
-    schedule = on_every_rank(
-        comm, lambda: make_schedule(lr_scheduler, sharded, settings), "build its schedule", BAD_INPUT
-    )
-    return sharded, schedule
-
-
 def load_settings(find: Callable[[], ConfigSource], comm: Communicator) -> EngineConfig:
     """The configuration that `find` returns, the same on every rank. Collective; raises ConfigError on every rank."""
     settings = on_every_rank(comm, lambda: load_config(find(), comm.size), "load its configuration", BAD_INPUT)
@@ -176,50 +164,19 @@ def _plug_in(
 ) -> tuple[ActivationCheckpoints | None, LayerDropping | None]:
     """Change the model as its configuration asks; `undo` changes it back."""
     if settings.sparse_attention is not None:
-        section = settings.sparse_attention
-        on_every_rank(comm, lambda: put_in_sparse_attention(model, section), "plug in its attention", BAD_INPUT)
+        change_attention = partial(put_in_sparse_attention, model, settings.sparse_attention)
+        on_every_rank(comm, change_attention, "plug in its attention", BAD_INPUT)
         undo.callback(densify, model)
-    recomputed = _checkpoint_activations(model, settings.activation_checkpointing, comm)
-    if recomputed is not None:
+    recomputed = layer_drop = None
+    if (section := settings.activation_checkpointing).modules:
+        change = partial(checkpoint_activations, model, section.modules, cpu_checkpointing=section.cpu_checkpointing)
+        recomputed = on_every_rank(comm, change, "recompute its activations", BAD_INPUT)
         undo.callback(recomputed.restore)
-    layer_drop = _drop_layers(model, settings, comm)
-    if layer_drop is not None:
+    if (dropping := settings.progressive_layer_drop).enabled:
+        change_layers = partial(LayerDropping, model, dropping, total_steps(settings), settings.seed)
+        layer_drop = on_every_rank(comm, change_layers, "drop its layers", BAD_INPUT)
         undo.callback(layer_drop.remove)
     return recomputed, layer_drop
-
-
-def _watch_for_unused(
-    model: nn.Module, optimizer: SynchronizedOptimizer, settings: EngineConfig, comm: Communicator, undo: ExitStack
-) -> None:
-    if not settings.zero_optimization.ignore_unused_parameters:
-        used = UsedParameters(model, comm)
-        undo.callback(used.remove)
-        optimizer.register_step_post_hook(used.check)
-
-
-def _drop_layers(model: nn.Module, config: EngineConfig, comm: Communicator) -> LayerDropping | None:
-    if not config.progressive_layer_drop.enabled:
-        return None
-    steps = total_steps(config)
-    return on_every_rank(
-        comm,
-        lambda: LayerDropping(model, config.progressive_layer_drop, steps, config.seed),
-        "drop its layers",
-        BAD_INPUT,
-    )
-
-
-def _checkpoint_activations(
-    model: nn.Module, settings: ActivationCheckpointingConfig, comm: Communicator
-) -> ActivationCheckpoints | None:
-    if not settings.modules:
-        return None
-    return on_every_rank(
-        comm,
-        lambda: checkpoint_activations(model, settings.modules, cpu_checkpointing=settings.cpu_checkpointing),
-        "recompute its activations",
-        BAD_INPUT,
-    )
 
 
 def _say_at_start(

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, LoggedCommunicator, Traffic
@@ -29,16 +29,15 @@ from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
 from thinwire.zero.home import NOT_STEPPED
 from thinwire.zero.optimizer import OptimizerClass
 from thinwire.zero.rank_checks import broadcast_from_rank_0
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.saved_state import SavedSlice
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = [
     "CallError",
     "NoOptimizer",
-    "build_optimizer",
+    "OptimizerBuilder",
     "check_trains",
     "communicator_of",
-    "shard_for_evaluation",
     "steps_alone",
 ]
 
@@ -89,185 +88,125 @@ _BYTES_OF_FP32 = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
-def build_optimizer(
-    recipe: Recipe,
-    model: nn.Module,
-    comm: Communicator,
-    device: torch.device,
-    config: EngineConfig,
-    precision: Precision,
-    prepared: stage3.Preparation,
-) -> SynchronizedOptimizer:
-    """The recipe's optimizer, sharded as `config` says; at stage 3 the model with it, in place. Collective.
+@dataclass(frozen=True)
+class OptimizerBuilder:
+    """Builds what steps `model`, sharded as `config` says, at stage 3 the model with it, in place.
 
-    Raises ValueError or TypeError, on every rank, for what cannot be sharded.
+    Methods are collective, and raise ValueError or TypeError, on every rank, for what cannot be sharded.
     """
-    zero = config.zero_optimization
-    optimizer: SynchronizedOptimizer
-    if isinstance(recipe.optimizer, LocalUpdates):
-        return _build_local_updates(recipe, recipe.optimizer, model, comm, device, config, precision)
-    if isinstance(recipe.optimizer, OptimizerEntry):
-        optimizer = _build_own(recipe, recipe.optimizer, model, comm, device, config, precision)
-    elif zero.stage == 3:
-        return _build_stage_3(recipe, recipe.optimizer, model, comm, device, config, precision, prepared)
-    else:
-        shared = _common_options(model, config, precision, comm) | _clipping(config) | _offloading(config)
-        optimizer = ShardedOptimizer(recipe.parameters, recipe.optimizer, comm=comm, **shared, **recipe.options)
-    if zero.overlap_comm:
-        optimizer.gather_during_forward(model)
-    return optimizer
+
+    model: nn.Module
+    comm: Communicator
+    device: torch.device
+    config: EngineConfig
+    precision: Precision
+    prepared: stage3.Preparation
+
+    def build(self, recipe: Recipe) -> SynchronizedOptimizer:
+        """The recipe's optimizer."""
+        config, options, what = self.config, dict(recipe.options), recipe.optimizer
+        clipping = {"max_norm": config.gradient_clipping}
+        offload = config.zero_optimization.offload_optimizer
+        offloading = {"offload": offload.device == "cpu", "pin_memory": offload.pin_memory}
+        optimizer: SynchronizedOptimizer
+        if isinstance(what, LocalUpdates | OptimizerEntry):
+            comm = communicator_of(options.pop("comm_backend_name", None), self.comm, self.device)
+            options |= {"comm": comm, **self._common_options(comm), **clipping}
+        if isinstance(what, LocalUpdates):
+            options["inside"] = {name: options.pop(name) for name in ("bucket_bytes", "averaging")}
+            return DiLoCo(recipe.parameters, what.inner, **options, **what.inner_options)
+        if isinstance(what, OptimizerEntry):
+            options |= {"resync_interval": config.thinwire.resync_interval, **(offloading if what.offloads else {})}
+            optimizer = what.load()(recipe.parameters, **options)
+        elif config.zero_optimization.stage == 3:
+            return self._build_stage_3(recipe, what)
+        else:
+            options |= {"comm": self.comm, **self._common_options(self.comm), **clipping, **offloading}
+            optimizer = ShardedOptimizer(recipe.parameters, what, **options)
+        if config.zero_optimization.overlap_comm:
+            optimizer.gather_during_forward(self.model)
+        return optimizer
+
+    def shard_for_evaluation(self) -> Traffic | None:
+        """At stage 3, shard a model that no optimizer trains; what counts the bytes that it sends."""
+        if self.config.zero_optimization.stage < 3:
+            return None
+
+        def find_dtype() -> torch.dtype:
+            if any(parameter.requires_grad for parameter in self.model.parameters()):
+                return stage3.computing_dtype(self.model, self.precision.dtype)
+            return self.precision.dtype or next(self.model.parameters()).dtype
+
+        dtype = on_every_rank(self.comm, find_dtype, "shard its model", (ValueError,))
+        joined = stage3.join_process_group(self.comm, self.device)
+        traffic = self._shard(dtype, PLAIN_AVERAGING)
+        self.prepared.describe(self.model, joined)
+        return traffic
+
+    def _shard(self, dtype: torch.dtype, averaging: Averaging) -> Traffic:
+        offload = self.config.zero_optimization.offload_param
+        options = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
+        return stage3.shard_model(self.model, dtype, self.device, averaging, self.prepared, **options)
+
+    def _common_options(self, comm: Communicator) -> dict[str, Any]:
+        dtype, zero = self.precision.dtype, self.config.zero_optimization
+        return {
+            "stage": zero.stage,
+            "named_parameters": self.model.named_parameters(),
+            "param_dtype": dtype,
+            "bucket_bytes": zero.reduce_bucket_size * (_BYTES_OF_FP32 if dtype is None else dtype.itemsize),
+            "averaging": self._averaging(comm),
+        }
+
+    def _averaging(self, comm: Communicator) -> Averaging:
+        config = self.config
+        return Averaging(
+            wire_dtype=_DTYPES[config.communication_data_type],
+            divide_first=float(comm.size) if config.prescale_gradients else config.gradient_predivide_factor,
+            accumulate_dtype=_DTYPES[config.data_types.grad_accum_dtype],
+            op="sum" if config.gradient_allreduce_op == "sum" else "mean",
+        )
+
+    def _build_stage_3(self, recipe: Recipe, optimizer_class: OptimizerClass) -> FullyShardedOptimizer:
+        model, comm, prepared, zero = self.model, self.comm, self.prepared, self.config.zero_optimization
+        groups = recipe.groups()
+        held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        broadcast_from_rank_0(comm, [parameter for parameter in held if not prepared.is_placeholder(parameter)])
+        averaging = self._averaging(comm)
+
+        def plan() -> tuple[torch.dtype, list[list[str]]]:
+            dtype = stage3.computing_dtype(model, self.precision.dtype)
+            averaging.check_parameters(held, dtype)
+            return dtype, _names(groups, model)
+
+        dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
+        joined = stage3.join_process_group(comm, self.device)
+        traffic = self._shard(dtype, averaging)
+        sharded = dict(model.named_parameters())
+        for group, names_in_group in zip(groups, names, strict=True):
+            group["params"] = [sharded[name] for name in names_in_group]
+        prepared.describe(model, joined)
+        return FullyShardedOptimizer(
+            model,
+            groups,
+            optimizer_class,
+            comm=joined,
+            traffic=traffic,
+            names={id(parameter): name for name, parameter in sharded.items()},
+            dtype=dtype,
+            device=self.device,
+            max_norm=self.config.gradient_clipping,
+            times_mean=averaging.times_mean(comm.size),
+            stepped_on=_stepped_on(zero, self.device),
+            pin=zero.offload_optimizer.pin_memory,
+            **recipe.options,
+        )
 
 
 def steps_alone(optimizer: object) -> TypeGuard[SynchronizedOptimizer]:
     """Whether a worker may skip a step that others take, has a loss scale of its own, and shows at `eval` what all have
     in common without asking them."""
     return isinstance(optimizer, SynchronizedOptimizer) and optimizer.steps_alone
-
-
-def shard_for_evaluation(
-    model: nn.Module,
-    comm: Communicator,
-    device: torch.device,
-    config: EngineConfig,
-    precision: Precision,
-    prepared: stage3.Preparation,
-) -> Traffic | None:
-    """At stage 3, shard a model that no optimizer trains, in place; what counts the bytes that it sends. Collective.
-
-    Raises ValueError, on every rank, for what cannot be sharded.
-    """
-    if config.zero_optimization.stage < 3:
-        return None
-
-    def find_dtype() -> torch.dtype:
-        if any(parameter.requires_grad for parameter in model.parameters()):
-            return stage3.computing_dtype(model, precision.dtype)
-        return precision.dtype or next(model.parameters()).dtype
-
-    dtype = on_every_rank(comm, find_dtype, "shard its model", (ValueError,))
-    joined = stage3.join_process_group(comm, device)
-    offload = config.zero_optimization.offload_param
-    traffic = stage3.shard_model(
-        model, dtype, device, PLAIN_AVERAGING, prepared, offload=offload.device == "cpu", pin=offload.pin_memory
-    )
-    prepared.describe(model, joined)
-    return traffic
-
-
-def _build_own(
-    recipe: Recipe,
-    entry: OptimizerEntry,
-    model: nn.Module,
-    comm: Communicator,
-    device: torch.device,
-    config: EngineConfig,
-    precision: Precision,
-) -> SynchronizedOptimizer:
-    options = dict(recipe.options)
-    comm = communicator_of(options.pop("comm_backend_name", None), comm, device)
-    shared = _common_options(model, config, precision, comm)
-    shared["resync_interval"] = config.thinwire.resync_interval
-    shared |= _clipping(config)
-    if entry.offloads:
-        shared |= _offloading(config)
-    optimizer: SynchronizedOptimizer = entry.load()(recipe.parameters, comm=comm, **shared, **options)
-    return optimizer
-
-
-def _build_local_updates(
-    recipe: Recipe,
-    local: LocalUpdates,
-    model: nn.Module,
-    comm: Communicator,
-    device: torch.device,
-    config: EngineConfig,
-    precision: Precision,
-) -> DiLoCo:
-    options = dict(recipe.options)
-    comm = communicator_of(options.pop("comm_backend_name", None), comm, device)
-    shared = _common_options(model, config, precision, comm)
-    inside = {name: shared.pop(name) for name in ("bucket_bytes", "averaging")}
-    shared |= _clipping(config)
-    parameters = recipe.parameters
-    return DiLoCo(parameters, local.inner, comm=comm, inside=inside, **shared, **options, **local.inner_options)
-
-
-def _common_options(model: nn.Module, config: EngineConfig, precision: Precision, comm: Communicator) -> dict[str, Any]:
-    width = precision.dtype.itemsize if precision.dtype is not None else _BYTES_OF_FP32
-    return {
-        "stage": config.zero_optimization.stage,
-        "named_parameters": model.named_parameters(),
-        "param_dtype": precision.dtype,
-        "bucket_bytes": config.zero_optimization.reduce_bucket_size * width,
-        "averaging": _averaging(config, comm),
-    }
-
-
-def _averaging(config: EngineConfig, comm: Communicator) -> Averaging:
-    return Averaging(
-        wire_dtype=_DTYPES[config.communication_data_type],
-        divide_first=float(comm.size) if config.prescale_gradients else config.gradient_predivide_factor,
-        accumulate_dtype=_DTYPES[config.data_types.grad_accum_dtype],
-        op="sum" if config.gradient_allreduce_op == "sum" else "mean",
-    )
-
-
-def _clipping(config: EngineConfig) -> dict[str, Any]:
-    return {"max_norm": config.gradient_clipping}
-
-
-def _offloading(config: EngineConfig) -> dict[str, Any]:
-    offload = config.zero_optimization.offload_optimizer
-    return {"offload": offload.device == "cpu", "pin_memory": offload.pin_memory}
-
-
-def _build_stage_3(
-    recipe: Recipe,
-    optimizer_class: OptimizerClass,
-    model: nn.Module,
-    comm: Communicator,
-    device: torch.device,
-    config: EngineConfig,
-    precision: Precision,
-    prepared: stage3.Preparation,
-) -> FullyShardedOptimizer:
-    zero = config.zero_optimization
-    offload = zero.offload_param
-    groups = recipe.groups()
-    held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-    broadcast_from_rank_0(comm, [parameter for parameter in held if not prepared.is_placeholder(parameter)])
-
-    averaging = _averaging(config, comm)
-
-    def plan() -> tuple[torch.dtype, list[list[str]]]:
-        dtype = stage3.computing_dtype(model, precision.dtype)
-        averaging.check_parameters(held, dtype)
-        return dtype, _names(groups, model)
-
-    dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
-    joined = stage3.join_process_group(comm, device)
-    traffic = stage3.shard_model(
-        model, dtype, device, averaging, prepared, offload=offload.device == "cpu", pin=offload.pin_memory
-    )
-    sharded = dict(model.named_parameters())
-    for group, names_in_group in zip(groups, names, strict=True):
-        group["params"] = [sharded[name] for name in names_in_group]
-    prepared.describe(model, joined)
-    return FullyShardedOptimizer(
-        model,
-        groups,
-        optimizer_class,
-        comm=joined,
-        traffic=traffic,
-        names={id(parameter): name for name, parameter in sharded.items()},
-        dtype=dtype,
-        device=device,
-        max_norm=config.gradient_clipping,
-        times_mean=averaging.times_mean(comm.size),
-        stepped_on=_stepped_on(zero, device),
-        pin=zero.offload_optimizer.pin_memory,
-        **recipe.options,
-    )
 
 
 def _stepped_on(zero: ZeroConfig, device: torch.device) -> torch.device | None:
@@ -322,25 +261,15 @@ class NoOptimizer:
         """Raise CallError."""
         check_trains(self, "end_backward")
 
-    def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """Nothing: no gradient leaves."""
+    def nothing(self, *_: object) -> None:
+        """Do nothing: no gradient leaves, no rank's weights move, no state is there."""
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    leave_out = zero_grad = synchronize_weights = wait_for_weights = close = nothing
+    load = load_weights = reset_state = nothing
+
+    def no_sync(self) -> AbstractContextManager[None]:
         """Nothing leaves inside, nor outside."""
-        yield
-
-    def zero_grad(self) -> None:
-        """Nothing."""
-
-    def synchronize_weights(self) -> None:
-        """Nothing: no rank's weights move."""
-
-    def wait_for_weights(self) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """Nothing to release."""
+        return nullcontext()
 
     # Checkpoints
 
@@ -355,15 +284,6 @@ class NoOptimizer:
     def counters(self) -> dict[str, Any]:
         """As those of an optimizer without parameters."""
         return {"optimizer": "none", "groups": []}
-
-    def load(self, source: SliceSource) -> None:
-        """Leave the optimizer's state where it is."""
-
-    def load_weights(self, source: SliceSource) -> None:
-        """Nothing."""
-
-    def reset_state(self) -> None:
-        """Nothing."""
 
 
 def check_trains(optimizer: object, call: str) -> None:

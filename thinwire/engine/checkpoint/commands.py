@@ -14,7 +14,7 @@ import torch
 
 from thinwire.comm import threads
 from thinwire.engine.checkpoint.exporting import export_weights
-from thinwire.engine.checkpoint.files import dtype_from_name, dtype_name
+from thinwire.engine.checkpoint.files import DTYPES, dtype_name
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint, candidates_to_load, examine
 from thinwire.engine.checkpoint.manifest import MANIFEST, Candidate, Manifest
 from thinwire.engine.checkpoint.store import CheckpointStore
@@ -104,7 +104,7 @@ def _candidates(arguments: argparse.Namespace) -> list[Candidate]:
 def _describe(path: Path, manifest: Manifest) -> dict[str, Any]:
     kinds: Counter[str] = Counter()
     for entry in manifest.slices:
-        kinds[entry.kind] += entry.numel * dtype_from_name(entry.dtype).itemsize
+        kinds[entry.kind] += entry.numel * DTYPES[entry.dtype].itemsize
     parameters = manifest.model.parameters
     return {
         "tag": manifest.tag,

@@ -32,15 +32,14 @@ from thinwire.engine.errors import CheckpointError
 
 __all__ = [
     "CODES",
+    "DTYPES",
     "HeldFolder",
     "LazyTensor",
     "NotAFileError",
     "StoredTensor",
     "TensorReader",
-    "check_dtype",
     "checksum",
     "create_file",
-    "dtype_from_name",
     "dtype_name",
     "open_file",
     "read_file",
@@ -143,7 +142,7 @@ CODES: dict[torch.dtype, str] = {
 }
 """Names of the safetensors format for each dtype that a checkpoint can hold."""
 
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_OF_CODES = {code: dtype for dtype, code in CODES.items()}
 _WRITE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 100_000_000  # as in the format's own reader
@@ -155,22 +154,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_NAMED = {dtype_name(dtype): dtype for dtype in CODES}
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`. Raises ValueError for what a checkpoint cannot hold."""
-    if name not in _NAMED:
-        raise ValueError(f"no tensor of dtype {name!r} can be in a checkpoint")
-    return _NAMED[name]
-
-
-def check_dtype(what: str, tensor: Tensor) -> None:
-    """Raise TypeError for a tensor that a checkpoint cannot hold."""
-    if tensor.dtype not in CODES:
-        raise TypeError(
-            f"{what} is {dtype_name(tensor.dtype)}, which a checkpoint cannot hold; expected one of {', '.join(_NAMED)}"
-        )
+DTYPES = {dtype_name(dtype): dtype for dtype in CODES}
+"""Each of these dtypes by its name."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +275,8 @@ def checksum(descriptor: int) -> str:
 def _stored(key: str, entry: object, first: int, end: int) -> StoredTensor:
     """What the header says of one tensor, whose bytes lie between `first` and `end`."""
     match entry:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(low), int(high)]} if code in _DTYPES:
-            dtype = _DTYPES[code]
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(low), int(high)]} if code in _OF_CODES:
+            dtype = _OF_CODES[code]
             whole = all(type(size) is int and size >= 0 for size in shape) and 0 <= low <= high <= end - first
             if whole and high - low == math.prod(shape) * dtype.itemsize:
                 return StoredTensor(dtype, tuple(shape), first + low)

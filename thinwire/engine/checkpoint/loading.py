@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.engine.checkpoint.files import HeldFolder, NotAFileError, checksum, dtype_from_name, read_file
+from thinwire.engine.checkpoint.files import DTYPES, HeldFolder, NotAFileError, checksum, read_file
 from thinwire.engine.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -82,7 +82,7 @@ class LoadedCheckpoint:
     def dtype_of(self, kind: str, name: str) -> torch.dtype | None:
         """What this parameter's values of this kind were saved in, or None where there are none."""
         entries = self._entries.get((kind, name))
-        return dtype_from_name(entries[0].dtype) if entries else None
+        return DTYPES[entries[0].dtype] if entries else None
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """These values, [numel] on the CPU; KeyError if no rank saved them."""
@@ -102,7 +102,7 @@ class LoadedCheckpoint:
             if low < high:
                 runs.append(self._held.read(entry.file, entry.key, low - entry.start, high - entry.start))
         if not runs:
-            return torch.empty(0, dtype=dtype_from_name(entries[0].dtype))
+            return torch.empty(0, dtype=DTYPES[entries[0].dtype])
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def read_rank(self, key: str, rank: int) -> Tensor:
@@ -230,7 +230,7 @@ def _problem_of_content(held: HeldFolder, file: RankFile) -> str | None:
         return f"and the manifest differ on its tensors: {sorted(tensors.keys() ^ expected)[0]!r}"
     for entry in file.slices:
         stored = tensors[entry.key]
-        if stored.shape != (entry.numel,) or stored.dtype != dtype_from_name(entry.dtype):
+        if stored.shape != (entry.numel,) or stored.dtype != DTYPES[entry.dtype]:
             return f"and the manifest differ on {entry.key!r}"
     return None
 

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
+from pydantic import Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as saved
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from thinwire.engine.checkpoint.files import NotAFileError, dtype_from_name, dtype_name, read_file
+from thinwire.engine.checkpoint.files import DTYPES, NotAFileError, dtype_name, read_file
 from thinwire.engine.errors import CheckpointError
+from thinwire.zero import SavedSlice
 
 __all__ = [
     "HIDDEN",
@@ -60,7 +61,7 @@ _LONGEST_PLACE = 200
 # Nothing is converted.
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Text = Annotated[str, Strict()]
-Dtype = Annotated[str, Strict(), AfterValidator(lambda name: dtype_name(dtype_from_name(name)))]
+Dtype = Annotated[str, Field(strict=True, pattern=f"^({'|'.join(DTYPES)})$")]
 
 
 class _Parameter(TypedDict):
@@ -87,7 +88,8 @@ class ModelDescription:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {
-            name: {"shape": list(shape), "dtype": dtype_name(dtype)} for name, (shape, dtype) in self.parameters.items()
+            name: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            for name, (shape, dtype) in self.parameters.items()
         }
 
     @classmethod
@@ -96,7 +98,7 @@ class ModelDescription:
             return value.to_json() if isinstance(value, cls) else value
 
         def of_saved(saved: dict[str, _Parameter]) -> ModelDescription:
-            return cls({name: (tuple(one["shape"]), dtype_from_name(one["dtype"])) for name, one in saved.items()})
+            return cls({name: (tuple(one["shape"]), DTYPES[one["dtype"]]) for name, one in saved.items()})
 
         saved = core_schema.no_info_after_validator_function(of_saved, handler.generate_schema(dict[Text, _Parameter]))
         as_json = core_schema.plain_serializer_function_ser_schema(cls.to_json)
@@ -105,6 +107,24 @@ class ModelDescription:
     def numel(self, name: str, kind: str = "weight") -> int:
         """Elements of one parameter; values that its slices of another kind hold together."""
         return 1 if kind.startswith("scalar.") else math.prod(self.parameters[name][0])
+
+    def check_slices(self, slices: list[SavedSlice]) -> None:
+        """Raise ValueError for slices that are not runs of its parameters, each once."""
+        for one in slices:
+            what = f"slice {one.kind!r} of {one.name!r} at {one.start}"
+            if not one.kind or "/" in one.kind:
+                raise ValueError(f"{what}: a kind is a word without '/'")
+            if one.name not in self.parameters:
+                raise ValueError(f"{what}: the model has no parameter of that name")
+            if one.tensor.dim() != 1 or not one.tensor.is_contiguous():
+                shape = tuple(one.tensor.shape)
+                raise ValueError(f"{what} must be one-dimensional and contiguous, got shape {shape}: give a flat view")
+            end, whole = one.start + one.tensor.numel(), self.numel(one.name, one.kind)
+            if not 0 <= one.start <= end <= whole:
+                raise ValueError(f"{what} ends at {end}, but there are {whole} values")
+        places = {(one.kind, one.name, one.start) for one in slices}
+        if len(places) < len(slices):
+            raise ValueError(f"{len(slices)} slices begin at {len(places)} places: give each run of values once")
 
     def difference_to(self, saved: ModelDescription) -> str | None:
         """The first parameter that a checkpoint of `saved` cannot fill, or None where all agree."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank, raise_together
-from thinwire.engine.checkpoint.files import check_dtype, dtype_name, sync_folder, write_tensors, write_whole
+from thinwire.engine.checkpoint.files import CODES, DTYPES, dtype_name, sync_folder, write_tensors, write_whole
 from thinwire.engine.checkpoint.folder import (
     CheckpointFolder,
     Claim,
@@ -75,24 +75,14 @@ class Snapshot:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what could not be read back."""
-        for one in self.slices:
-            what = f"slice {one.kind!r} of {one.name!r} at {one.start}"
-            check_dtype(what, one.tensor)
-            if not one.kind or "/" in one.kind:
-                raise ValueError(f"{what}: a kind is a word without '/'")
-            if one.name not in self.model.parameters:
-                raise ValueError(f"{what}: the model has no parameter of that name")
-            if one.tensor.dim() != 1 or not one.tensor.is_contiguous():
-                shape = tuple(one.tensor.shape)
-                raise ValueError(f"{what} must be one-dimensional and contiguous, got shape {shape}: give a flat view")
-            end, whole = one.start + one.tensor.numel(), self.model.numel(one.name, one.kind)
-            if not 0 <= one.start <= end <= whole:
-                raise ValueError(f"{what} ends at {end}, but there are {whole} values")
-        places = {(one.kind, one.name, one.start) for one in self.slices}
-        if len(places) < len(self.slices):
-            raise ValueError(f"{len(self.slices)} slices begin at {len(places)} places: give each run of values once")
-        for key, tensor in (*self.rank_tensors.items(), *self.buffers.items()):
-            check_dtype(key, tensor)
+        named = [(f"slice {one.kind!r} of {one.name!r} at {one.start}", one.tensor) for one in self.slices]
+        for what, tensor in (*named, *self.rank_tensors.items(), *self.buffers.items()):
+            if tensor.dtype not in CODES:
+                raise TypeError(
+                    f"{what} is {dtype_name(tensor.dtype)}, which a checkpoint cannot hold; expected one of "
+                    f"{', '.join(DTYPES)}"
+                )
+        self.model.check_slices(self.slices)
         for name, values in (("shared", self.shared), ("rank_values", self.rank_values)):
             try:
                 json.dumps(values)
@@ -368,7 +358,7 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
     entries = []
     for one in snapshot.slices:
         key = f"slice/{one.kind}/{one.name}/{one.start}"
-        dtype = dtype_name(one.tensor.dtype)
+        dtype = str(one.tensor.dtype).removeprefix("torch.")
         entries.append(SliceEntry(one.kind, one.name, one.start, one.tensor.numel(), dtype, name, key))
         tensors[key] = one.tensor
     tensors |= {f"rank/{key}": tensor for key, tensor in snapshot.rank_tensors.items()}
