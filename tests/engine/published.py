@@ -40,24 +40,6 @@ FILES: dict[str, dict[str, Any]] = {
         "gradient_clipping": 1.0,
         "fp16": {"enabled": True},
     },
-    # DeepSpeedExamples, BingBertSquad
-    "squad, Adam": {
-        "train_batch_size": 24,
-        "train_micro_batch_size_per_gpu": 6,
-        "steps_per_print": 10,
-        "optimizer": {
-            "type": "Adam",
-            "params": {"lr": 3e-5, "max_grad_norm": 1.0, "weight_decay": 0.0, "bias_correction": False},
-        },
-        "fp16": {"enabled": True},
-    },
-    # DeepSpeedExamples, bing_bert/1-bit_adam
-    "bert, 1-bit Adam": _bert(
-        16,
-        "OneBitAdam",
-        {"lr": 4e-4, "weight_decay": 0.01, "bias_correction": False, "freeze_step": 23000, **_WIRE},
-        _DYNAMIC,
-    ),
     # DeepSpeedExamples, bing_bert/01_adam
     "bert, 0/1 Adam": _bert(
         16,
@@ -80,13 +62,6 @@ FILES: dict[str, dict[str, Any]] = {
         _DYNAMIC,
         train_batch_size=65536,
         steps_per_print=1000,
-    ),
-    "bert, 1-bit LAMB over MPI": _bert(
-        16,
-        "OneBitLamb",
-        {"lr": 2e-3, **_LAMB, "freeze_step": 6100, "cuda_aware": True, "comm_backend_name": "mpi", **_FACTORS},
-        {"enabled": True, "loss_scale": 0},
-        train_batch_size=32768,
     ),
     # DeepSpeedExamples, bing_bert; without the section that progressive layer drop's tutorial adds
     "bert, Adam": _bert(
@@ -169,26 +144,6 @@ FILES: dict[str, dict[str, Any]] = {
         "gradient_clipping": 1.0,
         "wall_clock_breakdown": False,
         "fp16": {"enabled": False, "loss_scale": 0},
-    },
-    # DeepSpeed's tutorial of 0/1 Adam
-    "0/1 Adam of the tutorial": {
-        "train_batch_size": 4096,
-        "train_micro_batch_size_per_gpu": 16,
-        "optimizer": {
-            "type": "ZeroOneAdam",
-            "params": {
-                "lr": 1e-3,
-                "weight_decay": 0.01,
-                "bias_correction": False,
-                "var_freeze_step": 1000,
-                "var_update_scaler": 16,
-                "local_step_scaler": 1000,
-                "local_step_clipper": 16,
-                **_WIRE,
-            },
-        },
-        "gradient_clipping": 1.0,
-        "fp16": _DYNAMIC,
     },
 }
 

@@ -86,20 +86,3 @@ def test_losses_that_are_not_finite() -> None:
         warnings.simplefilter("always")
         threads.run(body, 2)
     assert sum("adds nothing on rank 1" in str(one.message) for one in caught) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"zero_optimization": {"stage": 2}}, 'stage" 2 does not go with ZeroOneAdam'),
-        ({"zero_optimization": {"stage": 3}}, 'stage" 3 does not go with ZeroOneAdam'),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-            'offload_optimizer" does not go with ZeroOneAdam',
-        ),
-        ({"progressive_layer_drop": {"enabled": True}}, '"progressive_layer_drop" does not go with ZeroOneAdam'),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_engine(None, zero_one() | changes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import raise_together
+from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.rules import complete_batch_sizes
 from thinwire.engine.sample_order import Dealer, RankBatch, SampleOrder, seeded
@@ -29,7 +29,8 @@ class ResumableLoader:
 
     Every step takes the next `micro_batch_size` · ranks samples of the epoch's order, and deals them to the ranks.
     The position counts the samples that all ranks together were handed in this epoch; what workers have fetched ahead
-    does not count. An abandoned loop goes on where it stopped.
+    does not count. An abandoned loop goes on where it stopped. `epoch`: the current one, from 0; it ends when the loop
+    over it does. `consumed`: samples of it that all ranks together have been handed.
 
     What `dataset` and `collate_fn` draw from Python's, numpy's or torch's CPU generator depends only on the seed, the
     position and the rank: it is the same with any number of workers and after a resume, and does not disturb the
@@ -64,20 +65,20 @@ class ResumableLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        error: Exception | None = None
-        try:
+
+        def check() -> int:
             samples = _checked_length(dataset)
             _check_numbers(samples, micro_batch_size, comm.size, drop_last, seed, num_workers)
-        except (TypeError, ValueError) as raised:
-            error = raised
-        raise_together(comm, error, "build its data loader")
+            return samples
+
+        samples = on_every_rank(comm, check, "build its data loader", (TypeError, ValueError))
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self._comm = comm
         self._dealer = Dealer(SampleOrder(samples, shuffle, seed), micro_batch_size, comm.size, drop_last)
         _check_same(comm, "data loaders", {"micro_batch_size": micro_batch_size, "drop_last": drop_last, **self._order})
-        self._epoch = 0
-        self._consumed = 0
+        self.epoch = 0
+        self.consumed = 0
         self._loop = 0
         self._fetching: DataLoader[Any] = DataLoader(
             _Batches(dataset, collate_fn or default_collate),
@@ -88,16 +89,6 @@ class ResumableLoader:
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else a loop would draw from the one that the model's dropout draws from
         )
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, from 0; it ends when the loop over it does."""
-        return self._epoch
-
-    @property
-    def consumed(self) -> int:
-        """Samples of the current epoch that all ranks together have been handed."""
-        return self._consumed
 
     def __len__(self) -> int:
         """Batches that a rank gets in a whole epoch."""
@@ -118,7 +109,7 @@ class ResumableLoader:
 
     def state(self) -> dict[str, Any]:
         """The position, JSON-able and the same on every rank: `load_state` goes on from it in any job."""
-        return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
+        return {"epoch": self.epoch, "consumed": self.consumed, **self._order}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on after the samples that `state` has seen, whatever ranks and micro batch size it was saved with.
@@ -126,15 +117,10 @@ class ResumableLoader:
         Collective. Raises ValueError, on every rank, for the state of another order of samples, whose position means
         nothing here.
         """
-        error: Exception | None = None
-        try:
-            self.check_state(state)
-        except ValueError as raised:
-            error = raised
-        raise_together(self._comm, error, "load its data position")
+        on_every_rank(self._comm, lambda: self.check_state(state), "load its data position", (ValueError,))
         _check_same(self._comm, "data positions", {key: state[key] for key in ("epoch", "consumed")})
-        self._epoch = state["epoch"]
-        self._consumed = state["consumed"]
+        self.epoch = state["epoch"]
+        self.consumed = state["consumed"]
         self._loop += 1
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -161,20 +147,13 @@ class ResumableLoader:
         return {"samples": order.samples, "shuffle": order.shuffle, "seed": order.seed}
 
     def _run(self, loop: int) -> Iterator[Any]:
-        for batch in self._fetching if self._has_batch else ():
+        for batch in self._fetching if self._dealer.has_batch(self.consumed) else ():
             self._check_current(loop)
-            self._consumed = self._dealer.advance(self._consumed)
+            self.consumed = self._dealer.advance(self.consumed)
             yield batch
         self._check_current(loop)
-        self._epoch += 1
-        self._consumed = 0
-
-    @property
-    def _has_batch(self) -> bool:
-        return self._dealer.has_batch(self._consumed)
-
-    def _remaining(self) -> Iterator[RankBatch]:
-        return self._dealer.batches(self._epoch, self._consumed, self._comm.rank)
+        self.epoch += 1
+        self.consumed = 0
 
     def _check_current(self, loop: int) -> None:
         if loop != self._loop:
@@ -191,7 +170,8 @@ class _Remaining(Sampler[RankBatch]):
         self._loader = loader
 
     def __iter__(self) -> Iterator[RankBatch]:
-        return self._loader._remaining()
+        loader = self._loader
+        return loader._dealer.batches(loader.epoch, loader.consumed, loader._comm.rank)
 
 
 class _Batches(Dataset[Any]):

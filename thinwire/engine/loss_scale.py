@@ -4,7 +4,7 @@ the overflow it causes."""
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,33 +17,6 @@ _MANY = 20
 
 class NonFiniteError(FloatingPointError):
     """A loss or a gradient is not finite, and no smaller loss scale can help. Raised on every rank; nothing moved."""
-
-
-class LossScale(Protocol):
-    """What the loss is multiplied by before backward, and how that follows from the outcome of steps."""
-
-    dynamic: bool
-    """Whether it follows from them."""
-
-    @property
-    def value(self) -> float:
-        """The scale of the step to come."""
-
-    @property
-    def iterations(self) -> int:
-        """Steps that were noted, skipped ones included."""
-
-    def check(self, dtype: torch.dtype) -> None:
-        """Raise ValueError where no loss of this dtype can be scaled."""
-
-    def update(self, overflow: bool) -> None:
-        """Note whether a step's gradients overflowed. The same on every rank."""
-
-    def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
 
 
 class FixedLossScale:
@@ -170,6 +143,11 @@ class DynamicLossScale:
             f"gradients overflow in fp16 even at the smallest loss scale, {self.minimum:g}: they are too large or "
             "not finite whatever the scale. Look at the data and the learning rate, or train in bf16"
         )
+
+
+LossScale = FixedLossScale | DynamicLossScale
+"""What the loss is multiplied by before backward, `value` in the step to come, and how that follows from the outcome of
+steps: `dynamic` if it does, after `iterations` steps that were noted, skipped ones included."""
 
 
 def make_loss_scale(config: Fp16Config, stage: int) -> LossScale | None:

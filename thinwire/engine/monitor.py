@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
@@ -222,7 +222,7 @@ class Monitor:
         wandb: WandbConfig | None = None,
     ) -> None:
         self.enabled = any(one is not None for one in (tensorboard, csv, wandb))
-        self._writers: list[_Writer] = []
+        self._writers: list[TensorBoardFiles | ScalarFiles | WandbRun] = []
         self._warned = False
 
         def open_writers() -> None:
@@ -276,14 +276,6 @@ class Monitor:
 def log_folder(output_path: str, job_name: str) -> Path:
     """Where a job's scalars go: `output_path`/`job_name`; an empty `output_path` is the working directory."""
     return Path(output_path) / job_name
-
-
-class _Writer(Protocol):
-    """One place that scalars go to."""
-
-    def write(self, events: Sequence[Event]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _folder_of(section: MonitorConfig) -> Path | None:

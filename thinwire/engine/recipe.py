@@ -60,7 +60,7 @@ class Recipe:
 
     def trains(self) -> set[int]:
         """The ids of the parameters that the optimizer will hold."""
-        return set(_trainable(self.parameters))
+        return _trainable(self.parameters)
 
 
 def find_recipe(
@@ -91,7 +91,9 @@ def find_recipe(
     optimizer = given if isinstance(given, torch.optim.Optimizer) else _called(given, parameters)
     _check_can_be_taken_over(optimizer)
     missing = 0 if model_parameters is None else _count_missing(parameters, optimizer.param_groups)
-    return Recipe(optimizer.param_groups, type(optimizer), _constructor_options(optimizer), missing)
+    taken = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    return Recipe(optimizer.param_groups, type(optimizer), options, missing)
 
 
 def _uncompressed(section: OptimizerConfig, model: nn.Module) -> tuple[OptimizerClass, dict[str, Any]]:
@@ -111,7 +113,8 @@ def _called(build: GivenOptimizer, parameters: list[Any]) -> torch.optim.Optimiz
         )
     optimizer = build(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{_describe(build)} returned {optimizer!r} instead of a torch.optim.Optimizer")
+        name = getattr(build, "__name__", type(build).__name__)
+        raise TypeError(f"{name} returned {optimizer!r} instead of a torch.optim.Optimizer")
     return optimizer
 
 
@@ -138,14 +141,7 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those of the optimizer's defaults that its class takes by name."""
-    taken = inspect.signature(type(optimizer)).parameters
-    return {key: value for key, value in optimizer.defaults.items() if key in taken}
-
-
 def _groups(parameters: ParamsT) -> list[dict[str, Any]]:
-    """As parameter groups; those that are some already stay the same dicts."""
     given: list[Any] = list(parameters)
     if not all(isinstance(one, dict) for one in given):
         return [{"params": [one[1] if isinstance(one, tuple) else one for one in given]}]
@@ -158,7 +154,7 @@ def _count_missing(given: ParamsT, held: ParamsT) -> int:
     """How many of `given` the optimizer lacks, frozen ones left out. Raises ValueError for others
     in it."""
     mine, theirs = _trainable(given), _trainable(held)
-    missing, foreign = len(mine.keys() - theirs.keys()), len(theirs.keys() - mine.keys())
+    missing, foreign = len(mine - theirs), len(theirs - mine)
     if foreign:
         raise ValueError(
             f"model_parameters are not those of the optimizer that is passed beside them: it lacks {missing} of the "
@@ -168,19 +164,12 @@ def _count_missing(given: ParamsT, held: ParamsT) -> int:
     return missing
 
 
-def _trainable(parameters: ParamsT) -> dict[int, Tensor]:
-    every = [parameter for group in _groups(parameters) for parameter in group["params"]]
-    return {id(parameter): parameter for parameter in every if parameter.requires_grad}
-
-
-def _describe(given: Any) -> str:
-    return getattr(given, "__name__", type(given).__name__)
+def _trainable(parameters: ParamsT) -> set[int]:
+    return {id(one) for group in _groups(parameters) for one in group["params"] if one.requires_grad}
 
 
 def check_schedule(given: GivenSchedule | None, optimizer: GivenOptimizer | None) -> None:
     """Raise ValueError or TypeError, before anything is built, for a schedule that could not steer the engine."""
-    if given is None:
-        return
     if isinstance(given, LRScheduler):
         _check_instance(given)
         if given.optimizer is not optimizer:
@@ -189,7 +178,7 @@ def check_schedule(given: GivenSchedule | None, optimizer: GivenOptimizer | None
                 "not steer the engine's: pass that optimizer too, or a function that takes the engine's optimizer and "
                 "returns the schedule"
             )
-    elif not callable(given):
+    elif given is not None and not callable(given):
         raise TypeError(
             "lr_scheduler must be a schedule of torch.optim.lr_scheduler, or a function from an optimizer to one, got "
             f"{type(given).__name__}"

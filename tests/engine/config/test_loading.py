@@ -235,6 +235,21 @@ def test_every_problem_is_told_at_once() -> None:
     assert "has 4 problems:\n- " in str(caught.value)
 
 
+REFUSED_STAGES = {
+    "OneBitAdam": [3],
+    "OneBitLamb": [2, 3],
+    "ZeroOneAdam": [2, 3],
+    "Lamb": [3],
+    "Muon": [3],
+    "DiLoCo": [3],
+}
+NOT_WITH_LOCAL_STEPS: dict[str, dict[str, Any]] = {
+    "offload_optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True}},
+}
+NO_UNUSED = {"stage": 1, "ignore_unused_parameters": False}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -244,17 +259,24 @@ def test_every_problem_is_told_at_once() -> None:
             '"fp16.min_loss_scale" 8 is above the first scale, 2^2',
         ),
         (
-            {"zero_optimization": {"stage": 3}, "optimizer": {"type": "OneBitAdam"}},
-            '"zero_optimization.stage" 3 does not go with OneBitAdam',
-        ),
-        (
             {"zero_optimization": {"stage": 3}, "optimizer": {"type": "OneBitLamb"}},
             "Use stage 0 or 1, or AdamW with stage 3",
         ),
-        (
-            {"zero_optimization": {"stage": 2}, "optimizer": {"type": "OneBitLamb"}},
-            '"zero_optimization.stage" 2 does not go with OneBitLamb',
+        *(
+            (
+                {"zero_optimization": {"stage": stage}, "optimizer": {"type": name}},
+                f'"zero_optimization.stage" {stage} does not go with {name}',
+            )
+            for name, stages in REFUSED_STAGES.items()
+            for stage in stages
         ),
+        *(
+            ({**changes, "optimizer": {"type": name}}, f'{key}" does not go with {name}')
+            for name in ("ZeroOneAdam", "DiLoCo")
+            for key, changes in NOT_WITH_LOCAL_STEPS.items()
+        ),
+        ({"zero_optimization": NO_UNUSED, "optimizer": {"type": "DiLoCo"}}, "ask each other at every step"),
+        ({"thinwire": {"resync_interval": 5}, "optimizer": {"type": "DiLoCo"}}, "the optimizer is DiLoCo"),
         (
             {"comms_logger": {"enabled": True, "prof_ops": ["all_redcue"]}},
             '"comms_logger.prof_ops" names "all_redcue", which is no collective. Did you mean "all_reduce"?',

@@ -195,11 +195,6 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
         ("AdamW", {"lr": -1.0}, '"optimizer.params.lr" must be a number, at least 0, got -1.0'),
         (
             "AdamW",
-            {"betas": [0.9]},
-            '"optimizer.params.betas" must be a list of 2 numbers, at least 0, below 1, got [0.9]',
-        ),
-        (
-            "AdamW",
             {"betas": [0.9, 1.5]},
             '"optimizer.params.betas" must be a list of 2 numbers, at least 0, below 1, got [0.9, 1.5]',
         ),
@@ -215,11 +210,6 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
         ("ZeroOneAdam", {"local_step_clipper": 0}, 'local_step_clipper" must be a whole number, at least 1, got 0'),
         ("ZeroOneAdam", {"local_step_clippers": 4}, 'Did you mean "local_step_clipper"?'),
         ("ZeroOneAdam", {"codec": "int8"}, "the class itself takes others at stage 0"),
-        (
-            "ZeroOneAdam",
-            {"block_size": 100},
-            'block_size" must be a whole number, at least 64, at most 65536, a multiple of 64, got 100',
-        ),
         ("OneBitAdam", {"freeze_steps": 3}, 'Did you mean "freeze_step"?'),
         ("OneBitAdam", {"freeze_step": 0}, 'freeze_step" must be a whole number, at least 1 or "auto", got 0'),
         ("OneBitAdam", {"freeze_step": "soon"}, 'must be a whole number, at least 1 or "auto", got "soon"'),
@@ -242,18 +232,12 @@ def test_zero_one_adam_has_the_names_of_deepspeed(kind: str) -> None:
             {"factor_threshold": "fast"},
             '"optimizer.params.factor_threshold" must be a number, at least 0, below 1, got "fast"',
         ),
-        (
-            "OneBitLamb",
-            {"betas": [0.9, 1.0]},
-            'betas" must be a list of 2 numbers, at least 0, below 1, got [0.9, 1.0]',
-        ),
-        ("OneBitLamb", {"freeze_step": 0}, 'freeze_step" must be a whole number, at least 1 or "auto", got 0'),
-        (
-            "OneBitLamb",
-            {"block_size": 100},
-            'block_size" must be a whole number, at least 64, at most 65536, a multiple of 64, got 100',
-        ),
         ("OneBitLamb", {"compress": "momentum"}, '"optimizer.params.compress" can only be "update"'),
+        ("Muon", {"ns_method": "gram"}, 'can only be "standard", got "gram"'),
+        ("Lamb", {"amsgrad": True}, "the optimizer keeps no maximum of a variance"),
+        ("Lamb", {"max_coef": 1.0}, 'Did you mean "max_coeff"'),
+        ("Lamb", {"min_coeff": 20.0}, "max_coeff must be at least min_coeff"),
+        ("Lion", {"betas": [0.9]}, "must be a list of 2 numbers"),
         ("OneBitLamb", {"eps_inside_sqrt": True}, '"optimizer.params.eps_inside_sqrt" can only be false'),
     ],
 )

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -26,7 +26,7 @@ from thinwire.engine.config.sections import check_optimizer, check_scheduler
 from thinwire.lazy_imports import provided
 from thinwire.optim.settings import LARGEST_NUMBER
 
-__all__ = ["DEEPEST", "Dialect", "Notes", "check_limits", "load_config", "read_json_object", "respelled"]
+__all__ = ["DEEPEST", "Notes", "check_limits", "load_config", "read_json_object", "respelled"]
 
 DEEPEST = 16
 """Objects and lists inside one another; a configuration has four."""
@@ -45,19 +45,6 @@ class Notes:
     problems: list[str] = field(default_factory=list)
     without_effect: dict[str, str] = field(default_factory=dict)
     unlisted: frozenset[str] = frozenset()
-
-
-class Dialect(Protocol):
-    """Translation of another library's configurations."""
-
-    def read(self, text: str) -> Any:
-        """The content of a file. Raises ValueError, with the place, for what cannot be read."""
-
-    def respell(self, tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-        """A copy of `tree` in today's spellings."""
-
-    def translate(self, tree: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-        """A copy of `tree`, respelled, without the keys that have no effect; what it finds joins `notes`."""
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig, world_size: int) -> EngineConfig:
@@ -101,7 +88,8 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
 def respelled(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """A copy of `tree` in today's spellings."""
     dialect = _dialect()
-    return dict(tree) if dialect is None else dialect.respell(tree, problems)
+    found: dict[str, Any] = dict(tree) if dialect is None else dialect.respell(tree, problems)
+    return found
 
 
 def check_limits(tree: Mapping[Any, Any], source: str) -> None:
@@ -132,9 +120,10 @@ def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
     return config.with_remarks(Remarks(notes.without_effect, unclipped, own_peak=_leaves_peak_open(config)))
 
 
-def _dialect() -> Dialect | None:
-    found: Dialect | None = provided("dialect of configurations")
-    return found
+def _dialect() -> Any:
+    """The module that translates another library's configurations, None without one: `read` gives the content of a
+    file, `respell` a copy of a tree in today's spellings, `translate` that without keys that have no effect."""
+    return provided("dialect of configurations")
 
 
 def _meant(tree: Mapping[str, Any], prefix: str, model: type[BaseModel], problems: list[str]) -> dict[str, Any]:
