@@ -70,9 +70,8 @@ def test_a_constant_of_another_folder_is_what_it_is_now(tmp_path: Path) -> None:
         ("thinwire.compress.kernels.cpu.encode", {"thinwire.compress.packet_layout"}),
         (
             "thinwire.compress.kernels.cpu.moving",
-            {"thinwire.compress.packet_layout", "thinwire.compress.kernels.noise"},
+            {"thinwire.compress.packet_layout", "thinwire.compress.kernels.cpu.small_floats"},
         ),
-        ("thinwire.compress.kernels.cpu.small_floats", {"thinwire.compress.kernels.noise"}),
         ("thinwire.sparse_attn.kernels.cpu.forward", {"thinwire.simd.products"}),
     ],
 )

@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from thinwire.comm.communicator import Communicator
 
-__all__ = ["NodeGroups", "NodeLinks", "agree_on_nodes", "on_every_rank", "raise_together"]
-
 Result = TypeVar("Result")
 
 

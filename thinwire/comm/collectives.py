@@ -17,22 +17,6 @@ from torch import Tensor
 
 from thinwire.comm.errors import CommunicationError
 
-__all__ = [
-    "Finishing",
-    "Pending",
-    "ReduceOp",
-    "Staging",
-    "Work",
-    "bring_to_host",
-    "byte_view",
-    "check_pair",
-    "check_rank",
-    "check_reduction",
-    "check_tensor",
-    "check_timeout",
-    "flat_view",
-]
-
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 _REDUCIBLE = (

@@ -32,8 +32,6 @@ from thinwire.comm.collectives import (
 from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure
 from thinwire.comm.traffic import Traffic, sent_bytes
 
-__all__ = ["Communicator"]
-
 _ALARM_INTERVAL = 0.5
 """Seconds between two looks for the alarm of a rank that failed."""
 

@@ -17,17 +17,6 @@ from thinwire.comm.collectives import check_timeout
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.torch_backend import within
 
-__all__ = [
-    "MEETING_PLACE",
-    "Elastic",
-    "LimitedStore",
-    "MembershipError",
-    "check_launcher",
-    "meeting_place",
-    "reach",
-    "serve",
-]
-
 MEETING_PLACE = "THINWIRE_MEETING"
 """The environment variable that says where workers meet."""
 

@@ -6,16 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = [
-    "ROLL_CALL_SECONDS",
-    "Call",
-    "CommunicationError",
-    "CommunicationTimeout",
-    "RollCall",
-    "describe_failure",
-    "name_ranks",
-]
-
 
 class CommunicationError(RuntimeError):
     """A collective failed: a rank died, raised, called something else, or the transport broke.

@@ -29,9 +29,6 @@ from thinwire.comm.launchers import Launch, detect, meet
 from thinwire.comm.torch_backend import TorchCommunicator, group_timeout
 from thinwire.version import __version__
 
-__all__ = ["Backend", "choose_backend", "count_hosts", "init", "init_process_group"]
-
-
 _GIVE_WAY_SECONDS = 0.05
 
 _MIXED = "cpu:gloo,cuda:nccl"

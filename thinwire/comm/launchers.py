@@ -24,8 +24,6 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from thinwire.comm.torch_backend import group_timeout
 
-__all__ = ["Launch", "detect", "meet", "rendezvous"]
-
 Launcher = Literal["torchrun", "mpirun", "srun", "single"]
 
 

@@ -22,9 +22,6 @@ from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.torch_backend import GenerationCommunicator, connect
 
-__all__ = ["Entry", "Generation", "Heart", "Membership", "Record", "job_store"]
-
-
 _INTERVAL = 0.5
 _GONE = b"gone"
 

@@ -26,8 +26,6 @@ from thinwire.comm.mpi_progress import SLEEP_SECONDS, Progress, Transfer
 from thinwire.comm.mpi_rounds import MPI, Rounds, address
 from thinwire.comm.pairwise import LEAST_CHUNK_BYTES
 
-__all__ = ["MPICommunicator", "install_abort_hook"]
-
 _LARGEST_COUNT = 2**31 - 1
 """Most elements that one MPI call before MPI-4 can count."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from thinwire.comm.mpi_rounds import CALLS_A_LOOK, MPI, Rounds
 
-__all__ = ["SLEEP_SECONDS", "Progress", "Transfer"]
-
 SLEEP_SECONDS = 50e-6
 """Between two looks of a caller who has nothing else to do."""
 

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["CALLS_A_LOOK", "MPI", "Exchange", "Rounds", "address"]
-
-
 try:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:
     raise ImportError(
         f"MPI was asked for, and cannot be used: {error}. Install mpi4py and an MPI library that it finds "

@@ -17,9 +17,6 @@ from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.membership import Entry, Generation, Membership, Record, job_store
 
-__all__ = ["NodeMembership", "Relay", "WorkerGroup"]
-
-
 Result = TypeVar("Result")
 
 _COUNT, _FIRST = 8, 256

@@ -23,8 +23,6 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import Call, RollCall
 from thinwire.comm.traffic import sent_bytes
 
-__all__ = ["OPERATION_NAMES", "LoggedCommunicator", "OperationLog", "OperationStatistics"]
-
 OPERATION_NAMES: Mapping[str, str] = {
     **{name: name for name in ("all_gather", "all_gather_bytes", "all_reduce", "all_to_all", "barrier", "broadcast")},
     "all_gather_into_tensor": "all_gather",

@@ -14,8 +14,6 @@ from queue import SimpleQueue
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LEAST_CHUNK_BYTES", "Pairwise", "all_gather", "all_to_all"]
-
 LEAST_CHUNK_BYTES = 64 << 10
 """Of a message to one peer: below, a round's latency is felt beside its transfer, and switches hold all streams."""
 

@@ -17,8 +17,6 @@ from thinwire.comm.collectives import Pending, ReduceOp, check_timeout
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import Call, CommunicationError, RollCall, name_ranks
 
-__all__ = ["ThreadCommunicator", "current", "run", "single"]
-
 Result = TypeVar("Result")
 
 _context = threading.local()

@@ -28,9 +28,6 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, RollCall
 from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise, all_gather, all_to_all
 
-__all__ = ["GenerationCommunicator", "StoreRollCall", "TorchCommunicator", "connect", "group_timeout", "within"]
-
-
 Result = TypeVar("Result")
 
 _POLL_SECONDS = 0.05

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-__all__ = ["Traffic", "sent_bytes"]
-
 
 def sent_bytes(collective: str, nbytes: int, size: int) -> int:
     """Bytes one of ``size`` ranks sends in ``collective`` over an input of ``nbytes`` bytes, rounded up.

@@ -26,8 +26,6 @@ from thinwire.compress.packet_layout import (
     scale_block,
 )
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "CastCodec", "Codec", "CodecName", "all_finite", "make_codec", "scales"]
-
 
 class Codec(ABC):
     """A lossy map of rows of fp32 to packets.

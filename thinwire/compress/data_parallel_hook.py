@@ -12,11 +12,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
-from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.kernels.loading import compiled_backend
-
-__all__ = ["CompressionState", "ddp_hook"]
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 
 
 class CompressionState:

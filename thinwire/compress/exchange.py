@@ -12,34 +12,11 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.compress.packet import (
-    HEADER_BYTES,
-    Flags,
-    Header,
-    Headers,
-    PacketError,
-    SettingsError,
-    number_headers,
-    write_headers,
-)
+from thinwire.compress.packet import Flags, Header, Headers, PacketError, SettingsError, number_headers, write_headers
+from thinwire.compress.packet_layout import HEADER_BYTES
 from thinwire.compress.parts import Arrived, Leg, Outcome, cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 from thinwire.zero.norm_sketch import read_together
-
-__all__ = [
-    "Adjust",
-    "Arrived",
-    "Division",
-    "EncodePart",
-    "Exchange",
-    "Headers",
-    "Leg",
-    "Outcome",
-    "bring_headers",
-    "held_coordinates",
-    "kept_headers",
-    "zero_held",
-]
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""

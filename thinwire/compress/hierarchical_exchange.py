@@ -10,18 +10,18 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Headers, Leg, kept_headers
+from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, kept_headers
 from thinwire.compress.packet import (
-    HEADER_BYTES,
     Flags,
+    Headers,
     PacketError,
     SettingsError,
     flags_on_device,
     pass_on_flags,
     write_headers,
 )
-
-__all__ = ["HierarchicalExchange", "make_exchange"]
+from thinwire.compress.packet_layout import HEADER_BYTES
+from thinwire.compress.parts import Leg
 
 
 class HierarchicalExchange(Exchange):

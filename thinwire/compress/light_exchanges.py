@@ -11,10 +11,9 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import CastCodec, Codec, all_finite
-from thinwire.compress.exchange import Adjust, EncodePart, Exchange, Headers
-from thinwire.compress.packet import HEADER_BYTES, Flags, write_headers
-
-__all__ = ["ExactExchange", "LowMemoryExchange", "SoleExchange", "make_exact_exchange"]
+from thinwire.compress.exchange import Adjust, EncodePart, Exchange
+from thinwire.compress.packet import Flags, Headers, write_headers
+from thinwire.compress.packet_layout import HEADER_BYTES
 
 
 class LowMemoryExchange(Exchange):

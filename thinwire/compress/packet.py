@@ -17,20 +17,6 @@ from thinwire.compress.kernels.calls import WriteHeaders
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet_layout import HEADER_BYTES
 
-__all__ = [
-    "HEADER_BYTES",
-    "Flags",
-    "Header",
-    "Headers",
-    "PacketError",
-    "SettingsError",
-    "flags_on_device",
-    "number_headers",
-    "pass_on_flags",
-    "step_and_settings",
-    "write_headers",
-]
-
 # magic, format version, codec, flags, block size / 64, bucket, part, step, settings
 _HEADER = struct.Struct("<HBBHHHHHH")
 assert _HEADER.size == HEADER_BYTES

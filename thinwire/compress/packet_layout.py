@@ -6,23 +6,6 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-__all__ = [
-    "BLOCK_MULTIPLE",
-    "BLOCK_SCALES",
-    "CODE_BITS",
-    "DEFAULT_BLOCK_SIZE",
-    "HEADER_BYTES",
-    "MAX_BLOCK_SIZE",
-    "SCALE_BYTES",
-    "VALUE_BYTES",
-    "CodecName",
-    "check_codec",
-    "codec_packet_bytes",
-    "codes_offset",
-    "packet_bytes",
-    "scale_block",
-]
-
 CodecName = Literal["sign1", "stat2", "int4", "fp8", "int8", "bf16", "fp16", "none"]
 
 HEADER_BYTES = 16

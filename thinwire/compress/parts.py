@@ -12,14 +12,6 @@ from thinwire.comm import Work
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import Headers
 
-__all__ = [
-    "Arrived",
-    "Leg",
-    "Outcome",
-    "cut_shard",
-    "least_part",
-]
-
 _LEAST_ELEMENTS = 1 << 17  # under this the call of a kernel is felt beside its work
 _LEAST_BYTES = 64 << 10  # of a message to one peer: 0.5 ms at 1 Gb/s, where a collective's latency is about 50 µs
 

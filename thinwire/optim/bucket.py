@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.codecs import all_finite
-from thinwire.compress.exchange import EncodePart, Exchange, Outcome, held_coordinates, zero_held
+from thinwire.compress.exchange import EncodePart, Exchange, held_coordinates, zero_held
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.packet import Flags
+from thinwire.compress.parts import Outcome
 from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, Contribution, Keep, LocalSteps, Send
 from thinwire.optim.form import HeldGradients, PayloadFactors
 from thinwire.optim.preconditioner import hold_masked, raise_smallest

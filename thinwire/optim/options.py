@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.algorithm import AdamSettings, Algorithm
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.exchange import Exchange, Outcome, bring_headers
+from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.packet import SettingsError
+from thinwire.compress.parts import Outcome
 from thinwire.optim.algorithm import AdamSettings
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import check_same_on_every_rank, settings_digest

@@ -10,19 +10,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-__all__ = [
-    "LANES",
-    "add_intrinsic",
-    "call",
-    "fused_multiply_add",
-    "loader",
-    "operation",
-    "pointer",
-    "splat",
-    "storer",
-    "vector_type",
-]
-
 LANES = 16
 _INT = ir.IntType(32)
 

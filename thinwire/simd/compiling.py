@@ -21,8 +21,6 @@ import numba
 from llvmlite import binding
 from numba.core import event
 
-__all__ = ["announce_compiling", "helper", "inner", "kernel", "source_files"]
-
 # Of torchrun, Open MPI, other MPIs and Slurm: any of them tells a later rank, which says nothing.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 

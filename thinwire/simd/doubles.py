@@ -10,8 +10,6 @@ from numba import types
 from thinwire.simd import floats
 from thinwire.simd.building import LANES, operation, vector_type
 
-__all__ = ["Doubles", "add", "add_squares", "reduce_sum", "vector", "zeros"]
-
 _DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 
 vector = vector_type("float64x16", _DOUBLES)

@@ -25,47 +25,6 @@ from thinwire.simd.building import (
     vector_type,
 )
 
-__all__ = [
-    "LANES",
-    "Scalar",
-    "Vector",
-    "absolute",
-    "add",
-    "at_least",
-    "below",
-    "broadcast",
-    "clamp",
-    "count_bits",
-    "divide",
-    "drain_streams",
-    "equal",
-    "fold",
-    "larger",
-    "load",
-    "load_bits",
-    "load_int4",
-    "load_int8",
-    "load_scalar",
-    "maximum",
-    "multiply",
-    "multiply_add",
-    "nearest",
-    "nonnegative",
-    "not_a_number",
-    "reduce_max",
-    "reduce_sum",
-    "select",
-    "square_root",
-    "store",
-    "store_bits",
-    "store_int4",
-    "store_int8",
-    "store_scalar",
-    "stream",
-    "subtract",
-    "vector",
-]
-
 _FLOAT = ir.FloatType()
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)

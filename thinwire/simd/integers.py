@@ -22,31 +22,6 @@ from thinwire.simd.building import (
     vector_type,
 )
 
-__all__ = [
-    "Integers",
-    "add",
-    "as_floats",
-    "below",
-    "bit_and",
-    "bit_or",
-    "bit_xor",
-    "bits_of",
-    "broadcast",
-    "lanes",
-    "load_8_bits",
-    "load_16_bits",
-    "look_up",
-    "multiply",
-    "select",
-    "shift_left",
-    "shift_right",
-    "store_8_bits",
-    "store_16_bits",
-    "subtract",
-    "to_floats",
-    "vector",
-]
-
 _INT = ir.IntType(32)
 _WORD = ir.IntType(64)
 _INTS = ir.VectorType(_INT, LANES)

@@ -16,17 +16,6 @@ from numba.core import cgutils
 from thinwire.simd import floats, integers
 from thinwire.simd.building import LANES, add_intrinsic
 
-__all__ = [
-    "load_floats",
-    "load_shorts",
-    "load_some_floats",
-    "load_some_shorts",
-    "store_floats",
-    "store_shorts",
-]
-
-__all__ += ["store_some_floats", "store_some_shorts"]
-
 _SHORT, _INT = ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_INT, LANES)

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from thinwire.simd.building import LANES, add_intrinsic, fused_multiply_add, pointer, splat
 from thinwire.simd.compiling import helper
 
-__all__ = ["ROWS", "Matrix", "product", "product_where_nonzero"]
-
 ROWS = 8
 """Rows of the result must be a multiple of this."""
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Cores", "Workers"]
-
 _QUOTA_SECONDS = 1.0
 """For how long a quota that was read is believed: reading it takes longer than a small kernel."""
 

@@ -15,8 +15,6 @@ from typing_extensions import override
 
 from thinwire.compress.kernels.buckets import KernelCall
 
-__all__ = ["AdamFactors", "AdamStep", "plain_adam_step"]
-
 
 @dataclass(frozen=True)
 class AdamFactors:

@@ -23,23 +23,12 @@ from thinwire.compress.kernels.buckets import (
 )
 from thinwire.compress.kernels.calls import Decode, Encode, WriteHeaders
 from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState
-from thinwire.compress.kernels.reference import decode, encode, store, store_rounded, write_headers
+from thinwire.compress.kernels.reference import decode as decode
+from thinwire.compress.kernels.reference import encode as encode
+from thinwire.compress.kernels.reference import store
+from thinwire.compress.kernels.reference import store_rounded as store_rounded
+from thinwire.compress.kernels.reference import write_headers as write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, codes_offset
-
-__all__ = [
-    "average_and_encode",
-    "decode",
-    "decode_and_move",
-    "encode",
-    "encode_packed_payload",
-    "encode_payload",
-    "move_packed",
-    "move_weights",
-    "packed_payload",
-    "store_rounded",
-    "write_headers",
-    "write_payload",
-]
 
 
 def encode_payload(call: EncodePayload) -> None:

@@ -18,24 +18,6 @@ from typing_extensions import override
 from thinwire.compress.kernels.tables import CapturedTables, KeptTables
 from thinwire.compress.packet_layout import HEADER_BYTES, check_codec, packet_bytes
 
-__all__ = [
-    "FLOAT_TYPES",
-    "AverageAndEncode",
-    "DecodeAndMove",
-    "EncodePayload",
-    "KernelCall",
-    "Part",
-    "PayloadForm",
-    "RenewFactors",
-    "Segments",
-    "UpdateForm",
-    "check_device",
-    "check_divisors",
-    "check_factors",
-    "check_packets",
-    "check_vector",
-]
-
 PayloadForm = Literal["plain", "divided", "masked"]
 """What is done with denominators in `EncodePayload`."""
 

@@ -14,8 +14,6 @@ from typing_extensions import override
 from thinwire.compress.kernels.buckets import FLOAT_TYPES, KernelCall, check_device, check_packets, check_vector
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 
-__all__ = ["Decode", "Encode", "PacketCall", "StoreRounded", "WriteHeaders", "span"]
-
 
 def span(vector: Tensor) -> int:
     """Elements from the first of a vector, or of [rows, shard], to its last, what lies between rows included."""

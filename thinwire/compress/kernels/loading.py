@@ -15,8 +15,6 @@ from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.adam import AdamStep, plain_adam_step
 from thinwire.compress.kernels.buckets import KernelCall
 
-__all__ = ["compiled_backend", "execute", "execute_adam_step"]
-
 
 def _cpu() -> Any:
     return importlib.import_module("thinwire.compress.kernels.cpu.backend")

@@ -21,8 +21,6 @@ from thinwire.compress.kernels.buckets import (
     check_vector,
 )
 
-__all__ = ["EncodePackedPayload", "MovePacked", "PackedState", "keys"]
-
 _TABLE_ENTRIES = 256
 
 

@@ -13,18 +13,6 @@ from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded, WriteH
 from thinwire.compress.kernels.packed import keys
 from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, SCALE_BYTES, codes_offset
 
-__all__ = [
-    "MULTIPLIERS",
-    "SHIFTS",
-    "decode",
-    "encode",
-    "like",
-    "random_bits",
-    "store",
-    "store_rounded",
-    "write_headers",
-]
-
 _TOP_LEVEL = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 """What a block's largest magnitude becomes; for fp8 the largest number of its format."""
 _SPLIT = 0.98
@@ -205,8 +193,8 @@ def _numbers(vector: Tensor, first: int) -> Tensor:
 _MASK = 0xFFFFFFFF
 # A multiplication that spreads the count over the word, then two rounds of xor-shift and multiplication, of the
 # well-studied kind that finishes a hash. Below 2^31, so that a product of one with 32 bits is exact in int64.
-MULTIPLIERS = (0x1E3779B9, 0x21F0AAAD, 0x735A2D97)
-SHIFTS = (16, 15, 15)
+_MULTIPLIERS = (0x1E3779B9, 0x21F0AAAD, 0x735A2D97)
+_SHIFTS = (16, 15, 15)
 
 
 def random_bits(seed: int, numbers: Tensor) -> Tensor:
@@ -218,10 +206,10 @@ def random_bits(seed: int, numbers: Tensor) -> Tensor:
     rounding, not for cryptography.
     """
     first_key, second_key = keys(seed)
-    bits = ((numbers >> 1 & _MASK) * MULTIPLIERS[0] & _MASK) ^ first_key
-    bits = ((bits ^ bits >> SHIFTS[0]) * MULTIPLIERS[1] & _MASK) ^ second_key
-    bits = (bits ^ bits >> SHIFTS[1]) * MULTIPLIERS[2] & _MASK
-    bits = bits ^ bits >> SHIFTS[2]
+    bits = ((numbers >> 1 & _MASK) * _MULTIPLIERS[0] & _MASK) ^ first_key
+    bits = ((bits ^ bits >> _SHIFTS[0]) * _MULTIPLIERS[1] & _MASK) ^ second_key
+    bits = (bits ^ bits >> _SHIFTS[1]) * _MULTIPLIERS[2] & _MASK
+    bits = bits ^ bits >> _SHIFTS[2]
     return bits >> 16 * (numbers & 1) & 0xFFFF
 
 

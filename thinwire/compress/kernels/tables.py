@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Arena", "CapturedTables", "KeptTables", "Table", "on_device"]
-
 Table = NDArray[np.void]
 """Structures, one after another."""
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from thinwire.compress.codecs import CodecName, make_codec
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet_layout import CodecName
 from thinwire.engine.schedules import schedule_names
 from thinwire.optim.settings import (
     Backend,

@@ -15,7 +15,8 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, agree_on_nodes, on_every_rank
 from thinwire.comm.elastic import Elastic
-from thinwire.compress.codecs import DEFAULT_BLOCK_SIZE, CodecName, make_codec
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.diloco.elastic_meeting import enter_elastic_job, own_communicator
 from thinwire.optim.diloco.fragments import Fragment, Timetable

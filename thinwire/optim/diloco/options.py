@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.compress.codecs import CodecName, make_codec
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet_layout import CodecName
 from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
 from thinwire.optim.options import check_count
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.exchange import Outcome
+from thinwire.compress.parts import Outcome
 from thinwire.optim.algorithm import Algorithm, Clock, Send, next_send
 from thinwire.optim.bucket import AlgorithmBucket
 from thinwire.optim.freeze_group import FreezeGroup

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import EncodePart, Outcome, held_coordinates
+from thinwire.compress.exchange import EncodePart, held_coordinates
 from thinwire.compress.kernels import packed
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags
+from thinwire.compress.parts import Outcome
 from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, MembersByGroup
 from thinwire.optim.form import part_of, segments_of
 from thinwire.optim.preconditioner import table

@@ -8,10 +8,8 @@ import numpy as np
 
 from thinwire.compress.kernels.cpu.blocks import END, FIRST, Range, Table, first_run
 from thinwire.simd import floats, memory
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import inner, kernel
-from thinwire.simd.floats import LANES
-
-__all__ = ["COLUMNS", "END", "FIRST", "GRADIENT", "Factors", "StepForm", "adam_step"]
 
 GRADIENT = END + 1
 _MOMENTUM, _VARIANCE, _OUTPUT, COLUMNS = range(GRADIENT + 1, GRADIENT + 5)

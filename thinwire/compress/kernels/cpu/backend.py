@@ -17,25 +17,12 @@ from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRou
 from thinwire.compress.kernels.cpu import adam, moving, payload, small_floats
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
-from thinwire.compress.kernels.cpu.blocks import Layout, PartLayout, Range, form_of
+from thinwire.compress.kernels.cpu.blocks import END, FIRST, Layout, PartLayout, Range, form_of
 from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState, keys
-from thinwire.compress.kernels.reference import write_headers
+from thinwire.compress.kernels.reference import write_headers as write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
 from thinwire.simd.workers import Workers
-
-__all__ = [
-    "adam_step",
-    "average_and_encode",
-    "decode",
-    "decode_and_move",
-    "encode",
-    "encode_packed_payload",
-    "encode_payload",
-    "move_packed",
-    "store_rounded",
-    "write_headers",
-]
 
 _BLOCK = 4096
 """Elements that threads share out where there are no blocks of a packet."""
@@ -102,7 +89,7 @@ def adam_step(call: AdamStep) -> None:
     """Step of Adam over many tensors."""
     ends = np.cumsum([one.numel() for one in call.variances])
     runs = np.zeros((len(ends), adam.COLUMNS), dtype=np.int64)
-    runs[1:, adam.FIRST], runs[:, adam.END] = ends[:-1], ends
+    runs[1:, FIRST], runs[:, END] = ends[:-1], ends
     output = call.denominators if call.weights is None else call.weights
     for column, tensors in enumerate((call.gradients, call.momenta, call.variances, output), adam.GRADIENT):
         if tensors is not None:

@@ -11,37 +11,8 @@ from numpy.typing import NDArray
 
 from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, SCALE_BYTES
 from thinwire.simd import floats, memory
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper, inner
-from thinwire.simd.floats import LANES
-
-__all__ = [
-    "ADDRESS",
-    "END",
-    "FIRST",
-    "FP8",
-    "INT4",
-    "INT8",
-    "KIND",
-    "SIGN1",
-    "STAT2",
-    "STEP",
-    "Bytes",
-    "CodecForm",
-    "Floats",
-    "Layout",
-    "PartLayout",
-    "Place",
-    "Range",
-    "Table",
-    "corrected_at",
-    "covers",
-    "first_run",
-    "form_of",
-    "locate",
-    "place_in_part",
-    "start_of",
-    "store_step",
-]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

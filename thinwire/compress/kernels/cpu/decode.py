@@ -22,10 +22,8 @@ from thinwire.compress.kernels.cpu.blocks import (
 from thinwire.compress.kernels.cpu.encode import magnitudes_at
 from thinwire.compress.packet_layout import SCALE_BYTES
 from thinwire.simd import floats, integers
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper, inner, kernel
-from thinwire.simd.floats import LANES
-
-__all__ = ["decode", "decode_block", "decode_signs", "mean_of_signs"]
 
 
 @kernel

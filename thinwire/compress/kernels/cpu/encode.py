@@ -30,23 +30,8 @@ from thinwire.compress.kernels.cpu.blocks import (
 from thinwire.compress.kernels.cpu.small_floats import BFLOAT16, NO_VALUES, store_nearest, widen
 from thinwire.compress.packet_layout import SCALE_BYTES
 from thinwire.simd import doubles, floats, integers, memory
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper, inner, kernel
-from thinwire.simd.floats import LANES
-
-__all__ = [
-    "add_and_store",
-    "encode",
-    "encode_block",
-    "encode_in_two_magnitudes",
-    "encode_rounded",
-    "encode_signs",
-    "lose_signs",
-    "magnitudes_at",
-    "no_sums",
-    "pack_step",
-    "store_rounded_block",
-    "total_of",
-]
 
 _SPLIT = 0.98
 

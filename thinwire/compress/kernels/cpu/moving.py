@@ -37,10 +37,8 @@ from thinwire.compress.kernels.cpu.small_floats import (
     widen,
 )
 from thinwire.simd import floats, integers, memory
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper, inner, kernel
-from thinwire.simd.floats import LANES
-
-__all__ = ["decode_and_move", "move_packed"]
 
 _REPLICA, _REPLICA_KIND = KIND + 1, KIND + 2
 _RATE, _DECAY = range(2)

@@ -49,10 +49,8 @@ from thinwire.compress.kernels.cpu.small_floats import (
     widen_some_at,
 )
 from thinwire.simd import floats, integers, memory
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper, inner, kernel
-from thinwire.simd.floats import LANES
-
-__all__ = ["DIVIDED", "MASKED", "PLAIN", "Vectors", "average_and_encode", "encode_packed_payload", "encode_payload"]
 
 PLAIN, DIVIDED, MASKED = range(3)
 _BETA1, _GAIN, _DIVISOR = range(3)

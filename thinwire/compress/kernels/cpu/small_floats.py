@@ -14,30 +14,9 @@ from llvmlite import ir
 from numba import types
 
 from thinwire.compress.kernels.cpu.blocks import Bytes, Floats, Range
-from thinwire.compress.kernels.reference import MULTIPLIERS, SHIFTS
 from thinwire.simd import floats, integers, memory
-from thinwire.simd.building import operation, splat
+from thinwire.simd.building import LANES, operation, splat
 from thinwire.simd.compiling import helper, inner, kernel
-from thinwire.simd.floats import LANES
-
-__all__ = [
-    "BFLOAT16",
-    "ELEMENT_BYTES",
-    "FORMATS",
-    "NO_VALUES",
-    "Values",
-    "nearest_bits",
-    "random_bits",
-    "round_and_store",
-    "rounded",
-    "some_of",
-    "store_nearest",
-    "store_rounded",
-    "widen",
-    "widen_at",
-    "widen_some_at",
-    "widened",
-]
 
 NO_VALUES, _FLOAT32, BFLOAT16, _FLOAT16 = range(4)
 FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: _FLOAT16}
@@ -253,6 +232,8 @@ def widened(code: integers.Integers) -> floats.Vector:
 _INT = ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
+# Of `reference.random_bits`; not imported, as machine code is compiled anew after a change to what it imports.
+_MULTIPLIERS, _SHIFTS = (0x1E3779B9, 0x21F0AAAD, 0x735A2D97), (16, 15, 15)
 
 
 def _random_bits(builder: Any, number: Any, first_key: Any, second_key: Any) -> Any:
@@ -267,11 +248,11 @@ def _random_bits(builder: Any, number: Any, first_key: Any, second_key: Any) -> 
 
     first_pair = builder.trunc(builder.lshr(number, ir.Constant(number.type, 1)), _INT)
     bits = builder.add(splat(builder, first_pair, LANES // 2), ir.Constant(pairs, list(range(LANES // 2))))
-    bits = builder.xor(builder.mul(bits, constant(MULTIPLIERS[0])), splat(builder, first_key, LANES // 2))
-    bits = builder.mul(fold(bits, SHIFTS[0]), constant(MULTIPLIERS[1]))
+    bits = builder.xor(builder.mul(bits, constant(_MULTIPLIERS[0])), splat(builder, first_key, LANES // 2))
+    bits = builder.mul(fold(bits, _SHIFTS[0]), constant(_MULTIPLIERS[1]))
     bits = builder.xor(bits, splat(builder, second_key, LANES // 2))
-    bits = builder.mul(fold(bits, SHIFTS[1]), constant(MULTIPLIERS[2]))
-    return builder.zext(builder.bitcast(fold(bits, SHIFTS[2]), _SHORTS), _INTS)
+    bits = builder.mul(fold(bits, _SHIFTS[1]), constant(_MULTIPLIERS[2]))
+    return builder.zext(builder.bitcast(fold(bits, _SHIFTS[2]), _SHORTS), _INTS)
 
 
 # Of sixteen consecutive elements from an even number on, with the two keys of a seed.

@@ -32,8 +32,6 @@ from thinwire.compress.kernels.cuda.launch import (
 )
 from thinwire.compress.kernels.cuda.toolkit import Toolkit, find_toolkit, machine_code
 
-__all__ = ["CudaBackend", "Runner", "make_backend"]
-
 
 class Runner:
     """Runs launches through one toolkit, and keeps what it compiled."""

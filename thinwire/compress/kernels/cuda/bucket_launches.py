@@ -36,17 +36,6 @@ from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, ke
 from thinwire.compress.kernels.tables import on_device
 from thinwire.compress.packet_layout import HEADER_BYTES
 
-__all__ = [
-    "adam_step_launch",
-    "average_and_encode_launch",
-    "decode_and_move_launch",
-    "encode_packed_payload_launch",
-    "encode_payload_launch",
-    "move_packed_launch",
-    "moved_factors",
-    "payload_factors",
-]
-
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NOTHING = 3
 

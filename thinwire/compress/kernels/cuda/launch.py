@@ -18,35 +18,6 @@ from torch import Tensor
 from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded, WriteHeaders
 from thinwire.compress.kernels.packed import keys
 
-__all__ = [
-    "ELEMENTS_PER_THREAD",
-    "MAX_ROWS",
-    "MOMENTUM_THREADS",
-    "NO_BLOCKS",
-    "STRUCTURES",
-    "TYPE_NAMES",
-    "Argument",
-    "Launch",
-    "address",
-    "aligned",
-    "architecture_option",
-    "averaged_rows",
-    "block_threads",
-    "compile_options",
-    "decode_launch",
-    "division",
-    "encode_launch",
-    "exact_inverse",
-    "in_fours",
-    "integer",
-    "octets",
-    "source_folder",
-    "source_text",
-    "store_rounded_launch",
-    "structure",
-    "write_headers_launch",
-]
-
 MAX_ROWS = 65535
 """Thread blocks in the second dimension of a grid."""
 

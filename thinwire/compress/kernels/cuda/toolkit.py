@@ -20,16 +20,6 @@ from numpy.typing import NDArray
 
 from thinwire.compress.kernels.cuda.launch import Argument
 
-__all__ = [
-    "BindingsToolkit",
-    "CupyToolkit",
-    "KernelCompilerError",
-    "Toolkit",
-    "cache_folder",
-    "find_toolkit",
-    "machine_code",
-]
-
 _PROGRAM = "thinwire.cu"
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.simd import floats
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper, kernel
-from thinwire.simd.floats import LANES
 from thinwire.simd.products import ROWS, Matrix, product, product_where_nonzero
 from thinwire.sparse_attn.kernels.cpu.tiles import (
     CHUNK,

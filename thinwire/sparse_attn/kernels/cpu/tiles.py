@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.simd import floats, integers
+from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper
-from thinwire.simd.floats import LANES
 from thinwire.simd.products import Matrix
 
 Floats = NDArray[np.float32]
