@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -149,6 +150,41 @@ def test_the_process_knows_its_tensors() -> None:
     assert process_tensor_bytes()["cpu"] - before == 1_000_003
     del kept, views
     assert process_tensor_bytes().get("cpu", 0) == before
+
+
+class Proxy:
+    """Pretends to be of another class, as mocks and lazy modules do, by code of its own."""
+
+    __slots__ = ("kind",)
+
+    @property
+    def __class__(self):
+        raise AssertionError("an object's own code has run")
+
+
+def test_objects_and_threads_are_left_alone_by_the_search_for_tensors() -> None:
+    """CPython cannot resize a tuple that another object refers to, as a list of all objects does."""
+    proxy = Proxy()
+    proxy.kind = Tensor
+    long_to_search = [[] for _ in range(300_000)]
+    failures: list[BaseException] = []
+    ended = threading.Event()
+
+    def fill_tuples() -> None:
+        try:
+            while not ended.is_set():
+                assert len(tuple(number for number in range(5000))) == 5000
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=fill_tuples)
+    thread.start()
+    for _ in range(10):
+        process_tensor_bytes()
+    ended.set()
+    thread.join()
+    assert failures == []
+    del long_to_search
 
 
 @pytest.mark.parametrize(

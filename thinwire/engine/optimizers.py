@@ -25,9 +25,9 @@ from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
-from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
 from thinwire.zero.home import NOT_STEPPED
 from thinwire.zero.optimizer import OptimizerClass
+from thinwire.zero.placement import PLAIN_AVERAGING, Averaging
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer

@@ -24,8 +24,8 @@ from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe
 from thinwire.optim.replicated.home import ReplicatedHome
 from thinwire.optim.sharded.home import AlgorithmShardedHome
 from thinwire.zero.home import ring_bytes
+from thinwire.zero.master_weights import ShardedParameters
 from thinwire.zero.rank_checks import check_same_kind
-from thinwire.zero.sharded_parameters import ShardedParameters
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["CompressedOptimizer", "SavingsReport"]

@@ -17,8 +17,7 @@ from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.algorithm import AdamSettings, Algorithm
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
-from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
-from thinwire.zero.sharded_parameters import Sharding
+from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 
 __all__ = [
     "Backend",

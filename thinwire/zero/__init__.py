@@ -35,16 +35,15 @@ if TYPE_CHECKING:
         shard_numel,
         valid_in_shard,
     )
-    from thinwire.zero.gradients import Averaging
     from thinwire.zero.home import StepResult
     from thinwire.zero.optimizer import ShardedOptimizer
+    from thinwire.zero.placement import Averaging
     from thinwire.zero.rank_checks import ReplicaDriftError
     from thinwire.zero.saved_state import OwnSlices, SavedSlice, SliceSource
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "gradients": ("Averaging",),
             "bucket_layout": (
                 "LARGEST_BUCKET_BYTES",
                 "BucketLayout",
@@ -56,6 +55,7 @@ else:
             ),
             "home": ("StepResult",),
             "optimizer": ("ShardedOptimizer",),
+            "placement": ("Averaging",),
             "rank_checks": ("ReplicaDriftError",),
             "saved_state": ("OwnSlices", "SavedSlice", "SliceSource"),
         },

@@ -15,8 +15,8 @@ from typing_extensions import override
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.traffic import Traffic, sent_bytes
-from thinwire.zero.gradients import Averaging
 from thinwire.zero.home import Fragment, Held, ParameterState
+from thinwire.zero.placement import Averaging
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

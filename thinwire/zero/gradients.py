@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +10,10 @@ from torch import Tensor
 from thinwire.comm import Communicator, Work
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import Seal
-from thinwire.zero.master_weights import FlatBucket
+from thinwire.zero.master_weights import FlatBucket, ShardedParameters
+from thinwire.zero.placement import Averaging
 
-__all__ = ["PLAIN_AVERAGING", "Averaging", "BucketGradients", "BucketTransport"]
+__all__ = ["BucketGradients", "BucketTransport", "averaging_gradients"]
 
 
 class BucketTransport(Protocol):
@@ -52,83 +50,6 @@ class BucketTransport(Protocol):
 
     def end_step(self) -> None:
         """Forget what this step brought."""
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """What is done to gradients between backward and the step, in steps that average them exactly.
-
-    Args:
-        wire_dtype: in which they travel, torch.float32, bfloat16 or float16; None is that in which they add up.
-        divide_first: what every rank divides its own by before they leave; their sum is multiplied by as much over the
-            number of ranks. With that number nothing is left to do after it.
-        accumulate_dtype: in which the backwards of a step add up, torch.float32 or the parameters' own; None is the
-            latter. Steps that compress are made of these sums too.
-        op: "mean", or "sum" for a gradient that is the sum over the ranks, in every kind of step: as many times the
-            mean as there are ranks. Norms and clipping are the sum's too.
-
-    The sum over the ranks itself is always in fp32, at stages 0 to 2.
-    """
-
-    wire_dtype: torch.dtype | None = None
-    divide_first: float = 1.0
-    accumulate_dtype: torch.dtype | None = None
-    op: Literal["mean", "sum"] = "mean"
-
-    def check(self) -> None:
-        """Raise ValueError or TypeError for what cannot work."""
-        for name, dtype in (("wire_dtype", self.wire_dtype), ("accumulate_dtype", self.accumulate_dtype)):
-            if dtype not in (None, *_FLOATS):
-                raise TypeError(f"{name} must be torch.float32, torch.bfloat16, torch.float16 or None, got {dtype!r}")
-        number = isinstance(self.divide_first, int | float) and math.isfinite(self.divide_first)
-        if not number or not self.divide_first > 0:
-            raise ValueError(f"divide_first must be a number above 0, got {self.divide_first!r}")
-        if self.op not in ("mean", "sum"):
-            raise ValueError(f"op must be 'mean' or 'sum', got {self.op!r}")
-
-    def accumulated(self, dtype: torch.dtype) -> torch.dtype:
-        """In what gradients of parameters of this dtype add up."""
-        return dtype if self.accumulate_dtype is None else self.accumulate_dtype
-
-    def times_mean(self, ranks: int) -> float:
-        """How many times the mean over the ranks the wanted gradient is."""
-        return float(ranks) if self.op == "sum" else 1.0
-
-    def check_parameters(self, parameters: Iterable[Tensor], param_dtype: torch.dtype | None = None) -> None:
-        """Raise ValueError where backwards could not add up as asked; fp32 parameters will be in `param_dtype`."""
-        for parameter in parameters:
-            dtype = param_dtype if param_dtype and parameter.dtype == torch.float32 else parameter.dtype
-            if self.accumulated(dtype) not in (torch.float32, dtype):
-                raise ValueError(
-                    f"gradients of {dtype} parameters add up in torch.float32 or their own dtype, got accumulate_dtype "
-                    f"{self.accumulate_dtype}: pass torch.float32, or None"
-                )
-
-    def prepare(self, parameters: Iterable[Tensor]) -> None:
-        """Have autograd add up the gradients of these as asked; those that are there are kept."""
-        for parameter in parameters:
-            wanted = self.accumulated(parameter.dtype)
-            one: Any = parameter  # `grad_dtype` has no stub
-            if parameter.is_leaf and one.grad_dtype != wanted:
-                gradient, parameter.grad = parameter.grad, None
-                one.grad_dtype = wanted
-                parameter.grad = None if gradient is None else gradient.to(wanted)
-
-    def compared(self) -> dict[str, Any]:
-        """What has to be the same on every rank, as JSON can hold it."""
-        return {
-            "wire_dtype": str(self.wire_dtype),
-            "divide_first": self.divide_first,
-            "accumulate_dtype": str(self.accumulate_dtype),
-            "op": self.op,
-        }
-
-
-PLAIN_AVERAGING = Averaging()
-"""Gradients add up and travel in the parameters' dtype, and are averaged after they are summed."""
 
 
 class BucketGradients:
@@ -256,7 +177,7 @@ class BucketGradients:
         return self._flat
 
     def _new_shard(self) -> Tensor:
-        return torch.empty_like(self.bucket.own_shard, dtype=self._sum_dtype)
+        return torch.empty_like(self.bucket.shard_of(self.bucket.flat), dtype=self._sum_dtype)
 
     def _to_send(self, whole: Tensor) -> Tensor:
         """What leaves for `whole`, which stays as it is where something else leaves."""
@@ -264,6 +185,12 @@ class BucketGradients:
             return whole.to(self._wire_dtype)
         sent = torch.empty_like(whole, dtype=self._wire_dtype)
         return torch.div(whole, self._divide_first, out=sent)
+
+
+def averaging_gradients(parameters: ShardedParameters, seal: Seal) -> list[BucketGradients]:
+    """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
+    stage, averaging = parameters.sharding.stage, parameters.sharding.averaging
+    return [BucketGradients(one, parameters.exchange_comm, stage, averaging, seal) for one in parameters.buckets]
 
 
 def _mean(rows: Tensor, divided_by: float) -> Tensor:

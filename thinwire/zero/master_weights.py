@@ -1,13 +1,13 @@
-"""Parameters as views of flat buckets, the fp32 master weights of their owners, and new weights on their way.
+"""Parameters as views of flat buckets, the fp32 master weights of their owners, and all of a model's together, which
+every sharded optimizer stands on.
 
 The parameters of one bucket lie in one contiguous tensor, with which the model computes: a collective moves whole
-shards without copying parameters together first. New weights may be in flight while the next forward runs: each
-parameter is waited for when it is read, so that gathering costs time only where the network is slower than the model.
+shards without copying parameters together first. New weights may be in flight while the next forward runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import raise_together
 from thinwire.zero.bucket_layout import BucketLayout, Slot
+from thinwire.zero.placement import Placement, Sharding, WeightGate
+from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
-__all__ = ["FlatBucket", "MasterWeights", "Run", "WeightGate", "bring_beside"]
+__all__ = ["FlatBucket", "MasterWeights", "Run", "ShardedParameters", "bring_beside"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,11 @@ class FlatBucket:
     ) -> None:
         self.index = index
         self.layout = layout
+        self.dtype = dtype
         self.comm = comm
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
-        self._shapes = {slot: p.shape for slot, p in zip(layout.slots, self.parameters, strict=True)}
-        device = self.parameters[0].device
-        self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+        self._shapes = {slot: one.shape for slot, one in self.members()}
+        self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=self.parameters[0].device)
         self._initial = self._initial_values(keep) if keep else None
         self._addresses, self._versions = [], []
         for slot, parameter in self.members():
@@ -71,20 +74,10 @@ class FlatBucket:
             self._versions.append(parameter._version)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters as the model sees them."""
-        return self.flat.dtype
-
-    @property
     def own_range(self) -> tuple[int, int]:
         """The elements of the bucket that this rank owns, valid ones only."""
         start = self.comm.rank * self.layout.shard
         return min(start, self.layout.numel), min(start + self.layout.shard, self.layout.numel)
-
-    @property
-    def own_shard(self) -> Tensor:
-        """The shard of `flat` that belongs to this rank, a view, [shard]."""
-        return self.shard_of(self.flat)
 
     @property
     def own_runs(self) -> list[Run]:
@@ -92,7 +85,7 @@ class FlatBucket:
         return self.runs(*self.own_range)
 
     def shard_of(self, bucket: Tensor) -> Tensor:
-        """The same shard of another tensor of [padded_numel], a view."""
+        """This rank's shard of a tensor of [padded_numel], a view."""
         return bucket[self.comm.rank * self.layout.shard :][: self.layout.shard]
 
     def runs(self, start: int, stop: int) -> list[Run]:
@@ -140,15 +133,10 @@ class FlatBucket:
         initial, self._initial = self._initial, None
         return initial
 
-    def gather(self, shard: Tensor) -> Callable[[], None]:
-        """Start giving every rank all owners' `shard`, [shard] in this bucket's dtype; returns what waits for it."""
-        work = self.comm.all_gather(self.flat, shard, async_op=True)
-        return work.wait
-
     def _initial_values(self, keep: Literal["shard", "whole"]) -> Tensor:
         numel = self.layout.padded_numel if keep == "whole" else self.layout.shard
         values = torch.zeros(numel, device=self.flat.device)
-        by_number = {slot.parameter: p for slot, p in zip(self.layout.slots, self.parameters, strict=True)}
+        by_number = {slot.parameter: one for slot, one in self.members()}
         for run in self.runs(0, self.layout.numel) if keep == "whole" else self.own_runs:
             parameter = by_number[run.parameter].detach()
             values[run.place].copy_(parameter.reshape(-1)[run.start : run.start + run.numel])
@@ -162,28 +150,19 @@ class MasterWeights:
     `pin_memory`, for parameters on a GPU.
 
     `runs`: the stretches of parameters that this rank keeps, with places in `weights`. `views`: their weights, fp32,
-    one-dimensional.
+    one-dimensional. `offloaded`: whether they are in CPU memory, and the parameters are not. `separate`: whether they
+    are other tensors than the parameters' own.
     """
 
     def __init__(self, bucket: FlatBucket, *, whole: bool, offload: bool, pin_memory: bool) -> None:
-        self.bucket = bucket
-        self.whole = whole
-        self._offload = offload and bucket.flat.device.type != "cpu"
+        self.bucket, self.whole = bucket, whole
+        self.offloaded = offload and bucket.flat.device.type != "cpu"
+        self.separate = self.offloaded or bucket.dtype != torch.float32
         self._pin_memory = pin_memory
         self.runs = bucket.runs(0, bucket.layout.numel) if whole else bucket.own_runs
         self.weights = self._initial_weights()
         self._landing: Tensor | None = None
         self.views = [self.weights[run.place] for run in self.runs]
-
-    @property
-    def separate(self) -> bool:
-        """Whether they are other tensors than the parameters' own."""
-        return self._offload or self.bucket.dtype != torch.float32
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether they are in CPU memory, and the parameters are not."""
-        return self._offload
 
     @property
     def held(self) -> slice:
@@ -202,11 +181,11 @@ class MasterWeights:
         # Page-locked weights leave while the host goes on, and are rounded where that is fast. They change again only
         # after the host has waited for the next step's gradients, which come behind them.
         shard = shard.to(self.bucket.flat.device, non_blocking=True)
-        return self.bucket.gather(shard.to(self.bucket.dtype))
+        return self.bucket.comm.all_gather(self.bucket.flat, shard.to(self.bucket.dtype), async_op=True).wait
 
     def start_bringing(self, values: Tensor) -> Tensor:
         """`values`, fp32 like the weights, on their way to lie beside them: there once the host has waited."""
-        if not self._offload:
+        if not self.offloaded:
             return values
         if self._landing is None:
             self._landing = self._rest(torch.empty_like(self.weights))
@@ -225,7 +204,7 @@ class MasterWeights:
 
     def saved_slices(self, names: Sequence[str]) -> list[SavedSlice]:
         """Weights and master weights of this rank's shard."""
-        own = self.bucket.own_shard
+        own = self.bucket.shard_of(self.bucket.flat)
         slices = [SavedSlice("weight", names[run.parameter], run.start, own[run.place]) for run in self.bucket.own_runs]
         for number, cut in self.own_cuts() if self.separate else ():
             run = self.runs[number]
@@ -235,8 +214,8 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, source: SliceSource, names: Sequence[str]) -> None:
         """Take them over; the parameters hold their weights already."""
-        if self._offload:
-            _wait_for(self.bucket.flat.device)  # earlier weights may be leaving
+        if self.offloaded:
+            torch.accelerator.current_stream(self.bucket.flat.device).synchronize()  # earlier weights may be leaving
         for run, view in zip(self.runs, self.views, strict=True):
             view.copy_(read_weight(source, torch.float32, names[run.parameter], run.start, run.numel))
 
@@ -249,13 +228,13 @@ class MasterWeights:
                     view.copy_(shown[run.place])
 
     def _initial_weights(self) -> Tensor:
-        replica = self.bucket.flat if self.whole else self.bucket.own_shard
+        replica = self.bucket.flat if self.whole else self.bucket.shard_of(self.bucket.flat)
         if not self.separate:
             return replica.detach()
         if self.bucket.dtype == torch.float32:
             return self._rest(replica.detach().to("cpu", copy=True))
         weights = self.bucket.take_initial()
-        return self._rest(weights.to("cpu")) if self._offload else weights
+        return self._rest(weights.to("cpu")) if self.offloaded else weights
 
     def _rest(self, weights: Tensor) -> Tensor:
         return weights.pin_memory() if self._pin_memory else weights
@@ -266,89 +245,156 @@ def bring_beside(masters: Sequence[MasterWeights], values: Sequence[Tensor]) -> 
     next call for them overwrites. All leave before the host waits, once."""
     brought = [one.start_bringing(of_one) for one, of_one in zip(masters, values, strict=True)]
     if any(one.offloaded for one in masters):
-        _wait_for(masters[0].bucket.flat.device)
+        torch.accelerator.current_stream(masters[0].bucket.flat.device).synchronize()
     return brought
 
 
-def _wait_for(device: torch.device) -> None:
-    torch.accelerator.current_stream(device).synchronize()
+class ShardedParameters:
+    """A model's parameters, with this rank's master weights; the same on every rank but for these.
 
+    `comm`: of the caller. `exchange_comm`: a copy of it, for all that is sent. `order`: numbers, names and groups.
 
-class WeightGate:
-    """Holds what waits for each bucket's weights, and calls it when a parameter of the bucket is read.
-
-    Reading is `module.weight`, whatever module's code does it, `module.parameters()` or `state_dict()`. Code that has
-    kept parameters from before must call `open` first. Modules that keep references of their own, as recurrent ones
-    do, wait before their forward.
+    Raises ValueError or TypeError, on every rank, for parameters that cannot be sharded, or that differ between ranks;
+    `settings` are compared too.
     """
 
-    def __init__(self, module: nn.Module, bucket_of: Mapping[int, int]) -> None:
-        self._pending: dict[int, Callable[[], None]] = {}
-        self._bucket_of = bucket_of
-        for part in module.modules():
-            own = part._parameters
-            needed = sorted({bucket_of[id(one)] for one in own.values() if id(one) in bucket_of})
-            if needed:
-                part._parameters = _WaitingParameters(own, self)
-                part.register_forward_pre_hook(self._before_forward(needed))
+    def __init__(
+        self,
+        comm: Communicator,
+        groups: Sequence[Mapping[str, Any]],
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        sharding: Sharding,
+        *,
+        optimizer: str,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.comm = comm
+        self.groups = groups
+        self.sharding = sharding
+        error: Exception | None = None
+        try:
+            self.order = Placement(groups, named_parameters)
+            check_parameters(self.order.parameters, optimizer)
+            sharding.averaging.check_parameters(self.order.parameters, sharding.param_dtype)
+        except (ValueError, TypeError) as raised:
+            error = raised
+        raise_together(comm, error, "build its optimizer")
+        compared = {**sharding.compared(), "names": self.names, **settings}
+        check_same_on_every_rank(comm, self.order.parameters, groups, compared)
+        broadcast_from_rank_0(comm, self.order.parameters)
+        self.exchange_comm = comm.duplicate()
+        self.buckets: list[FlatBucket] = []
+        self.masters: list[MasterWeights] = []
+        self._gate: WeightGate | None = None
+        self._gated: set[int] = set()
+        whole = sharding.stage == 0
+        extent: Literal["whole", "shard"] = "whole" if whole else "shard"
+        for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
+            keep = None if dtype == torch.float32 else extent
+            bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
+            self.buckets.append(bucket)
+            self.masters.append(
+                MasterWeights(bucket, whole=whole, offload=sharding.offload, pin_memory=sharding.pin_memory)
+            )
 
-    def close(self, bucket: int, wait: Callable[[], None]) -> None:
-        """Note what waits for a bucket's weights."""
-        self._pending[bucket] = wait
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, by number."""
+        return self.order.names
 
-    def open(self) -> None:
-        """Wait for all of them."""
-        for bucket in list(self._pending):
-            self._wait(bucket)
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.buckets[0].flat.device
 
-    def open_for(self, parameter: Tensor | None) -> None:
-        """Wait for one parameter."""
-        if self._pending and parameter is not None:
-            self._wait(self._bucket_of.get(id(parameter), -1))
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of the gradients that add up."""
+        return self.sharding.averaging.accumulated(self.buckets[0].dtype).itemsize
 
-    def _wait(self, bucket: int) -> None:
-        wait = self._pending.pop(bucket, None)
-        if wait is not None:
-            wait()
+    def agree_on_absent(self, missing: Sequence[int]) -> frozenset[int]:
+        """The parameters that are `missing` on every rank. Collective."""
+        here = set(missing)
+        mask = bytes(number in here for number in range(len(self.order.parameters)))
+        of_rank = self.exchange_comm.all_gather_bytes(mask, "find the step's missing gradients")
+        return frozenset(number for number in here if all(other[number] for other in of_rank))
 
-    def _before_forward(self, needed: list[int]) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any) -> None:
-            del module, arguments
-            for bucket in needed:
-                self._wait(bucket)
+    def begin_step(self) -> None:
+        """Wait for the last step's weights; raise RuntimeError where a parameter requires a gradient that did not when
+        buckets were laid out."""
+        unfrozen = [one for one in self.order.frozen if one.requires_grad] if self.order.frozen else ()
+        if unfrozen:
+            raise RuntimeError(
+                f"{len(unfrozen)} parameters require gradients now but did not when the optimizer was built, so that "
+                "none of its steps would move them: set requires_grad before building it, or build a new one and load "
+                "the old one's state"
+            )
+        self.wait_for_weights()
 
-        return hook
+    # New weights on their way
 
+    def gather_during_forward(self, module: nn.Module) -> None:
+        """Let new weights arrive while `module`'s next forward runs: see ShardedOptimizer."""
+        if self._gate is not None:
+            raise RuntimeError(
+                "gather_during_forward() was called before: pass it the one module that holds all others"
+            )
+        within = {id(parameter) for parameter in module.parameters()}
+        bucket_of = {id(parameter): bucket.index for bucket in self.buckets for parameter in bucket.parameters}
+        self._gated = {
+            bucket.index for bucket in self.buckets if all(id(parameter) in within for parameter in bucket.parameters)
+        }
+        self._gate = WeightGate(module, bucket_of)
 
-class _WaitingParameters(dict[str, nn.Parameter | None]):
-    """A module's own parameters, which `nn.Module` looks up by name; a copy, as of a module, is a plain dict."""
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the last step's weights."""
+        if self._gate is not None:
+            self._gate.open()
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], gate: WeightGate) -> None:
-        super().__init__(parameters)
-        self._gate = gate
+    def move_and_publish(self, buckets: Iterable[int], move: Callable[[int], None]) -> None:
+        """Call `move` with the number of each of `buckets`, which moves its master weights; give them to all ranks.
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        self._gate.open_for(parameter)
-        return parameter
+        The buckets that forward uses first come last in backward: their weights leave first.
+        """
+        waits = []
+        for number in reversed(list(buckets)):
+            move(number)
+            waits.append((number, self.masters[number].publish()))
+        for number, wait in waits:
+            if self._gate is None or number not in self._gated:
+                wait()
+            else:
+                self._gate.close(number, wait)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        parameter = super().get(name, default)
-        self._gate.open_for(parameter)
-        return parameter
+    @torch.no_grad()
+    def take_over_written(self) -> None:
+        """Take over into master weights what was written into parameters, alike on every rank."""
+        for masters in self.masters:
+            if written := masters.bucket.take_written():
+                masters.take_over({slot.parameter for slot in written})
 
-    def items(self) -> Any:
-        self._open()
-        return super().items()
+    def accept_written(self) -> None:
+        """Leave master weights as they are, whatever was written into parameters so far."""
+        for bucket in self.buckets:
+            bucket.take_written()
 
-    def values(self) -> Any:
-        self._open()
-        return super().values()
+    # Checkpoints
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        self._open()
-        return dict, (dict(super().items()),)
+    def saved_slices(self) -> list[SavedSlice]:
+        """Weights and master weights of this rank's shards."""
+        self.wait_for_weights()
+        self.take_over_written()
+        return [saved_slice for masters in self.masters for saved_slice in masters.saved_slices(self.names)]
 
-    def _open(self) -> None:
-        for parameter in super().values():
-            self._gate.open_for(parameter)
+    @torch.no_grad()
+    def load_weights(self, source: SliceSource) -> None:
+        """Take over the weights, whatever optimizer they were trained with. Raises KeyError for one not saved."""
+        self.wait_for_weights()
+        for bucket in self.buckets:
+            for slot in bucket.layout.slots:
+                values = read_weight(source, bucket.dtype, self.names[slot.parameter], 0, slot.numel)
+                view = bucket.view(bucket.flat, slot)
+                view.copy_(values.view(view.shape))
+        for masters in self.masters:
+            masters.load(source, self.names)
+        self.accept_written()

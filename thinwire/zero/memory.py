@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,19 +16,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator, Work
 from thinwire.zero.gradient_seal import SentGradient
 
-__all__ = ["CATEGORIES", "MemoryReport", "instances_of", "live_tensor_bytes", "process_tensor_bytes", "with_subclasses"]
-
-
-def instances_of(kinds: Collection[type]) -> list[Any]:
-    """All live instances of these classes, which must be written in Python, or be torch's tensors. Takes some tens of
-    milliseconds a million objects of the process: ask once, for all kinds.
-
-    Goes by an object's type, as `isinstance` would run the code of proxies. A list of all objects to search would break
-    other threads: one that fills a tuple from a generator fails where somebody else refers to that tuple meanwhile
-    ("bad argument to internal function").
-    """
-    types = with_subclasses(kinds)
-    return [one for one in gc.get_referrers(*types) if type(one) in types] if types else []
+__all__ = ["CATEGORIES", "MemoryReport", "live_tensor_bytes", "process_tensor_bytes", "with_subclasses"]
 
 
 def with_subclasses(kinds: Iterable[type]) -> set[type]:
@@ -109,9 +97,13 @@ def live_tensor_bytes(*roots: Any) -> dict[tuple[str, str], int]:
 def process_tensor_bytes() -> dict[str, int]:
     """Bytes of all tensors that Python knows in this process, by device, each storage once.
 
-    Where ranks are threads this is all of them together. Tensors that only autograd or C++ holds are not seen.
+    Where ranks are threads this is all of them together. Tensors that only autograd or C++ holds are not seen. It takes
+    some tens of milliseconds a million objects of the process.
     """
-    everything = instances_of([Tensor])
+    # Goes by an object's type, as `isinstance` would run the code of proxies. A list of all objects to search would
+    # break other threads: one that fills a tuple from a generator fails where another object refers to it meanwhile.
+    kinds = with_subclasses([Tensor])
+    everything = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     total: dict[str, int] = {}
     for (_, device), nbytes in live_tensor_bytes(everything).items():
         total[device] = total.get(device, 0) + nbytes

@@ -16,13 +16,13 @@ from typing_extensions import override
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
-from thinwire.zero.gradients import PLAIN_AVERAGING, Averaging
+from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import NO_GRADIENTS, Held, StepResult
-from thinwire.zero.master_weights import Run, bring_beside
+from thinwire.zero.master_weights import Run, ShardedParameters, bring_beside
+from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
 from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, StateOfBuckets, Vote, clip_coefficient, own_fragments
-from thinwire.zero.sharded_parameters import ShardedParameters, Sharding
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["UNCORRECTED", "OptimizerClass", "ShardOptimizer", "ShardedOptimizer", "is_of_elements"]
@@ -236,7 +236,7 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         sharding = parameters.sharding
         # At stage 2 every backward's gradients leave, and add up on their owners.
         (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
-        self._gradients = parameters.averaging_gradients(self.watcher.seal)
+        self._gradients = averaging_gradients(parameters, self.watcher.seal)
         whole = sharding.whole_parameters
         groups, group_of = parameters.groups, parameters.order.group_of
         self.optimizers = [

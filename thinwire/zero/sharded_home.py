@@ -15,10 +15,9 @@ from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
-from thinwire.zero.master_weights import FlatBucket, MasterWeights
+from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters
 from thinwire.zero.rank_checks import check_settings_votes, settings_votes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
-from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = [
     "NOT_FINITE",
@@ -241,8 +240,7 @@ class ShardedHome(Home):
 
     def _begin_step(self) -> Vote:
         """What `step` begins with; collective."""
-        self._parameters.order.check_none_unfrozen()
-        self._parameters.wait_for_weights()
+        self._parameters.begin_step()
         averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
         self.watcher.seal.check(may_write=averages_shown)
         if self.scaled and not self._keeps_gradients:

@@ -19,9 +19,9 @@ from thinwire.optim.sharded.packed import PackedStorage
 from thinwire.optim.sharded.storage import ShardedRun, Storage
 from thinwire.optim.sharded.whole import WholeStorage
 from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.zero.master_weights import ShardedParameters
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, StateOfBuckets, Vote
-from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = ["AlgorithmShardedHome"]
 

@@ -21,6 +21,7 @@ from thinwire.optim.sharded.packed_bucket import PackedBucket
 from thinwire.optim.sharded.packing import FrozenState, Packing, hold_masked, variance_norms
 from thinwire.optim.sharded.storage import ShardAgreement, ShardedRun, Storage
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
+from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import Held
 from thinwire.zero.master_weights import FlatBucket, bring_beside
 from thinwire.zero.rank_checks import compare_replicas
@@ -37,7 +38,7 @@ class PackedStorage(Storage):
         super().__init__(run)
         self._codec = make_codec("sign1", run.options.block_size)
         self._masters = run.sharded.masters
-        self._gradients = run.sharded.averaging_gradients(run.watcher.seal)
+        self._gradients = averaging_gradients(run.sharded, run.watcher.seal)
         self._packed: list[PackedBucket] = []
         self._state = [
             {name: torch.zeros_like(masters.weights) for name in run.algorithm.state} for masters in self._masters

@@ -19,10 +19,10 @@ from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.step import Sent, Step, clip_by_sketch, read_outcomes
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradients import BucketGradients
+from thinwire.zero.master_weights import ShardedParameters
 from thinwire.zero.norm_sketch import NormSketch, read_together
 from thinwire.zero.saved_state import OneRankState, SavedSlice, SliceSource
 from thinwire.zero.sharded_home import StateOfBuckets, Vote
-from thinwire.zero.sharded_parameters import ShardedParameters
 
 __all__ = ["ShardAgreement", "ShardedRun", "Storage"]
 
