@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -65,81 +64,54 @@ def load(folder: Path, jobs: dict[str, Values], source: random.Random) -> str | 
     return None if len(set(found)) == 1 else f"ranks differ: {found}"
 
 
+WAYS = (
+    *("flip bits",) * 4,
+    *("truncate",) * 2,
+    *("lengthen", "zero", "swap", "swap", "remove", "put a folder", "put a FIFO", "put a link", "put a pickle"),
+)
+
+
 def damage(folder: Path, outside: Path, source: random.Random) -> str:
     """Do something to one file; what it was."""
     names = ["latest", *(f"step-2/{name}" for name in FILES * 3), *(f"step-1/{name}" for name in FILES)]
-    name, how = source.choice(names), source.choice(DAMAGES)
+    name, way = source.choice(names), source.choice(WAYS)
     path = folder / name
     if not path.is_file() or path.is_symlink():
         return f"{name} is gone already"
-    how(path, folder / source.choice(names), outside, source)
-    return f"{how.__name__} {name}"
+    other = folder / source.choice(names)
+    if way in ("flip bits", "lengthen", "zero"):
+        change(path, way, source)
+    elif way == "truncate":
+        os.truncate(path, source.randrange(path.stat().st_size + 1))
+    elif way == "swap":
+        if other.is_file() and other != path:
+            first, second = path.read_bytes(), other.read_bytes()
+            path.write_bytes(second)
+            other.write_bytes(first)
+    elif way == "put a pickle":
+        torch.save({"weight": torch.zeros(3)}, path, _use_new_zipfile_serialization=source.random() < 0.5)
+    else:
+        path.unlink()
+        if way == "put a folder":
+            path.mkdir()
+        elif way == "put a FIFO":
+            os.mkfifo(path)
+        elif way == "put a link":
+            targets = (outside / "target", outside / "nothing", Path("/dev/zero"), path, other, outside)
+            path.symlink_to(source.choice(targets))
+    return f"{way} {name}"
 
 
-def flip_bits(path: Path, other: Path, outside: Path, source: random.Random) -> None:
+def change(path: Path, way: str, source: random.Random) -> None:
+    """Give a file other bytes."""
     content = bytearray(path.read_bytes())
-    for _ in range(source.choice((1, 1, 8))):
-        if content:
-            content[source.randrange(len(content))] ^= 1 << source.randrange(8)
+    if way == "lengthen":
+        content += source.randbytes(source.randrange(1, 100))
+    elif way == "zero":  # as a loss of power leaves blocks
+        start = source.randrange(len(content) + 1)
+        content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    else:
+        for _ in range(source.choice((1, 1, 8))):
+            if content:
+                content[source.randrange(len(content))] ^= 1 << source.randrange(8)
     path.write_bytes(content)
-
-
-def truncate(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    os.truncate(path, source.randrange(path.stat().st_size + 1))
-
-
-def lengthen(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    path.write_bytes(path.read_bytes() + source.randbytes(source.randrange(1, 100)))
-
-
-def zero(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    """As a loss of power leaves blocks."""
-    content = bytearray(path.read_bytes())
-    start = source.randrange(len(content) + 1)
-    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
-    path.write_bytes(content)
-
-
-def swap(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    if other.is_file() and other != path:
-        first, second = path.read_bytes(), other.read_bytes()
-        path.write_bytes(second)
-        other.write_bytes(first)
-
-
-def remove(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    path.unlink()
-
-
-def put_folder(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def put_fifo(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def put_link(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    path.unlink()
-    path.symlink_to(source.choice((outside / "target", outside / "nothing", Path("/dev/zero"), path, other, outside)))
-
-
-def put_pickle(path: Path, other: Path, outside: Path, source: random.Random) -> None:
-    torch.save({"weight": torch.zeros(3)}, path, _use_new_zipfile_serialization=source.random() < 0.5)
-
-
-Damage = Callable[[Path, Path, Path, random.Random], None]
-DAMAGES: tuple[Damage, ...] = (
-    *(flip_bits,) * 4,
-    *(truncate,) * 2,
-    lengthen,
-    zero,
-    *(swap,) * 2,
-    remove,
-    put_folder,
-    put_fifo,
-    put_link,
-    put_pickle,
-)

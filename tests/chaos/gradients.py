@@ -39,134 +39,91 @@ class Step:
         """Any."""
         return self.source.choice(list(self.model.parameters()))
 
+    @property
+    def gradient(self) -> Tensor:
+        """Any, after a backward; of one that has none nothing is seen."""
+        gradient = self.parameter.grad
+        return torch.zeros(1) if gradient is None else gradient
 
-Kind = Callable[[Step], None]
+    def with_values(self, change: Callable[[Tensor], Tensor], *, of_all: bool) -> None:
+        """A backward whose gradients are what `change` makes of them, from the first on."""
+        chosen = list(self.model.parameters()) if of_all else [self.parameter]
+        hooks = [parameter.register_hook(change) for parameter in chosen]
+        self.backward()
+        for hook in hooks:
+            hook.remove()
+
+    def one_element(self) -> None:
+        value = self.source.choice((math.nan, math.inf, -math.inf, 3e38, -3e38, 1e25))
+
+        def change(gradient: Tensor) -> Tensor:
+            changed = gradient.clone()
+            changed[(0,) * gradient.dim()] = value
+            return changed
+
+        self.with_values(change, of_all=False)
+
+    def all_elements(self) -> None:
+        value = self.source.choice((math.nan, math.inf, -math.inf, 3e38, -3e38, 1e25, 1e-40, -1e-45, 0.0, -0.0))
+        self.with_values(lambda gradient: torch.full_like(gradient, value), of_all=self.source.random() < 0.5)
+
+    def times_a_power(self) -> None:
+        factor = 10.0 ** self.source.choice((-44, -38, -30, -20, 15, 20, 30, 37))
+        self.with_values(lambda gradient: gradient * factor, of_all=True)
+
+    def a_loss_that_is_no_number(self) -> None:
+        factor = self.source.choice((math.nan, math.inf, -math.inf))
+        (factor * loss_of(self.model, self.optimizer.comm.rank, self.number)).backward()
+
+    def set_all(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def set_one(self, gradient: Callable[[Tensor], Tensor | None] = torch.ones_like) -> None:
+        parameter = self.parameter
+        parameter.grad = gradient(parameter)
+
+    @torch.no_grad()
+    def edit(self) -> None:
+        self.gradient.mul_(self.source.choice((0.5, -1.0, 0.0, math.nan)))
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.source.choice((1e-3, 1.0, math.inf)))
+
+    def one_tensor_for_two(self) -> None:
+        weight, other = self.model[0].weight, self.model[2].weight
+        weight.grad = None if other.grad is None else other.grad.view(-1)[: weight.numel()].view_as(weight)
+
+
+Kind = Callable[[Step], object]
 """A backward, and what is done to its gradients."""
 
 
-def _with_values(step: Step, change: Callable[[Tensor], Tensor], *, of_all: bool) -> None:
-    """A backward whose gradients are what `change` makes of them, from the first on."""
-    chosen = list(step.model.parameters()) if of_all else [step.parameter]
-    hooks = [parameter.register_hook(change) for parameter in chosen]
-    step.backward()
-    for hook in hooks:
-        hook.remove()
+def after(change: Callable[[Step], object]) -> Kind:
+    """Something that is done after a backward."""
+    return lambda step: (step.backward(), change(step))
 
 
-def one_element(step: Step) -> None:
-    value = step.source.choice((math.nan, math.inf, -math.inf, 3e38, -3e38, 1e25))
-
-    def change(gradient: Tensor) -> Tensor:
-        changed = gradient.clone()
-        changed[(0,) * gradient.dim()] = value
-        return changed
-
-    _with_values(step, change, of_all=False)
-
-
-def all_elements(step: Step) -> None:
-    value = step.source.choice((math.nan, math.inf, -math.inf, 3e38, -3e38, 1e25, 1e-40, -1e-45, 0.0, -0.0))
-    _with_values(step, lambda gradient: torch.full_like(gradient, value), of_all=step.source.random() < 0.5)
-
-
-def times_a_power(step: Step) -> None:
-    factor = 10.0 ** step.source.choice((-44, -38, -30, -20, 15, 20, 30, 37))
-    _with_values(step, lambda gradient: gradient * factor, of_all=True)
-
-
-def the_loss_is_no_number(step: Step) -> None:
-    factor = step.source.choice((math.nan, math.inf, -math.inf))
-    (factor * loss_of(step.model, step.optimizer.comm.rank, step.number)).backward()
-
-
-def none_for_some(step: Step) -> None:
-    step.model[0](torch.ones(4, 6)).square().sum().backward()
-
-
-def none_at_all(step: Step) -> None:
-    return
-
-
-def set_by_hand(step: Step) -> None:
-    for parameter in step.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-
-def set_by_hand_for_some(step: Step) -> None:
-    parameter = step.parameter
-    parameter.grad = torch.ones_like(parameter)
-
-
-def sparse(step: Step) -> None:
-    step.backward()
-    parameter = step.parameter
-    parameter.grad = torch.ones_like(parameter).to_sparse()
-
-
-def of_another_dtype(step: Step) -> None:
-    step.backward()
-    gradient = step.parameter.grad
-    if gradient is not None:
-        gradient.data = gradient.data.double()
-
-
-def of_another_shape(step: Step) -> None:
-    step.backward()
-    gradient = step.parameter.grad
-    if gradient is not None:
-        gradient.data = torch.ones(3)
-
-
-def edited(step: Step) -> None:
-    step.backward()
-    gradient = step.parameter.grad
-    if gradient is not None:
-        with torch.no_grad():
-            gradient.mul_(step.source.choice((0.5, -1.0, 0.0, math.nan)))
-
-
-def clipped(step: Step) -> None:
-    step.backward()
-    nn.utils.clip_grad_norm_(step.model.parameters(), step.source.choice((1e-3, 1.0, math.inf)))
-
-
-def replaced(step: Step) -> None:
-    step.backward()
-    parameter = step.parameter
-    parameter.grad = torch.ones_like(parameter)
-
-
-def dropped(step: Step) -> None:
-    step.backward()
-    step.parameter.grad = None
-
-
-def the_same_tensor_for_two(step: Step) -> None:
-    step.backward()
-    weight, other = step.model[0].weight, step.model[2].weight
-    weight.grad = None if other.grad is None else other.grad.view(-1)[: weight.numel()].view_as(weight)
-
-
-KINDS: list[Kind] = [
-    one_element,
-    one_element,
-    all_elements,
-    all_elements,
-    times_a_power,
-    the_loss_is_no_number,
-    none_for_some,
-    none_at_all,
-    set_by_hand,
-    set_by_hand_for_some,
-    sparse,
-    of_another_dtype,
-    of_another_shape,
-    edited,
-    clipped,
-    replaced,
-    dropped,
-    the_same_tensor_for_two,
-]
+KINDS: dict[str, Kind] = {
+    "one element": Step.one_element,
+    "one element, once more": Step.one_element,
+    "all elements": Step.all_elements,
+    "all elements, once more": Step.all_elements,
+    "times a power": Step.times_a_power,
+    "the loss is no number": Step.a_loss_that_is_no_number,
+    "none for some": lambda step: step.model[0](torch.ones(4, 6)).square().sum().backward(),
+    "none at all": lambda step: None,
+    "set by hand": Step.set_all,
+    "set by hand for some": Step.set_one,
+    "sparse": after(lambda step: step.set_one(lambda one: torch.ones_like(one).to_sparse())),
+    "of another dtype": after(lambda step: setattr(one := step.gradient, "data", one.data.double())),
+    "of another shape": after(lambda step: setattr(step.gradient, "data", torch.ones(3))),
+    "edited": after(Step.edit),
+    "clipped": after(Step.clip),
+    "replaced": after(Step.set_one),
+    "dropped": after(lambda step: step.set_one(lambda _: None)),
+    "the same tensor for two": after(Step.one_tensor_for_two),
+}
 
 
 @dataclass(frozen=True)
@@ -174,7 +131,7 @@ class Trial:
     """`kind` befalls the ranks `odd` in step `moment`; `repeats` of them."""
 
     subject: Subject
-    kind: Kind
+    kind: str
     odd: tuple[int, ...]
     moment: int
     repeats: int
@@ -183,7 +140,7 @@ class Trial:
 
     def __str__(self) -> str:
         when = f"in {self.moment}" + (f" to {self.moment + self.repeats - 1}" if self.repeats > 1 else "")
-        return f"{self.seed}: {self.subject}, {self.kind.__name__} on ranks {self.odd} {when}, {self.options}"
+        return f"{self.seed}: {self.subject}, {self.kind} on ranks {self.odd} {when}, {self.options}"
 
     @classmethod
     def random(cls, seed: str) -> Trial:
@@ -193,7 +150,7 @@ class Trial:
         options: dict[str, Any] = {"max_norm": source.choice((0.0, 0.0, 0.5)), "resync_interval": 3}
         moment = source.choice((0, 3, 4, 5, FREEZE - 1, FREEZE, FREEZE + 1, FREEZE + 3, FREEZE + 5, 2 * FREEZE))
         repeats = source.choice((1, 1, 3))
-        return cls(source.choice(SUBJECTS), source.choice(KINDS), odd, moment, repeats, options, seed)
+        return cls(source.choice(SUBJECTS), source.choice(list(KINDS)), odd, moment, repeats, options, seed)
 
 
 def train_through(comm: Communicator, trial: Trial) -> str:
@@ -206,7 +163,7 @@ def train_through(comm: Communicator, trial: Trial) -> str:
     for number in range(trial.moment + trial.repeats + STEPS_AFTER):
         optimizer.zero_grad()
         step = Step(model, optimizer, source, number)
-        (trial.kind if number in befallen and comm.rank in trial.odd else Step.backward)(step)
+        (KINDS[trial.kind] if number in befallen and comm.rank in trial.odd else Step.backward)(step)
         optimizer.step()
     optimizer.synchronize_weights()
     exchange_comm(optimizer).barrier()  # who comes to the end alone hears of the others' errors here

@@ -29,17 +29,31 @@ class Build:
 class BuildKind:
     """`change` makes one rank's build another; `names`: what an error has to match, written with `re`."""
 
-    change: Callable[[random.Random, Build], None]
+    name: str
+    change: Callable[[random.Random, Build], object]
     names: str
 
-    @property
-    def name(self) -> str:
-        return self.change.__name__
+
+def option(name: str, value: Callable[[random.Random], Any], names: str = "") -> BuildKind:
+    """Another value of an option."""
+    return BuildKind(
+        f"another {name}", lambda source, build: build.options.update({name: value(source)}), names or name
+    )
+
+
+def parameter(change: Callable[[random.Random, Tensor], Tensor]) -> Callable[[random.Random, Build], None]:
+    """Something else in the place of any one parameter."""
+
+    def replace(source: random.Random, build: Build) -> None:
+        number = source.randrange(len(build.named))
+        name, before = build.named[number]
+        build.named[number] = name, change(source, before)
+
+    return replace
 
 
 def another_class(source: random.Random, build: Build) -> None:
-    others = [one for one in SUBJECTS if one.name != build.subject.name]
-    build.subject = source.choice(others)
+    build.subject = source.choice([one for one in SUBJECTS if one.name != build.subject.name])
 
 
 def another_stage(source: random.Random, build: Build) -> None:
@@ -47,69 +61,13 @@ def another_stage(source: random.Random, build: Build) -> None:
     build.subject = Subject(build.subject.name, source.choice(stages))
 
 
-def another_rate(source: random.Random, build: Build) -> None:
-    build.options["lr"] = source.uniform(1e-5, 1e-1)
-
-
-def other_betas(source: random.Random, build: Build) -> None:
-    build.options["betas"] = (source.uniform(0.5, 0.89), source.uniform(0.9, 0.98))
-
-
-def another_decay(source: random.Random, build: Build) -> None:
-    build.options["weight_decay"] = source.uniform(0.1, 0.3)
-
-
-def another_eps(source: random.Random, build: Build) -> None:
-    build.options["eps"] = 10 ** source.uniform(-7, -3)
-
-
-def another_freeze(source: random.Random, build: Build) -> None:
-    build.options[str(build.subject.entry.freeze_option)] = FREEZE + source.choice((-3, -1, 1, 5))
-
-
-def another_codec(source: random.Random, build: Build) -> None:
-    build.options["codec"] = source.choice(("int8", "bf16", "none"))
-
-
-def another_warmup_wire(source: random.Random, build: Build) -> None:
-    build.options["warmup_wire"] = "bf16"
-
-
-def another_block_size(source: random.Random, build: Build) -> None:
-    build.options["block_size"] = source.choice((128, 192, 1024))
-
-
-def another_bucket_size(source: random.Random, build: Build) -> None:
-    build.options["bucket_bytes"] = source.choice((256, 900, 1 << 20))
-
-
-def another_max_norm(source: random.Random, build: Build) -> None:
-    build.options["max_norm"] = source.uniform(0.01, 1.0)
-
-
-def another_interval(source: random.Random, build: Build) -> None:
-    build.options["resync_interval"] = source.randrange(5, 9)
-
-
 def another_answer_to_drift(source: random.Random, build: Build) -> None:
     build.options["on_drift"] = "raise" if build.options.get("on_drift", "repair") == "repair" else "repair"
 
 
-def another_dtype(source: random.Random, build: Build) -> None:
-    build.options["param_dtype"] = source.choice((torch.bfloat16, torch.float16))
-
-
-def another_dtype_of_one_parameter(source: random.Random, build: Build) -> None:
-    number = source.randrange(len(build.named))
-    name, parameter = build.named[number]
-    build.named[number] = name, nn.Parameter(parameter.detach().to(torch.bfloat16))
-
-
-def another_shape(source: random.Random, build: Build) -> None:
-    number = source.randrange(len(build.named))
-    name, parameter = build.named[number]
-    shape = source.choice([(parameter.numel() + 1,), (parameter.numel(), 1), (1, 1, parameter.numel())])
-    build.named[number] = name, nn.Parameter(torch.zeros(shape))
+def another_shape(source: random.Random, before: Tensor) -> Tensor:
+    shape = source.choice([(before.numel() + 1,), (before.numel(), 1), (1, 1, before.numel())])
+    return nn.Parameter(torch.zeros(shape))
 
 
 def another_order(source: random.Random, build: Build) -> None:
@@ -130,17 +88,9 @@ def a_parameter_more(source: random.Random, build: Build) -> None:
     build.named.insert(source.randrange(len(build.named)), ("more", nn.Parameter(torch.zeros(source.randrange(9)))))
 
 
-def a_frozen_parameter(source: random.Random, build: Build) -> None:
-    source.choice(build.named)[1].requires_grad_(False)
-
-
 def other_groups(source: random.Random, build: Build) -> None:
     cut = source.randrange(1, len(build.named))
     build.groups = [{"params": build.named[:cut]}, {"params": build.named[cut:]}]
-
-
-def an_option_that_nobody_knows(source: random.Random, build: Build) -> None:
-    build.options["learning_rate"] = 0.1
 
 
 def an_option_that_cannot_be(source: random.Random, build: Build) -> None:
@@ -151,38 +101,47 @@ def an_option_that_cannot_be(source: random.Random, build: Build) -> None:
 
 
 _EVERYWHERE = [
-    BuildKind(another_class, "optimizer|class|OneBit|ZeroOne"),
-    BuildKind(another_rate, "'lr'"),
-    BuildKind(other_betas, "'betas'"),
-    BuildKind(another_decay, "'weight_decay'"),
-    BuildKind(another_block_size, "block_size"),
-    BuildKind(another_bucket_size, "bucket_bytes"),
-    BuildKind(another_max_norm, "max_norm"),
-    BuildKind(another_interval, "resync_interval"),
-    BuildKind(another_answer_to_drift, "on_drift"),
-    BuildKind(another_dtype, "param_dtype"),
-    BuildKind(another_dtype_of_one_parameter, r"parameter \d+"),
-    BuildKind(another_shape, r"parameter \d+ has shape"),
-    BuildKind(another_order, r"parameter \d+ has shape|names\["),
-    BuildKind(other_names, r"names\["),
-    BuildKind(a_parameter_less, "parameters against"),
-    BuildKind(a_parameter_more, "parameters against"),
-    BuildKind(a_frozen_parameter, "parameters against|require|gradient"),
-    BuildKind(other_groups, "groups"),
-    BuildKind(an_option_that_nobody_knows, "learning_rate"),
-    BuildKind(an_option_that_cannot_be, "lr|betas|block_size|stage|on_drift"),
+    BuildKind("another class", another_class, "optimizer|class|OneBit|ZeroOne"),
+    option("lr", lambda source: source.uniform(1e-5, 1e-1), "'lr'"),
+    option("betas", lambda source: (source.uniform(0.5, 0.89), source.uniform(0.9, 0.98)), "'betas'"),
+    option("weight_decay", lambda source: source.uniform(0.1, 0.3), "'weight_decay'"),
+    option("block_size", lambda source: source.choice((128, 192, 1024))),
+    option("bucket_bytes", lambda source: source.choice((256, 900, 1 << 20))),
+    option("max_norm", lambda source: source.uniform(0.01, 1.0)),
+    option("resync_interval", lambda source: source.randrange(5, 9)),
+    BuildKind("another answer to drift", another_answer_to_drift, "on_drift"),
+    option("param_dtype", lambda source: source.choice((torch.bfloat16, torch.float16))),
+    BuildKind(
+        "another dtype of one parameter",
+        parameter(lambda source, before: nn.Parameter(before.detach().to(torch.bfloat16))),
+        r"parameter \d+",
+    ),
+    BuildKind("another shape", parameter(another_shape), r"parameter \d+ has shape"),
+    BuildKind("another order", another_order, r"parameter \d+ has shape|names\["),
+    BuildKind("other names", other_names, r"names\["),
+    BuildKind("a parameter less", a_parameter_less, "parameters against"),
+    BuildKind("a parameter more", a_parameter_more, "parameters against"),
+    BuildKind(
+        "a frozen parameter",
+        lambda source, build: source.choice(build.named)[1].requires_grad_(False),
+        "parameters against|require|gradient",
+    ),
+    BuildKind("other groups", other_groups, "groups"),
+    option("learning_rate", lambda source: 0.1),
+    BuildKind("an option that cannot be", an_option_that_cannot_be, "lr|betas|block_size|stage|on_drift"),
 ]
 
 
 def build_kinds(subject: Subject) -> list[BuildKind]:
     """Those that an optimizer can have."""
-    found = list(_EVERYWHERE)
-    if len(subject.entry.stages) > 1:
-        found.append(BuildKind(another_stage, "stage"))
-    if "eps" in subject.entry.options.model_fields:
-        found.append(BuildKind(another_eps, "'eps'"))
-    if subject.entry.freeze_option is not None:
-        found.append(BuildKind(another_freeze, subject.entry.freeze_option))
+    found, entry = list(_EVERYWHERE), subject.entry
+    if len(entry.stages) > 1:
+        found.append(BuildKind("another stage", another_stage, "stage"))
+    if "eps" in entry.options.model_fields:
+        found.append(option("eps", lambda source: 10 ** source.uniform(-7, -3), "'eps'"))
+    if entry.freeze_option is not None:
+        found.append(option(entry.freeze_option, lambda source: FREEZE + source.choice((-3, -1, 1, 5))))
     if subject.stage == 0:
-        found += [BuildKind(another_codec, "codec"), BuildKind(another_warmup_wire, "warmup_wire")]
+        found.append(option("codec", lambda source: source.choice(("int8", "bf16", "none"))))
+        found.append(option("warmup_wire", lambda source: "bf16"))
     return found

@@ -17,7 +17,7 @@ from tests.optim.training import loss_of, make_model
 class Training:
     """One rank's. `saved`: its own state dicts by step; `foreign`: one of another optimizer."""
 
-    model: nn.Module
+    model: nn.Sequential
     optimizer: Any
     source: random.Random
     foreign: dict[str, Any]
@@ -26,255 +26,95 @@ class Training:
     def backward(self, step: int) -> None:
         loss_of(self.model, self.optimizer.comm.rank, step).backward()
 
+    def backward_that_adds_up(self, step: int) -> None:
+        with self.optimizer.no_sync():
+            self.backward(step)
+
     def iterate(self, step: int) -> None:
         """One step as it should be."""
         self.optimizer.zero_grad()
         self.backward(step)
         self.optimizer.step()
 
-    @property
-    def group(self) -> dict[str, Any]:
-        group: dict[str, Any] = self.optimizer.param_groups[0]
-        return group
+    def set(self, name: str, change: Callable[[Any], Any]) -> None:
+        group = self.optimizer.param_groups[0]
+        if name in group:
+            group[name] = change(group[name])
 
     @property
     def parameter(self) -> Tensor:
         """Any."""
         return self.source.choice(list(self.model.parameters()))
 
+    @torch.no_grad()
+    def write(self) -> None:
+        parameter = self.parameter
+        parameter[(0,) * parameter.dim()] += self.source.choice((1e-6, 0.1, 3.0))
 
-StepKind = Callable[[Training, int], None]
+    def replace_data(self, change: Callable[[Tensor], Tensor]) -> None:
+        parameter = self.parameter
+        parameter.data = change(parameter.data)
+
+    def leave_out_the_last(self) -> None:
+        self.optimizer.leave_out(self.model[4].parameters())
+        self.model[2](self.model[0](torch.ones(4, 6))).square().sum().backward()
+
+
+StepKind = Callable[[Training, int], object]
 """Does one rank's iteration of that number."""
 
 
-def rate_changed(training: Training, step: int) -> None:
-    training.group["lr"] *= training.source.choice((0.0, 0.5, 1.001, 7.0))
-    training.iterate(step)
-
-
-def betas_changed(training: Training, step: int) -> None:
-    training.group["betas"] = (training.source.uniform(0.1, 0.8), training.group["betas"][1])
-    training.iterate(step)
-
-
-def decay_changed(training: Training, step: int) -> None:
-    training.group["weight_decay"] = training.source.uniform(1e-4, 0.3)
-    training.iterate(step)
-
-
-def eps_changed(training: Training, step: int) -> None:
-    if "eps" in training.group:
-        training.group["eps"] = 10 ** training.source.uniform(-7, -2)
-    training.iterate(step)
-
-
-def loss_scale_changed(training: Training, step: int) -> None:
-    training.optimizer.loss_scale = 64.0
-    training.iterate(step)
-
-
-def two_backwards(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    training.backward(step)
-    training.backward(step + 100)
-    training.optimizer.step()
-
-
-def two_backwards_that_add_up(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    with training.optimizer.no_sync():
-        training.backward(step)
-    training.backward(step + 100)
-    training.optimizer.step()
-
-
-def only_backwards_that_add_up(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    with training.optimizer.no_sync():
-        training.backward(step)
-    training.optimizer.step()
-
-
-def no_backward(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    training.optimizer.step()
-
-
-def half_a_backward(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    layers = training.model
-    assert isinstance(layers, nn.Sequential)
-    layers[0](torch.ones(4, 6)).square().sum().backward()
-    training.optimizer.step()
-
-
-def no_step(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    training.backward(step)
-
-
-def two_steps(training: Training, step: int) -> None:
-    training.iterate(step)
-    training.optimizer.step()
-
-
-def an_iteration_less(training: Training, step: int) -> None:
-    return
-
-
-def an_iteration_more(training: Training, step: int) -> None:
-    training.iterate(step)
-    training.iterate(step)
-
-
-def gradients_dropped(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    training.backward(step)
-    training.optimizer.zero_grad()
-    training.optimizer.step()
-
-
-@torch.no_grad()
-def _write(training: Training) -> None:
-    parameter = training.parameter
-    parameter[(0,) * parameter.dim()] += training.source.choice((1e-6, 0.1, 3.0))
-
-
-def weights_changed(training: Training, step: int) -> None:
-    _write(training)
-    training.iterate(step)
-
-
-def weights_changed_after_backward(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    training.backward(step)
-    _write(training)
-    training.optimizer.step()
-
-
-def data_replaced(training: Training, step: int) -> None:
-    parameter = training.parameter
-    parameter.data = parameter.data.clone()
-    training.iterate(step)
-
-
-def data_replaced_by_others(training: Training, step: int) -> None:
-    parameter = training.parameter
-    parameter.data = parameter.data + 0.01
-    training.iterate(step)
-
-
-def data_of_another_dtype(training: Training, step: int) -> None:
-    training.model.double()
-    training.model.float()
-    training.iterate(step)
-
-
-def another_model_loaded(training: Training, step: int) -> None:
-    training.model.load_state_dict(make_model(seed=3).state_dict())
-    training.iterate(step)
-
-
-def left_out(training: Training, step: int) -> None:
-    training.optimizer.zero_grad()
-    layers = training.model
-    assert isinstance(layers, nn.Sequential)
-    training.optimizer.leave_out(layers[4].parameters())
-    layers[2](layers[0](torch.ones(4, 6))).square().sum().backward()
-    training.optimizer.step()
-
-
-def own_state_loaded(training: Training, step: int) -> None:
-    training.optimizer.load_state_dict(training.saved[training.source.choice(sorted(training.saved))])
-    training.iterate(step)
-
-
-def state_of_another_optimizer_loaded(training: Training, step: int) -> None:
-    training.optimizer.load_state_dict(training.foreign)
-    training.iterate(step)
-
-
-def state_forgotten(training: Training, step: int) -> None:
-    training.optimizer.reset_state()
-    training.iterate(step)
-
-
-def weights_synchronized(training: Training, step: int) -> None:
-    training.optimizer.synchronize_weights()
-    training.iterate(step)
-
-
-def evaluated(training: Training, step: int) -> None:
-    training.optimizer.eval()
-    training.iterate(step)
-
-
-def closed(training: Training, step: int) -> None:
-    training.optimizer.close()
-    training.iterate(step)
-
-
-def a_parameter_frozen(training: Training, step: int) -> None:
-    training.parameter.requires_grad_(False)
-    training.iterate(step)
-
-
-def a_group_added(training: Training, step: int) -> None:
-    training.optimizer.add_param_group({"params": [("more", nn.Parameter(torch.zeros(5)))]})
-    training.iterate(step)
-
-
-def parameters_exchanged(training: Training, step: int) -> None:
-    training.group["params"].reverse()
-    training.iterate(step)
-
-
-STEP_KINDS: list[StepKind] = [
-    rate_changed,
-    betas_changed,
-    decay_changed,
-    eps_changed,
-    loss_scale_changed,
-    two_backwards,
-    two_backwards_that_add_up,
-    only_backwards_that_add_up,
-    no_backward,
-    half_a_backward,
-    no_step,
-    two_steps,
-    an_iteration_less,
-    an_iteration_more,
-    gradients_dropped,
-    weights_changed,
-    weights_changed_after_backward,
-    data_replaced,
-    data_replaced_by_others,
-    data_of_another_dtype,
-    another_model_loaded,
-    left_out,
-    own_state_loaded,
-    state_of_another_optimizer_loaded,
-    state_forgotten,
-    weights_synchronized,
-    evaluated,
-    closed,
-    a_parameter_frozen,
-    a_group_added,
-    parameters_exchanged,
-]
-
-UNEQUAL_CALLS: list[StepKind | None] = [
-    no_step,
-    two_steps,
-    an_iteration_less,
-    an_iteration_more,
-    gradients_dropped,
-    left_out,
-    own_state_loaded,
-    state_of_another_optimizer_loaded,
-    state_forgotten,
-    weights_synchronized,
-    closed,
-    a_group_added,
-]
-"""Those after which ranks make other collective calls: nobody can tell who never comes from who comes late."""
+def before(change: Callable[[Training], object]) -> StepKind:
+    """Something else before a step as it should be."""
+    return lambda one, step: (change(one), one.iterate(step))
+
+
+def between(gradients: Callable[[Training, int], object]) -> StepKind:
+    """Something else in place of the backward."""
+    return lambda one, step: (one.optimizer.zero_grad(), gradients(one, step), one.optimizer.step())
+
+
+STEP_KINDS: dict[str, StepKind] = {
+    "rate changed": before(lambda one: one.set("lr", lambda lr: lr * one.source.choice((0.0, 0.5, 1.001, 7.0)))),
+    "betas changed": before(lambda one: one.set("betas", lambda betas: (one.source.uniform(0.1, 0.8), betas[1]))),
+    "decay changed": before(lambda one: one.set("weight_decay", lambda _: one.source.uniform(1e-4, 0.3))),
+    "eps changed": before(lambda one: one.set("eps", lambda _: 10 ** one.source.uniform(-7, -2))),
+    "loss scale changed": before(lambda one: setattr(one.optimizer, "loss_scale", 64.0)),
+    "two backwards": between(lambda one, step: (one.backward(step), one.backward(step + 100))),
+    "two backwards that add up": between(lambda one, step: (one.backward_that_adds_up(step), one.backward(step + 100))),
+    "only backwards that add up": between(Training.backward_that_adds_up),
+    "no backward": between(lambda one, step: None),
+    "half a backward": between(lambda one, step: one.model[0](torch.ones(4, 6)).square().sum().backward()),
+    "no step": lambda one, step: (one.optimizer.zero_grad(), one.backward(step)),
+    "two steps": lambda one, step: (one.iterate(step), one.optimizer.step()),
+    "an iteration less": lambda one, step: None,
+    "an iteration more": lambda one, step: (one.iterate(step), one.iterate(step)),
+    "gradients dropped": between(lambda one, step: (one.backward(step), one.optimizer.zero_grad())),
+    "weights changed": before(Training.write),
+    "weights changed after backward": between(lambda one, step: (one.backward(step), one.write())),
+    "data replaced": before(lambda one: one.replace_data(torch.clone)),
+    "data replaced by others": before(lambda one: one.replace_data(lambda data: data + 0.01)),
+    "data of another dtype": before(lambda one: one.model.double().float()),
+    "another model loaded": before(lambda one: one.model.load_state_dict(make_model(seed=3).state_dict())),
+    "left out": between(lambda one, step: one.leave_out_the_last()),
+    "own state loaded": before(
+        lambda one: one.optimizer.load_state_dict(one.saved[one.source.choice(sorted(one.saved))])
+    ),
+    "state of another optimizer loaded": before(lambda one: one.optimizer.load_state_dict(one.foreign)),
+    "state forgotten": before(lambda one: one.optimizer.reset_state()),
+    "weights synchronized": before(lambda one: one.optimizer.synchronize_weights()),
+    "evaluated": before(lambda one: one.optimizer.eval()),
+    "closed": before(lambda one: one.optimizer.close()),
+    "a parameter frozen": before(lambda one: one.parameter.requires_grad_(False)),
+    "a group added": before(
+        lambda one: one.optimizer.add_param_group({"params": [("more", nn.Parameter(torch.zeros(5)))]})
+    ),
+    "parameters exchanged": before(lambda one: one.optimizer.param_groups[0]["params"].reverse()),
+}
+
+UNEQUAL_CALLS = {
+    *("no step", "two steps", "an iteration less", "an iteration more", "gradients dropped", "left out"),
+    *("own state loaded", "state of another optimizer loaded", "state forgotten", "weights synchronized"),
+    *("closed", "a group added"),
+}
+"""Those after which ranks make other collective calls: who never comes cannot be told from who comes late."""
