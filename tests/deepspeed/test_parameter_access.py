@@ -88,18 +88,6 @@ def test_below_stage_3_there_are_no_local_forms() -> None:
     threads.run(body, 1)
 
 
-def test_update_of_several_gradients() -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(2))
-        engine.backward(loss_of(engine, comm.rank, 0))
-        before = {name: utils.safe_get_full_grad(one) for name, one in behaviours.trained(engine).items()}
-        utils.safe_update_full_grad_vectorized(behaviours.trained(engine).values(), lambda gradient, _: gradient * 3)
-        for name, one in behaviours.trained(engine).items():
-            assert torch.equal(utils.safe_get_full_grad(one), before[name] * 3)
-
-    threads.run(body, 2)
-
-
 @pytest.mark.filterwarnings("ignore:step 2 was skipped:RuntimeWarning")
 def test_a_gradient_that_was_set_and_is_not_finite_skips_the_step() -> None:
     def body(comm, optimizer):

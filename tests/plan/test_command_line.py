@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from thinwire.plan import (
     Processor,
     Schedule,
     Workload,
+    commands,
     load_calibration,
     methods_for,
     named_model,
@@ -253,6 +255,13 @@ def test_what_compression_takes_is_assumed_too(capsys) -> None:
     assert printed.splitlines()[-1] == "Assumed: 4 nodes; compression at the speed of an a100's memory"
     _, printed, _ = run(capsys, "plan", *COMPUTE, "--model", "bert-base", *LINK, "--nodes", 4, "--device", "t4")
     assert "Assumed" not in printed
+
+
+def test_a_measured_script_s_dtype_is_taken(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "measure_script", lambda *_: replace(WORKLOAD, dtype="bf16"))
+    for more, dtype in (((), "bf16"), (("--dtype", "fp32"), "fp32")):
+        code, printed, _ = run(capsys, "plan", "--measure", __file__, *LINK, *more, "--json")
+        assert (code, json.loads(printed)["dtype"]) == (0, dtype)
 
 
 def test_shared_cores(capsys) -> None:

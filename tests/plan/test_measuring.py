@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.plan import Matrices, PlanError
-from thinwire.plan.measure import MeasuredSteps, StepTimer, measure_script
+from thinwire.plan.measure import StepTimer, measure_script, workload_of
 
 # As for torchrun: a process group, DDP, two micro-batches a step, a sleep in forward, and work left to do afterwards.
 SCRIPT = """
@@ -41,19 +41,15 @@ def test_a_script_for_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     (tmp_path / "helper.py").write_text(HELPER)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    measured = measure_script(script, 3, 120.0)
-    assert (measured.script, measured.steps, measured.accumulation, measured.dtype) == ("train.py", 3, 2, "fp32")
-    assert 0.05 <= measured.forward < 5
-    assert measured.backward > 0
-    assert measured.update > 0
-    assert measured.shapes == ((50, 16), (32, 16), (32,), (32,), (32,))
+    workload = measure_script(script, 3, 120.0)
+    model = workload.model
+    assert (model.name, workload.accumulation, workload.dtype) == ("train.py", 2, "fp32")
+    assert 0.05 <= workload.forward_seconds < 5
+    assert workload.backward_seconds > 0
+    assert workload.update_seconds
     assert capfd.readouterr() == ("", "training\n")
-    model = measured.model()
     assert (model.parameters, model.matrices) == (50 * 16 + 32 * 16 + 3 * 32, (Matrices(50, 16), Matrices(32, 16)))
     assert model.last == Matrices(50, 16)
-    workload = measured.workload()
-    assert (workload.forward_seconds, workload.update_seconds) == (measured.forward, measured.update)
-    assert workload.accumulation == 2
 
 
 def test_a_script_that_fails(tmp_path: Path) -> None:
@@ -102,7 +98,7 @@ def test_steps_that_are_no_measure(monkeypatch, steps: list[tuple[int, int]], to
 
 
 def test_16_bit_parameters() -> None:
-    measured = MeasuredSteps("x.py", 3, 0.1, 0.2, 0.3, 1, "bf16", ((4,), (3, 4, 5)))
-    assert measured.workload().element_bytes == 2
-    assert measured.model().matrices == (Matrices(3, 20),)
-    assert measured.model().last is None
+    found = {"forward": 0.1, "backward": 0.2, "update": 0.3, "accumulation": 1, "dtype": "bf16"}
+    workload = workload_of("x.py", found | {"shapes": [[4], [3, 4, 5]]})
+    assert (workload.element_bytes, workload.update_seconds) == (2, 0.3)
+    assert (workload.model.matrices, workload.model.last) == ((Matrices(3, 20),), None)

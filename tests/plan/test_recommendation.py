@@ -87,7 +87,7 @@ def test_losses_are_those_of_the_experiments() -> None:
         for name, finding in text["findings"].items()
     }
     measured["onebit-lion"] = (lion["difference_percent"]["adamw"] / 100, len(lion["runs"]))
-    assert set(LOSSES) == set(measured) == {one.algorithm for one in methods_for(ethernet()) if one.is_one_bit}
+    assert set(LOSSES) == set(measured) == {one.algorithm for one in methods_for(ethernet()) if one.entry}
     for name, (difference, seeds) in measured.items():
         assert (LOSSES[name].difference, LOSSES[name].seeds) == (pytest.approx(difference, abs=5e-4), seeds), name
 
@@ -107,7 +107,7 @@ def test_published_losses_of_local_updates() -> None:
 @given(jobs())
 def test_break_even_is_where_the_faster_one_changes(job) -> None:
     workload, cluster, _, schedule = job
-    for method in (one for one in methods_for(cluster) if one.is_one_bit):
+    for method in (one for one in methods_for(cluster) if one.entry):
         rate = break_even_rate(workload, cluster, method, schedule)
         if 0 < rate < math.inf:
             which = "between" if cluster.nodes > 1 else "inside"
@@ -133,7 +133,7 @@ def test_one_bit_wins_below_it_and_only_there() -> None:
             for factor in (0.5, 2.0)
         )
         assert slower.best is not None
-        assert slower.best.method.is_one_bit
+        assert slower.best.method.entry
         assert faster.best is not None
         assert faster.best.method == BASELINE
 

@@ -139,23 +139,6 @@ def test_a_dropped_layer_moves_only_once_one_bit_is_frozen(kind: str) -> None:
         assert all(seen)
 
 
-def test_every_stage_steps_as_torch_does() -> None:
-    model = make_stack()
-    plain = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    schedule = ProgressiveLayerDrop(0.3, 1.0)
-    drop_layers(model, schedule, seed=12)
-    for step in range(STEPS):
-        schedule.update_state(step)
-        plain.zero_grad()
-        model(batch(0, step, 1)).square().mean().backward()
-        plain.step()
-    for stage in (0, 1, 2):
-        sharded = make_stack()
-        comm = threads.run(lambda comm: comm, 1)[0]
-        train(build(f"AdamW {stage}", sharded, comm), sharded, 0)
-        torch.testing.assert_close(weights(sharded), weights(model), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_step_is_the_same_with_fewer_bytes(kind: str) -> None:
     (weights_of_first, (all_bytes, fewer_bytes)), (weights_of_second, _) = threads.run(

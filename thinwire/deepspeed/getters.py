@@ -65,50 +65,29 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     "fp16_enabled": ("fp16.enabled", "Whether the model computes in fp16."),
     "bfloat16_enabled": ("bf16.enabled", "Whether the model computes in bf16."),
     "amp_enabled": (lambda _: False, "Whether apex casts: never."),
-    "loss_scale": (
-        "fp16.loss_scale",
-        "fp16's loss scale in the configuration; 0 for a dynamic one: `optimizer.cur_scale` is what it is now.",
-    ),
+    "loss_scale": ("fp16.loss_scale", "fp16's as configured; 0 if dynamic: `optimizer.cur_scale` is what it is now."),
     "dynamic_loss_scale": (lambda s: s.fp16.loss_scale == 0, "Whether fp16's loss scale follows from overflows."),
     "initial_dynamic_scale": (lambda s: 2.0**s.fp16.initial_scale_power, "The loss scale that fp16 begins with."),
     "dynamic_loss_scale_args": (_dynamic_loss_scale_args, "How fp16's loss scale follows from overflows."),
-    "postscale_gradients": (
-        lambda s: not s.prescale_gradients,
-        "Whether gradients are divided by the ranks after they are summed, and not before.",
-    ),
+    "postscale_gradients": (lambda s: not s.prescale_gradients, "Whether the sum of gradients is divided by ranks."),
     "gradient_predivide_factor": ("gradient_predivide_factor", "What gradients are divided by before they are summed."),
     "sparse_gradients_enabled": (lambda _: False, "Whether embeddings' gradients leave as their rows: never."),
     # ZeRO
     "zero_optimization": (lambda s: s.zero_optimization.stage > 0, "Whether anything is sharded."),
     "zero_optimization_stage": ("zero_optimization.stage", "0 to 3."),
-    "zero_optimization_partition_gradients": (
-        lambda s: s.zero_optimization.stage >= 2,
-        "Whether gradients are sharded: from stage 2 on.",
-    ),
-    "zero_optimization_partition_weights": (
-        lambda s: s.zero_optimization.stage == 3,
-        "Whether parameters are sharded: at stage 3.",
-    ),
-    "zero_overlap_comm": (
-        "zero_optimization.overlap_comm",
-        "Whether step() returns while new weights are on their way.",
-    ),
+    "zero_optimization_partition_gradients": (lambda s: s.zero_optimization.stage > 1, "Whether gradients are shards."),
+    "zero_optimization_partition_weights": (lambda s: s.zero_optimization.stage > 2, "Whether parameters are shards."),
+    "zero_overlap_comm": ("zero_optimization.overlap_comm", "Whether step() returns before new weights are there."),
     "zero_reduce_bucket_size": ("zero_optimization.reduce_bucket_size", "Elements of gradients that leave together."),
-    "zero_offload_optimizer": (
-        lambda s: _offload(s.zero_optimization.offload_optimizer),
-        "The section of the optimizer's state between steps; None if it stays on the device.",
-    ),
-    "zero_offload_param": (
-        lambda s: _offload(s.zero_optimization.offload_param),
-        "The section of stage 3's shards between steps; None if they stay on the device.",
-    ),
+    "zero_offload_optimizer": (lambda s: _offload(s.zero_optimization.offload_optimizer), "Its section; None if off."),
+    "zero_offload_param": (lambda s: _offload(s.zero_optimization.offload_param), "Its section; None if off."),
     "zero_cpu_offload": (
         lambda s: s.zero_optimization.offload_optimizer.device == "cpu",
         "Whether the optimizer's state rests in CPU memory.",
     ),
     "zero_gather_16bit_weights_on_model_save": (
         lambda _: True,
-        "Whether `save_16bit_model` writes whole weights at stage 3: always.",
+        "Whether `save_16bit_model` writes whole weights: always.",
     ),
     # Layer drop
     "pld_enabled": ("progressive_layer_drop.enabled", "Whether layers are dropped while the model trains."),
@@ -118,11 +97,11 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     # Checkpoints and reports
     "checkpoint_tag_validation_enabled": (
         lambda s: s.checkpoint.tag_validation != "Ignore",
-        "Whether ranks compare the tags that they save under.",
+        "Whether ranks compare tags.",
     ),
     "checkpoint_tag_validation_fail": (
         lambda s: s.checkpoint.tag_validation == "Fail",
-        "Whether ranks that save under different tags are an error.",
+        "Whether different tags are an error.",
     ),
     "flops_profiler_enabled": ("flops_profiler.enabled", "Whether one step is profiled."),
     "flops_profiler_profile_step": ("flops_profiler.profile_step", "The step that is."),
@@ -132,14 +111,8 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
 }
 _PROPERTIES: Mapping[str, tuple[str | _Read, str]] = {
     "config": (lambda s: s.describe(), "The configuration with its defaults, by DeepSpeed's keys; a copy."),
-    "communication_data_type": (
-        _communication_data_type,
-        "In which gradients leave, unless they are compressed; at stage 3 they are summed in fp32.",
-    ),
-    "gradient_average": (
-        lambda s: s.gradient_allreduce_op != "sum",
-        "Whether gradients are averaged over the ranks, and not summed.",
-    ),
+    "communication_data_type": (_communication_data_type, "In which gradients leave; stage 3 sums them in fp32."),
+    "gradient_average": (lambda s: s.gradient_allreduce_op != "sum", "Whether gradients are averaged over the ranks."),
 }
 # Of the ranks, all of which hold the same model and take different data.
 _RANK_METHODS: Mapping[str, tuple[Callable[[Any], int], str]] = {

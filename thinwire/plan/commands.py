@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.plan.answer import as_answer, as_json, as_table, draw_plan
 from thinwire.plan.cluster import Cluster, Link, Processor
-from thinwire.plan.measure import MeasuredSteps, measure_script
+from thinwire.plan.measure import measure_script
 from thinwire.plan.methods import ALGORITHMS, CODECS, OuterSchedule, Schedule, methods_for
 from thinwire.plan.models import named_model
 from thinwire.plan.recommendation import Plan, plan
@@ -58,7 +58,7 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--heads", type=int)
     model.add_argument("--sequence", type=int, metavar="TOKENS", help="of one sequence; by default the model's, or 512")
     model.add_argument("--micro-batch", type=int, metavar="N", help="sequences that a rank computes at once; else 8")
-    model.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights; by default fp32")
+    model.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights; by default fp32, or as measured")
     devices = ", ".join(DEVICES)
     model.add_argument("--device", metavar="NAME", help=f"of a rank: {devices}; by default {DEFAULT_DEVICE}")
     model.add_argument("--forward", metavar="TIME", help="of one micro-batch on one rank, as 36ms; else estimated")
@@ -183,10 +183,9 @@ class _Request:
 
     def _workload(self, device: Device) -> Workload:
         typed = self.arguments
-        measured = self._measure()
-        if measured is not None:
-            workload = measured.workload(self._model() if typed.model or typed.parameters else None)
-            return workload if typed.dtype == workload.dtype else replace(workload, dtype=typed.dtype)
+        if typed.measure is not None:
+            workload = self._measured()
+            return replace(workload, dtype=typed.dtype or workload.dtype)
         model = self._model()
         blocks = model.blocks
         length: int = typed.sequence
@@ -209,18 +208,17 @@ class _Request:
         activations = None
         if blocks is not None:
             activations = Activations(blocks.layers, blocks.hidden, blocks.heads, length, sequences)
-        return Workload(model, forward, backward, typed.accumulation, typed.update, typed.dtype, activations)
+        return Workload(model, forward, backward, typed.accumulation, typed.update, typed.dtype or "fp32", activations)
 
-    def _measure(self) -> MeasuredSteps | None:
+    def _measured(self) -> Workload:
         typed = self.arguments
-        if typed.measure is None:
-            return None
         options = ("forward", "backward", "update", "micro_batch", "sequence")
         given = [f"--{one.replace('_', '-')}" for one in options if getattr(typed, one) is not None]
         if given or typed.accumulation != 1:
             raise PlanError(f"--measure finds out itself: leave out {', '.join(given or ['--accumulation'])}")
         require_whole("--measure-steps", typed.measure_steps)
-        return measure_script(typed.measure, typed.measure_steps, typed.measure_limit)
+        model = self._model() if typed.model or typed.parameters else None
+        return measure_script(typed.measure, typed.measure_steps, typed.measure_limit, model)
 
     def _model(self) -> Transformer:
         typed = self.arguments

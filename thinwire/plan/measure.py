@@ -11,15 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.plan.units import PlanError
-from thinwire.plan.workload import Matrices, ParameterDtype, Transformer, Workload
+from thinwire.plan.workload import Matrices, Transformer, Workload
 
 # A plan without --measure needs no torch.
 if TYPE_CHECKING:
@@ -27,44 +26,30 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Medians over `steps` steps on one rank, in seconds: `forward` and `backward` of one micro-batch, of which a step
-    has `accumulation`, and `update` of the optimizer. `forward` holds all that is neither of the others, the loading of
-    data too. `shapes`: of the parameters that the optimizer moves, in its order."""
+def workload_of(script: str, found: Mapping[str, Any], model: Transformer | None = None) -> Workload:
+    """Make a workload of what `StepTimer` has found of a script, of its own model unless another is given.
 
-    script: str
-    steps: int
-    forward: float
-    backward: float
-    update: float
-    accumulation: int
-    dtype: ParameterDtype
-    shapes: tuple[tuple[int, ...], ...]
-
-    def workload(self, model: Transformer | None = None) -> Workload:
-        """Of the script's own model, unless another is given. The optimizer's time counts as AdamW's."""
-        found = self.model() if model is None else model
-        return Workload(found, self.forward, self.backward, self.accumulation, self.update, self.dtype)
-
-    def model(self) -> Transformer:
-        """By its parameters. The first is taken for an embedding, whose gradient comes last, if none is larger."""
-        matrices = [Matrices(shape[0], prod(shape[1:])) for shape in self.shapes if len(shape) > 1 and 0 not in shape]
-        total = sum(prod(shape) for shape in self.shapes)
-        first = self.shapes[0] if self.shapes else ()
-        largest = max(matrices, key=lambda one: one.numel, default=None)
-        is_largest = largest is not None and matrices[0].numel == largest.numel
-        last = matrices[0] if len(first) == 2 and is_largest else None
-        return Transformer(self.script, total, tuple(matrices), last)
+    The forward holds all that is neither backward nor the optimizer, the loading of data too; the optimizer's time
+    counts as AdamW's. The model's first parameter is taken for an embedding, whose gradient comes last, if none is
+    larger.
+    """
+    if model is None:
+        shapes = [tuple(shape) for shape in found["shapes"]]
+        matrices = [Matrices(shape[0], prod(shape[1:])) for shape in shapes if len(shape) > 1 and 0 not in shape]
+        largest = max((one.numel for one in matrices), default=0)
+        begins_with_it = bool(matrices) and len(shapes[0]) == 2 and matrices[0].numel == largest
+        last = matrices[0] if begins_with_it else None
+        model = Transformer(script, sum(map(prod, shapes)), tuple(matrices), last)
+    return Workload(model, found["forward"], found["backward"], found["accumulation"], found["update"], found["dtype"])
 
 
 _SKIPPED_STEPS = 3  # before those that are timed: memory is allocated, kernels compile
 _LAST_LINES = 8
 
 
-def measure_script(script: Path, steps: int, limit: float) -> MeasuredSteps:
+def measure_script(script: Path, steps: int, limit: float, model: Transformer | None = None) -> Workload:
     """Run `script` with this Python as one rank until it has made `steps` steps after the first three; then it is
-    ended. What it prints goes to this process's stderr.
+    ended. What it prints goes to this process's stderr. Returns its medians, as a workload of `model` or of its own.
 
     Raises PlanError where the script fails, ends before, takes longer than `limit` seconds, or trains in a way that
     cannot be told apart into forward, backward and update.
@@ -100,8 +85,7 @@ def measure_script(script: Path, steps: int, limit: float) -> MeasuredSteps:
             raise PlanError(f"{script} ended with exit code {code} before it could be measured:\n{last}") from None
     if "problem" in found:
         raise PlanError(f"{script} cannot be measured: {found['problem']}")
-    shapes = tuple(tuple(shape) for shape in found.pop("shapes"))
-    return MeasuredSteps(script=script.name, shapes=shapes, **found)
+    return workload_of(script.name, found, model)
 
 
 def _alone() -> dict[str, str]:
@@ -189,7 +173,6 @@ class StepTimer:
         parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
         trained = [one for one in parameters if one.requires_grad]
         return {
-            "steps": len(timed),
             "forward": median(step[0] for step in timed) / accumulation,
             "backward": median(step[1] for step in timed) / accumulation,
             "update": median(step[2] for step in timed),

@@ -63,18 +63,13 @@ class Method:
 
     @property
     def entry(self) -> registry.OptimizerEntry | None:
-        """What the registry knows of it; None for what is not thinwire's."""
+        """What the registry knows of a method that sends 1 bit an element once warm; None for all others."""
         return _OWN.get(self.algorithm)
-
-    @property
-    def is_one_bit(self) -> bool:
-        """Whether it sends 1 bit an element once warm."""
-        return self.algorithm in _OWN
 
     @property
     def sends_less(self) -> bool:
         """Whether it is there for thin wires: thinwire's own, which send less than averages of gradients."""
-        return self.is_one_bit or self.algorithm == DILOCO
+        return self.entry is not None or self.algorithm == DILOCO
 
     def workers(self, cluster: Cluster) -> int:
         """How many train by themselves, with DiLoCo."""

@@ -86,7 +86,7 @@ def keeps_the_loss(method: Method) -> bool:
     """
     if method.algorithm in (POWERSGD, DILOCO):
         return False
-    if not method.is_one_bit:
+    if method.entry is None:
         return True
     measured = LOSSES.get(method.algorithm)
     return measured is not None and measured.difference <= _ACCEPTED and measured.seeds >= _LEAST_SEEDS
@@ -104,7 +104,7 @@ def loss_in_words(method: Method, parameters: int, workers: int) -> str:
         return f"{text} ({'; '.join(beyond)})"
     if method.algorithm == POWERSGD:
         return "speed only: its loss has to be tried; in our races rank 16 alone reached DDP's"
-    if not method.is_one_bit:
+    if method.entry is None:
         return "none: averages are exact, or in bf16"
     measured = LOSSES.get(method.algorithm)
     if measured is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
 ]
 
 _BAD_INPUT = (TypeError, ValueError, RuntimeError)
@@ -136,15 +134,6 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     if own is None:
         raise ValueError(_NO_GRADIENT)
     own.copy_(written)
-
-
-def safe_update_full_grad_vectorized(
-    param_list: Iterable[Tensor], update_func: Callable[[Tensor | None, Tensor], Tensor]
-) -> None:
-    """Have every parameter's gradient be `update_func(gradient, parameter)`; see safe_set_full_grad. Collective."""
-    for param in param_list:
-        if param.requires_grad:
-            safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
 
 
 # This rank's shard, at stage 3
