@@ -16,7 +16,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.errors import name_ranks
 from thinwire.engine.job import Job
 from thinwire.engine.loss_scale import NonFiniteError
-from thinwire.engine.optimizers import CallError, check_trains
+from thinwire.engine.optimizers import CallError, NoOptimizer
 
 __all__ = ["Accumulation", "StepBackwards", "StepLosses"]
 
@@ -278,7 +278,8 @@ class StepBackwards:
         Raises TypeError, ValueError or CallError, before anything is sent.
         """
         optimizer, loss_scale, layer_drop = self._optimizer, self._job.loss_scale, self._job.layer_drop
-        check_trains(optimizer, "backward")
+        if isinstance(optimizer, NoOptimizer):
+            optimizer.refuse("backward")
         self.losses.check(loss)
         if loss_scale is not None:
             loss_scale.check(loss.dtype)

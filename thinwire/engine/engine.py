@@ -16,7 +16,7 @@ from thinwire.engine.data import warn_of_another_size
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.loss_scale import LossScale, NonFiniteError
-from thinwire.engine.optimizers import NoOptimizer, check_trains, steps_alone
+from thinwire.engine.optimizers import NoOptimizer
 from thinwire.engine.reports import JobReports, StepSummary
 from thinwire.zero.fsdp import Preparation
 
@@ -141,7 +141,8 @@ class Engine:
         fp32 or bf16, or in fp16 at the smallest loss scale from stage 1 on: no weight has moved, and the next
         micro-batch begins another step.
         """
-        check_trains(self._optimizer, "step")
+        if isinstance(self._optimizer, NoOptimizer):
+            self._optimizer.refuse("step")
         if not self._accumulation.ready:
             self._backwards.take_up(self.settings.gradient_accumulation_steps)
         last = self._accumulation.end_micro_batch()
@@ -207,7 +208,7 @@ class Engine:
 
     def train(self, mode: bool = True) -> nn.Module:
         """Put the model into training mode, or, on all ranks at the same step, into evaluation mode: see `eval`."""
-        if steps_alone(self._optimizer):
+        if self._optimizer.steps_alone:
             (self._optimizer.train if mode else self._optimizer.eval)()
         elif not mode:
             self._optimizer.synchronize_weights()
@@ -375,7 +376,7 @@ class Engine:
         self.global_samples += (
             self._accumulation.micro_batches * self.settings.train_micro_batch_size_per_gpu * self.comm.size
         )
-        alone = steps_alone(self._optimizer)
+        alone = self._optimizer.steps_alone
         self.skipped_steps += not outcome.applied
         if self.lr_scheduler is not None and (outcome.applied or alone):  # else a worker's rate would fall behind
             self.lr_scheduler.step(**lr_kwargs)

@@ -27,7 +27,7 @@ from thinwire.engine.job import Job, ModelNames, agree_on_config, agree_on_model
 from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
-from thinwire.engine.optimizers import NoOptimizer, OptimizerBuilder, steps_alone
+from thinwire.engine.optimizers import NoOptimizer, OptimizerBuilder
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
@@ -99,7 +99,7 @@ def build_engine(
             schedule=schedule,
             loader=loader,
             # At the smallest scale a worker alone is no error: the others go on.
-            loss_scale=make_loss_scale(settings.fp16, 0 if steps_alone(sharded) else settings.zero_optimization.stage),
+            loss_scale=make_loss_scale(settings.fp16, 0 if sharded.steps_alone else settings.zero_optimization.stage),
             precision=precision,
             config=settings,
             comm=comm,

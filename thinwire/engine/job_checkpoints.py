@@ -23,7 +23,6 @@ from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, ModelDescrip
 from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.engine.errors import CheckpointError
 from thinwire.engine.job import Job
-from thinwire.engine.optimizers import steps_alone
 from thinwire.engine.saved_job import (
     RANDOM_TENSORS,
     SavedJob,
@@ -159,7 +158,7 @@ class JobCheckpoints:
         """All weights, in the dtypes that the model computes in, and buffers, on rank 0; nothing on other ranks."""
         optimizer = self._job.optimizer
         optimizer.wait_for_weights()
-        if not steps_alone(optimizer) or optimizer.in_training:  # else they are shown already, and what was evaluated
+        if not optimizer.steps_alone or optimizer.in_training:  # else they are shown already, and what was evaluated
             optimizer.synchronize_weights()
         tensors = {}
         for name, parameter in self._parameters.items():
@@ -238,7 +237,7 @@ class JobCheckpoints:
         )
         own = client_state.tensors if job.comm.rank == 0 else {}
         rank_values: dict[str, Any] = {"random": random_values()}
-        if job.loss_scale is not None and steps_alone(job.optimizer):  # of a worker
+        if job.loss_scale is not None and job.optimizer.steps_alone:  # of a worker
             rank_values["loss_scale"] = job.loss_scale.state()
         return Snapshot(
             slices=[*job.optimizer.saved_slices(), *self._other_slices(left_out)],

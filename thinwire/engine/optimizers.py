@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,9 +36,7 @@ __all__ = [
     "CallError",
     "NoOptimizer",
     "OptimizerBuilder",
-    "check_trains",
     "communicator_of",
-    "steps_alone",
 ]
 
 Named = Literal["gloo", "nccl", "mpi"]
@@ -203,12 +201,6 @@ class OptimizerBuilder:
         )
 
 
-def steps_alone(optimizer: object) -> TypeGuard[SynchronizedOptimizer]:
-    """Whether a worker may skip a step that others take, has a loss scale of its own, and shows at `eval` what all have
-    in common without asking them."""
-    return isinstance(optimizer, SynchronizedOptimizer) and optimizer.steps_alone
-
-
 def _stepped_on(zero: ZeroConfig, device: torch.device) -> torch.device | None:
     """Where optimizer state lies at stage 3, if not beside the shards of the parameters."""
     state, shards = zero.offload_optimizer.device, zero.offload_param.device
@@ -238,6 +230,8 @@ class NoOptimizer:
     """
 
     last_step = NOT_STEPPED
+    steps_alone = False
+    in_training = True
 
     def __init__(self, traffic: Traffic | None) -> None:
         self.param_groups: list[dict[str, Any]] = []
@@ -253,18 +247,26 @@ class NoOptimizer:
         """Nothing: there are no gradients, master weights or moments."""
         return {}
 
+    def refuse(self, call: str) -> None:
+        """Raise CallError: there is nothing to call `call` on."""
+        raise CallError(
+            f"{call}() was called on an engine without an optimizer, which evaluates only: to train, pass one to "
+            'thinwire.initialize, or give the configuration an "optimizer" section, for example {"type": "AdamW", '
+            '"params": {"lr": 1e-4}}'
+        )
+
     def step(self) -> None:
         """Raise CallError."""
-        check_trains(self, "step")
+        self.refuse("step")
 
     def end_backward(self) -> None:
         """Raise CallError."""
-        check_trains(self, "end_backward")
+        self.refuse("end_backward")
 
     def nothing(self, *_: object) -> None:
         """Do nothing: no gradient leaves, no rank's weights move, no state is there."""
 
-    leave_out = zero_grad = synchronize_weights = wait_for_weights = close = nothing
+    train = eval = leave_out = zero_grad = synchronize_weights = wait_for_weights = close = nothing
     load = load_weights = reset_state = nothing
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -284,13 +286,3 @@ class NoOptimizer:
     def counters(self) -> dict[str, Any]:
         """As those of an optimizer without parameters."""
         return {"optimizer": "none", "groups": []}
-
-
-def check_trains(optimizer: object, call: str) -> None:
-    """Raise CallError where there is no optimizer to call anything on."""
-    if isinstance(optimizer, NoOptimizer):
-        raise CallError(
-            f"{call}() was called on an engine without an optimizer, which evaluates only: to train, pass one to "
-            'thinwire.initialize, or give the configuration an "optimizer" section, for example {"type": "AdamW", '
-            '"params": {"lr": 1e-4}}'
-        )

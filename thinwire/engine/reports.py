@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ class JobReports:
         self._job = job
         config, comm, section = job.config, job.comm, job.config.flops_profiler
         self._timers = StepTimers(job.device, enabled=config.wall_clock_breakdown)
-        self.span: Callable[[str], AbstractContextManager[None]] = self._timers
+        self.span: Callable[[str], AbstractContextManager[Any]] = self._timers if self._timers.enabled else nullcontext
         self.flops_profiler: FlopsProfiler | None = None
         self.steps = 0
         self._profiled: dict[str, float] = {}  # seconds by span
@@ -193,7 +193,9 @@ class JobReports:
         """Print and write what is due after a step. Collective where something is."""
         config, comm = self._job.config, self._job.comm
         self._timers.end_step(summary.batch_size)
-        self._end_profile(summary.batch_size)
+        if self.flops_profiler is not None:
+            self._end_profile(self.flops_profiler, summary.batch_size)
+        self.steps += 1
         every = config.steps_per_print
         due = every is not None and summary.step % every == 0
         if due or self.monitor.enabled:
@@ -236,10 +238,10 @@ class JobReports:
                     profiler.stop_profile()
             self._profiled[name] = seconds_now() - start
 
-    def _end_profile(self, samples: int) -> None:
+    def _end_profile(self, profiler: FlopsProfiler, samples: int) -> None:
         """Report the step that was profiled, if this was it."""
-        profiler, section = self.flops_profiler, self._job.config.flops_profiler
-        if profiler is not None and profiler.started:
+        section = self._job.config.flops_profiler
+        if profiler.started:
             cost = StepCost(
                 self._profiled.get("forward"),
                 self._profiled.get("backward"),
@@ -257,7 +259,6 @@ class JobReports:
                 warnings.warn(what, RuntimeWarning, stacklevel=3)
             profiler.end_profile()
         self._profiled.clear()
-        self.steps += 1
 
     def _write(self, summary: StepSummary, loss: float | None) -> None:
         # Of optimizers that compress: whether the steps from here on do.
