@@ -102,7 +102,7 @@ def test_what_the_engine_lacks_is_the_models() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_weights_on_their_way_are_there_through_module(stage) -> None:
+def test_weights_on_their_way_are_there_through_module_and_in_files(stage, tmp_path) -> None:
     def body(comm):
         zero = settings(stage)["zero_optimization"]
         waiting = make_engine(comm, settings(stage, zero_optimization=zero | {"overlap_comm": True}))
@@ -111,8 +111,12 @@ def test_weights_on_their_way_are_there_through_module(stage) -> None:
             assert train(waiting, [step]) == train(plain, [step])
             weights = [list(engine.module.parameters()) for engine in (waiting, plain)]
             assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+        assert train(waiting, [4]) == train(plain, [4])
+        waiting.save_16bit_model(tmp_path, "waiting.safetensors")
+        plain.save_16bit_model(tmp_path, "plain.safetensors")
 
     threads.run(body, 3)
+    assert (tmp_path / "waiting.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
 
 
 def test_no_sync_adds_up_what_one_backward_gives() -> None:

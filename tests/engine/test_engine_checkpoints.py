@@ -18,6 +18,7 @@ from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError
 from thinwire.engine.checkpoint.manifest import _sealed
+from thinwire.engine.saved_job import reseed
 
 SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 30, "warmup_num_steps": 5}}
 
@@ -129,6 +130,10 @@ def test_fp16_continues_with_its_scale(tmp_path) -> None:
     threads.run(body, 2)
 
 
+def draw() -> tuple[float, ...]:
+    return float(torch.randn(1)), random.gauss(0, 1), float(np.random.randn())
+
+
 def test_random_numbers_and_data_go_on(tmp_path) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(20, 2))
 
@@ -143,15 +148,14 @@ def test_random_numbers_and_data_go_on(tmp_path) -> None:
     for _ in range(9):
         engine.backward(engine(next(batches)[0]).mean())
         engine.step()
+    draw()  # an odd number leaves half of a pair of normal numbers behind
     engine.save_checkpoint(tmp_path)
-    drawn = (torch.rand(3), random.random(), np.random.rand())
+    drawn = [draw() for _ in range(4)]
     following = [next(batches)[0] for _ in range(4)]
     resumed, _, loader, _ = make()
-    torch.rand(1)
+    draw()
     assert resumed.load_checkpoint(tmp_path)[0]
-    again = (torch.rand(3), random.random(), np.random.rand())
-    assert torch.equal(again[0], drawn[0])
-    assert again[1:] == drawn[1:]
+    assert [draw() for _ in range(4)] == drawn
     batches = loader.repeat()
     for expected in following:
         assert torch.equal(next(batches)[0], expected)
@@ -162,10 +166,15 @@ def test_another_number_of_ranks_draws_what_follows_from_the_seed(tmp_path) -> N
 
     def drawn(seed: int):
         make_engine(None, settings(seed=seed), seed=1).load_checkpoint(tmp_path)
-        return float(torch.rand(1)), random.random(), np.random.rand()
+        return draw()
 
     assert drawn(3) == drawn(3)
     assert all(one != other for one, other in zip(drawn(3), drawn(4), strict=True))
+    apart = set()
+    for entropy in ((1, 2, 3), (1, 2, 4), (2, 1, 3)):  # seed, step and rank
+        reseed(*entropy)
+        apart.add(draw())
+    assert len(apart) == 3
 
 
 def test_parts_of_a_checkpoint(tmp_path) -> None:

@@ -116,18 +116,6 @@ def test_warmup_cosine_follows_deepspeed(kind: Any) -> None:
     assert expected[-1] == pytest.approx(0.025)
 
 
-def test_hand_computed_warmups() -> None:
-    optimizer = make_optimizer(1.0)
-    linear = WarmupLR(optimizer, 0.0, 1.0, 4, "linear")
-    assert first_group(optimizer, linear, 7) == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1])
-    optimizer = make_optimizer(1.0)
-    log = WarmupLR(optimizer, 0.0, 1.0, 4, "log")
-    assert first_group(optimizer, log, 6) == pytest.approx([0, 0, 0.5, math.log(3) / math.log(4), 1, 1])
-    optimizer = make_optimizer(1.0)
-    decay = WarmupDecayLR(optimizer, 6, 0.0, 1.0, 2, "linear")
-    assert first_group(optimizer, decay, 9) == pytest.approx([0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0])
-
-
 @pytest.mark.parametrize("schedule_type", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
 def test_no_warmup_starts_at_the_highest_rate(schedule_type: Any) -> None:
     optimizer = make_optimizer(0.3)
@@ -165,6 +153,7 @@ def test_one_cycle_follows_deepspeed(first: int, second: int) -> None:
         optimizer, 0.01, 0.09, 0.5, first, second, decay_step_size=3, cycle_min_mom=0.8, cycle_max_mom=0.9
     )
     total = first + second
+    assert schedule.step_ratio == first / total
     for step in range(total + 9):
         iteration = step - 1
         if iteration < total:
@@ -181,42 +170,56 @@ def test_one_cycle_follows_deepspeed(first: int, second: int) -> None:
         schedule.step()
 
 
-def test_one_cycle_in_stairs() -> None:
-    optimizer = make_optimizer(1.0)
-    schedule = OneCycle(optimizer, 0.0, 1.0, cycle_first_step_size=6, cycle_first_stair_count=3)
-    up, down = [0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1], [2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0, 0]
-    assert first_group(optimizer, schedule, 14) == pytest.approx(up + down)
+CYCLES: list[tuple[dict[str, Any], dict[str, Any], str, list[list[float]]]] = [
+    (  # in stairs
+        {},
+        {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 6, "cycle_first_stair_count": 3},
+        "lr",
+        [[one / 3] * 2 for one in (0, 0, 1, 1, 2, 2, 3, 2, 2, 1, 1, 0, 0, 0)],
+    ),
+    (  # that falls at once
+        {},
+        {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 0},
+        "lr",
+        [[one] * 2 for one in (0.1, 0.2, 0.3, 0.4, 0.5, 0.1, 0.1)],
+    ),
+    (  # between bounds of each group
+        {},
+        {
+            "cycle_min_lr": [0.0, 0.2],
+            "cycle_max_lr": [0.4, 1.0],
+            "decay_lr_rate": 1.0,
+            "cycle_first_step_size": 2,
+            "cycle_second_step_size": 1,
+            "decay_step_size": 1,
+        },
+        "lr",
+        [[0, 0.2], [0.2, 0.6], [0.4, 1.0], [0, 0.2], [0, 0.1]],
+    ),
+    (  # between momenta of each group
+        {},
+        {"cycle_first_step_size": 2, "cycle_min_mom": [0.6, 0.7], "cycle_max_mom": [0.8, 0.9]},
+        "betas",
+        [[0.6, 0.7], [0.7, 0.8], [0.6, 0.7], [0.7, 0.8], [0.8, 0.9]],
+    ),
+    (  # the momentum of SGD, which stops below one
+        {"kind": "SGD", "momentum": 0.5},
+        {"cycle_first_step_size": 2, "decay_step_size": 1, "decay_mom_rate": 1.0},
+        "momentum",
+        [[one] * 2 for one in (0.8, 0.85, 0.8, 0.85, 0.9, 0.9999, 0.9999)],
+    ),
+]
 
 
-def test_one_cycle_between_bounds_of_each_group() -> None:
-    optimizer = make_optimizer(1.0, 1.0)
-    schedule = OneCycle(optimizer, [0.0, 0.2], [0.4, 1.0], 1.0, 2, 1, decay_step_size=1)
-    seen = []
-    for _ in range(5):
-        seen.append([group["lr"] for group in optimizer.param_groups])
+@pytest.mark.parametrize(("built", "options", "key", "expected"), CYCLES)
+def test_one_cycle_by_hand(built: Any, options: dict[str, Any], key: str, expected: list[list[float]]) -> None:
+    optimizer = make_optimizer(1.0, 1.0, **built)
+    schedule = OneCycle(optimizer, **{"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, **options})
+    for values in expected:
+        found = [group[key][0] if key == "betas" else group[key] for group in optimizer.param_groups]
+        assert found == pytest.approx(values)
         optimizer.step()
         schedule.step()
-    assert seen == [pytest.approx(one) for one in ([0, 0.2], [0.2, 0.6], [0.4, 1.0], [0, 0.2], [0, 0.1])]
-
-
-def test_one_cycle_between_momenta_of_each_group() -> None:
-    optimizer = make_optimizer(1.0, 1.0, betas=(0.5, 0.95))
-    schedule = OneCycle(
-        optimizer, 0.1, 0.2, cycle_first_step_size=2, cycle_min_mom=[0.6, 0.7], cycle_max_mom=[0.8, 0.9]
-    )
-    seen = []
-    for _ in range(5):
-        seen.append([group["betas"][0] for group in optimizer.param_groups])
-        optimizer.step()
-        schedule.step()
-    assert seen == [pytest.approx(one) for one in ([0.6, 0.7], [0.7, 0.8], [0.6, 0.7], [0.7, 0.8], [0.8, 0.9])]
-
-
-def test_a_cycle_that_falls_at_once() -> None:
-    optimizer = make_optimizer(1.0)
-    schedule = OneCycle(optimizer, 0.1, 0.5, cycle_first_step_size=4, cycle_second_step_size=0)
-    assert schedule.step_ratio == 1.0
-    assert first_group(optimizer, schedule, 7) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.1, 0.1])
 
 
 @pytest.mark.parametrize("name", ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
@@ -246,26 +249,6 @@ def test_another_warmup_type_counts_as_log_with_a_warning() -> None:
     assert schedule.get_lr_ratio() == pytest.approx(math.log(4) / math.log(5))
 
 
-def test_a_rate_keeps_its_tensor() -> None:
-    rate = torch.full((1,), 0.1, dtype=torch.float64)
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
-    schedule = OneCycle(optimizer, 0.01, 0.1, cycle_first_step_size=10, cycle_momentum=False)
-    schedule.step(1)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == pytest.approx(0.028)
-
-
-def test_one_cycle_moves_the_momentum_of_sgd_and_stops_it_below_one() -> None:
-    optimizer = make_optimizer(1.0, 2.0, kind="SGD", momentum=0.5)
-    schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=1.0)
-    seen = []
-    for _ in range(7):
-        seen.append([group["momentum"] for group in optimizer.param_groups])
-        optimizer.step()
-        schedule.step()
-    assert seen == [pytest.approx([one, one]) for one in (0.8, 0.85, 0.8, 0.85, 0.9, 0.9999, 0.9999)]
-
-
 def test_one_cycle_leaves_momentum_alone_when_told() -> None:
     optimizer = make_optimizer(1.0, betas=(0.5, 0.95))
     schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=2, cycle_momentum=False)
@@ -293,8 +276,10 @@ def test_a_rate_that_is_a_tensor() -> None:
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=torch.tensor(1.0))
     schedule = WarmupLR(optimizer, 0.0, None, 4, "linear")
     assert first_group(optimizer, schedule, 7) == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1])
+    rate = optimizer.param_groups[0]["lr"]
     schedule.load_state_dict({"last_epoch": 3})
-    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.5)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.5)
 
 
 def test_every_schedule_that_can_be_named_is_tested() -> None:

@@ -18,7 +18,8 @@ from thinwire.deepspeed.logs import logger
 from thinwire.deepspeed.parameters.sharded import PREPARED
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.checkpoint.manifest import rank_file
-from thinwire.engine.data import ResumableLoader, make_loader, resized
+from thinwire.engine.config.rules import resized
+from thinwire.engine.data import ResumableLoader, make_loader
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.engine.optimizers import CallError

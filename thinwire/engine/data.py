@@ -1,27 +1,125 @@
-"""A job's data: a distributed loader that knows where it is, loaders without end, and batch sizes.
+"""A job's data: a distributed loader that knows where it is, and loaders without end.
 
-The loader is torch's DataLoader over an order of samples that does not depend on the number of ranks, with a position
-that any later job can go on from.
+The loader is torch's DataLoader over an order of samples, a function of the seed and the position alone, with a
+position that any later job can go on from, on other ranks and with other batch sizes.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
+import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.config.rules import complete_batch_sizes
-from thinwire.engine.sample_order import Dealer, RankBatch, SampleOrder, seeded
 
-__all__ = ["RepeatingLoader", "ResumableLoader", "first_dimension", "make_loader", "resized", "warn_of_another_size"]
+__all__ = ["Dealer", "RankBatch", "RepeatingLoader", "ResumableLoader", "SampleOrder", "make_loader", "seeded"]
+
+
+_MOST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order of `samples` samples in each epoch, a function of (`seed`, epoch) only."""
+
+    samples: int
+    shuffle: bool
+    seed: int
+
+    def of(self, epoch: int) -> Tensor:
+        """All sample numbers, [samples], int32 where that is wide enough, else int64."""
+        dtype = torch.int32 if self.samples <= _MOST_INT32 else torch.int64
+        if not self.shuffle:
+            return torch.arange(self.samples, dtype=dtype)
+        generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
+        return torch.randperm(self.samples, generator=generator, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's part of a global step: `indices` of its samples, and the `seed` of what is random about them."""
+
+    indices: list[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Deals an epoch's order to `world_size` ranks, `micro_batch_size` consecutive samples to each.
+
+    What does not fill a global batch at the end is left out with `drop_last`. Else every rank gets one smaller batch of
+    equal size, for which up to `world_size` - 1 samples from the epoch's start are repeated.
+    """
+
+    order: SampleOrder
+    micro_batch_size: int
+    world_size: int
+    drop_last: bool
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all ranks take in one step."""
+        return self.micro_batch_size * self.world_size
+
+    def advance(self, consumed: int) -> int:
+        """Samples consumed after the step that begins at `consumed`; repeated ones do not count."""
+        return min(consumed + self.global_batch, self.order.samples)
+
+    def has_batch(self, consumed: int) -> bool:
+        """Whether the epoch has another step after `consumed` samples."""
+        left = self.order.samples - consumed
+        return left >= self.global_batch or (left > 0 and not self.drop_last)
+
+    def batches(self, epoch: int, consumed: int, rank: int) -> Iterator[RankBatch]:
+        """What `rank` gets in the rest of `epoch`, of which `consumed` samples are done."""
+        order = self.order.of(epoch) if self.has_batch(consumed) else torch.empty(0)
+        while self.has_batch(consumed):
+            share = -(-(self.advance(consumed) - consumed) // self.world_size)
+            first = consumed + rank * share
+            positions = torch.arange(first, first + share) % self.order.samples
+            seed = _mix(self.order.seed, epoch, consumed, rank)
+            yield RankBatch(order[positions].tolist(), seed)
+            consumed = self.advance(consumed)
+
+
+def _mix(*numbers: int) -> int:
+    """A 63-bit seed; nearby numbers give unrelated ones."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+# The generators belong to the process: ranks that are threads would put back each other's states.
+_generators_in_use = threading.RLock()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed Python's, numpy's and torch's CPU generators with `seed`, and give them their states back at the end."""
+    # A worker is one thread, forked perhaps while another thread of its parent held the lock.
+    alone = _generators_in_use if get_worker_info() is None else nullcontext()
+    with alone, torch.random.fork_rng(devices=[]):
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+# The loader
 
 
 class ResumableLoader:
@@ -92,7 +190,8 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         """Batches that a rank gets in a whole epoch."""
-        return self._dealer.batches_per_epoch
+        whole, rest = divmod(self._dealer.order.samples, self._dealer.global_batch)
+        return whole + int(rest > 0 and not self._dealer.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the current epoch, then begin the next one.
@@ -298,45 +397,3 @@ class RepeatingLoader:
             f"{type(self.loader).__name__} gave no batch in a whole epoch, so it would be repeated for ever: give a "
             "loader with data, and no iterator, which begins only once"
         )
-
-
-def first_dimension(inputs: Any) -> int | None:
-    """The length of the first tensor that has any dimension, in dicts, lists and tuples."""
-    if isinstance(inputs, Tensor):
-        return inputs.shape[0] if inputs.dim() else None
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
-    return next((size for size in map(first_dimension, values) if size is not None), None)
-
-
-def warn_of_another_size(inputs: Any, expected: int, rank: int) -> None:
-    """Warn where the samples in `inputs` are not the `expected` ones, so that counts cannot be right."""
-    size = first_dimension(inputs)
-    if size is not None and size != expected:
-        warnings.warn(
-            f"rank {rank} got a first batch of {size} samples, and train_micro_batch_size_per_gpu is {expected}: "
-            f"samples are counted, and every rank's loss weighs, as if it were {expected}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def resized(
-    config: EngineConfig, world_size: int, train_batch_size: int | None = None, micro_batch_size: int | None = None
-) -> EngineConfig:
-    """The configuration with another batch, by its micro-batches, or with other micro-batches, as many as before.
-
-    Raises ValueError for what is no size, or no multiple of a micro-batch on every rank.
-    """
-    for name, size in (("train_batch_size", train_batch_size), ("micro_batch_size", micro_batch_size)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"{name} is a whole number of samples, at least 1, not {size!r}")
-    if micro_batch_size is None:
-        sizes = complete_batch_sizes(train_batch_size, config.train_micro_batch_size_per_gpu, None, world_size)
-    else:
-        sizes = complete_batch_sizes(None, micro_batch_size, config.gradient_accumulation_steps, world_size)
-    changed = {
-        "train_batch_size": sizes.train,
-        "train_micro_batch_size_per_gpu": sizes.micro,
-        "gradient_accumulation_steps": sizes.accumulation,
-    }
-    return config.model_copy(update=changed)

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from thinwire.engine.backwards import StepBackwards
-from thinwire.engine.data import warn_of_another_size
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.loss_scale import LossScale, NonFiniteError
+from thinwire.engine.model import warn_of_another_size
 from thinwire.engine.optimizers import NoOptimizer
 from thinwire.engine.reports import JobReports, StepSummary
 from thinwire.zero.fsdp import Preparation

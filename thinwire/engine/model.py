@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from types import CodeType
@@ -30,7 +31,9 @@ __all__ = [
     "UnusedParametersError",
     "UsedParameters",
     "check_model",
+    "first_dimension",
     "put_in_sparse_attention",
+    "warn_of_another_size",
 ]
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -278,3 +281,23 @@ class UsedParameters:
 
     def _note(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
+
+
+def first_dimension(inputs: Any) -> int | None:
+    """The length of the first tensor that has any dimension, in dicts, lists and tuples."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[0] if inputs.dim() else None
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
+    return next((size for size in map(first_dimension, values) if size is not None), None)
+
+
+def warn_of_another_size(inputs: Any, expected: int, rank: int) -> None:
+    """Warn where the samples in `inputs` are not the `expected` ones, so that counts cannot be right."""
+    size = first_dimension(inputs)
+    if size is not None and size != expected:
+        warnings.warn(
+            f"rank {rank} got a first batch of {size} samples, and train_micro_batch_size_per_gpu is {expected}: "
+            f"samples are counted, and every rank's loss weighs, as if it were {expected}",
+            RuntimeWarning,
+            stacklevel=4,
+        )

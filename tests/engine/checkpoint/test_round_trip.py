@@ -43,13 +43,6 @@ def test_any_model(shapes: dict[str, tuple[int, ...]], seed: int) -> None:
         assert load(Path(folder), values) == []
 
 
-@pytest.mark.parametrize("loaded_by", [1, 2, 3, 8])
-def test_a_job_of_four_continues_on_other_numbers_of_ranks(tmp_path: Path, loaded_by: int) -> None:
-    values = Values(3, 4)
-    save(tmp_path, ("step-3", values))
-    assert load(tmp_path, values, loaded_by) == []
-
-
 def test_an_empty_parameter_has_weights_though_nobody_owns_any(tmp_path: Path) -> None:
     values = Values(5, 2)
     save(tmp_path, ("x", values))

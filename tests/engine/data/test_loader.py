@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from thinwire.comm import CommunicationError, Communicator, threads
-from thinwire.engine.data import ResumableLoader
-from thinwire.engine.sample_order import SampleOrder
+from thinwire.engine.data import ResumableLoader, SampleOrder
 
 
 class Numbers(Dataset):

@@ -19,6 +19,7 @@ __all__ = [
     "BatchSizes",
     "check_combinations",
     "complete_batch_sizes",
+    "resized",
     "settle_idle_keys",
     "take_idle_size",
     "total_steps",
@@ -60,6 +61,28 @@ def complete_batch_sizes(train: int | None, micro: int | None, accumulation: int
     if train != micro * accumulation * world_size:
         raise ConfigError(_conflict(train, micro, accumulation, world_size))
     return BatchSizes(train, micro, accumulation)
+
+
+def resized(
+    config: EngineConfig, world_size: int, train_batch_size: int | None = None, micro_batch_size: int | None = None
+) -> EngineConfig:
+    """The configuration with another batch, by its micro-batches, or with other micro-batches, as many as before.
+
+    Raises ValueError for what is no size, or no multiple of a micro-batch on every rank.
+    """
+    for name, size in (("train_batch_size", train_batch_size), ("micro_batch_size", micro_batch_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name} is a whole number of samples, at least 1, not {size!r}")
+    if micro_batch_size is None:
+        sizes = complete_batch_sizes(train_batch_size, config.train_micro_batch_size_per_gpu, None, world_size)
+    else:
+        sizes = complete_batch_sizes(None, micro_batch_size, config.gradient_accumulation_steps, world_size)
+    changed = {
+        "train_batch_size": sizes.train,
+        "train_micro_batch_size_per_gpu": sizes.micro,
+        "gradient_accumulation_steps": sizes.accumulation,
+    }
+    return config.model_copy(update=changed)
 
 
 def _divide(train: int, factor: int, factor_key: str, world_size: int, quotient: str) -> int:
