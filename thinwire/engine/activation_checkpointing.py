@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-__all__ = ["ActivationCheckpoints", "checkpoint_activations", "recomputed_call"]
-
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 

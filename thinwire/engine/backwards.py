@@ -18,8 +18,6 @@ from thinwire.engine.job import Job
 from thinwire.engine.loss_scale import NonFiniteError
 from thinwire.engine.optimizers import CallError, NoOptimizer
 
-__all__ = ["Accumulation", "StepBackwards", "StepLosses"]
-
 
 class Accumulation:
     """Counts the micro-batches of a step, of which there are `steps` unless the user has set the boundary.

@@ -10,9 +10,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-__all__ = ["Commands", "add_checkpoint_commands", "add_config_commands"]
-
-
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 

@@ -23,9 +23,6 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import EngineConfig
 
-__all__ = ["Dealer", "RankBatch", "RepeatingLoader", "ResumableLoader", "SampleOrder", "make_loader", "seeded"]
-
-
 _MOST_INT32 = 2**31 - 1
 
 

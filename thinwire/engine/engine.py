@@ -20,8 +20,6 @@ from thinwire.engine.optimizers import NoOptimizer
 from thinwire.engine.reports import JobReports, StepSummary
 from thinwire.zero.fsdp import Preparation
 
-__all__ = ["Engine"]
-
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps")
 _CHANGES_A_MODEL = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type"}
 _CHANGES_A_MODEL |= {"load_state_dict", "requires_grad_"}

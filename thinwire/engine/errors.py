@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "UsageError", "printable"]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message names the file or parameter, what is wrong with it and what to do."""

@@ -14,8 +14,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["FlopsProfiler", "ModuleCost", "StepCost", "get_model_profile", "seconds_now"]
-
 
 class FlopsProfiler:
     """Profiles forwards of `model` between `start_profile()` and `stop_profile()`.

@@ -34,8 +34,6 @@ from thinwire.sparse_attn import densify
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["BAD_INPUT", "AnyEngine", "ConfigSource", "Given", "build_engine", "load_settings"]
-
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
 

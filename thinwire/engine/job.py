@@ -22,8 +22,6 @@ from thinwire.engine.model import LayerDropping, Precision
 from thinwire.engine.optimizers import NoOptimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["Job", "ModelNames", "agree_on_config", "agree_on_model"]
-
 
 @dataclass(frozen=True)
 class ModelNames:

@@ -38,8 +38,6 @@ from thinwire.zero import SavedSlice
 from thinwire.zero.fsdp import fill, local_run, whole
 from thinwire.zero.saved_state import OwnSlices
 
-__all__ = ["JobCheckpoints", "Parts", "TagError"]
-
 
 @dataclass(frozen=True)
 class Parts:

@@ -10,8 +10,6 @@ import torch
 
 from thinwire.engine.config.models import Fp16Config
 
-__all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "NonFiniteError", "make_loss_scale"]
-
 _MANY = 20
 
 

@@ -25,17 +25,6 @@ from thinwire.engine.config.models import LayerDropConfig
 from thinwire.pld import LayerDrop, ProgressiveLayerDrop, drop_layers, undrop
 from thinwire.sparse_attn import layout_from_config, sparsify
 
-__all__ = [
-    "LayerDropping",
-    "Precision",
-    "UnusedParametersError",
-    "UsedParameters",
-    "check_model",
-    "first_dimension",
-    "put_in_sparse_attention",
-    "warn_of_another_size",
-]
-
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 

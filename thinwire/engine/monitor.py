@@ -19,8 +19,6 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config.models import EngineConfig, MonitorConfig, WandbConfig
 
-__all__ = ["Event", "Monitor", "ScalarFiles", "TensorBoardFiles", "WandbRun", "log_folder"]
-
 Event = tuple[str, float, int]
 
 _VALUE = re.compile(rb"\d+,[^,\n]+\n")

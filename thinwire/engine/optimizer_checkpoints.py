@@ -9,8 +9,6 @@ from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["load_optimizer", "save_optimizer"]
-
 
 def save_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[str], tag: str) -> None:
     """Save weights, state and every rank's residuals to `folder`/`tag`, one file a rank. Collective.

@@ -32,13 +32,6 @@ from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = [
-    "CallError",
-    "NoOptimizer",
-    "OptimizerBuilder",
-    "communicator_of",
-]
-
 Named = Literal["gloo", "nccl", "mpi"]
 
 

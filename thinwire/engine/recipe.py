@@ -21,16 +21,6 @@ from thinwire.optim.exact import EXACT, mark_matrices
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero.optimizer import UNCORRECTED, OptimizerClass
 
-__all__ = [
-    "GivenOptimizer",
-    "GivenSchedule",
-    "LocalUpdates",
-    "Recipe",
-    "check_schedule",
-    "find_recipe",
-    "make_schedule",
-]
-
 GivenOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 GivenSchedule = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 

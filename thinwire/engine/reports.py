@@ -23,8 +23,6 @@ from thinwire.engine.job import Job
 from thinwire.engine.monitor import Monitor
 from thinwire.zero.memory import MemoryReport, live_tensor_bytes
 
-__all__ = ["JobReports", "StepSummary", "StepTimers", "StepTimes", "breakdown_line", "progress_line"]
-
 
 @dataclass(frozen=True)
 class StepTimes:

@@ -19,18 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from thinwire.engine.checkpoint.client_state import SpecialValue
 from thinwire.engine.checkpoint.manifest import Manifest, first_fault
 
-__all__ = [
-    "RANDOM_TENSORS",
-    "SavedJob",
-    "fault_of_saved_job",
-    "load_random_state",
-    "load_schedule_state",
-    "random_tensors",
-    "random_values",
-    "reseed",
-    "schedule_state",
-]
-
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 

@@ -16,17 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = [
-    "WHY_REFUSED",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "build_schedule",
-    "schedule_names",
-]
-
 # A decaying cycle lets momentum grow without end; at 1 the optimizer would never forget.
 _LARGEST_MOMENTUM = 0.9999
 

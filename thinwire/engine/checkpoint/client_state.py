@@ -15,8 +15,6 @@ from torch import Tensor
 
 from thinwire.engine.checkpoint.files import CODES, dtype_name
 
-__all__ = ["ClientState", "SpecialValue", "pack_client_state", "unpack_client_state"]
-
 _KEY = "client_state."
 _DEEPEST = 64
 

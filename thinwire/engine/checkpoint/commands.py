@@ -20,8 +20,6 @@ from thinwire.engine.checkpoint.manifest import MANIFEST, Candidate, Manifest
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.errors import CheckpointError, UsageError, printable
 
-__all__ = ["export", "inspect", "open_to_export", "say", "verify"]
-
 _WHOLE, _DAMAGED = 0, 1
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ALONE_SECONDS = 300.0

@@ -20,8 +20,6 @@ from thinwire.comm import Communicator
 from thinwire.engine.checkpoint.files import LazyTensor, sync_folder, values_of, write_tensors, write_whole
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 
-__all__ = ["WEIGHTS", "export_weights", "file_size", "in_16_bits", "write_state_dict", "write_weights"]
-
 _SAFETENSORS = ".safetensors"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -30,26 +30,6 @@ from torch import Tensor
 
 from thinwire.engine.errors import CheckpointError
 
-__all__ = [
-    "CODES",
-    "DTYPES",
-    "HeldFolder",
-    "LazyTensor",
-    "NotAFileError",
-    "StoredTensor",
-    "TensorReader",
-    "checksum",
-    "create_file",
-    "dtype_name",
-    "open_file",
-    "read_file",
-    "remove",
-    "sync_folder",
-    "values_of",
-    "write_tensors",
-    "write_whole",
-]
-
 
 class NotAFileError(OSError):
     """What has the name of a file is something else: a folder, a FIFO, a device, a socket."""

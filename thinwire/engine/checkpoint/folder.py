@@ -44,17 +44,6 @@ from thinwire.engine.checkpoint.manifest import (
     looks_like_checkpoint,
 )
 
-__all__ = [
-    "LOCK",
-    "CheckpointFolder",
-    "Claim",
-    "FolderLock",
-    "await_receipts",
-    "check_length",
-    "lock_folder",
-    "receipt_in",
-]
-
 LOCK = ".lock"
 _OWNER = "owner.json"
 

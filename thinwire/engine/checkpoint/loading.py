@@ -40,8 +40,6 @@ from thinwire.engine.checkpoint.pickles import is_pickle, refuse_pickle, refuse_
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SliceSource
 
-__all__ = ["Examination", "LoadedCheckpoint", "candidates_to_load", "examine", "hold", "select", "unreadable_files"]
-
 
 class LoadedCheckpoint:
     """A SliceSource over the files of one checkpoint.

@@ -28,26 +28,6 @@ from thinwire.engine.checkpoint.files import DTYPES, NotAFileError, dtype_name, 
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
-__all__ = [
-    "HIDDEN",
-    "LATEST",
-    "MANIFEST",
-    "RANK_FILE",
-    "Candidate",
-    "Manifest",
-    "ModelDescription",
-    "RankFile",
-    "Run",
-    "SliceEntry",
-    "check_folder",
-    "check_tag",
-    "find_candidates",
-    "first_fault",
-    "looks_like_checkpoint",
-    "manifest_bytes",
-    "rank_file",
-]
-
 MANIFEST = "manifest.json"
 LATEST = "latest"
 

@@ -12,8 +12,6 @@ from typing import BinaryIO
 from thinwire.engine.checkpoint.files import open_file
 from thinwire.engine.errors import CheckpointError
 
-__all__ = ["is_pickle", "refuse_pickle", "refuse_pickles"]
-
 _ADVICE = (
     "a pickle, which can run any code when it is loaded, so thinwire never loads one: load it with the program that "
     "wrote it, write the weights with safetensors.torch.save_model, and load those into the model before training"

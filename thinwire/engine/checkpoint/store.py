@@ -48,8 +48,6 @@ from thinwire.engine.checkpoint.manifest import (
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
-__all__ = ["CheckpointStore", "Snapshot", "write_rank_file"]
-
 
 @dataclass(frozen=True)
 class Snapshot:

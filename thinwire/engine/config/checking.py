@@ -16,8 +16,6 @@ from thinwire.engine.config.options import SCHEDULES
 from thinwire.engine.config.sections import options_of
 from thinwire.engine.errors import printable
 
-__all__ = ["check_file"]
-
 _BATCH_SIZES = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
 # The defaults of transformers' TrainingArguments; what is not here the Trainer leaves to the engine.
 _DEFAULTS: Mapping[str, Any] = {

@@ -16,19 +16,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-__all__ = [
-    "AUTO",
-    "ConfigError",
-    "did_you_mean",
-    "dotted",
-    "expected",
-    "left_auto",
-    "reason",
-    "section_of",
-    "shown",
-    "validated",
-]
-
 AUTO = frozenset(
     {
         "train_batch_size",

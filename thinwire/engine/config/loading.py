@@ -26,8 +26,6 @@ from thinwire.engine.config.sections import check_optimizer, check_scheduler
 from thinwire.lazy_imports import provided
 from thinwire.optim.settings import LARGEST_NUMBER
 
-__all__ = ["DEEPEST", "Notes", "check_limits", "load_config", "read_json_object", "respelled"]
-
 DEEPEST = 16
 """Objects and lists inside one another; a configuration has four."""
 

@@ -13,29 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from thinwire.optim.settings import WholeNumber
 
-__all__ = [
-    "OWN_PEAK",
-    "UNCLIPPED",
-    "ActivationCheckpointingConfig",
-    "Bf16Config",
-    "CheckpointConfig",
-    "CommsLoggerConfig",
-    "DataTypesConfig",
-    "EngineConfig",
-    "FlopsProfilerConfig",
-    "Fp16Config",
-    "LayerDropConfig",
-    "MonitorConfig",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "Remarks",
-    "SchedulerConfig",
-    "Section",
-    "ThinwireConfig",
-    "WandbConfig",
-    "ZeroConfig",
-]
-
 
 def _never(value: Any) -> Any:
     # Other libraries write an infinite number of steps for "never".

@@ -31,8 +31,6 @@ from thinwire.optim.settings import (
     without_exponent,
 )
 
-__all__ = ["LOCAL_UPDATES", "OPTIMIZERS", "SCHEDULES", "LocalUpdatesOptions"]
-
 LOCAL_UPDATES = "DiLoCo"
 """The type of a section whose optimizer steps inside each worker; its own is in "inner"."""
 

@@ -15,16 +15,6 @@ from thinwire.optim import registry
 from thinwire.optim.exact import needs_whole_parameters
 from thinwire.optim.registry import OptimizerEntry
 
-__all__ = [
-    "BatchSizes",
-    "check_combinations",
-    "complete_batch_sizes",
-    "resized",
-    "settle_idle_keys",
-    "take_idle_size",
-    "total_steps",
-]
-
 
 @dataclass(frozen=True)
 class BatchSizes:

@@ -14,16 +14,6 @@ from thinwire.optim import registry
 from thinwire.optim.exact import EXACT
 from thinwire.optim.settings import OptionModel
 
-__all__ = [
-    "check_optimizer",
-    "check_scheduler",
-    "is_local_updates",
-    "options_of",
-    "refusal_of",
-    "uncompressed_class",
-    "with_lr_inside",
-]
-
 _PARAMS, _INNER = "optimizer.params", "optimizer.params.inner"
 _DEFAULT_INNER = "AdamW"
 
