@@ -1,4 +1,5 @@
-"""What every rank of a stage 3 job runs, under torchrun or mpirun: FSDP2 needs real processes. Takes a folder."""
+"""What every rank of a stage 3 job runs, under torchrun or mpirun: FSDP2 needs real processes. Takes a folder, and
+names of parts, by default all."""
 
 from __future__ import annotations
 
@@ -22,31 +23,36 @@ from thinwire import initialize
 from thinwire.comm import Communicator
 from thinwire.engine import CallError, Engine, NonFiniteError, optimizers
 
+PARTS = (
+    "losses_are_those_of_stage_0",
+    "layers_are_sharded_apart",
+    "sixteen_bits",
+    "how_gradients_are_averaged",
+    "state_apart_from_the_shards",
+    "what_is_not_finite",
+    "evaluation_in_between",
+    "own_backwards",
+    "evaluation_alone",
+    "one_file",
+    "user_optimizer_and_recomputed_layers",
+    "copies_are_refused",
+    "bad_models",
+    "another_rate_on_one_rank",
+    "checkpoints",
+)
 
-def main(folder: Path) -> None:
+
+def main(folder: Path, *parts: str) -> None:
     torch.set_num_threads(1)
     comm = communication.init(quiet=True)
-    losses_are_those_of_stage_0(comm)
-    layers_are_sharded_apart(comm)
-    sixteen_bits(comm)
-    how_gradients_are_averaged(comm)
-    state_apart_from_the_shards(comm, folder)
-    what_is_not_finite(comm)
-    evaluation_in_between(comm)
-    own_backwards(comm)
-    evaluation_alone(comm, folder)
-    one_file(comm, folder)
-    user_optimizer_and_recomputed_layers(comm)
-    copies_are_refused(comm)
-    bad_models(comm)
-    another_rate_on_one_rank(comm)
-    checkpoints(comm, folder)
+    for part in (globals()[name] for name in parts or PARTS):
+        part(comm, folder)
     comm.barrier()
     if comm.rank == 0:
         print(f"all held on {comm.backend} with {comm.size} ranks", flush=True)
 
 
-def losses_are_those_of_stage_0(comm: Communicator) -> None:
+def losses_are_those_of_stage_0(comm: Communicator, folder: Path) -> None:
     for steps, accumulation, max_norm in ((25, 1, 0.0), (10, 2, 0.2)):
         changes: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clipping": max_norm}
         expected = torch.tensor(train(make_engine(comm, settings(0, **changes)), range(steps)))
@@ -54,7 +60,7 @@ def losses_are_those_of_stage_0(comm: Communicator) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-def layers_are_sharded_apart(comm: Communicator) -> None:
+def layers_are_sharded_apart(comm: Communicator, folder: Path) -> None:
     model = make_engine(comm, settings(3)).module
     assert isinstance(model, FSDPModule)
     assert all(isinstance(layer, FSDPModule) for layer in model.layers)
@@ -91,7 +97,7 @@ def seeded(model: nn.Module) -> nn.Module:
     return model
 
 
-def sixteen_bits(comm: Communicator) -> None:
+def sixteen_bits(comm: Communicator, folder: Path) -> None:
     expected = sum(train(make_engine(comm, settings(0)), range(20))[-10:])
     for precision in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}):
         engine = make_engine(comm, settings(3, **precision))
@@ -101,7 +107,7 @@ def sixteen_bits(comm: Communicator) -> None:
         } == {torch.float32}
 
 
-def how_gradients_are_averaged(comm: Communicator) -> None:
+def how_gradients_are_averaged(comm: Communicator, folder: Path) -> None:
     expected = torch.tensor(train(make_engine(comm, settings(3)), range(6)))
     plain = make_engine(comm, settings(3))
     train(plain, range(6))
@@ -158,7 +164,7 @@ def everything(engine: Engine) -> torch.Tensor:
     )
 
 
-def what_is_not_finite(comm: Communicator) -> None:
+def what_is_not_finite(comm: Communicator, folder: Path) -> None:
     engine = make_engine(comm, settings(3))
     before = everything(engine)
     engine.backward(loss_of(engine, comm.rank, 0) + (math.inf if comm.rank == comm.size - 1 else 0))
@@ -175,7 +181,7 @@ def what_is_not_finite(comm: Communicator) -> None:
     assert torch.equal(everything(engine), before)
 
 
-def another_rate_on_one_rank(comm: Communicator) -> None:
+def another_rate_on_one_rank(comm: Communicator, folder: Path) -> None:
     if comm.size == 1:
         return
     engine = make_engine(comm, settings(3))
@@ -188,7 +194,7 @@ def another_rate_on_one_rank(comm: Communicator) -> None:
     assert torch.equal(everything(engine), before)
 
 
-def evaluation_in_between(comm: Communicator) -> None:
+def evaluation_in_between(comm: Communicator, folder: Path) -> None:
     engines = [make_engine(comm, settings(stage)) for stage in (0, 3)]
     for step in range(4):
         losses = []
@@ -205,7 +211,7 @@ def evaluation_in_between(comm: Communicator) -> None:
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
 
 
-def own_backwards(comm: Communicator) -> None:
+def own_backwards(comm: Communicator, folder: Path) -> None:
     """A loss's own backward, scaled or not, and several before a step."""
     config = settings(3, gradient_accumulation_steps=2, gradient_clipping=0.3)
     expected, plain, scaled = (make_engine(comm, config) for _ in range(3))
@@ -256,7 +262,7 @@ def one_file(comm: Communicator, folder: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def user_optimizer_and_recomputed_layers(comm: Communicator) -> None:
+def user_optimizer_and_recomputed_layers(comm: Communicator, folder: Path) -> None:
     results = []
     for stage in (0, 3):
         model = seeded(Tiny())
@@ -271,14 +277,14 @@ def user_optimizer_and_recomputed_layers(comm: Communicator) -> None:
     assert results[1][1] == results[0][1] == [0.0025, 0.0005]
 
 
-def copies_are_refused(comm: Communicator) -> None:
+def copies_are_refused(comm: Communicator, folder: Path) -> None:
     optimizer = make_engine(comm, settings(3)).optimizer
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="a FullyShardedOptimizer cannot be copied or pickled: its state lies on"):
             copied(optimizer)
 
 
-def bad_models(comm: Communicator) -> None:
+def bad_models(comm: Communicator, folder: Path) -> None:
     class Scalar(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -335,4 +341,4 @@ def same_data(engine: Engine, step: int) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -30,15 +30,13 @@ def test_on_gloo(jobs, tmp_path) -> None:
             assert losses == pytest.approx(expected[name], rel=tolerance)
 
 
-@pytest.mark.launch
-def test_on_mpi(jobs, tmp_path) -> None:
-    done = jobs.mpirun(2, *PROGRAM, str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all held on mpi with 2 ranks" in done.stdout
+PARTS = ("losses_are_those_of_stage_0", "layers_are_sharded_apart", "what_is_not_finite", "checkpoints")
 
 
 @pytest.mark.launch
-def test_in_a_process_of_its_own(jobs, tmp_path) -> None:
-    done = jobs.alone(*PROGRAM, str(tmp_path))
+@pytest.mark.parametrize(("backend", "size"), [("mpi", 2), ("single", 1)])
+def test_on_other_backends(jobs, tmp_path, backend, size) -> None:
+    arguments = (*PROGRAM, str(tmp_path), *PARTS)
+    done = jobs.mpirun(size, *arguments) if backend == "mpi" else jobs.alone(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all held on single with 1 ranks" in done.stdout
+    assert f"all held on {backend} with {size} ranks" in done.stdout

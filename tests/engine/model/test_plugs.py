@@ -155,22 +155,6 @@ def test_a_resumed_run_drops_what_the_other_would_have(tmp_path, recomputed) -> 
     assert all("forward" not in layer.__dict__ for layer in resumed._module.layers)
 
 
-def test_a_model_that_drops_layers_by_itself_is_told() -> None:
-    class Own(nn.Linear):
-        def forward(self, x, progressive_layer_drop=False, pld_theta=1.0):
-            self.told = (progressive_layer_drop, pld_theta)
-            return super().forward(x).mean()
-
-    engine = initialize(model=Own(4, 4), config=settings(progressive_layer_drop=DROP))[0]
-    for step in range(3):
-        engine.backward(engine(torch.ones(6, 4)))
-        assert engine.module.told == (True, 0.5 * math.exp(-step) + 0.5)
-        engine.step()
-    engine.eval()
-    engine(torch.ones(6, 4))
-    assert engine.module.told == (False, 1.0)
-
-
 class Named(nn.Linear):
     def forward(self, x, progressive_layer_drop=False, pld_theta=1.0):
         self.told = (progressive_layer_drop, pld_theta)
@@ -197,19 +181,23 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize(
     ("make", "find"),
     [
+        (lambda: Named(4, 4), lambda model: model),
         (lambda: LookedUp(4, 4), lambda model: model),
         (lambda: Wrapped(Named(4, 4)), lambda model: model.inner[0]),
         (lambda: Wrapped(LookedUp(4, 4)), lambda model: model.inner[0]),
         (lambda: Wrapped(Wrapped(Named(4, 4))), lambda model: model.inner[0].inner[0]),
     ],
-    ids=["looked up", "wrapped", "wrapped and looked up", "wrapped twice"],
+    ids=["named", "looked up", "wrapped", "wrapped and looked up", "wrapped twice"],
 )
-def test_a_model_that_takes_the_state_among_keyword_arguments_is_told(make, find) -> None:
+def test_a_model_that_drops_layers_by_itself_is_told(make, find) -> None:
     engine = initialize(model=make(), config=settings(progressive_layer_drop=DROP))[0]
-    for step in range(2):
+    for step in range(3):
         engine.backward(engine(torch.ones(6, 4)))
         assert find(engine.module).told == (True, 0.5 * math.exp(-step) + 0.5)
         engine.step()
+    engine.eval()
+    engine(torch.ones(6, 4))
+    assert find(engine.module).told == (False, 1.0)
 
 
 def test_any_keyword_arguments_are_not_the_state() -> None:

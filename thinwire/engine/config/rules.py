@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from thinwire.comm.operation_log import OPERATION_NAMES
 from thinwire.engine.config.errors import ConfigError, did_you_mean, reason, shown
-from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ThinwireConfig, ZeroConfig
+from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ThinwireConfig
 from thinwire.engine.config.options import LOCAL_UPDATES
 from thinwire.engine.config.sections import is_local_updates
 from thinwire.optim import registry
@@ -135,31 +135,50 @@ def take_idle_size(tree: dict[str, Any], without_effect: dict[str, str], problem
 
 def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:
     """`config` with its idle keys at their defaults, where that matters; paths and reasons join `without_effect`."""
-    without_effect |= _switched_off(config)
-    without_effect |= _beside_a_fixed_scale(config)
-    activations = config.activation_checkpointing
+    idle = dict(_idle_keys(config))
+    without_effect |= dict(_switched_off(config)) | dict(_beside_a_fixed_scale(config)) | idle
+    for path in idle:
+        config = _at_default(config, path)
+    return config
+
+
+def _at_default(section: _SomeSection, path: str) -> _SomeSection:
+    key, _, inner = path.partition(".")
+    value = _at_default(getattr(section, key), inner) if inner else type(section).model_fields[key].get_default()
+    return section.model_copy(update={key: value})
+
+
+def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """(path, why it changes nothing) for each key that others leave without effect."""
+    activations, zero = config.activation_checkpointing, config.zero_optimization
     if activations.cpu_checkpointing and not activations.modules:
-        without_effect["activation_checkpointing.cpu_checkpointing"] = (
-            'nothing is recomputed; "modules" names what to recompute, by class or by name'
-        )
+        why = 'nothing is recomputed; "modules" names what to recompute, by class or by name'
+        yield "activation_checkpointing.cpu_checkpointing", why
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        without_effect["gradient_predivide_factor"] = (
-            '"prescale_gradients" divides by the number of ranks before gradients are summed'
-        )
-        config = _with(config, gradient_predivide_factor=1.0)
-    config = _settled_accumulation(config, without_effect)
-    settled = _settled_unused(_settled_overlap(config, without_effect), without_effect)
-    settled = _settled_offload(settled, without_effect)
-    return config if settled == config.zero_optimization else _with(config, zero_optimization=settled)
-
-
-def _settled_accumulation(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:
-    """Gradients add up in the parameters' dtype or in fp32; another 16-bit dtype would hold no more."""
+        why = '"prescale_gradients" divides by the number of ranks before gradients are summed'
+        yield "gradient_predivide_factor", why
+    # Gradients add up in the parameters' dtype or in fp32; another 16-bit dtype would hold no more.
     own = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
-    if config.data_types.grad_accum_dtype in (None, "fp32", own):
-        return config
-    without_effect["data_types.grad_accum_dtype"] = f"gradients of {own} parameters add up in {own}, or in fp32"
-    return _with(config, data_types=_with(config.data_types, grad_accum_dtype=None))
+    if config.data_types.grad_accum_dtype not in (None, "fp32", own):
+        yield "data_types.grad_accum_dtype", f"gradients of {own} parameters add up in {own}, or in fp32"
+    name = config.optimizer.type if config.optimizer is not None else None
+    if zero.stage == 3 and "overlap_comm" in zero.model_fields_set:
+        yield "zero_optimization.overlap_comm", "stage 3 is FSDP2, which always overlaps"
+    elif zero.stage == 0 and zero.overlap_comm:
+        why = "at stage 0 no weights are gathered; gradients leave during the backward anyway"
+        yield "zero_optimization.overlap_comm", why
+    elif zero.overlap_comm and (is_local_updates(name) or name in _LOCAL_STEPS):
+        yield "zero_optimization.overlap_comm", f"the steps of {name} gather no weights"
+    if not zero.ignore_unused_parameters and zero.stage not in (1, 2):
+        why = f"at stage {zero.stage} parameters without a gradient are left alone"
+        yield "zero_optimization.ignore_unused_parameters", why
+    if zero.stage < 3 and zero.offload_param != OffloadConfig():
+        why = f"at stage {zero.stage} every rank computes with its own whole parameters"
+        yield "zero_optimization.offload_param", why
+    for key in ("offload_optimizer", "offload_param") if zero.stage == 3 else ("offload_optimizer",):
+        offload = getattr(zero, key)
+        if offload.device == "none" and offload.pin_memory:
+            yield f"zero_optimization.{key}.pin_memory", 'nothing is offloaded while "device" is "none"'
 
 
 def _switched_off(config: EngineConfig) -> Iterator[tuple[str, str]]:
@@ -177,48 +196,6 @@ def _beside_a_fixed_scale(config: EngineConfig) -> Iterator[tuple[str, str]]:
         for key in _DYNAMIC_SCALE:
             if key in fp16.model_fields_set:
                 yield f"fp16.{key}", f'"fp16.loss_scale" {fp16.loss_scale:g} is a fixed scale; 0 is a dynamic one'
-
-
-def _settled_overlap(config: EngineConfig, without_effect: dict[str, str]) -> ZeroConfig:
-    zero = config.zero_optimization
-    name = config.optimizer.type if config.optimizer is not None else None
-    if zero.stage == 3 and "overlap_comm" in zero.model_fields_set:
-        why = "stage 3 is FSDP2, which always overlaps"
-    elif zero.stage == 0 and zero.overlap_comm:
-        why = "at stage 0 no weights are gathered; gradients leave during the backward anyway"
-    elif zero.overlap_comm and (is_local_updates(name) or name in _LOCAL_STEPS):
-        why = f"the steps of {name} gather no weights"
-    else:
-        return zero
-    without_effect["zero_optimization.overlap_comm"] = why
-    return _with(zero, overlap_comm=False)
-
-
-def _settled_unused(zero: ZeroConfig, without_effect: dict[str, str]) -> ZeroConfig:
-    if zero.ignore_unused_parameters or zero.stage in (1, 2):
-        return zero
-    without_effect["zero_optimization.ignore_unused_parameters"] = (
-        f"at stage {zero.stage} parameters without a gradient are left alone"
-    )
-    return _with(zero, ignore_unused_parameters=True)
-
-
-def _settled_offload(zero: ZeroConfig, without_effect: dict[str, str]) -> ZeroConfig:
-    if zero.stage < 3 and zero.offload_param != OffloadConfig():
-        without_effect["zero_optimization.offload_param"] = (
-            f"at stage {zero.stage} every rank computes with its own whole parameters"
-        )
-        zero = _with(zero, offload_param=OffloadConfig())
-    for key in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero, key)
-        if offload.device == "none" and offload.pin_memory:
-            without_effect[f"zero_optimization.{key}.pin_memory"] = 'nothing is offloaded while "device" is "none"'
-            zero = _with(zero, **{key: OffloadConfig()})
-    return zero
-
-
-def _with(section: _SomeSection, **changes: Any) -> _SomeSection:
-    return section.model_copy(update=changes)
 
 
 def check_combinations(config: EngineConfig) -> list[str]:
