@@ -55,12 +55,16 @@ class Momentum {
     long long begin;
 };
 
-// The mean of this block of all packets received, plus the residual, which may be null.
+// A product, so that what is not finite stays so.
+__device__ float masked(float value, unsigned mask) { return value * (mask != 0u ? 1.0f : 0.0f); }
+
+// The mean of this block of all packets received, times 0 where the mask is 0, plus the residual; both may be null.
 template <typename Codec>
 class Averaged {
   public:
-    __device__ Averaged(const unsigned char* received, const float* residual, Layout layout, Rows rows)
-        : received(received), residual(residual), layout(layout), rows(rows) {}
+    __device__ Averaged(const unsigned char* received, const unsigned char* mask, const float* residual, Layout layout,
+                        Rows rows)
+        : received(received), mask(mask), residual(residual), layout(layout), rows(rows) {}
 
     __device__ float4 group(int k) const {
         float4 mean[1];
@@ -83,11 +87,17 @@ class Averaged {
     __device__ float4 corrected(int k, float4 mean) const {
         const int at = group_at(k);
         const int valid = valid_elements(layout);
+        if (mask != nullptr && at < valid) {
+            const unsigned word = *reinterpret_cast<const unsigned*>(mask + block_start(layout) + at);
+            mean = make_float4(masked(mean.x, word & 0xffu), masked(mean.y, word & 0xff00u),
+                               masked(mean.z, word & 0xff0000u), masked(mean.w, word & 0xff000000u));
+        }
         if (residual != nullptr && at < valid) mean = add(mean, load_four(residual + block_start(layout) + at));
         return keep_valid(mean, at, valid);
     }
 
     const unsigned char* received;
+    const unsigned char* mask;
     const float* residual;
     Layout layout;
     Rows rows;
@@ -221,8 +231,9 @@ __device__ void decode_and_move(const MovedRun* runs, long long count, const uns
     DECODE_AND_MOVE_OF(NAME, CODEC, plain, PLAIN)                                                                   \
     DECODE_AND_MOVE_OF(NAME, CODEC, divided, DIVIDED)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) average_and_encode_##NAME(                      \
-        const unsigned char* __restrict__ received, const float* __restrict__ residual, float* __restrict__ lost,   \
-        unsigned char* __restrict__ packets, Layout layout, Rows rows) {                                            \
-        Averaged<CODEC> source(received, residual, layout, rows);                                                   \
+        const unsigned char* __restrict__ received, const unsigned char* __restrict__ mask,                         \
+        const float* __restrict__ residual, float* __restrict__ lost, unsigned char* __restrict__ packets,          \
+        Layout layout, Rows rows) {                                                                                 \
+        Averaged<CODEC> source(received, mask, residual, layout, rows);                                             \
         encode<CODEC>(source, lost, packets, layout);                                                               \
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from tests.optim.training import make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
 from thinwire.compress import Exchange, make_codec
 from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.zero import ShardedOptimizer
 
 BLOCK = 64
@@ -45,58 +47,52 @@ def exchange_equals_the_algorithm(
     assert len(set(comm.all_gather_bytes(outputs.tobytes()))) == 1
 
 
-def weights_are_bit_identical_after_120_steps(comm: Communicator) -> None:
-    """120 steps of 1-bit Adam, 30 of them warmup, in several buckets: every rank ends with the same bits."""
-    model = make_model(seed=comm.rank)  # rank 0's weights are broadcast
-    optimizer = make_optimizer(model, comm, freeze_step=30, bucket_bytes=400)
-    losses = train(model, optimizer, range(120))
-    assert optimizer.frozen_at == 30
-    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
-    assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:5])
+class Training(NamedTuple):
+    """Steps of an optimizer, in several buckets, after which its loss is `falls` times what it was at first."""
+
+    kind: type[CompressedOptimizer]
+    options: dict[str, Any]
+    steps: int
+    falls: float
+    nodes: bool = False
+
+    def __call__(self, comm: Communicator) -> None:
+        """Train: every rank ends with the same bits."""
+        model = make_model(seed=comm.rank)  # rank 0's weights are broadcast
+        # Every two ranks count as a node, so that the last one of an odd number has one.
+        nodes = {"nodes": [rank // 2 for rank in range(comm.size)]} if self.nodes else {}
+        options = {"block_size": BLOCK, "bucket_bytes": 400, "comm": comm} | self.options | nodes
+        optimizer = self.kind(model.parameters(), **options)
+        losses = train(model, optimizer, range(self.steps))
+        if isinstance(optimizer, ZeroOneAdam):
+            optimizer.synchronize_weights()
+            assert optimizer.in_sync
+        if "freeze_step" in self.options:
+            assert optimizer.frozen_at == self.options["freeze_step"]
+        mine = weights(model).numpy().tobytes()
+        if isinstance(optimizer, OneBitLamb):
+            mine += np.array(optimizer.get_lamb_coeffs()).tobytes()
+        assert len(set(comm.all_gather_bytes(mine))) == 1
+        assert np.mean(losses[-20:]) < self.falls * np.mean(losses[:5])
+        optimizer.close()
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}, stage {self.options.get('stage', 0)}{' by node' if self.nodes else ''}"
 
 
-def lamb_weights_are_bit_identical_after_80_steps(comm: Communicator) -> None:
-    """80 steps of 1-bit LAMB, 30 of them warmup, in several buckets: every rank ends with the same bits."""
-    model = make_model(seed=comm.rank)
-    optimizer = OneBitLamb(
-        model.parameters(), lr=1e-2, freeze_step=30, weight_decay=0.01, block_size=64, bucket_bytes=400, comm=comm
-    )
-    losses = train(model, optimizer, range(80))
-    assert optimizer.frozen_at == 30
-    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
-    assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:5])
-
-
-def weights_are_bit_identical_over_nodes(comm: Communicator) -> None:
-    """60 steps in which every two ranks count as a node, so that the last node of an odd number has one."""
-    model = make_model(seed=comm.rank)
-    nodes = [rank // 2 for rank in range(comm.size)]
-    optimizer = make_optimizer(model, comm, freeze_step=20, bucket_bytes=400, nodes=nodes)
-    losses = train(model, optimizer, range(60))
-    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
-    assert np.mean(losses[-20:]) < np.mean(losses[:5])
-    optimizer.close()
-
-
-def zero_one_weights_are_bit_identical_after_a_sync(comm: Communicator) -> None:
-    """70 steps of 0/1 Adam, the last with local steps between two syncs."""
-    model = make_model(seed=comm.rank)
-    optimizer = ZeroOneAdam(
-        model.parameters(),
-        lr=3e-3,
-        var_freeze_step=20,
-        var_update_scaler=3,
-        local_step_scaler=10,
-        block_size=64,
-        bucket_bytes=400,
-        comm=comm,
-    )
-    losses = train(model, optimizer, range(70))
-    optimizer.synchronize_weights()
-    assert optimizer.in_sync
-    assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
-    assert np.mean(losses[-20:]) < np.mean(losses[:5])
-    optimizer.close()
+_LAMB = {"lr": 1e-2, "weight_decay": 0.01}
+_LION = {"lr": 1e-3, "weight_decay": 0.01}
+_LOCAL = {"lr": 3e-3, "var_freeze_step": 20, "var_update_scaler": 3, "local_step_scaler": 10}
+_SHARDED = {"stage": 1, "on_drift": "raise", "resync_interval": 10}
+TRAININGS = (
+    Training(OneBitAdam, {"lr": 3e-3, "freeze_step": 30}, 120, 0.8),
+    Training(OneBitAdam, {"lr": 3e-3, "freeze_step": 20}, 60, 1.0, nodes=True),
+    Training(OneBitLamb, {"freeze_step": 30, **_LAMB}, 80, 0.8),
+    Training(OneBitLamb, {"freeze_step": 20, **_LAMB, **_SHARDED}, 50, 1.0),
+    Training(ZeroOneAdam, _LOCAL, 70, 1.0),  # the last with local steps between two syncs
+    Training(OneBitLion, _LION, 60, 0.8),
+    Training(OneBitLion, {**_LION, "stage": 1}, 60, 0.8),
+)
 
 
 def resume_is_bit_identical(comm: Communicator) -> None:
@@ -138,48 +134,4 @@ def stages_are_bit_identical(comm: Communicator) -> None:
         assert len(outcomes) == 1
 
 
-def sharded_lamb_is_bit_identical(comm: Communicator) -> None:
-    """1-bit LAMB on sharded state: the same bits on every rank, and coefficients."""
-    model = make_model(seed=comm.rank)
-    optimizer = OneBitLamb(
-        model.parameters(),
-        lr=1e-2,
-        freeze_step=20,
-        weight_decay=0.01,
-        block_size=64,
-        bucket_bytes=400,
-        stage=1,
-        comm=comm,
-        on_drift="raise",
-        resync_interval=10,
-    )
-    train(model, optimizer, range(50))
-    mine = weights(model).numpy().tobytes() + np.array(optimizer.get_lamb_coeffs()).tobytes()
-    assert len(set(comm.all_gather_bytes(mine))) == 1
-    optimizer.close()
-
-
-def lion_is_bit_identical(comm: Communicator) -> None:
-    """1-bit Lion at stages 0 and 1: it learns, and every rank ends with the same bits."""
-    for stage in (0, 1):
-        model = make_model(seed=comm.rank)
-        optimizer = OneBitLion(
-            model.parameters(), lr=1e-3, weight_decay=0.01, block_size=64, bucket_bytes=400, stage=stage, comm=comm
-        )
-        losses = train(model, optimizer, range(60))
-        assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
-        assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:5])
-        optimizer.close()
-
-
-ALL = (
-    exchange_equals_the_algorithm,
-    weights_are_bit_identical_after_120_steps,
-    lamb_weights_are_bit_identical_after_80_steps,
-    weights_are_bit_identical_over_nodes,
-    zero_one_weights_are_bit_identical_after_a_sync,
-    resume_is_bit_identical,
-    stages_are_bit_identical,
-    sharded_lamb_is_bit_identical,
-    lion_is_bit_identical,
-)
+ALL = (exchange_equals_the_algorithm, *TRAININGS, resume_is_bit_identical, stages_are_bit_identical)

@@ -11,7 +11,7 @@ from thinwire.comm import threads
 PROGRAM = ("-m", "tests.optim.rank_program")
 
 
-@pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: getattr(body, "__name__", str(body)))
 def test_on_threads(body) -> None:
     threads.run(body, 4)
 

@@ -71,13 +71,22 @@ class Codec(ABC):
         """Multiply all that `packets`, uint8 [rows, packet_bytes], decode to."""
 
     def average_and_encode(
-        self, received: Tensor, residual: Tensor | None, average: Tensor, packets: Tensor, numel: int
+        self,
+        received: Tensor,
+        residual: Tensor | None,
+        average: Tensor,
+        packets: Tensor,
+        numel: int,
+        mask: Tensor | None = None,
     ) -> None:
         """Encode the mean of `received`, plus `residual`, and leave in `average`, fp32 [shard], what the codec lost.
 
-        received: uint8 [workers, packet_bytes]; packets: uint8 [1, packet_bytes].
+        received: uint8 [workers, packet_bytes]; packets: uint8 [1, packet_bytes]; mask: uint8 [shard], 0 where the mean
+        is times 0.
         """
         self.decode_mean(received, average, numel)
+        if mask is not None:
+            average.mul_(mask.ne(0))
         self.encode(average, residual, packets, numel)
 
     @abstractmethod
@@ -139,9 +148,15 @@ class _BlockCodec(Codec):
 
     @override
     def average_and_encode(
-        self, received: Tensor, residual: Tensor | None, average: Tensor, packets: Tensor, numel: int
+        self,
+        received: Tensor,
+        residual: Tensor | None,
+        average: Tensor,
+        packets: Tensor,
+        numel: int,
+        mask: Tensor | None = None,
     ) -> None:
-        execute(AverageAndEncode(self.name, received, residual, average, packets, numel, self.scale_block))
+        execute(AverageAndEncode(self.name, received, residual, average, packets, numel, self.scale_block, mask))
 
     @override
     def all_finite(self, packets: Tensor) -> bool | Tensor:

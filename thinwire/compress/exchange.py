@@ -51,6 +51,7 @@ class Exchange:
     `error_feedback=False` keeps no residuals.
 
     `worker_place`, `owner_place`: the elements of the vector, padding included, that this rank's residuals are of.
+    `mask`: uint8 [shard], if there is one; where it is 0 the average is times 0, so that what is not finite stays so.
     `takes_encoder`: whether `start` takes an encoder, as vectors leave as they are and the codec has kernels.
     """
 
@@ -96,6 +97,7 @@ class Exchange:
             self.worker_residual = torch.zeros(self.shard * division.sent, device=self._device)
             self.owner_residual = torch.zeros(owned, device=self._device)
         self.takes_encoder = codec.has_kernels and error_feedback
+        self.mask: Tensor | None = None
         self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step
         self._average: Tensor | None = None
         self._next_average: Tensor | None = None
@@ -135,7 +137,7 @@ class Exchange:
     def advance(self, adjust: Adjust | None = None) -> None:
         """Wait for leg 1, average the own shard, and start leg 2: encode the average and send it to every worker.
 
-        `adjust` may change the average before it is encoded.
+        `adjust` may change the average before it is masked and encoded.
         """
         assert self._leg_1, "advance() follows start()"
         average = torch.empty(self.shard, device=self._device) if self._next_average is None else self._next_average
@@ -143,11 +145,14 @@ class Exchange:
             received = self._receive(number)
             send, valid = self._packets(1, number), self._part_valid[number]
             before = None if self.owner_residual is None else self.owner_residual[place]
+            mask = None if self.mask is None else self.mask[place]
             if adjust is None:
-                self.codec.average_and_encode(received, before, average[place], send, valid)
+                self.codec.average_and_encode(received, before, average[place], send, valid, mask)
             else:
                 self.codec.decode_mean(received, average[place], valid)
                 adjust(average[place], place)
+                if mask is not None:
+                    average[place].mul_(mask.ne(0))
                 self.codec.encode(average[place], before, send, valid)
             self._send_average(number, send)
         self._average = average

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.kernels.body import CODECS, uninitialised_packets
+from thinwire.compress.codecs import scales
 from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.buckets import (
     AverageAndEncode,
@@ -314,13 +315,16 @@ class BucketKernels:
         expected(subject, monkeypatch, other)
         assert_same([call.output, *call.weights, *call.replicas], [other.output, *other.weights, *other.replicas])
 
-    @pytest.mark.parametrize("workers", [1, 2, 5])
+    @pytest.mark.parametrize(("workers", "masked"), [(1, False), (1, True), (2, False), (5, True)])
     def test_means_are_encoded(
-        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, codec: str, workers: int
+        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, codec: str, workers: int, masked: bool
     ) -> None:
+        """With a mask also where one is not finite, and stays so."""
         bucket = make(workers, subject.device, 1)
         shard, numel = bucket.part.shard, bucket.part.numel
         rows = [self._encoded(subject, bucket, codec, bucket.state()) for _ in range(workers)]
+        if masked:
+            scales(codec, rows[0], bucket.part.block_size)[0, 0] = torch.inf
         call = AverageAndEncode(
             codec,
             torch.cat(rows),
@@ -329,6 +333,7 @@ class BucketKernels:
             bucket.packets(codec),
             numel,
             bucket.part.block_size,
+            (bucket.floats() > -0.5).to(torch.uint8) * 7 if masked else None,
         )
         other = replace(call, lost=call.lost.clone(), packets=call.packets.clone())
         call.check()

@@ -95,10 +95,11 @@ def test_runs_that_do_not_fit_are_refused(
         execute(buckets.EncodePayload("sign1", form, segments, gradients, beta1, divisors, **_arguments()))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("elsewhere", ["received", "residual", "lost"])
+@pytest.mark.parametrize("elsewhere", ["received", "residual", "lost", "mask"])
 def test_tensors_on_two_devices_are_refused(elsewhere: str) -> None:
     packet = torch.zeros(1, 16 + 4 + 8, dtype=torch.uint8)
     tensors = {"received": packet.clone(), "residual": torch.zeros(64), "lost": torch.zeros(64)}
+    tensors["mask"] = torch.zeros(64, dtype=torch.uint8)
     tensors[elsewhere] = tensors[elsewhere].to("meta")
     received = tensors.pop("received")
     with pytest.raises(ValueError, match=f"{elsewhere} is on meta and packets on cpu: use one device"):

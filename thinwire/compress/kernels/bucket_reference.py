@@ -140,6 +140,8 @@ def _move(
 def average_and_encode(call: AverageAndEncode) -> None:
     """Write the mean of `received` plus `residual` into `packets`, and leave in `lost` what the codec lost of it."""
     reference.decode(Decode(call.codec, call.received, call.lost, call.numel, call.block_size, mean=True))
+    if call.mask is not None:
+        call.lost.mul_(call.mask.ne(0))
     reference.encode(Encode(call.codec, call.lost, call.residual, call.packets, call.numel, call.block_size))
 
 

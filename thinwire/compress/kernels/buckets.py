@@ -228,9 +228,10 @@ class DecodeAndMove(KernelCall):
 class AverageAndEncode(KernelCall):
     """Encode the mean of the rows of `received`, plus `residual`, into `packets`, and leave in `lost` what was lost.
 
-    What `decode_mean` and then `encode` do, with the same bits, in one pass. received: uint8 [workers, packet_bytes].
-    residual, lost: fp32 [shard]; lost is overwritten, and may not be the residual. packets: uint8 [1, packet_bytes],
-    overwritten except for the header. numel: valid elements of the shard.
+    Bits are those of `Decode` and then `Encode`, in one pass. received: uint8 [workers, packet_bytes]. residual, lost:
+    fp32 [shard]; lost is overwritten, and may not be the residual. packets: uint8 [1, packet_bytes], overwritten except
+    for the header. numel: valid elements of the shard. mask: uint8 [shard]; where it is 0 the mean is times 0, so that
+    what is not finite stays so.
     """
 
     kernel = "average_and_encode"
@@ -242,6 +243,7 @@ class AverageAndEncode(KernelCall):
     packets: Tensor
     numel: int
     block_size: int
+    mask: Tensor | None = None
 
     @override
     def check(self) -> None:
@@ -252,6 +254,8 @@ class AverageAndEncode(KernelCall):
         check_vector("lost", self.lost, self.packets)
         if self.residual is not None:
             check_vector("residual", self.residual, self.packets, numel=shard)
+        if self.mask is not None:
+            check_vector("mask", self.mask, self.packets, (torch.uint8,), shard)
         if self.packets.size(0) != 1:
             raise ValueError(f"packets must have one row, got {self.packets.size(0)}")
         if not 0 <= self.numel <= shard:

@@ -116,6 +116,7 @@ class PackedBucket:
             reversible=reversible,
         )
         self.exchange.owner_residual = state.owner_residual
+        self.exchange.mask = bucket.shard_of(self.codes) if self._has_zero_variance else None
         self.sent: LowMemoryExchange | None = None
         self._incomplete = False
         self._beside = OwnPackets(bucket.shard_of(self.codes)) if masters.offloaded else None
@@ -158,19 +159,16 @@ class PackedBucket:
     def advance(self) -> None:
         """Average what leg 1 brought, and start leg 2."""
         clip = self._step.clip
-        kept = None
-        if may_clip(clip):
-            self.exchange.scale_step(clip)
-            kept = self._decayed_momentum()
+        if not may_clip(clip):
+            self.exchange.advance()
+            return
+        self.exchange.scale_step(clip)
+        kept = self._decayed_momentum()
 
         def adjust(average: Tensor, place: slice) -> None:
-            if kept is not None:
-                torch.lerp(kept[place], average, clip, out=average)
-            if self._has_zero_variance:
-                # A product and not a fill: what is not finite must stay so, for every rank to see.
-                average.mul_(self.bucket.shard_of(self.codes)[place].ne(0))
+            torch.lerp(kept[place], average, clip, out=average)
 
-        self.exchange.advance(adjust if self._has_zero_variance or kept is not None else None)
+        self.exchange.advance(adjust)
 
     def wait(self) -> None:
         """Wait for leg 2."""

@@ -145,6 +145,7 @@ def average_and_encode(call: AverageAndEncode) -> None:
     arguments = (
         _array(call.received).reshape(-1),
         call.received.size(0),
+        _NO_BYTES if call.mask is None else _array(call.mask),
         _NO_FLOATS if call.residual is None else _array(call.residual),
         _array(call.lost),
         _array(call.packets).reshape(-1),

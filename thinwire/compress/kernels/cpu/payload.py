@@ -193,20 +193,33 @@ def _contribution(
 
 @kernel
 def average_and_encode(
-    received: Bytes, workers: int, residual: Floats, lost: Floats, packets: Bytes, layout: Layout, blocks: Range
+    received: Bytes,
+    workers: int,
+    mask: Bytes,
+    residual: Floats,
+    lost: Floats,
+    packets: Bytes,
+    layout: Layout,
+    blocks: Range,
 ) -> None:
-    """See `bucket_reference.average_and_encode`; an empty residual is none. `layout`: of each row of `received`, and
-    of the packet."""
+    """See `bucket_reference.average_and_encode`; an empty residual or mask is none. `layout`: of each row of
+    `received`, and of the packet."""
     size, codec = layout.block_size, layout.form.codec
     for block in range(blocks.first, blocks.last):
         start, place = block * size, locate(layout, block, workers)
         if codec == SIGN1 and place.valid == size:
             lost_at = lost.ctypes.data + 4 * start
             residual_at = residual.ctypes.data + 4 * start if residual.size else 0
-            total = _pack_average(received, place, layout.row_bytes, workers, residual_at, lost_at, packets, size)
+            of_block = mask[start : start + size] if mask.size else mask
+            total = _pack_average(
+                received, place, layout.row_bytes, workers, of_block, residual_at, lost_at, packets, size
+            )
             lose_signs(lost_at, packets, size, place, total)
         else:
             decode_block(received, place, codec, layout.row_bytes, workers, lost, start, start + size, False)
+            if mask.size:
+                for i in range(start, start + size, LANES):
+                    floats.store(lost, i, _masked(floats.load(lost, i), mask, i))
             encode_block(lost, residual, start, packets, size, codec, place)
 
 
@@ -216,16 +229,20 @@ def _pack_average(
     place: Place,
     row_bytes: int,
     workers: int,
+    mask: Bytes,
     residual: int,
     lost: int,
     packets: Bytes,
     size: int,
 ) -> floats.Scalar:
-    """Write a block's average, plus the residual at an address that is not 0, to the address `lost`, and its signs;
-    return the sum of magnitudes."""
+    """Write a block's average, masked unless the mask is empty, plus the residual at an address that is not 0, to the
+    address `lost`, and its signs; return the sum of magnitudes."""
     sums = no_sums()
     for i in range(0, size, STEP):
         value0, value1, value2, value3 = mean_of_signs(received, place, row_bytes, workers, i)
+        if mask.size:
+            value0, value1 = _masked(value0, mask, i), _masked(value1, mask, i + LANES)
+            value2, value3 = _masked(value2, mask, i + 2 * LANES), _masked(value3, mask, i + 3 * LANES)
         if residual:
             at = residual + 4 * i
             value0 = floats.add(value0, memory.load_floats(at))
@@ -235,6 +252,14 @@ def _pack_average(
         store_step(lost + 4 * i, value0, value1, value2, value3)
         sums = pack_step(packets, place.codes + i // 8, sums, value0, value1, value2, value3)
     return total_of(sums)
+
+
+@inner
+def _masked(value: floats.Vector, mask: Bytes, at: int) -> floats.Vector:
+    """Sixteen elements, times 0 where the mask is 0 from element `at` on."""
+    kept = integers.below(integers.broadcast(np.uint32(0)), integers.load_8_bits(mask, at))
+    one, zero = floats.broadcast(np.float32(1.0)), floats.broadcast(np.float32(0.0))
+    return floats.multiply(value, floats.select(kept, one, zero))
 
 
 @kernel

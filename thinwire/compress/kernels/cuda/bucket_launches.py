@@ -95,6 +95,7 @@ def average_and_encode_launch(call: AverageAndEncode) -> Launch:
     blocks = call.lost.numel() // call.block_size
     arguments = (
         aligned("received", call.received),
+        aligned("mask", call.mask),
         aligned("residual", call.residual),
         aligned("lost", call.lost),
         aligned("packets", call.packets),
