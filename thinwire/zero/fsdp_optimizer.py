@@ -19,7 +19,7 @@ from thinwire.zero.fsdp import ShardState, local_run
 from thinwire.zero.home import NO_GRADIENTS, Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.master_weights import Run
 from thinwire.zero.optimizer import OptimizerClass, ShardOptimizer
-from thinwire.zero.rank_checks import check_settings_votes, settings_votes
+from thinwire.zero.rank_checks import norm_of_averages
 from thinwire.zero.saved_state import STATE_IS_ON_ALL_RANKS, SavedSlice, SliceSource, read_weight
 from thinwire.zero.sharded_home import NOT_FINITE, clip_coefficient
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
@@ -87,7 +87,6 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
         super().__init__(groups, optimizer_class([torch.zeros(1)], **options).defaults)
         self.comm = comm
         self.max_norm = max_norm
-        self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         shards = []
         for number, group in enumerate(self.param_groups):
             for parameter in (one for one in group["params"] if one.requires_grad):
@@ -107,6 +106,7 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
             device,
             stepped_on is not None,
         )
+        self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         self._move_in(home, times_mean)
 
     @property
@@ -141,10 +141,6 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {STATE_IS_ON_ALL_RANKS}")
 
-    @property
-    def _saved_name(self) -> str:
-        return self._name
-
 
 class _FullyShardedHome(Home):
     """Shards of which FSDP2 averages the gradients, and a torch optimizer's step on them."""
@@ -167,6 +163,7 @@ class _FullyShardedHome(Home):
         """`reshard`: has layers read their shards again. `stepped_apart`: what is stepped is a copy of them."""
         self.comm = comm
         self.shards = shards
+        self.parameters, self.names = [one.parameter for one in shards], [one.name for one in shards]
         # Of no parameter: FSDP2 averages the gradients of every backward.
         self.watcher = BackwardWatcher(str, lambda: None)
         self.uncompressed_step_bytes = ring_bytes(comm.size, self.parameters)
@@ -186,23 +183,13 @@ class _FullyShardedHome(Home):
 
     @property
     @override
-    def parameters(self) -> Sequence[Tensor]:
-        return [shard.parameter for shard in self.shards]
-
-    @property
-    @override
-    def names(self) -> Sequence[str]:
-        return [shard.name for shard in self.shards]
-
-    @property
-    @override
     def bytes_sent(self) -> int:
         return self._traffic.bytes_sent + self._vote_comm.traffic.bytes_sent
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
         kinds = {one.kind for one in self._state_slices()}
-        elements = sum(shard.parameter.numel() for shard in self.shards)
+        elements = sum(parameter.numel() for parameter in self.parameters)
         vectors = sum(not kind.startswith("scalar.") for kind in kinds)
         return model_state_formula(
             3, elements, self.comm.size, element_bytes=self._dtype.itemsize, state_bytes=4 * vectors
@@ -235,28 +222,16 @@ class _FullyShardedHome(Home):
     @override
     def step(self) -> StepResult:
         gradients = [_gradient(shard.parameter) for shard in self.shards]
-        norm = self._norm(gradients)
+        there = [gradient for gradient in gradients if gradient is not None]
+        norm, _ = norm_of_averages(self._vote_comm, there, self._groups, self.steps, self._device)
+        norm /= self.loss_scale
         finite = math.isfinite(norm)
-        applied = finite and any(gradient is not None for gradient in gradients)
+        applied = finite and bool(there)
         if applied:
             self.steps += 1
             self._apply(gradients, clip_coefficient(self._max_norm, norm) / self.loss_scale)
         self._reshard()  # what a forward without backward has left gathered is out of date
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if finite else NOT_FINITE)
-
-    def _norm(self, gradients: list[Tensor | None]) -> float:
-        """Of the averaged gradient, loss scale divided out. Collective.
-
-        Raises ValueError, on every rank, where ranks have other hyperparameters.
-        """
-        norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
-        square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        votes = torch.stack([square, *square.new_tensor(settings_votes(self._groups, self.steps)).unbind()])
-        votes = votes.to(self._device)
-        self._vote_comm.all_reduce(votes)
-        total, digests, squares = votes.tolist()
-        check_settings_votes(self._vote_comm, self._groups, digests, squares)
-        return math.sqrt(total) / self.loss_scale if total >= 0 else math.nan
 
     def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
         self._take_over_written()

@@ -141,7 +141,8 @@ def _some_of(gradient: Tensor) -> Tensor:
     numel = gradient.numel()
     stride = -(-numel // _SAMPLED) or 1
     flat = gradient if gradient.is_contiguous() else gradient.reshape(-1)
-    return flat.as_strided((-(-numel // stride),), (stride,)).detach()
+    some = flat.as_strided((-(-numel // stride),), (stride,))
+    return some.detach() if some.requires_grad else some
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

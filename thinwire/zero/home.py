@@ -199,6 +199,8 @@ class Home(ABC):
     loss_scale: float = 1.0  # what gradients are times
     scaled: bool | None = None  # whether a GradScaler steps the optimizer; None until the first step
     uncompressed_step_bytes: int  # what a ring all-reduce of the gradients sends, in the parameters' dtype
+    parameters: Sequence[Tensor]  # whose gradients are synchronised
+    names: Sequence[str]  # what `saved_slices` calls them
     steps: int = 0  # applied
     frozen_at: int | None = None  # the step after which compression began; None before, and where there is none
     in_sync: bool = True  # whether every rank holds the same weights
@@ -234,16 +236,6 @@ class Home(ABC):
     def before_first_backward(self, callback: Callable[[], None]) -> None:
         """Call this once, in the next backward, before its first gradient is taken."""
         self.watcher.before_first = callback
-
-    @property
-    @abstractmethod
-    def parameters(self) -> Sequence[Tensor]:
-        """Those whose gradients are synchronised."""
-
-    @property
-    @abstractmethod
-    def names(self) -> Sequence[str]:
-        """What `saved_slices` calls them."""
 
     def name(self, names: Mapping[int, str]) -> None:
         """Call parameters, by id, as `names` does, in error messages."""

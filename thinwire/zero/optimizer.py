@@ -192,7 +192,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.comm = comm if comm is not None else communication.init()
         self.stage = stage
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
-        self._name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
+        self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", False)
         sharding = Sharding(
             stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging, whole
@@ -206,7 +206,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         except (ValueError, TypeError) as raised:
             error = raised
         raise_together(self.comm, error, "build its optimizer")
-        check_same_kind(self.comm, f"{type(self).__name__} of {self._name}", stage)
+        check_same_kind(self.comm, f"{type(self).__name__} of {self._saved_name}", stage)
         parameters = ShardedParameters(
             self.comm, self.param_groups, named_parameters, sharding, optimizer=type(self).__name__, settings={}
         )
@@ -222,10 +222,6 @@ class ShardedOptimizer(SynchronizedOptimizer):
         There is one of that class for each bucket; set rates in `param_groups`, which all of them follow.
         """
         return next((one for one in self._optimizers if one.optimizer is not None), self._optimizers[0]).shown()
-
-    @property
-    def _saved_name(self) -> str:
-        return self._name
 
 
 class _ElementwiseHome(ShardedHome, StateOfBuckets):

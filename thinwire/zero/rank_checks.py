@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import operator
 import warnings
 import zlib
@@ -29,11 +30,10 @@ __all__ = [
     "check_parameters",
     "check_same_kind",
     "check_same_on_every_rank",
-    "check_settings_votes",
     "compare_replicas",
     "find_overflowing",
+    "norm_of_averages",
     "settings_digest",
-    "settings_votes",
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,19 +112,31 @@ def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
     return zlib.crc32(repr((step, values)).encode()) & 0xFFFF
 
 
-def settings_votes(groups: Sequence[Mapping[str, Any]], step: int) -> tuple[int, int]:
-    """What a rank adds to a sum over all of them, from which `check_settings_votes` tells whether settings differ."""
+def norm_of_averages(
+    comm: Communicator,
+    averages: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    step: int,
+    device: torch.device,
+    missing: bool = False,
+) -> tuple[float, bool]:
+    """The 2-norm of all ranks' `averages` together, NaN for one that none could be, and whether any rank has something
+    `missing`. Collective.
+
+    Raises ValueError, on every rank and naming the first difference, where ranks have other hyperparameters.
+    """
+    norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
+    norms.append(torch.zeros((), device=averages[0].device if averages else device))
+    votes = torch.empty(4, dtype=torch.float64, device=device)
+    votes[0] = torch.stack(norms).double().square().sum()
     digest = settings_digest(groups, step)
-    return digest, digest**2
-
-
-def check_settings_votes(
-    comm: Communicator, groups: Sequence[Mapping[str, Any]], digests: float, squares: float
-) -> None:
-    """Raise ValueError on every rank, naming the first difference, where the ranks' `settings_votes` add up to those of
-    ranks that have other hyperparameters. Collective only then."""
+    for place, own in enumerate((missing, digest, digest**2), start=1):
+        votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
+    comm.all_reduce(votes)
+    total, anything_missing, digests, squares = votes.tolist()
     if comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
         check_same_on_every_rank(comm, [], groups, {})
+    return math.sqrt(total) if total >= 0 else math.nan, bool(anything_missing)
 
 
 def _trained(group: Mapping[str, Any]) -> list[bool]:

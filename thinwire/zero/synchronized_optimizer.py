@@ -44,10 +44,12 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     steps_alone: bool = False
     comes_and_goes: bool = False
     _home: Home
+    _saved_name: str = ""  # in checkpoints, by default the class's
 
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
         """Begin at step 0 in `home`; gradients are `times_mean` the mean over the ranks."""
         self._home = home
+        self._saved_name = self._saved_name or type(self).__name__
         self._times_mean = times_mean
         self.loss_scale = 1.0
         self.last_step: StepResult = NOT_STEPPED
@@ -356,11 +358,6 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         )
 
     # Parts
-
-    @property
-    def _saved_name(self) -> str:
-        """The optimizer's name in checkpoints."""
-        return type(self).__name__
 
     def _begin_training(self) -> None:
         """Look for no more wrappers, and follow who adds gradients up."""

@@ -48,6 +48,7 @@ class LocalHome(Home):
         self.comm = comm
         self.worker = worker
         self.watcher = worker.watcher
+        self.parameters, self.names = worker.parameters, list(names)
         self.outer_settings = outer
         self.fragments = fragments
         self.outer_steps = outer_steps
@@ -63,7 +64,6 @@ class LocalHome(Home):
         self._warns = comm.rank == 0  # of what all ranks see alike
         self._exchange_comm = exchange_comm
         self._links = links
-        self._names = list(names)
         self._shape = [timetable.every, timetable.overlap, *(piece.numel for one in fragments for piece in one.pieces)]
         self._timetable = timetable
         self._mix = mix
@@ -87,16 +87,6 @@ class LocalHome(Home):
     @override
     def bytes_sent_between_nodes(self) -> int:
         return self._exchange_comm.traffic.bytes_sent if self._links is None else self._links.bytes_between
-
-    @property
-    @override
-    def parameters(self) -> Sequence[Tensor]:
-        return self.worker.parameters
-
-    @property
-    @override
-    def names(self) -> Sequence[str]:
-        return self._names
 
     # One step
 
@@ -225,7 +215,7 @@ class LocalHome(Home):
         """What is saved, and where it is taken up: `states` of the fragments' outer steps, and all else here."""
         nodes = None if self._links is None else list(self._links.groups.node_of)
         return LocalCheckpoint(
-            self.comm, nodes, self.worker, self._names, self.fragments, states, self.weights, self._shape
+            self.comm, nodes, self.worker, self.names, self.fragments, states, self.weights, self._shape
         )
 
     def _states(self) -> list[OuterState]:

@@ -269,16 +269,12 @@ class DiLoCo(SynchronizedOptimizer):
 
     def _become(self, worker: Worker) -> None:
         """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""
-        torch.optim.Optimizer.__init__(self, [torch.zeros(1)], worker.optimizer.defaults)
-        self.param_groups = worker.optimizer.param_groups
-        self.state = worker.optimizer.state
-        self.keeps_gradients = isinstance(worker, RankWorker)
-
-    @property
-    def _saved_name(self) -> str:
-        inner = self.inner
+        inner = worker.optimizer
+        torch.optim.Optimizer.__init__(self, [torch.zeros(1)], inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
         name = inner._saved_name if isinstance(inner, ShardedOptimizer) else type(inner).__name__
-        return f"DiLoCo of {name}"
+        self._saved_name = f"DiLoCo of {name}"
+        self.keeps_gradients = isinstance(worker, RankWorker)
 
     def _take_scale(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,7 @@ class ReplicatedHome(AlgorithmHome):
         self._settings = {**recipe.settings, "codec": options.codec, "block_size": options.block_size}
         self._optimizer_name = type(optimizer).__name__
         self._table = ParameterTable(optimizer, recipe.hyperparameters, options.named_parameters, options.param_dtype)
+        self.parameters, self.names = self._table.parameters, self._table.names
         self._nodes = agree_on_nodes(comm, None if isinstance(options.nodes, str) else options.nodes)
         by_node = self._nodes.hierarchical and options.nodes != "flat"
         self._links = NodeLinks(comm, self._nodes) if by_node else None
@@ -83,16 +84,6 @@ class ReplicatedHome(AlgorithmHome):
     @override
     def algorithms(self) -> list[Algorithm]:
         return [group.algorithm for group in self.groups]
-
-    @property
-    @override
-    def parameters(self) -> Sequence[Tensor]:
-        return self._table.parameters
-
-    @property
-    @override
-    def names(self) -> Sequence[str]:
-        return self._table.names
 
     @property
     @override
