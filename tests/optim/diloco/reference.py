@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,3 +56,35 @@ def streaming(
     for weights, places in zip(outer, fragments, strict=True):
         common[places] = weights.detach()
     return common, list(own)
+
+
+def algorithm_1(
+    model: nn.Module,
+    rounds: Sequence[Mapping[int, Sequence[int]]],
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    *,
+    every: int,
+    outer_lr: float,
+    momentum: float,
+) -> Tensor:
+    """The outer weights of Algorithm 1 by AdamW workers that differ from round to round, flat; `rounds`: by worker that
+    is present, of whose data it averages the gradients."""
+    model = model.double()
+    outer = flat(model.parameters())
+    velocity = torch.zeros_like(outer)
+    workers: dict[int, tuple[nn.Module, torch.optim.Optimizer]] = {}
+    for number, present in enumerate(rounds):
+        for worker, data in present.items():
+            if worker not in workers:
+                own = copy.deepcopy(model)
+                workers[worker] = own, torch.optim.AdamW(own.parameters(), lr=0.01)
+            own, inner = workers[worker]
+            torch.nn.utils.vector_to_parameters(outer.clone(), own.parameters())
+            for at in range(number * every, (number + 1) * every):
+                inner.zero_grad()
+                torch.stack([loss_of(own, one, at + 1) for one in data]).mean().backward()
+                inner.step()
+        gradient = torch.stack([outer - flat(workers[worker][0].parameters()) for worker in present]).mean(0)
+        velocity = momentum * velocity + gradient
+        outer = outer - outer_lr * (gradient + momentum * velocity)
+    return outer

@@ -5,11 +5,11 @@ Processes that are killed are in tests/chaos/elastic.py.
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 import thinwire
 from tests.optim.diloco.bodies import relative_error
-from tests.optim.diloco.elastic_workers import make, meeting, step, together
-from tests.optim.diloco.reference import flat
+from tests.optim.diloco.elastic_workers import SETTINGS, make, meeting, step, together
+from tests.optim.diloco.reference import algorithm_1, flat
 from tests.optim.diloco.tower import Tower, loss_of
 from thinwire.comm import CommunicationError, Communicator, Elastic, threads
 from thinwire.optim.diloco.elastic_home import ElasticHome
@@ -66,66 +66,27 @@ def test_undisturbed_it_is_diloco_bit_for_bit(fragments: int, overlap: int, code
 
 
 @pytest.mark.parametrize("codec", ["int8", "sign1"])
-def test_an_outer_step_that_nobody_has_taken_is_taken_again_as_if_nothing_had_been(codec: str) -> None:
-    """Residuals above all: the second try sends the same bits."""
-
-    def lose(home: ElasticHome) -> None:
-        if home.steps == 11:  # of the second outer step, leg 2 is lost on all
-            home.outer_steps[0].arrive = lost  # type: ignore[method-assign]
-
-    def lost() -> Any:
-        raise CommunicationError("lost")
-
-    options: dict[str, Any] = {"fragments": 1, "overlap": 0, "codec": codec}
-    assert torch.equal(run_to_the_end(27, lose, **options), run_to_the_end(27, elastic=_another_job(), **options))
-
-
-@pytest.mark.parametrize("codec", ["int8", "sign1"])
-def test_an_outer_step_that_some_have_taken_is_handed_to_who_lacks_it(codec: str) -> None:
-    """All go on as if it had reached everybody."""
+@pytest.mark.parametrize("by_some", [False, True])
+def test_an_outer_step_whose_end_is_lost_counts_for_all_or_for_none(by_some: bool, codec: str) -> None:
+    """Taken by none it is taken again, with the same bits sent, residuals above all; taken by some it is handed to the
+    one that lacks it. Either way all go on as if nothing had been."""
     taken: dict[int, int] = {}
 
     def lose(home: ElasticHome) -> None:
         taken[home.index] = home._taken
-        if home.steps == 12 and home.index == 2:
+        if home.steps == (12 if by_some else 11) and (home.index == 2 or not by_some):  # leg 2 of the second one
             home.outer_steps[0].arrive = lost  # type: ignore[method-assign]
-        while home.steps == 14 and home.index < 2 and not home.membership.why_meet(""):
+        while by_some and home.steps == 14 and home.index < 2 and not home.membership.why_meet(""):
             time.sleep(0.01)
 
     def lost() -> Any:
-        while taken[0] < 2 or taken[1] < 2:
+        while by_some and (taken[0] < 2 or taken[1] < 2):
             time.sleep(0.01)
         raise CommunicationError("lost")
 
-    options: dict[str, Any] = {"fragments": 1, "overlap": 1, "codec": codec}
-    assert torch.equal(run_to_the_end(27, lose, **options), run_to_the_end(27, elastic=_another_job(), **options))
-
-
-def _another_job() -> Elastic:
-    return Elastic(workers=3, address="here:1", job="another", timeout=60.0, join_timeout=60.0, silence=20.0)
-
-
-def algorithm_1(rounds: list[tuple[int, ...]], every: int, lr: float, momentum: float) -> Tensor:
-    """The outer weights of DiLoCo's Algorithm 1 in float64 by workers that differ from round to round."""
-    model = Tower().double()
-    outer = flat(model.parameters())
-    velocity = torch.zeros_like(outer)
-    workers: dict[int, tuple[Tower, torch.optim.Optimizer]] = {}
-    for number, present in enumerate(rounds):
-        for worker in present:
-            if worker not in workers:
-                own = copy.deepcopy(model)
-                workers[worker] = own, torch.optim.AdamW(own.parameters(), lr=0.01)
-            own, inner = workers[worker]
-            torch.nn.utils.vector_to_parameters(outer.clone(), own.parameters())
-            for at in range(number * every, (number + 1) * every):
-                inner.zero_grad()
-                loss_of(own, worker, at + 1).backward()
-                inner.step()
-        gradient = torch.stack([outer - flat(workers[worker][0].parameters()) for worker in present]).mean(0)
-        velocity = momentum * velocity + gradient
-        outer = outer - lr * (gradient + momentum * velocity)
-    return outer
+    options: dict[str, Any] = {"fragments": 1, "overlap": int(by_some), "codec": codec}
+    another_job = replace(SETTINGS, job="another")
+    assert torch.equal(run_to_the_end(27, lose, **options), run_to_the_end(27, elastic=another_job, **options))
 
 
 def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> None:
@@ -170,7 +131,8 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
     assert torch.equal(first, second)
     assert torch.equal(first, late)
     # All three begin at once, in whatever order: their data are their own.
-    wanted = algorithm_1([(0, 1, 2)] * 2 + [(0, 1)] * 2 + [(0, 1, 3)] * 2, 4, 0.7, 0.9)
+    rounds = [{worker: [worker] for worker in present} for present in ((0, 1, 2), (0, 1), (0, 1, 3)) for _ in range(2)]
+    wanted = algorithm_1(Tower(), rounds, loss_of, every=4, outer_lr=0.7, momentum=0.9)
     assert relative_error(first, wanted) < 1e-5  # fp32; a momentum begun anew leads to 0.1
 
 

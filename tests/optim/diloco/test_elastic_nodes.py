@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from typing import Any
@@ -14,35 +13,13 @@ from torch import Tensor
 import thinwire
 from tests.optim.diloco.bodies import relative_error
 from tests.optim.diloco.elastic_workers import SETTINGS, make, meeting, step, together
-from tests.optim.diloco.reference import flat
+from tests.optim.diloco.reference import algorithm_1, flat
 from tests.optim.diloco.tower import Tower, loss_of
 from thinwire.comm import CommunicationError, Communicator, Elastic, MembershipError, threads
 
 __all__ = ["meeting"]
 
 TWO = Elastic(workers=2, address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
-
-
-def algorithm_1_of_nodes(sizes: tuple[int, ...], rounds: int, every: int, lr: float, momentum: float) -> Tensor:
-    """The outer weights of DiLoCo's Algorithm 1 in float64, where worker m steps by the mean of the gradients of
-    `sizes[m]` ranks."""
-    model = Tower().double()
-    outer = flat(model.parameters())
-    velocity = torch.zeros_like(outer)
-    workers = [copy.deepcopy(model) for _ in sizes]
-    inners = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in workers]
-    for number in range(rounds):
-        for node, (own, inner) in enumerate(zip(workers, inners, strict=True)):
-            torch.nn.utils.vector_to_parameters(outer.clone(), own.parameters())
-            for at in range(number * every, (number + 1) * every):
-                inner.zero_grad()
-                losses = [loss_of(own, 10 * node + rank, at + 1) for rank in range(sizes[node])]
-                torch.stack(losses).mean().backward()
-                inner.step()
-        gradient = torch.stack([outer - flat(own.parameters()) for own in workers]).mean(0)
-        velocity = momentum * velocity + gradient
-        outer = outer - lr * (gradient + momentum * velocity)
-    return outer
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -67,7 +44,9 @@ def test_nodes_average_gradients_inside_and_count_once_between(stage: int) -> No
 
     found = [one for of_node in together([lambda n=n: node(n) for n in range(3)]) for one in of_node]  # type: ignore[misc]
     assert all(torch.equal(found[0][0], weights) for weights, _, _ in found)
-    assert relative_error(found[0][0], algorithm_1_of_nodes(sizes, 3, 4, 0.7, 0.9)) < 1e-5
+    rounds = [{node: range(10 * node, 10 * node + size) for node, size in enumerate(sizes)}] * 3
+    wanted = algorithm_1(Tower(), rounds, loss_of, every=4, outer_lr=0.7, momentum=0.9)
+    assert relative_error(found[0][0], wanted) < 1e-5
     # The first rank alone speaks with other nodes, and keeps the momentum.
     speaks = [momentum > 0 and between > 0 for _, momentum, between in found]
     assert speaks == [rank == 0 for size in sizes for rank in range(size)]

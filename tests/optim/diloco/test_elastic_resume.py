@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.diloco.elastic_workers import make, meeting, step, together
+from tests.optim.diloco.elastic_workers import SETTINGS, make, meeting, step, together
 from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower, outer_weights
+from tests.optim.diloco.tower import Tower, outer_weights, through_file
 from tests.optim.diloco.tower import make as make_plain
 from thinwire.comm import Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_meeting import Plan, Standing
@@ -23,14 +23,7 @@ STEPS = 20
 
 
 def job(name: str, workers: int) -> Elastic:
-    return Elastic(workers=workers, address="here:1", job=name, timeout=60.0, join_timeout=60.0, silence=20.0)
-
-
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return replace(SETTINGS, workers=workers, job=name)
 
 
 def run(

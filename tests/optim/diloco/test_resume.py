@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
 
 from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower, make, outer_weights, train
+from tests.optim.diloco.tower import Tower, make, outer_weights, through_file, train
 from tests.zero.saved import Saved, join, save
 from thinwire.comm import Communicator, threads
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "every": 6, "fragments": 2, "overlap": 2, "codec": "int4"}
-
-
-def _through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +25,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(workers: int, stop
         model = Tower()
         optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS | {"codec": codec})
         train(model, optimizer, 1, stopped_at)
-        saved = _through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         train(model, optimizer, stopped_at + 1, 26)
 
         other = Tower()

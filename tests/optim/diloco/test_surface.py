@@ -46,6 +46,10 @@ def test_state_is_sharded_inside_a_node(stage: int) -> None:
         model = Tower()
         optimizer = make(comm, model, torch.optim.AdamW, nodes=[0, 0, 1, 1], lr=0.01, stage=at)
         train(model, optimizer, 1, 13)
+        other = Tower()
+        single = make(comm, other, nodes=[0, 0, 0, 0])
+        train(other, single, 1, 5)
+        assert (single.workers, single.bytes_sent_between_nodes) == (1, 0)
         return outer_weights(model, optimizer), optimizer.bytes_sent_between_nodes
 
     whole = threads.run(lambda comm: body(comm, 0), 4)
@@ -54,17 +58,6 @@ def test_state_is_sharded_inside_a_node(stage: int) -> None:
     ):
         assert torch.equal(sharded, wanted)
         assert sent == others_sent
-
-
-def test_a_single_node_sends_nothing_to_others() -> None:
-    def body(comm: Communicator) -> None:
-        model = Tower()
-        optimizer = make(comm, model, nodes=[0, 0])
-        train(model, optimizer, 1, 9)
-        assert optimizer.workers == 1
-        assert optimizer.bytes_sent_between_nodes == 0
-
-    threads.run(body, 2)
 
 
 def test_16_bit_parameters_have_master_weights() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ def train(model: nn.Module, optimizer: thinwire.DiLoCo, first: int, last: int) -
         optimizer.zero_grad()
         loss_of(model, optimizer.comm.rank, step).backward()
         optimizer.step()
+
+
+def through_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def outer_weights(model: nn.Module, optimizer: thinwire.DiLoCo) -> Tensor:
