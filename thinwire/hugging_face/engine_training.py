@@ -129,7 +129,7 @@ class EngineTraining:
 
     @property
     def grad_norm(self) -> float:
-        """Of the last step's averaged gradient, before clipping; NaN where nobody knows it."""
+        """Of the last step's averaged gradient, before clipping; NaN where it is not known."""
         norm = self.running.get_global_grad_norm()
         return math.nan if norm is None else norm
 

@@ -68,7 +68,7 @@ class TrainerConfig:
     def complete(self, arguments: Any, total_steps: int | None) -> EngineConfig:
         """The whole configuration under these TrainingArguments.
 
-        `total_steps`: of the training; None while nobody knows: then what follows from it is a placeholder.
+        `total_steps`: of the training; None while it is not known: then what follows from it is a placeholder.
 
         Raises ConfigError with every contradiction, and all else that is wrong with it.
         """

@@ -200,7 +200,7 @@ class TrainerMixin(_Trainer):
     # Logging
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log, with the norm of the averaged gradient, which nobody knows before the step; and with the bytes that this
+        """Log, with the norm of the averaged gradient, which is not known before the step; and with the bytes that this
         rank has sent so far, and whether the steps from here on are compressed, where the optimizer has that."""
         if "learning_rate" in logs:
             optimizer = self._stepped

@@ -159,7 +159,7 @@ def _prediction_as_json(plan: Plan, prediction: Prediction) -> dict[str, Any]:
 
 
 def _outer(plan: Plan, prediction: Prediction) -> str | None:
-    """Whether a fragment's way hides behind the steps that it is under way; None where there are no outer steps."""
+    """Whether a fragment's way hides behind the steps that it is in flight; None where there are no outer steps."""
     step, local = prediction.phases.get("outer"), prediction.phases.get("local")
     if step is None:
         return None
@@ -200,7 +200,7 @@ _MOST_FASTER = 3
 
 
 def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = False) -> str:
-    """At most 12 lines. `assumed`: in words, what nobody gave or measured; `steps_given`: the run's length was."""
+    """At most 12 lines. `assumed`: what was neither given nor measured; `steps_given`: the run's length was."""
     best = plan.best
     context = [_subject(plan), *([f"Assumed: {'; '.join(assumed)}"] if assumed else [])]
     if best is None:

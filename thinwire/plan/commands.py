@@ -102,7 +102,7 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     outer = defaults.outer
     run.add_argument("--every", type=int, default=outer.every, help=f"DiLoCo's local steps; by default {outer.every}")
     run.add_argument("--fragments", type=int, help="DiLoCo's; by default one for every three layers")
-    run.add_argument("--outer-overlap", type=int, default=outer.overlap, help="steps that a fragment is under way")
+    run.add_argument("--outer-overlap", type=int, default=outer.overlap, help="steps that a fragment is in flight")
     run.add_argument("--outer-codec", choices=CODECS, default=outer.codec, help=f"by default {outer.codec}")
     run.add_argument("--bucket", metavar="SIZE", help="of thinwire's optimizers, as 16MiB; else as they have them")
 

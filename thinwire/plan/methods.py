@@ -114,7 +114,7 @@ class OuterSchedule:
     Args:
         every: steps between two outer steps of a fragment.
         fragments: into how many the model is cut; None: one for every three layers.
-        overlap: steps that a fragment is under way while training goes on.
+        overlap: steps that a fragment is in flight while training goes on.
         codec: what it goes through.
     """
 

@@ -61,7 +61,7 @@ _SMALLEST, _LARGEST, _GROWTH = 4 << 10, 64 << 20, 4
 _LEAST_SIZES = 3
 _MOST_REPETITIONS, _LEAST_REPETITIONS = 9, 3
 _MESSAGES = 32
-# Training has several buckets under way. One exchange at a time between two ranks, whose messages share a connection,
+# Training has several buckets in flight. One exchange at a time between two ranks, whose messages share a connection,
 # reaches half of what two or more do; so large ones are timed in so many parts that start together.
 _PARTS, _LEAST_PART = 4, 256 << 10
 _PRODUCT_SIDE = 256

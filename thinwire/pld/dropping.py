@@ -152,7 +152,7 @@ class Gate:
         """Which forward is being run again: the one that saved these hidden states for it.
 
         Where the run began below this layer, the hidden states are new, and the layer it began with has found out.
-        Where nobody knows, as when inputs were moved to the CPU meanwhile, it is the last one.
+        Where that is not known, as when inputs were moved to the CPU meanwhile, it is the last one.
         """
         last = len(self._decisions) - 1
         found = self._inputs.find(hidden)
@@ -163,7 +163,7 @@ class Gate:
 
 class _PassBy(torch.autograd.Function):
     """The identity of its first argument, in whose graph the others are: their gradients are undefined, which costs
-    nothing, but DDP hears that they are ready and does not wait for them."""
+    nothing, but DDP learns that they are ready and does not wait for them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:

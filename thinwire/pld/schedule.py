@@ -39,16 +39,16 @@ class ProgressiveLayerDrop:
 
     @property
     def begun(self) -> bool:
-        """Whether anybody has said which step is under way."""
+        """Whether it was told the step in flight."""
         return self._begun
 
     @property
     def step(self) -> int:
-        """The step under way."""
+        """The step in flight."""
         return self._step
 
     def update_state(self, global_step: int) -> None:
-        """Begin step `global_step`, counted from 0. Repeating the step under way changes nothing.
+        """Begin step `global_step`, counted from 0. Repeating the step in flight changes nothing.
 
         Raises ValueError where the schedule would go backwards, whose layers have been drawn already.
         """
@@ -70,7 +70,7 @@ class ProgressiveLayerDrop:
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def state_dict(self) -> dict[str, int]:
-        """The step under way, for a checkpoint."""
+        """The step in flight, for a checkpoint."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -112,7 +112,7 @@ def _backward(
 
 
 def _no_gradient(like: Tensor) -> Tensor:
-    """What stands for a gradient nobody asked for: a schema has no optional results."""
+    """What stands for a gradient that was not asked for: a schema has no optional results."""
     return like.new_empty(0, dtype=torch.float32)
 
 

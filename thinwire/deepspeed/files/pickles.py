@@ -44,20 +44,9 @@ _RECORDS = (
 
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")  # before numpy 2, and since
 
-_NUMBERS = {
-    "b1": torch.bool,
-    "i1": torch.int8,
-    "i2": torch.int16,
-    "i4": torch.int32,
-    "i8": torch.int64,
-    "u1": torch.uint8,
-    "u2": torch.uint16,
-    "u4": torch.uint32,
-    "u8": torch.uint64,
-    "f2": torch.float16,
-    "f4": torch.float32,
-    "f8": torch.float64,
-}
+_NUMBERS = {"b1": torch.bool, "f2": torch.float16, "f4": torch.float32, "f8": torch.float64}
+_NUMBERS |= {f"i{size}": getattr(torch, f"int{8 * size}") for size in (1, 2, 4, 8)}
+_NUMBERS |= {f"u{size}": getattr(torch, f"uint{8 * size}") for size in (1, 2, 4, 8)}
 
 
 class Record:

@@ -170,7 +170,7 @@ def fill_keys(
     keys: Integers, columns: Integers, entry: int, last_entry: int, block: int, key_end: int, key_bias: Floats
 ) -> tuple[int, int]:
     """The next chunk's keys, from column `entry` on: (the entry after it, how many). Those with a bias of -inf are not
-    among them: nothing of a key that nobody attends is ever read."""
+    among them: nothing of a key that no query attends is ever read."""
     count = 0
     while entry < last_entry and count + block <= CHUNK:
         first = columns[entry] * block
