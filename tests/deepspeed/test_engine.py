@@ -20,7 +20,7 @@ from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from thinwire.deepspeed.runtime.utils import call_to_str, prefix_sum_inc
 from thinwire.deepspeed.runtime.zero.utils import ZeRORuntimeException
 from thinwire.deepspeed.utils.logging import logger
-from thinwire.engine.checkpoint.manifest import MANIFEST, read_manifest
+from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes
 from thinwire.engine.errors import CheckpointError
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01}}
@@ -98,7 +98,8 @@ def test_a_rank_knows_the_file_that_holds_its_optimizer_state(tmp_path: Path) ->
         engine = engine_of()
         engine.save_checkpoint(tmp_path, tag="first")
         path = Path(engine._get_optimizer_ckpt_name(os.fspath(tmp_path), "first"))
-        assert path == tmp_path / "first" / read_manifest(tmp_path / "first").files[comm.rank].name
+        manifest = Manifest.decode(manifest_bytes(tmp_path / "first"))
+        assert path == tmp_path / "first" / manifest.files[comm.rank].name
         assert path.is_file()
         engine.close()
 
