@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator
 from thinwire.optim import registry
 from thinwire.optim.algorithm import Clock, Send
-from thinwire.optim.algorithm import next_send as next_send_of
+from thinwire.optim.freeze_group import next_send as next_send_of
 from thinwire.optim.registry import OptimizerEntry
 
 FREEZE = 6

@@ -13,7 +13,7 @@ from thinwire.compress import make_codec
 from thinwire.compress.codecs import CodecName
 from thinwire.compress.light_exchanges import ExactExchange
 from thinwire.compress.packet import Header
-from thinwire.optim.form import HeldGradients
+from thinwire.optim.wire import cast_gradients
 from thinwire.zero import BucketLayout, Slot
 
 BLOCK = 64
@@ -34,13 +34,13 @@ def packets_of(comm: Communicator, layout: BucketLayout, codec: CodecName, divis
     """All parts' packets: from the gradients, and from a payload."""
     made = make_codec(codec, BLOCK)
     exchange = ExactExchange(comm, layout.numel, made, bucket=2)  # type: ignore[arg-type]
-    held = HeldGradients(layout)
+    gradients = {}
     for slot in layout.slots:
         gradient = torch.randn(slot.numel, generator=torch.Generator().manual_seed(slot.parameter))
         if slot.parameter % 3 != 1:
-            held.gradients[slot.parameter] = gradient
+            gradients[slot.parameter] = gradient
             exchange.payload[slot.offset : slot.offset + slot.numel] = gradient / divisor
-    cast = held.caster(exchange, divisor)
+    cast = cast_gradients(exchange, layout, gradients, divisor)
     header = Header(made.identifier, BLOCK, 2, step=9).pack()
     found, wanted = [], []
     for place in (slice(0, BLOCK), slice(BLOCK, exchange.shard)) if exchange.shard > BLOCK else (slice(0, BLOCK),):
@@ -51,7 +51,7 @@ def packets_of(comm: Communicator, layout: BucketLayout, codec: CodecName, divis
         made.values(other).copy_(exchange.payload.view(comm.size, -1)[:, place])  # type: ignore[attr-defined]
         other[:, :16] = packets[0, :16]
         wanted.append(other.view(-1))
-        assert packets[:, :16].eq(torch.frombuffer(bytearray(header), dtype=torch.uint8)).all()
+        assert packets[:, :16].eq(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)).all()
     return torch.cat(found), torch.cat(wanted)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire.comm import Communicator
-from thinwire.optim.bucket import AlgorithmBucket
+from thinwire.optim.bucket import Bucket
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.home import TRAFFIC
 
@@ -75,7 +75,7 @@ def watcher(optimizer: Any) -> BackwardWatcher:
     return optimizer._home.watcher
 
 
-def buckets_of(optimizer: Any) -> list[AlgorithmBucket]:
+def buckets_of(optimizer: Any) -> list[Bucket]:
     """The buckets of an optimizer at stage 0, once they are laid out."""
     return [bucket for group in optimizer._home.groups for bucket in group.buckets]
 

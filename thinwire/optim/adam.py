@@ -174,8 +174,9 @@ class Adam(Algorithm):
             precondition()
 
     @override
-    def rates(self, parameter: int, settings: AdamSettings, clock: Clock) -> tuple[float, float]:
-        return settings.lr / settings.first_correction(clock.steps), 1 - settings.lr * settings.weight_decay
+    def rates(self, parameters: Sequence[int], settings: AdamSettings, clock: Clock) -> list[tuple[float, float]]:
+        rate = settings.lr / settings.first_correction(clock.steps)
+        return [(rate, 1 - settings.lr * settings.weight_decay)] * len(parameters)
 
 
 class OneBitAdam(CompressedOptimizer):

@@ -7,11 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from thinwire.comm import Communicator
 from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
+from thinwire.optim.step import AdamSettings, Clock, Parameters, Send
+from thinwire.zero.norm_sketch import read_together
 
 __all__ = [
     "AdamSettings",
@@ -25,44 +30,7 @@ __all__ = [
     "Members",
     "MembersByGroup",
     "Send",
-    "next_send",
-    "variance_of",
 ]
-
-
-@dataclass(frozen=True)
-class AdamSettings:
-    """The hyperparameters of one parameter group."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    bias_correction: bool
-    eps_inside_sqrt: bool
-
-    @classmethod
-    def of_group(cls, group: dict[str, Any]) -> AdamSettings:
-        """Read them from an entry of `optimizer.param_groups`."""
-        beta1, beta2 = group["betas"]
-        return cls(
-            float(group["lr"]),
-            beta1,
-            beta2,
-            group.get("eps", 0.0),
-            group["weight_decay"],
-            group.get("bias_correction", True),
-            group.get("eps_inside_sqrt", False),
-        )
-
-    def first_correction(self, step: int) -> float:
-        """1 - β₁ᵗ, or 1 without bias correction."""
-        return 1 - self.beta1**step if self.bias_correction else 1.0
-
-    def second_correction(self, step: int) -> float:
-        """1 - β₂ᵗ, or 1 without bias correction."""
-        return 1 - self.beta2**step if self.bias_correction else 1.0
 
 
 @dataclass(frozen=True)
@@ -103,18 +71,17 @@ class Members:
 class MembersByGroup:
     """Collects members of several parameter groups one by one."""
 
-    def __init__(
-        self, settings: Callable[[int], AdamSettings], mask: Callable[[int], Tensor | None] = lambda group: None
-    ) -> None:
-        self._settings = settings
-        self._mask = mask
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
         self._groups: dict[int, Members] = {}
 
-    def add(self, group: int, parameter: int, weight: Tensor, average: Tensor, state: Mapping[str, Tensor]) -> None:
+    def add(self, parameter: int, weight: Tensor, average: Tensor, state: Mapping[str, Tensor]) -> None:
         """Add one parameter, or a cut of one."""
+        group = self._parameters.group_of[parameter]
         if group not in self._groups:
             of_group: dict[str, list[Any]] = {name: [] for name in state}
-            self._groups[group] = Members(group, self._settings(group), self._mask(group), [], [], [], of_group)
+            settings, mask = self._parameters.settings(group), self._parameters.mask(group)
+            self._groups[group] = Members(group, settings, mask, [], [], [], of_group)
         members = self._groups[group]
         members.parameters.append(parameter)
         members.weights.append(weight)
@@ -127,15 +94,6 @@ class MembersByGroup:
         return [self._groups[number] for number in sorted(self._groups)]
 
 
-class Send(Enum):
-    """What a step puts on the wire."""
-
-    EXACT = auto()  # gradients, averaged exactly
-    COMPRESSED = auto()  # what `payload` makes of them, through the codec
-    LOCAL = auto()  # nothing: every rank steps by its own payload
-    SYNC = auto()  # what the local steps since the last sync, and this one, have gathered, through the codec
-
-
 class Keep(Enum):
     """Who holds a state, which has a value for each element."""
 
@@ -143,46 +101,65 @@ class Keep(Enum):
     OWNER = auto()  # where state is sharded, the owner of the shard; else every rank too
 
 
-@dataclass
-class Clock:
-    """Where the parameters that entered together are, the same on every rank.
+class Agreement:
+    """Sums over whole parameters, and the greatest of their elements, the same bits on every rank.
 
-    `steps`: those applied; while one is applied it counts already. `frozen_at`: the step after which compression
-    began; None before.
+    Norms are sums, which another CPU or number of threads adds up in another order: weights that must be the same bits
+    on every rank cannot depend on each rank's own. Where every rank works on whole parameters, rank 0's numbers count.
+
+    `settings`: of every parameter that takes part in the step, on any rank, by number.
+
+    Args:
+        parameters: all of the optimizer's.
+        taking_part: the numbers of those that take part.
+        shards: whether each rank works on cuts, of whose sums the sum counts.
     """
 
-    steps: int = 0
-    frozen_at: int | None = None
+    def __init__(
+        self, comm: Communicator, parameters: Parameters, taking_part: Callable[[], list[int]], *, shards: bool
+    ) -> None:
+        self._comm = comm
+        self._parameters = parameters
+        self._taking_part = taking_part
+        self._shards = shards
 
-    @property
-    def frozen(self) -> bool:
-        """Whether compression has begun."""
-        return self.frozen_at is not None
-
-
-class Agreement(Protocol):
-    """How ranks agree on numbers that each has found for what it works on.
-
-    `settings`: of every parameter that takes part in the step, on any rank, by number. `numels`: elements of every
-    parameter, whole, by number.
-    """
-
-    @property
+    @cached_property
     def settings(self) -> Mapping[int, AdamSettings]:
-        """See the class."""
+        """Read the hyperparameters of what takes part."""
+        parameters = self._parameters
+        of_group = [parameters.settings(group) for group in range(len(parameters.groups))]
+        return {number: of_group[parameters.group_of[number]] for number in self._taking_part()}
 
     @property
-    def numels(self) -> Sequence[int]:
-        """See the class."""
+    def numels(self) -> list[int]:
+        """Elements of every parameter, whole, by number."""
+        return [parameter.numel() for parameter in self._parameters.parameters]
 
     def zeros(self, kinds: int) -> Tensor:
         """Numbers to fill in: fp64 [parameters, kinds]."""
+        every = self._parameters.parameters
+        return torch.zeros(len(every), kinds, dtype=torch.float64, device=every[0].device)
 
     def __call__(self, sums: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`sums`, fp64 [parameters, kinds], and `greatest`, fp64 [parameters], of whole parameters, on the CPU.
+        """Agree on `sums`, fp64 [parameters, kinds], and on `greatest`, fp64 [parameters], of what this rank works on.
 
-        Given are those of the cuts that this rank works on. The results are the same bits on every rank. Collective.
+        The results are on the CPU. Collective.
         """
+        if not self._shards:
+            last = torch.zeros_like(sums[:, :1]) if greatest is None else greatest[:, None]
+            together = torch.cat([sums, last], dim=1)
+            self._comm.broadcast(together)
+            (together,) = read_together([together])
+            return together[:, :-1], together[:, -1]
+        adding = self._comm.all_reduce(sums, async_op=True)
+        if greatest is None:
+            greatest = sums.new_zeros(())
+        else:
+            greatest = greatest.contiguous()
+            self._comm.all_reduce(greatest, "max")
+        adding.wait()
+        sums, greatest = read_together([sums, greatest])
+        return sums, greatest
 
 
 @dataclass(frozen=True)
@@ -229,9 +206,8 @@ class Algorithm(ABC):
     freezes: ClassVar[bool] = True
     """Whether there is a warmup of steps on exact averages, which a rule ends."""
 
-    def scale(self, parameter: int) -> float:
-        """What a parameter's gradient is multiplied by in compressed steps."""
-        return 1.0
+    scales: Mapping[int, float] = {}
+    """What a parameter's gradient is multiplied by in compressed steps, by number; 1 if it is not there."""
 
     def exact(self, groups: Sequence[Members], clock: Clock, agree: Agreement) -> None:
         """In an EXACT step, take averaged gradients into the state, but for what `move` takes by itself."""
@@ -243,8 +219,8 @@ class Algorithm(ABC):
     def move(self, groups: Sequence[Members], clock: Clock) -> None:
         """Move `weights` by the state, or by what was left in `averages`; not called where the form moves them."""
 
-    def rates(self, parameter: int, settings: AdamSettings, clock: Clock) -> tuple[float, float]:
-        """The form's rate, and what decay leaves of a parameter's weights."""
+    def rates(self, parameters: Sequence[int], settings: AdamSettings, clock: Clock) -> list[tuple[float, float]]:
+        """The form's rate, and what decay leaves of a parameter's weights, of each of these of one group."""
         raise NotImplementedError
 
     def freeze(
@@ -332,17 +308,3 @@ class LocalSteps(ABC):
     @abstractmethod
     def decision(self) -> object:
         """Changes with every decision, but for the freeze, that all ranks have to take alike."""
-
-
-def next_send(algorithm: Algorithm, clock: Clock) -> Send:
-    """What the step after `clock.steps` sends."""
-    if isinstance(algorithm, LocalSteps):
-        return algorithm.next_send(clock)
-    return Send.COMPRESSED if clock.frozen else Send.EXACT
-
-
-def variance_of(algorithm: Algorithm) -> str | None:
-    """The name of the state that becomes the form's denominators at the freeze; None if none does."""
-    denominators = algorithm.form.denominators
-    variance = algorithm.frozen_state.get(denominators or "")
-    return None if variance == denominators else variance

@@ -1,10 +1,10 @@
-"""One bucket of an algorithm whose momentum every rank holds: its state, its exchanges, and what a backward does with
-it."""
+"""One bucket of an algorithm: its state, its exchanges, and what a backward and a step do with it. The form of a
+compressed step is executed for the whole bucket: gradients, held from the moment each arrives until all are there,
+become packets without a copy in between, and packets that came back move the weights in one pass."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,166 +12,127 @@ from torch import Tensor
 
 from thinwire.compress.codecs import all_finite
 from thinwire.compress.exchange import EncodePart, Exchange, held_coordinates, zero_held
-from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
+from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, Part, Segments
+from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet import Flags
 from thinwire.compress.parts import Outcome
-from thinwire.optim.algorithm import AdamSettings, Algorithm, Clock, Contribution, Keep, LocalSteps, Send
-from thinwire.optim.form import HeldGradients, PayloadFactors
-from thinwire.optim.preconditioner import hold_masked, raise_smallest
-from thinwire.optim.step import Parameters, Step, may_clip
-from thinwire.optim.wire import Exchanges
+from thinwire.optim.algorithm import Algorithm, Contribution, Keep, LocalSteps
+from thinwire.optim.step import Clock, Parameters, Send, Step, may_clip
+from thinwire.optim.wire import Wire, cast_gradients
 from thinwire.zero import BucketLayout, Slot
 
-__all__ = ["AlgorithmBucket", "place_of"]
+__all__ = ["Bucket", "part_of", "place_of"]
 
 
-class AlgorithmBucket:
+class Bucket:
     """A flat run of parameters with an algorithm's state, and the transport of their gradients.
 
-    `state`: by name; those that every rank holds are [padded_numel], as the exchange pads. `send`: what the step in
-    flight sends. `zero_variance`: the `held_coordinates` of [padded_numel], which do not move; None if there are none.
-    `sent`: what this step's payload went through; None before, and if nothing was sent. `stayed`: whether nothing was,
-    since every parameter was left out.
+    `state`: by name; what every rank holds is [padded_numel], as the exchange pads. `send`: what the step in flight
+    sends, and `exchange`, what it goes through; a local step only uses its payload. `zero_variance`: the
+    `held_coordinates` of [padded_numel], which do not move; None if there are none. `sent`: what this step's payload
+    went through; None before, and if nothing was sent. `stayed`: whether nothing was, since every parameter was left
+    out. `rewritten`: whether averages that have arrived were written into. `segments`: where the parameters lie, for
+    kernels over the whole bucket.
 
     Args:
-        new_state: makes a state by name: zeros on the parameters' device.
+        state: zeros by name, at first.
         shards_state: whether state that the algorithm has its owner keep is of this rank's shard only.
     """
-
-    may_stay = True
 
     def __init__(
         self,
         index: int,
         layout: BucketLayout,
         parameters: Parameters,
-        exchanges: Exchanges,
+        wire: Wire,
         algorithm: Algorithm,
         clock: Clock,
         step: Step,
         *,
-        new_state: Callable[[str, BucketLayout], Tensor],
-        shards_state: bool,
+        state: dict[str, Tensor],
+        shards_state: bool = False,
     ) -> None:
         self.index = index
         self.layout = layout
+        self.state = state
+        self.shards_state = shards_state
+        self.send = Send.EXACT
         self.zero_variance: Tensor | None = None
         self.sent: Exchange | None = None
-        self.stayed = False
-        self._has_average = False
-        self._rewritten = False
-        self.send = Send.EXACT
+        self.stayed = self.rewritten = False
+        self.segments = Segments((slot.offset, slot.numel) for slot in layout.slots)
         self.device = parameters.parameters[layout.slots[0].parameter].device
         self._parameters = parameters
-        self._exchanges = exchanges
+        self._wire = wire
         self._algorithm = algorithm
         self._local = algorithm if isinstance(algorithm, LocalSteps) else None
         self._clock = clock
         self._step = step
-        self._new_state = new_state
-        self._shards_state = shards_state
-        self._incomplete = False
-        self._groups = [parameters.group_number(slot.parameter) for slot in layout.slots]
-        self._held = HeldGradients(layout)
+        self._numbers = [slot.parameter for slot in layout.slots]
+        self._groups = [parameters.group_of[number] for number in self._numbers]
+        self._gradients: dict[int, Tensor] = {}  # contiguous, by parameter
+        self._has_average = self._incomplete = False
         self._exact: Exchange | None = None
         self._compressed: Exchange | None = None
-        self.state = {name: new_state(name, layout) for name in algorithm.state}
-        if (denominators := algorithm.form.denominators) in self.state:
-            self.state[denominators][: layout.numel].fill_(math.inf)
 
     # State
-
-    def rename_state(self) -> None:
-        """Have the frozen stage's state, in the memory of the warmup's where the algorithm says so."""
-        before = self.state
-        renamed = self._algorithm.frozen_state.items()
-        self.state = {new: self._new_state(new, self.layout) if old is None else before[old] for new, old in renamed}
-
-    def view(self, flat: Tensor, slot: Slot) -> Tensor:
-        """A parameter's part of a tensor of [padded_numel], in the parameter's shape."""
-        return flat[slot.offset : slot.offset + slot.numel].view(self._parameters.parameters[slot.parameter].shape)
-
-    def contribution(self, slot: Slot) -> Contribution:
-        """What the algorithm sees of one parameter."""
-        place = place_of(slot)
-        group = self._parameters.group_number(slot.parameter)
-        state = {name: values[place] for name, values in self.whole_state.items()}
-        return Contribution(slot.parameter, group, self._parameters.settings(group), state, self._exchanges.ranks)
-
-    @property
-    def whole_state(self) -> dict[str, Tensor]:
-        """The state of the whole bucket that this rank holds, where owners hold the rest."""
-        return {name: values for name, values in self.state.items() if name not in self.owned}
 
     @property
     def owned(self) -> list[str]:
         """The names of state that this rank holds of its own shard only."""
-        keeps = self._algorithm.state.items() if self._shards_state else ()
+        keeps = self._algorithm.state.items() if self.shards_state else ()
         return [name for name, keep in keeps if keep is Keep.OWNER and name in self.state]
 
-    def hold_masked(self, name: str | None, value: float) -> None:
-        """Fill the state `name`, if it is there, with `value` where the parameter groups' masks are zero."""
-        values = self.whole_state.get(name or "")
-        for slot in self.layout.slots if values is not None else ():
-            mask = self._parameters.mask(self._parameters.group_number(slot.parameter))
-            if mask is not None and slot.numel and values is not None:
-                hold_masked([self.view(values, slot)], mask, value)
+    @property
+    def whole_state(self) -> dict[str, Tensor]:
+        """The state of the whole bucket that this rank holds; owners may hold more."""
+        owned = self.owned
+        return {name: values for name, values in self.state.items() if name not in owned}
 
-    def precondition(self) -> None:
-        """Raise each parameter's smallest denominators, and divide the momentum by them."""
-        momentum, denominators = self._algorithm.form.momentum, self._algorithm.form.denominators
-        assert denominators is not None
-        slots = [slot for slot in self.layout.slots if slot.numel]
-        divided, by = ([self.view(self.state[name], slot) for slot in slots] for name in (momentum, denominators))
-        raise_smallest(by)
-        if slots:
-            torch._foreach_div_(divided, by)
+    def contribution(self, slot: Slot) -> Contribution:
+        """What the algorithm sees of one parameter."""
+        place, group = place_of(slot), self._parameters.group_of[slot.parameter]
+        state = {name: values[place] for name, values in self.whole_state.items()}
+        return Contribution(slot.parameter, group, self._parameters.settings(group), state, self._wire.ranks)
 
-    def find_zero_variance(self) -> None:
-        """Find the coordinates that stay, and forget what compression lost there."""
+    def find_zero_variance(self, *, anew: bool = False) -> None:
+        """Find the coordinates that stay, and forget what compression lost there, or with `anew` everywhere."""
+        if anew:
+            self._compressed = None
         denominators = self.state.get(self._algorithm.form.denominators or "")
         mask = None if denominators is None else torch.isinf(denominators)
         self.zero_variance = held_coordinates(mask) if mask is not None and bool(mask.any()) else None
         if self.zero_variance is not None and self._compressed is not None:
             self._compressed.hold_zero(self.zero_variance)
 
-    # Exchanges
-
-    @property
-    def exchange(self) -> Exchange:
-        """What this step goes through; a local step only uses its payload."""
-        if self.send is Send.EXACT:
-            if self._exact is None:
-                self._exact = self._exchanges.exact(self.layout, self.index, self.device)
-            return self._exact
-        return self.compressed
-
     @property
     def compressed(self) -> Exchange:
-        """What keeps the residuals."""
+        """The exchange that keeps the residuals."""
         if self._compressed is None:
-            self._compressed = self._exchanges.compressed(self.layout, self.index, self.device)
+            self._compressed = self._wire.compressed(self.layout, self.index, self.device)
         return self._compressed
-
-    @property
-    def compresses(self) -> bool:
-        """Whether there are residuals."""
-        return self._compressed is not None
-
-    def begin_compression(self) -> None:
-        """Compress without residuals from before."""
-        self._compressed = None
-        self.find_zero_variance()
 
     def prepare(self, send: Send) -> None:
         """Be ready for the kind of step that comes next, before its first gradient arrives."""
         self.send = send
-        if send is not Send.EXACT or self._shards_state:  # which keeps no payload between steps
+        if send is not Send.EXACT or self.shards_state:  # which keeps no payload between steps
             self._exact = None
+        if send is Send.EXACT:
+            if self._exact is None:
+                self._exact = self._wire.exact(self.layout, self.index, self.device)
+            self.exchange = self._exact
+        else:
+            self.exchange = self.compressed
         # Whether leg 1 takes gradients as they are, held until then.
         self._holds_gradients = self.exchange.takes_gradients if send is Send.EXACT else self._local is None
 
     # What a backward does
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether `stay` can take the place of a transfer."""
+        return True
 
     def keep(self, slot: Slot, parameter: Tensor) -> None:
         """Leave the gradient in `.grad`, where further backwards add to it."""
@@ -183,7 +144,7 @@ class AlgorithmBucket:
         if self._step.sketch is not None:
             self._step.sketch.add(gradient, slot.parameter)
         if self._holds_gradients:
-            self._held.gradients[slot.parameter] = gradient.contiguous()
+            self._gradients[slot.parameter] = gradient.contiguous()
         else:
             self._write_payload(slot, gradient.reshape(-1))
         if self._step.frees_gradients:
@@ -203,12 +164,13 @@ class AlgorithmBucket:
     def start(self) -> None:
         """Leg 1; nothing in a local step."""
         if self.send is not Send.LOCAL:
-            flags = Flags.INCOMPLETE if self._incomplete else Flags.NONE
-            if self._step.unplaced():
+            step, flags = self._step, Flags.INCOMPLETE if self._incomplete else Flags.NONE
+            if step.unplaced is not None and step.unplaced():
                 flags |= Flags.UNPLACED
-            self.sent = exchange = self.exchange
-            exchange.start(self._step.number, flags, self._step.settings, self._encoder(exchange))
-            self._held.gradients = {}
+            self.sent = self.exchange
+            encoder = self._encoder() if self._holds_gradients else None
+            self.sent.start(step.number, flags, step.settings, encoder)
+            self._gradients = {}
 
     def advance(self) -> None:
         """Average what leg 1 brought, clip it, and start leg 2; nothing in a local step."""
@@ -219,7 +181,7 @@ class AlgorithmBucket:
             self.sent.advance()
             return
         self.sent.scale_step(clip)
-        kept = self._payload_of_zeros()[self.sent.owner_place]
+        kept = self.payload_of_zeros()[self.sent.owner_place]
 
         def adjust(average: Tensor, place: slice) -> None:
             torch.lerp(kept[place], average, clip, out=average)
@@ -234,9 +196,8 @@ class AlgorithmBucket:
     def end_step(self) -> None:
         """Forget what this step brought, and was not applied."""
         self.sent = None
-        self.stayed = self._has_average = self._rewritten = False
-        self._held.gradients = {}
-        self._incomplete = False
+        self.stayed = self._has_average = self.rewritten = self._incomplete = False
+        self._gradients = {}
         if self._compressed is not None:
             self._compressed.revert()
 
@@ -246,7 +207,7 @@ class AlgorithmBucket:
         """What the headers of `sent` said, the same on every rank."""
         assert self.sent is not None
         outcome = self.sent.outcome()
-        return replace(outcome, finite=bool(self.own_is_finite())) if self._rewritten else outcome
+        return replace(outcome, finite=bool(all_finite(self.exchange.payload))) if self.rewritten else outcome
 
     def average(self) -> Tensor | None:
         """In an EXACT step the averages that have arrived, fp32 [padded_numel], which `receive` leaves as they are
@@ -255,10 +216,6 @@ class AlgorithmBucket:
             return None
         self.receive()
         return self.exchange.payload
-
-    def average_rewritten(self) -> None:
-        """Note that `average` was written into."""
-        self._rewritten = True
 
     def receive(self) -> None:
         """Write what came back into the payload, or the state that the algorithm receives; take the residuals over.
@@ -277,7 +234,7 @@ class AlgorithmBucket:
         form = self._algorithm.form
         output = self.exchange.payload if form.update is None else self.state[form.momentum]
         if self.stayed:
-            output.copy_(self._payload_of_zeros())
+            output.copy_(self.payload_of_zeros())
         else:
             self.exchange.read(output)
         if self.zero_variance is not None:
@@ -290,65 +247,103 @@ class AlgorithmBucket:
 
         `weights`: of each slot, fp32, and the `replicas` that are rounded from them, None for those that have none.
         """
-        exchange, holds = self.sent, self.zero_variance is not None
+        form, exchange, holds = self._algorithm.form, self.sent, self.zero_variance is not None
+        assert form.update is not None
+        momentum, denominators = self.state[form.momentum], self.state.get(form.denominators or "")
+        rates, decays = self.rates(self._clock)
         if exchange is None or not exchange.codec.has_kernels:
             self.receive()
-            exchange = None
-        else:
-            exchange.commit()
-        form, rates = self._algorithm.form, self.rates(self._clock)
-        self._held.move(exchange, form, self.state, holds, weights, replicas, *rates)
-        if exchange is not None and self.zero_variance is not None:
+            move_weights(form.update, self.segments, momentum, denominators, weights, replicas, rates, decays)
+            return
+
+        def decode(place: slice, packets: Tensor) -> None:
+            assert form.update is not None
+            execute(
+                DecodeAndMove(
+                    exchange.codec.name,
+                    form.update,
+                    self.segments,
+                    packets=packets,
+                    output=momentum,
+                    denominators=denominators,
+                    holds=holds,
+                    weights=weights,
+                    replicas=replicas,
+                    rates=rates,
+                    decays=decays,
+                    part=part_of(exchange, place),
+                ),
+                written=[*weights, *replicas],
+            )
+
+        exchange.commit()
+        exchange.read_parts(decode)
+        if self.zero_variance is not None:
             exchange.hold_zero(self.zero_variance)
 
     def rates(self, clock: Clock) -> tuple[list[float], list[float]]:
         """By what each slot's weights move when a COMPRESSED step is counted on `clock`, and what decay leaves of
         them."""
-        rates, decays = [], []
-        for slot, settings in zip(self.layout.slots, self._settings(), strict=True):
-            rate, decay = self._algorithm.rates(slot.parameter, settings, clock)
-            rates.append(rate)
-            decays.append(decay)
-        return rates, decays
+        found: dict[int, tuple[float, float]] = {}
+        for group in set(self._groups):
+            numbers = [number for number, one in zip(self._numbers, self._groups, strict=True) if one == group]
+            settings = self._parameters.settings(group)
+            found |= zip(numbers, self._algorithm.rates(numbers, settings, clock), strict=True)
+        return [found[number][0] for number in self._numbers], [found[number][1] for number in self._numbers]
 
-    def payload_factors(self) -> PayloadFactors:
+    def payload_factors(self) -> tuple[list[float], list[float]]:
         """β₁, and what the gradient is divided by, of each slot."""
-        betas, divisors = [], []
-        for slot, settings in zip(self.layout.slots, self._settings(), strict=True):
-            betas.append(settings.beta1)
-            divisors.append(self._step.loss_scale / self._algorithm.scale(slot.parameter))
-        return betas, divisors
+        betas = {group: self._parameters.settings(group).beta1 for group in set(self._groups)}
+        scale, scales = self._step.sent_scale, self._algorithm.scales
+        divisors = [scale / scales.get(number, 1.0) for number in self._numbers]
+        return [betas[group] for group in self._groups], divisors
 
-    @property
-    def segments(self) -> Segments:
-        """Where its parameters lie, for kernels over the whole bucket."""
-        return self._held.segments
-
-    def clip_own(self, clip: float | Tensor) -> None:
-        """Shrink what this rank's gradient adds to a local step to `clip` times as much."""
-        torch.lerp(self._payload_of_zeros(), self.exchange.payload, clip, out=self.exchange.payload)
-
-    def own_is_finite(self) -> bool | Tensor:
-        """Whether this rank's payload is; as a bool scalar where that is on an accelerator."""
-        return all_finite(self.exchange.payload)
+    def payload_of_zeros(self) -> Tensor:
+        """What would be sent if every gradient were 0, fp32 [padded_numel]."""
+        payload = torch.zeros_like(self.exchange.payload)
+        for slot, beta1 in zip(self.layout.slots, self.payload_factors()[0], strict=True):
+            out = payload[place_of(slot)]
+            if self._local is None:
+                torch.mul(self.state[self._algorithm.form.momentum][place_of(slot)], beta1, out=out)
+            else:
+                self._local.payload(None, self.contribution(slot), self._clock, out)
+        return payload
 
     # Parts
 
-    def _settings(self) -> list[AdamSettings]:
-        """Each slot's hyperparameters now."""
-        of_group: dict[int, AdamSettings] = {}
-        for group in self._groups:
-            if group not in of_group:
-                of_group[group] = self._parameters.settings(group)
-        return [of_group[group] for group in self._groups]
-
-    def _encoder(self, exchange: Exchange) -> EncodePart | None:
-        """What makes this step's packets of the gradients that are held; None where the payload has been written."""
-        if not self._holds_gradients:
-            return None
+    def _encoder(self) -> EncodePart | None:
+        """What makes this step's packets of the gradients that are held, part by part; None, with all of the payload
+        written, if the exchange takes nothing else."""
+        exchange, form = self.exchange, self._algorithm.form
         if self.send is Send.EXACT:
-            return self._held.caster(exchange, self._step.divide_first)
-        return self._held.encoder(exchange, self._algorithm.form, self.state, self.payload_factors())
+            return cast_gradients(exchange, self.layout, self._gradients, self._step.divide_first)
+        assert form.payload is not None
+        momentum, denominators = self.state[form.momentum], self.state.get(form.denominators or "")
+        gradients = [self._gradients.get(number) for number in self._numbers]
+        factors = self.payload_factors()
+        if not exchange.takes_encoder:
+            write_payload(form.payload, self.segments, gradients, *factors, momentum, denominators, exchange.payload)
+            return None
+
+        def encode(place: slice, packets: Tensor, header: bytes) -> None:
+            assert form.payload is not None
+            execute(
+                EncodePayload(
+                    exchange.codec.name,
+                    form.payload,
+                    self.segments,
+                    gradients,
+                    *factors,
+                    momentum=momentum,
+                    denominators=denominators,
+                    residual=exchange.worker_residual,
+                    lost=exchange.next_residual,
+                    packets=packets,
+                    part=part_of(exchange, place, header),
+                )
+            )
+
+        return encode
 
     def _write_payload(self, slot: Slot, gradient: Tensor | None) -> None:
         out = self.exchange.payload[place_of(slot)]
@@ -360,7 +355,7 @@ class AlgorithmBucket:
             return
         assert self._local is not None
         if gradient is not None:
-            divisor = self._step.loss_scale / self._algorithm.scale(slot.parameter)
+            divisor = self._step.sent_scale / self._algorithm.scales.get(slot.parameter, 1.0)
             if divisor != 1.0 or gradient.dtype != torch.float32:
                 gradient = out.copy_(gradient)
             if divisor != 1.0:
@@ -371,18 +366,12 @@ class AlgorithmBucket:
             self._step.settings_sent.setdefault(own.group, settings)
         self._local.payload(gradient, own, self._clock, out)
 
-    def _payload_of_zeros(self) -> Tensor:
-        """What would be sent if every gradient were 0, fp32 [padded_numel]."""
-        payload = torch.zeros_like(self.exchange.payload)
-        for slot, beta1 in zip(self.layout.slots, self.payload_factors()[0], strict=True):
-            out = payload[place_of(slot)]
-            if self._local is None:
-                torch.mul(self.state[self._algorithm.form.momentum][place_of(slot)], beta1, out=out)
-            else:
-                self._local.payload(None, self.contribution(slot), self._clock, out)
-        return payload
-
 
 def place_of(slot: Slot) -> slice:
     """A parameter's elements in its bucket."""
     return slice(slot.offset, slot.offset + slot.numel)
+
+
+def part_of(exchange: Exchange, place: slice, header: bytes | None = None) -> Part:
+    """A part of an exchange, as kernels over whole buckets take it; `header`: what its packets begin with."""
+    return Part(place.start, place.stop, exchange.shard, exchange.numel, exchange.codec.scale_block, header)

@@ -4,20 +4,18 @@ residuals, state and counters, on the same ranks, on others, or in the other hom
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Algorithm, Clock
-from thinwire.optim.bucket import AlgorithmBucket, place_of
+from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.zero import BucketLayout
+from thinwire.optim.storage import mean_over_ranks
 from thinwire.zero.home import TRAFFIC
-from thinwire.zero.master_weights import Run
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.master_weights import runs_in
+from thinwire.zero.saved_state import OneRankState, SavedSlice, SliceSource
 
 __all__ = [
     "LEFT_OUT_STEPS",
@@ -25,78 +23,19 @@ __all__ = [
     "check_settings",
     "counters",
     "load",
-    "load_counters",
-    "load_owner_residual",
-    "load_worker_residual",
     "mean_over_ranks",
-    "owner_residual_slices",
     "rank_tensors",
     "ranks_to_resume",
-    "read_left_out_steps",
-    "runs_in",
+    "saved_by",
     "slices",
-    "worker_residual_tensors",
 ]
 
 
 OWNER_RESIDUAL = "owner_residual"
 _WORKER_RESIDUAL = "worker_residual"
 
-
-def runs_in(layout: BucketLayout, place: slice) -> Iterator[Run]:
-    """The stretches of parameters in elements `place` of a bucket, with places relative to its start."""
-    for slot in layout.slots:
-        first, last = max(slot.offset, place.start), min(slot.offset + slot.numel, place.stop)
-        if first < last:
-            yield Run(slot.parameter, first - slot.offset, slice(first - place.start, last - place.start))
-
-
-def owner_residual_slices(
-    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str]
-) -> Iterator[SavedSlice]:
-    """What an owner's residual of elements `place` of a bucket is saved as."""
-    for run in runs_in(layout, place):
-        yield SavedSlice(OWNER_RESIDUAL, names[run.parameter], run.start, residual[run.place])
-
-
-def worker_residual_tensors(
-    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str]
-) -> dict[str, Tensor]:
-    """What a worker's residual of elements `place` of a bucket is saved as."""
-    return {f"{_WORKER_RESIDUAL}.{names[run.parameter]}": residual[run.place] for run in runs_in(layout, place)}
-
-
-def load_owner_residual(
-    layout: BucketLayout, place: slice, residual: Tensor, names: Sequence[str], source: SliceSource
-) -> None:
-    """Take an owner's residual over; raises KeyError where one was not saved."""
-    for run in runs_in(layout, place):
-        residual[run.place].copy_(source.read(OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
-
-
-def load_worker_residual(
-    layout: BucketLayout,
-    place: slice,
-    residual: Tensor,
-    names: Sequence[str],
-    source: SliceSource,
-    ranks: Sequence[int],
-) -> None:
-    """Take over the mean of what `ranks` saved as their residuals; raises KeyError where one did not.
-
-    The average over ranks of payload + residual, which is what everybody receives, is then what it would have been.
-    """
-    for run in runs_in(layout, place):
-        mean = mean_over_ranks(source, f"{_WORKER_RESIDUAL}.{names[run.parameter]}", ranks)
-        residual[run.place].copy_(mean[run.start : run.start + run.numel] if len(mean) != run.numel else mean)
-
-
-def mean_over_ranks(source: SliceSource, key: str, ranks: Sequence[int]) -> Tensor:
-    """The mean of these ranks' tensors, fp32."""
-    total = source.read_rank(key, ranks[0]).float().clone()
-    for rank in ranks[1:]:
-        total += source.read_rank(key, rank).float()
-    return total.div_(len(ranks))
+LEFT_OUT_STEPS = "left_out_steps"
+"""The key of local steps to which a rank added nothing, for each freeze group."""
 
 
 def ranks_to_resume(
@@ -129,35 +68,29 @@ def ranks_to_resume(
     return None
 
 
-LEFT_OUT_STEPS = "left_out_steps"
-"""The key of local steps to which a rank added nothing, for each freeze group."""
-
-
-def read_left_out_steps(source: SliceSource, rank: int, count: int) -> list[int]:
-    """Those of `rank` for `count` freeze groups; none where it was saved by a home without local steps."""
-    try:
-        steps: list[int] = source.read_rank(LEFT_OUT_STEPS, rank).tolist()
-    except KeyError:
-        return [0] * count
-    return steps
+def saved_by(source: SliceSource) -> str:
+    """How a warning calls what saved `source`."""
+    return f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
 
 
 def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:
     """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns."""
     found: list[SavedSlice] = []
+    local, frozen = group.local is not None, group.clock.frozen_at is not None
     for bucket in group.buckets:
         first = rank * bucket.layout.shard
         own = slice(first, first + bucket.layout.shard)
-        whole = bucket.whole_state
-        common = {name: whole[name][own] if name in whole else bucket.state[name] for name in _common(group, bucket)}
+        state = group.storage.saved_state(bucket, own, _common(group, bucket))
         for run in runs_in(bucket.layout, own):
-            values = {name: one[run.place] for name, one in common.items()}
-            values |= group.weights.saved(bucket, run, group.shows_own_weights)
+            values = {name: one[run.place] for name, one in state.items()}
+            values |= group.storage.saved(bucket, run, local and frozen)
             found += [SavedSlice(kind, names[run.parameter], run.start, one) for kind, one in values.items()]
-        if group.compresses:
+        if local or frozen:
             exchange = bucket.compressed
             assert exchange.owner_residual is not None
-            found += owner_residual_slices(bucket.layout, exchange.owner_place, exchange.owner_residual, names)
+            for run in runs_in(bucket.layout, exchange.owner_place):
+                residual = exchange.owner_residual[run.place]
+                found.append(SavedSlice(OWNER_RESIDUAL, names[run.parameter], run.start, residual))
     return found
 
 
@@ -165,34 +98,25 @@ def rank_tensors(group: FreezeGroup, names: Sequence[str]) -> dict[str, Tensor]:
     """The rank's own residuals and, where local steps make state its own, that state."""
     found: dict[str, Tensor] = {}
     for bucket in group.buckets:
-        if group.compresses:
+        if group.local is not None or group.clock.frozen_at is not None:
             exchange = bucket.compressed
             assert exchange.worker_residual is not None
-            found |= worker_residual_tensors(bucket.layout, exchange.worker_place, exchange.worker_residual, names)
+            for run in runs_in(bucket.layout, exchange.worker_place):
+                found[f"{_WORKER_RESIDUAL}.{names[run.parameter]}"] = exchange.worker_residual[run.place]
         for kind in set(bucket.state) - set(_common(group, bucket)):
             for slot in bucket.layout.slots:
                 found[f"{kind}.{names[slot.parameter]}"] = bucket.state[kind][place_of(slot)]
     return found
 
 
-def counters(clock: Clock, rule: FreezeRule | None, algorithm: Algorithm, names: Sequence[str]) -> dict[str, Any]:
+def counters(group: FreezeGroup, names: Sequence[str]) -> dict[str, Any]:
     """Where parameters that entered together are, as plain values."""
     return {
-        "steps": clock.steps,
-        "frozen_at": clock.frozen_at,
-        "rule": None if rule is None else rule.state(),
-        "scalars": algorithm.scalars(names),
+        "steps": group.clock.steps,
+        "frozen_at": group.clock.frozen_at,
+        "rule": None if group.rule is None else group.rule.state(),
+        "scalars": group.algorithm.scalars(names),
     }
-
-
-def load_counters(
-    clock: Clock, rule: FreezeRule | None, algorithm: Algorithm, saved: Mapping[str, Any], names: Sequence[str]
-) -> None:
-    """Take over what `counters` returned, but for the freeze."""
-    clock.steps = saved["steps"]
-    if rule is not None and saved["rule"] and saved["rule"].keys() == rule.state().keys():
-        rule.load(saved["rule"])  # else freeze_step was changed: the new rule starts afresh
-    algorithm.load_scalars(saved["scalars"], names)
 
 
 def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
@@ -206,44 +130,57 @@ def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 
 def load(
-    group: FreezeGroup,
+    groups: Sequence[FreezeGroup],
     names: Sequence[str],
-    saved: Mapping[str, Any],
+    saved: Sequence[Mapping[str, Any]],
     source: SliceSource,
     ranks: Sequence[int] | None,
 ) -> None:
-    """Take over a freeze group whose buckets are laid out already; KeyError where state was not saved.
+    """Take over freeze groups, with their `saved` counters, whose buckets are laid out already; KeyError where state
+    was not saved.
 
     `ranks`: whose residuals and own state to take the mean of, the averages that the next exchange makes of which are
     what they would have been; None where they cannot be had.
     """
-    load_counters(group.clock, group.rule, group.algorithm, saved, names)
-    if saved["frozen_at"] is not None and group.algorithm.freezes:
-        group.begin_frozen_state()
-    group.clock.frozen_at = saved["frozen_at"]
-    for bucket in group.buckets:
-        common = _common(group, bucket)
-        for kind, values in bucket.whole_state.items():
-            for slot in (one for one in bucket.layout.slots if one.numel):
-                name = names[slot.parameter]
-                own = kind not in common and ranks is not None
-                read = mean_over_ranks(source, f"{kind}.{name}", ranks or ()) if own else None
-                values[place_of(slot)].copy_(source.read(kind, name, 0, slot.numel) if read is None else read)
-        for kind in bucket.owned:
-            for run in runs_in(bucket.layout, bucket.compressed.owner_place):
-                bucket.state[kind][run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
-    group.restore()
-    for bucket in group.buckets if ranks is not None and group.compresses else ():
-        exchange = bucket.compressed
-        assert exchange.worker_residual is not None
-        assert exchange.owner_residual is not None
-        load_worker_residual(bucket.layout, exchange.worker_place, exchange.worker_residual, names, source, ranks or ())
-        load_owner_residual(bucket.layout, exchange.owner_place, exchange.owner_residual, names, source)
-        if bucket.zero_variance is not None:
-            exchange.hold_zero(bucket.zero_variance)
+    for group, of_group in zip(groups, saved, strict=True):
+        group.clock.steps = of_group["steps"]
+        rule = group.rule
+        if rule is not None and of_group["rule"] and of_group["rule"].keys() == rule.state().keys():
+            rule.load(of_group["rule"])  # else freeze_step was changed: the new rule starts afresh
+        group.algorithm.load_scalars(of_group["scalars"], names)
+        if of_group["frozen_at"] is not None and group.algorithm.freezes:
+            group.storage.begin_frozen_state()
+        group.clock.frozen_at = of_group["frozen_at"]
+        for bucket in group.buckets:
+            group.storage.load_state(bucket, names, source, _common(group, bucket), ranks)
+        group.restore()
+        compresses = group.local is not None or group.clock.frozen_at is not None
+        for bucket in group.buckets if ranks is not None and compresses else ():
+            _load_residuals(bucket, names, source, ranks or ())
 
 
-def _common(group: FreezeGroup, bucket: AlgorithmBucket) -> list[str]:
+def _load_residuals(bucket: Bucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int]) -> None:
+    """Take over an owner's residual, and the mean of what `ranks` saved as their own; KeyError where one did not.
+
+    The average over ranks of payload + residual, which is what every rank receives, is then what it would have been.
+    """
+    exchange = bucket.compressed
+    worker, owner = exchange.worker_residual, exchange.owner_residual
+    assert worker is not None
+    assert owner is not None
+    for run in runs_in(bucket.layout, exchange.worker_place):
+        mean = mean_over_ranks(source, f"{_WORKER_RESIDUAL}.{names[run.parameter]}", ranks)
+        worker[run.place].copy_(mean[run.start : run.start + run.numel] if len(mean) != run.numel else mean)
+    lost = owner.clone()  # as packets were cut anew
+    for run in runs_in(bucket.layout, exchange.owner_place):
+        owner[run.place].copy_(source.read(OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
+    if lost.any():
+        owner.add_(lost)
+    if bucket.zero_variance is not None:
+        exchange.hold_zero(bucket.zero_variance)
+
+
+def _common(group: FreezeGroup, bucket: Bucket) -> list[str]:
     """The state that every rank has alike, or its owner alone."""
-    own = group.local.own_state if group.local is not None and group.clock.frozen else frozenset()
+    own = group.local.own_state if group.local is not None and group.clock.frozen_at is not None else frozenset()
     return [kind for kind in bucket.state if kind not in own]

@@ -3,32 +3,29 @@ exchanged into steps of an algorithm, wherever their state lives."""
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import (
-    AdamSettings,
-    Agreement,
-    Algorithm,
-    Clock,
-    LocalSteps,
-    Members,
-    Send,
-    next_send,
-    variance_of,
-)
-from thinwire.optim.bucket import AlgorithmBucket, place_of
+from thinwire.compress.codecs import all_finite
+from thinwire.compress.exchange import bring_headers
+from thinwire.compress.packet import SettingsError
+from thinwire.compress.parts import Outcome
+from thinwire.optim.algorithm import Agreement, Algorithm, LocalSteps, Members
+from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_rule import FreezeRule, variance_norm
-from thinwire.optim.group_weights import GroupWeights, slots_with_elements
-from thinwire.optim.options import check_same_freeze
-from thinwire.optim.step import Parameters
+from thinwire.optim.step import Clock, Parameters, Send, Step, may_clip
+from thinwire.optim.storage import Change, Storage, slots_with_elements
 from thinwire.zero.norm_sketch import read_together
+from thinwire.zero.rank_checks import check_same_on_every_rank
+from thinwire.zero.sharded_home import clip_of_norm
 
-__all__ = ["FreezeGroup"]
+__all__ = ["FreezeGroup", "clip_local_step", "new_clock", "next_send", "read_outcomes"]
 
 
 class FreezeGroup:
@@ -36,11 +33,6 @@ class FreezeGroup:
 
     `send`: what the step in flight, or the next one, sends. `left_out_steps`: local steps to which this rank added
     nothing, as its gradient was not finite.
-
-    Args:
-        agreement: makes an Agreement between parameters with these settings.
-        rates: the learning rates of all parameter groups.
-        changed: called when the state has other names than before.
     """
 
     def __init__(
@@ -50,49 +42,41 @@ class FreezeGroup:
         algorithm: Algorithm,
         rule: FreezeRule | None,
         clock: Clock,
-        buckets: Sequence[AlgorithmBucket],
-        weights: GroupWeights,
-        *,
-        agreement: Callable[[dict[int, AdamSettings]], Agreement],
-        rates: Callable[[], list[float]],
-        changed: Callable[[], None] = lambda: None,
+        storage: Storage,
     ) -> None:
         self.algorithm = algorithm
         self.local = algorithm if isinstance(algorithm, LocalSteps) else None
         self.rule = rule
         self.clock = clock
-        self.buckets = list(buckets)
-        self.weights = weights
+        self.storage = storage
+        self.buckets = storage.buckets
         self.left_out_steps = 0
         self._comm = comm
         self._parameters = parameters
-        self._agreement = agreement
-        self._rates = rates
-        self._changed = changed
-        changed()
         self.prepare()
 
     @property
     def shows_own_weights(self) -> bool:
         """Whether parameters may show other weights than those that all ranks have in common."""
-        return self.local is not None and self.clock.frozen
+        return self.local is not None and self.clock.frozen_at is not None
 
     @property
-    def compresses(self) -> bool:
-        """Whether there are residuals, or will be at the next step."""
-        return self.clock.frozen or self.local is not None
+    def in_sync(self) -> bool:
+        """Whether all ranks hold the same weights."""
+        return self.local is None or self.local.in_sync
+
+    def prepare(self) -> None:
+        """Have every bucket ready for the kind of step that comes next, before its first gradient arrives."""
+        self.send = next_send(self.algorithm, self.clock)
+        for bucket in self.buckets:
+            bucket.prepare(self.send)
 
     # One step
-
-    def receive_averages(self) -> None:
-        """Write averaged gradients into the payloads, if this is an EXACT step."""
-        for bucket in self.buckets if self.send is Send.EXACT else ():
-            bucket.receive()
 
     def update(self, absent: frozenset[int], loss_scale: float, clip: float) -> None:
         """Apply what the exchanges of this step brought; `absent` parameters had no gradient on any rank. Collective.
 
-        Averages of an EXACT step are there already: see `receive_averages`.
+        Averages of an EXACT step have been received already.
         """
         send, decision = self.send, None if self.local is None else self.local.decision()
         self.take_over_written()
@@ -101,75 +85,42 @@ class FreezeGroup:
             self._exact_step(absent, loss_scale, clip)
         elif send is Send.LOCAL:
             self._local_step()
+        elif self.algorithm.form.update is not None:
+            for bucket in self.buckets:
+                self.storage.receive_and_move(bucket)
         else:
             self._compressed_step(send)
-        self.weights.end_step(send is not Send.LOCAL, send is Send.EXACT, self.clock.steps)
         self._decide_on_freeze(decision)
         self.prepare()
 
-    @property
-    def in_sync(self) -> bool:
-        """Whether all ranks hold the same weights."""
-        return self.local is None or self.local.in_sync
-
-    @property
-    def moves_in_place(self) -> bool:
-        """Whether the form moves the weights where they lie."""
-        kernels = all(bucket.compressed.codec.has_kernels for bucket in self.buckets)
-        return (
-            kernels and self.algorithm.form.update is not None and all(map(self.weights.moves_in_place, self.buckets))
-        )
-
-    def count_replay(self) -> None:
-        """Count a COMPRESSED step whose weights a graph has moved, and take its residuals over."""
-        self.clock.steps += 1
-        for bucket in self.buckets:
-            bucket.exchange.commit()
-            weights, replicas = self.weights.to_move(bucket)
-            torch.autograd.graph.increment_version([one for one in weights + replicas if one is not None])
-            self.weights.moved(bucket)
-        self.weights.end_step(True, False, self.clock.steps)
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Have every bucket ready for the kind of step that comes next, before its first gradient arrives."""
-        self.send = next_send(self.algorithm, self.clock)
-        for bucket in self.buckets:
-            bucket.prepare(self.send)
-
     def _exact_step(self, absent: frozenset[int], loss_scale: float, clip: float) -> None:
-        groups = self.weights.members(absent)
+        groups = self.storage.members(absent)
         for members in groups:
             if loss_scale != 1.0:
                 torch._foreach_div_(members.averages, loss_scale)
             if clip < 1.0:
                 torch._foreach_mul_(members.averages, clip)
-        if self.local is not None:
-            self.weights.absorb_owned(self.local, self.clock, groups, absent)
-        self.algorithm.exact(groups, self.clock, self._agreement(_settings(groups)))
-        if self.local is not None:
-            self.weights.settle(self.local, self.clock, groups, absent)
-        self._move(groups)
+        agree = self._agreement(absent)
+        if self.local is None:
+            self.algorithm.exact(groups, self.clock, agree)
+        else:
+            self.storage.absorb(self.local, groups, absent, agree)
+        self._change(self.algorithm.move, groups)
         if self.local is not None and self.local.published:
             for bucket in self.buckets:
                 bucket.find_zero_variance()
 
     def _compressed_step(self, send: Send) -> None:
-        if self.algorithm.form.update is not None:
-            for bucket in self.buckets:
-                bucket.receive_and_move(*self.weights.to_move(bucket))
-                self.weights.moved(bucket)
-            return
         if send is Send.SYNC:
             self._count_local()
         for bucket in self.buckets:
             bucket.receive()
-        everyone = self.weights.members()
-        slots = (slot for bucket in self.buckets for slot in bucket.layout.slots)
-        all_train = all(self._parameters.parameters[slot.parameter].requires_grad for slot in slots)
-        trained = everyone if all_train else self.weights.members(trained=True)
-        self.algorithm.compressed(everyone, self.clock, self._agreement(_settings(trained)))
-        self._move(trained)
+        everyone = self.storage.members()
+        numbers = (slot.parameter for bucket in self.buckets for slot in bucket.layout.slots)
+        all_train = all(self._parameters.parameters[number].requires_grad for number in numbers)
+        trained = everyone if all_train else self.storage.members(trained=True)
+        self.algorithm.compressed(everyone, self.clock, self._agreement(trained=True))
+        self._change(self.algorithm.move, trained)
         if send is Send.SYNC:
             self._end_sync()
 
@@ -177,27 +128,24 @@ class FreezeGroup:
         assert self.local is not None
         finite = self._own_is_finite()
         self._count_local()
-        trained = self.weights.members(trained=True)
+        trained = self.storage.members(trained=True)
         if any(members.settings.weight_decay for members in trained):
-            self._change(self.local.decay_common, trained)
-        self.local.absorb_local(self.weights.members(), self.clock, finite)
+            self.storage.change(self.local.decay_common, trained)
+        self.local.absorb_local(self.storage.members(), self.clock, finite)
         self.show_own_weights(True)
 
-    def _move(self, groups: Sequence[Members]) -> None:
-        self._change(self.algorithm.move, groups)
-        self.weights.show_common()
-
-    def _change(self, change: Callable[[Sequence[Members], Clock], None], groups: Sequence[Members]) -> None:
-        self.weights.change(lambda members: change(members, self.clock), groups, self.clock.steps)
+    def _change(self, change: Change, groups: Sequence[Members]) -> None:
+        self.storage.change(change, groups)
+        self.storage.show_common()
 
     def _count_local(self) -> None:
-        numbers = {self._parameters.group_number(slot.parameter) for one in self.buckets for slot in one.layout.slots}
+        numbers = {self._parameters.group_of[slot.parameter] for one in self.buckets for slot in one.layout.slots}
         assert self.local is not None
         self.local.count_local({one: self._parameters.settings(one) for one in sorted(numbers)}, self.clock)
 
     def _own_is_finite(self) -> bool:
         """Whether this rank can take its local step; warns where it cannot."""
-        found = [torch.as_tensor(bucket.own_is_finite()) for bucket in self.buckets]
+        found = [torch.as_tensor(all_finite(bucket.exchange.payload)) for bucket in self.buckets]
         if all(map(bool, read_together(found))):
             return True
         self.left_out_steps += 1
@@ -208,6 +156,19 @@ class FreezeGroup:
             stacklevel=8,
         )
         return False
+
+    def _agreement(self, absent: Collection[int] = (), *, trained: bool = False) -> Agreement:
+        parameters = self._parameters
+
+        def taking_part() -> list[int]:
+            slots = [slot for bucket in self.buckets for slot in slots_with_elements(bucket, absent)]
+            numbers = [
+                one.parameter for one in slots if parameters.parameters[one.parameter].requires_grad or not trained
+            ]
+            # In the order of the members, which numbers over all of them are added up in.
+            return sorted(numbers) if self.storage.shards else sorted(numbers, key=parameters.group_of.__getitem__)
+
+        return Agreement(self._comm, parameters, taking_part, shards=self.storage.shards)
 
     # Between steps
 
@@ -229,8 +190,8 @@ class FreezeGroup:
         for bucket in self.buckets:
             bucket.prepare(Send.SYNC)
             bucket.receive()
-        self.algorithm.compressed(self.weights.members(), self.clock, self._agreement({}))
-        self._change(self.local.move_synced, self.weights.members(trained=True))
+        self.algorithm.compressed(self.storage.members(), self.clock, self._agreement())
+        self.storage.change(self.local.move_synced, self.storage.members(trained=True))
         self._end_sync()
         self.prepare()
 
@@ -240,33 +201,26 @@ class FreezeGroup:
         if self.local is None or not self.shows_own_weights:
             return
         if not own:
-            self.weights.show_common()
+            self.storage.show_common()
         for bucket in self.buckets if own else ():
             for slot in slots_with_elements(bucket):
                 if self._parameters.parameters[slot.parameter].requires_grad:
-                    common = self.weights.common(bucket, slot)
+                    common = self.storage.common(bucket, slot)
                     own_weight = self.local.own_weight(common, bucket.contribution(slot))
-                    self.weights.show(bucket, slot, own_weight)
-
-    def begin_frozen_state(self) -> None:
-        """Have the frozen stage's state, to be filled."""
-        for bucket in self.buckets:
-            bucket.rename_state()
-        self._changed()
+                    self.storage.show(bucket, slot, own_weight)
 
     def restore(self) -> None:
         """Go on with what a checkpoint put into the state and the clock."""
-        for bucket in self.buckets:
-            bucket.hold_masked(self.algorithm.form.denominators, math.inf)
-            bucket.find_zero_variance()
+        self.storage.hold_masked(self.algorithm.form.denominators, math.inf)
+        self.storage.begin_compression(anew=False)
         if self.shows_own_weights:
-            self.weights.stand_apart()
+            self.storage.keep_common()
             self.show_own_weights(True)
         self.prepare()
 
     def _end_sync(self) -> None:
         assert self.local is not None
-        self.weights.show_common()
+        self.storage.show_common()
         self.local.end_sync()
 
     def drop_local_progress(self) -> None:
@@ -284,10 +238,10 @@ class FreezeGroup:
 
         Raises RuntimeError where those were this rank's own: what was written need not be the same on other ranks.
         """
-        for bucket, slot in self.weights.take_over_written(self.in_sync):
+        for bucket, slot in self.storage.take_over_written(self.in_sync):
             assert self.local is not None
-            own = self.local.own_weight(self.weights.common(bucket, slot), bucket.contribution(slot))
-            if not self.weights.holds(bucket, slot, own):
+            own = self.local.own_weight(self.storage.common(bucket, slot), bucket.contribution(slot))
+            if not self.storage.holds(bucket, slot, own):
                 raise RuntimeError(
                     f"{self._parameters.describe(slot.parameter)} was changed between local steps, in which ranks hold "
                     "weights of their own: call optimizer.synchronize_weights() on every rank before you change "
@@ -298,41 +252,107 @@ class FreezeGroup:
 
     def _decide_on_freeze(self, decision: object) -> None:
         froze = False
-        if self.rule is not None and not self.clock.frozen:
-            froze = self.rule.reached(self.clock.steps, self._rates(), self._variance_norms)
+        if self.rule is not None and self.clock.frozen_at is None:
+            rates = self._parameters.rates()
+            froze = self.rule.reached(self.clock.steps, rates, self._variance_norms)
             if self.rule.looks_at(self.clock.steps):
-                check_same_freeze(self._comm, froze, self._rates())
+                check_same_freeze(self._comm, froze, rates)
             if froze:
                 self._freeze()
         if self.local is not None and (froze or decision != self.local.decision()):
-            check_same_freeze(self._comm, self.clock.frozen, self._rates())
+            check_same_freeze(self._comm, self.clock.frozen, self._parameters.rates())
 
     def _freeze(self) -> None:
-        for bucket in self.buckets:
-            bucket.hold_masked(variance_of(self.algorithm), 0.0)
-        self.begin_frozen_state()
-        groups = self.weights.members()
-
-        def precondition() -> None:
-            for bucket in self.buckets:
-                bucket.precondition()
-
-        self.algorithm.freeze(groups, self.clock, self._agreement(_settings(groups)), precondition)
+        storage = self.storage
+        storage.hold_masked(_variance_of(self.algorithm), 0.0)
+        storage.begin_frozen_state()
+        groups = storage.members(state_only=True)
+        self.algorithm.freeze(groups, self.clock, self._agreement(), storage.precondition)
         self.clock.frozen_at = self.clock.steps
-        for bucket in self.buckets:
-            bucket.begin_compression()
+        storage.begin_compression()
         if self.local is not None:
-            self.weights.stand_apart()
+            storage.keep_common()
 
     def _variance_norms(self) -> list[float]:
-        """Of each parameter, by their numbers. The host waits once."""
-        norms: dict[int, torch.Tensor] = {}
-        for members in self.weights.members():
-            for parameter, variance in zip(members.parameters, members[variance_of(self.algorithm) or ""], strict=True):
+        """Of each parameter with elements, by their numbers. The host waits once. Collective if state is sharded."""
+        every = self._parameters.parameters
+        norms: dict[int, Tensor] = {}
+        for members in self.storage.members(state_only=True):
+            for parameter, variance in zip(
+                members.parameters, members[_variance_of(self.algorithm) or ""], strict=True
+            ):
                 norm = variance_norm(variance, members.settings, self.clock.steps)
                 norms[parameter] = norms[parameter] + norm if parameter in norms else norm
+        if self.storage.shards:
+            together = torch.zeros(len(every), dtype=torch.float64, device=every[0].device)
+            for parameter, norm in norms.items():
+                together[parameter] = norm
+            self._comm.all_reduce(together)
+            return [norm for norm, one in zip(together.tolist(), every, strict=True) if one.numel()]
         return [float(one) for one in read_together([norms[parameter] for parameter in sorted(norms)])]
 
 
-def _settings(groups: Sequence[Members]) -> dict[int, AdamSettings]:
-    return {parameter: members.settings for members in groups for parameter in members.parameters}
+def next_send(algorithm: Algorithm, clock: Clock) -> Send:
+    """What the step after `clock.steps` sends."""
+    if isinstance(algorithm, LocalSteps):
+        return algorithm.next_send(clock)
+    return Send.EXACT if clock.frozen_at is None else Send.COMPRESSED
+
+
+def new_clock(algorithm: Algorithm) -> Clock:
+    """The clock of parameters that enter now."""
+    return Clock(frozen_at=None if algorithm.freezes else 0)
+
+
+def _variance_of(algorithm: Algorithm) -> str | None:
+    """The name of the state that becomes the form's denominators at the freeze; None if none does."""
+    denominators = algorithm.form.denominators
+    variance = algorithm.frozen_state.get(denominators or "")
+    return None if variance == denominators else variance
+
+
+def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequence[float]) -> None:
+    """Raise ValueError on every rank unless all come to the same decision from the same learning rates. Collective."""
+    answers = comm.all_gather_bytes(json.dumps([reached, list(learning_rates)]).encode(), "decide on the freeze")
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            theirs, first = json.loads(answer), json.loads(answers[0])
+            raise ValueError(
+                f"rank {rank} has learning rates {theirs[1]} and {'freezes' if theirs[0] else 'does not freeze'}, "
+                f"rank 0 has {first[1]} and {'freezes' if first[0] else 'does not'}: every rank must use the same "
+                "learning rates. A scheduler that looks at the loss must look at the average over the ranks"
+            )
+
+
+def clip_local_step(step: Step, max_norm: float, buckets: Sequence[Bucket]) -> None:
+    """Shrink what this rank's gradient adds to a LOCAL step of `buckets` to a norm of `max_norm`."""
+    assert step.sketch is not None
+    clip = clip_of_norm(max_norm, step.sketch.own_norm() / step.loss_scale)
+    for bucket in buckets if may_clip(clip) else ():
+        payload = bucket.exchange.payload
+        torch.lerp(bucket.payload_of_zeros(), payload, clip, out=payload)
+
+
+def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Bucket]) -> Outcome:
+    """Copy the headers of `buckets` to the host, with `step`'s norm and clip if a sketch found them, in one wait;
+    return what they said together.
+
+    If packets say that ranks have other hyperparameters, raises ValueError, on every rank, that names the first;
+    collective only then.
+    """
+    sketched = [] if step.sketched is None else [step.sketched, torch.as_tensor(step.clip, dtype=torch.float64)]
+    finite, incomplete, unplaced = True, False, False
+    sent = [(bucket, bucket.sent) for bucket in buckets if bucket.sent is not None]
+    try:
+        if found := bring_headers([exchange for _, exchange in sent], sketched):
+            step.norm, step.clip = map(float, found)
+            step.sketched = None
+        for bucket, _ in sent:
+            outcome = bucket.outcome()
+            finite &= outcome.finite
+            incomplete |= outcome.incomplete
+            unplaced |= outcome.unplaced
+    except SettingsError:
+        check_same_on_every_rank(comm, [], step.groups, {})
+        raise
+    return Outcome(finite, incomplete, unplaced)

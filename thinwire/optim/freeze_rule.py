@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.optim.algorithm import AdamSettings
+from thinwire.optim.step import AdamSettings
 
 __all__ = ["FixedFreeze", "FreezeRule", "SettledVariance", "make_freeze_rule", "variance_norm"]
 

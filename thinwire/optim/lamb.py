@@ -37,7 +37,7 @@ class LambSettings(AdamSettings):
     factor_threshold: float
 
     @classmethod
-    def of_group(cls, group: dict[str, Any]) -> LambSettings:
+    def of_group(cls, group: Mapping[str, Any]) -> LambSettings:
         """Read them from an entry of `optimizer.param_groups`."""
         return cls(
             **vars(AdamSettings.of_group({**group, "eps_inside_sqrt": False})),
@@ -147,12 +147,9 @@ class Lamb(Adam):
         super().__init__(compressed)
         self.form = replace(self.form, update=None)  # norms of the updates come first
         self.coefficients: dict[int, float] = {}
+        self.scales: dict[int, float] = {}
         self._layers: dict[int, Layer] = {}
         self._rows_of: dict[tuple[int, ...], Tensor] = {}
-
-    @override
-    def scale(self, parameter: int) -> float:
-        return self._layer(parameter).scale
 
     # The warmup: LAMB
 
@@ -203,9 +200,10 @@ class Lamb(Adam):
         of_layer = {parameter: magnitudes[parameter] for parameter in agree.settings}
         moving = [rms for rms in of_layer.values() if rms]
         for parameter, rms in of_layer.items():
-            self._layer(parameter).scale = sum(moving) / len(moving) / rms if rms else 1.0
+            scale = sum(moving) / len(moving) / rms if rms else 1.0
+            self.scales[parameter] = self._layer(parameter).scale = scale
         for members in groups:
-            torch._foreach_mul_(members["exp_avg"], self._scales(members))
+            torch._foreach_mul_(members["exp_avg"], self._scales(members.parameters))
 
     # The frozen stage
 
@@ -217,7 +215,7 @@ class Lamb(Adam):
             self._renew_moments(members)
             updates, settings, denominators = members.averages, members.settings, members["denominator"]
             correction = settings.first_correction(clock.steps)
-            torch._foreach_div_(updates, [scale * correction for scale in self._scales(members)])
+            torch._foreach_div_(updates, [scale * correction for scale in self._scales(members.parameters)])
             if self._compressed == "momentum":
                 torch._foreach_div_(updates, denominators)
             grown = greatest_growths(members["exp_avg_sq_fresh"], denominators, settings, clock.steps)
@@ -243,10 +241,12 @@ class Lamb(Adam):
             torch._foreach_add_(members.weights, members.averages)
 
     @override
-    def rates(self, parameter: int, settings: AdamSettings, clock: Clock) -> tuple[float, float]:
-        rate = settings.lr * self.coefficients[parameter]
-        divisor = self.scale(parameter) * settings.first_correction(clock.steps)
-        return rate / divisor, 1 - rate * settings.weight_decay
+    def rates(self, parameters: Sequence[int], settings: AdamSettings, clock: Clock) -> list[tuple[float, float]]:
+        found, correction = [], settings.first_correction(clock.steps)
+        for parameter, scale in zip(parameters, self._scales(parameters), strict=True):
+            rate = settings.lr * self.coefficients.get(parameter, 1.0)
+            found.append((rate / (scale * correction), 1 - rate * settings.weight_decay))
+        return found
 
     # Checkpoints
 
@@ -261,6 +261,7 @@ class Lamb(Adam):
     def load_scalars(self, saved: Mapping[str, Any], names: Sequence[str]) -> None:
         number_of = {name: number for number, name in enumerate(names)}
         self._layers = {number_of[name]: Layer(**layer) for name, layer in saved["layers"].items() if name in number_of}
+        self.scales = {number: layer.scale for number, layer in self._layers.items()}
         self.coefficients = {
             number_of[name]: value for name, value in saved["coefficients"].items() if name in number_of
         }
@@ -273,7 +274,7 @@ class Lamb(Adam):
         gradients = momenta  # g = (m_t - β₁ m_{t-1}) / (1 - β₁), in the old momenta's memory
         torch._foreach_mul_(gradients, -settings.beta1)
         torch._foreach_add_(gradients, members.averages)
-        torch._foreach_div_(gradients, [(1 - settings.beta1) * scale for scale in self._scales(members)])
+        torch._foreach_div_(gradients, [(1 - settings.beta1) * scale for scale in self._scales(members.parameters)])
         if self._compressed == "momentum":
             torch._foreach_div_(gradients, members["denominator"])
         track_variances(gradients, members["exp_avg_sq_fresh"], settings)
@@ -287,8 +288,8 @@ class Lamb(Adam):
             known = self._rows_of[numbers] = torch.tensor(numbers, device=sums.device)
         return known
 
-    def _scales(self, members: Members) -> list[float]:
-        return [self.scale(parameter) for parameter in members.parameters]
+    def _scales(self, parameters: Sequence[int]) -> list[float]:
+        return [self.scales.get(parameter, 1.0) for parameter in parameters]
 
     def _layer(self, parameter: int) -> Layer:
         return self._layers.setdefault(parameter, Layer())

@@ -6,9 +6,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -18,7 +17,6 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.compress.kernels.loading import compiled_backend
-from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe
 from thinwire.optim.replicated.home import ReplicatedHome
@@ -142,7 +140,19 @@ class CompressedOptimizer(SynchronizedOptimizer):
         check_same_kind(self.comm, name, chosen.stage)
         self.stage = chosen.stage
         self.max_norm = chosen.clips_to
-        home = self._replicated(recipe, chosen) if self.stage == 0 else self._sharded(recipe, chosen)
+        home: AlgorithmHome
+        if self.stage == 0:
+            home = ReplicatedHome(self, self.comm, chosen, recipe)
+        else:
+            sharded = ShardedParameters(
+                self.comm,
+                self.param_groups,
+                chosen.named_parameters,
+                chosen.sharding,
+                optimizer=name,
+                settings={**chosen.compared(), **recipe.settings, **recipe.schedule},
+            )
+            home = AlgorithmShardedHome(sharded, chosen, recipe)
         self._move_in(home, chosen.averaging.times_mean(self.comm.size))
         freezes = [f"{option}={value!r}" for option, value in recipe.schedule.items() if "freeze_step" in option]
         held = [one for group in self.param_groups for one in group["params"]]
@@ -150,6 +160,8 @@ class CompressedOptimizer(SynchronizedOptimizer):
             compiled_backend(device.type)  # compression begins hours later, too late to tell that there is no compiler
         uncompressed = ring_bytes(self.comm.size, [one for one in held if one.requires_grad])
         self._savings = SavingsReport(self, self.comm, freezes="".join(freezes), uncompressed=uncompressed)
+        if self._savings.speaks:
+            self.register_step_post_hook(self._note_step)
 
     def __init_subclass__(cls) -> None:
         """Show the keyword arguments that all of them take in the class's signature, for `help` and editors."""
@@ -164,17 +176,11 @@ class CompressedOptimizer(SynchronizedOptimizer):
         ]
         cls.__signature__ = inspect.Signature([*given, *shared])  # type: ignore[attr-defined]
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss: float | None = super().step(closure)
-        if self._savings.speaks:
-            self._savings.note(self.steps, self.frozen_at, self.bytes_sent, self.bytes_uncompressed)
-        return loss
+    @staticmethod
+    def _note_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        assert isinstance(optimizer, CompressedOptimizer)
+        sent = optimizer.bytes_sent, optimizer.bytes_uncompressed
+        optimizer._savings.note(optimizer.steps, optimizer.frozen_at, *sent)
 
     @override
     def close(self) -> None:
@@ -185,21 +191,3 @@ class CompressedOptimizer(SynchronizedOptimizer):
     def frozen(self) -> bool:
         """Whether every parameter's steps are compressed, so that they send one bit an element or nothing."""
         return self._home.frozen
-
-    def _replicated(self, recipe: Recipe, options: HomeOptions) -> AlgorithmHome:
-        return ReplicatedHome(self, self.comm, options, recipe, self._rule(recipe))
-
-    def _sharded(self, recipe: Recipe, options: HomeOptions) -> AlgorithmHome:
-        agreed = {**options.compared(), **recipe.settings, **recipe.schedule}
-        parameters = ShardedParameters(
-            self.comm,
-            self.param_groups,
-            options.named_parameters,
-            options.sharding,
-            optimizer=type(self).__name__,
-            settings=agreed,
-        )
-        return AlgorithmShardedHome(parameters, options, recipe, self._rule(recipe))
-
-    def _rule(self, recipe: Recipe) -> Callable[[], FreezeRule | None]:
-        return lambda: recipe.rule(max(group["betas"][1] for group in self.param_groups))

@@ -3,7 +3,6 @@ checked before anything is sent, so that no collective can mismatch later."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
@@ -14,8 +13,9 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
-from thinwire.optim.algorithm import AdamSettings, Algorithm
+from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.step import AdamSettings
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 
@@ -29,7 +29,6 @@ __all__ = [
     "check_compress",
     "check_count",
     "check_group",
-    "check_same_freeze",
 ]
 
 Backend = Literal["nccl", "gloo", "mpi"]
@@ -270,19 +269,6 @@ def _number(name: str, value: Any) -> float:
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
-
-
-def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequence[float]) -> None:
-    """Raise ValueError on every rank unless all come to the same decision from the same learning rates. Collective."""
-    answers = comm.all_gather_bytes(json.dumps([reached, list(learning_rates)]).encode(), "decide on the freeze")
-    for rank, answer in enumerate(answers):
-        if answer != answers[0]:
-            theirs, first = json.loads(answer), json.loads(answers[0])
-            raise ValueError(
-                f"rank {rank} has learning rates {theirs[1]} and {'freezes' if theirs[0] else 'does not freeze'}, "
-                f"rank 0 has {first[1]} and {'freezes' if first[0] else 'does not'}: every rank must use the same "
-                "learning rates. A scheduler that looks at the loss must look at the average over the ranks"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,65 +1,138 @@
-"""The step in flight: what its buckets share and ask of their home, and what its packets and a sketched norm said."""
+"""The step in flight, and what it is a step of: parameters with their hyperparameters now, between warmup and frozen
+stage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from thinwire.comm import Communicator
-from thinwire.compress.exchange import Exchange, bring_headers
-from thinwire.compress.packet import SettingsError
-from thinwire.compress.parts import Outcome
-from thinwire.optim.algorithm import AdamSettings
 from thinwire.zero.norm_sketch import NormSketch
-from thinwire.zero.rank_checks import check_same_on_every_rank, settings_digest
+from thinwire.zero.rank_checks import settings_digest
 from thinwire.zero.sharded_home import clip_of_norm
 
-__all__ = ["Parameters", "Step", "clip_by_sketch", "may_clip", "read_outcomes"]
+__all__ = ["AdamSettings", "Clock", "Parameters", "Send", "Step", "may_clip"]
 
 
-class Parameters(Protocol):
-    """An optimizer's parameters by number, with their groups."""
+@dataclass(frozen=True)
+class AdamSettings:
+    """The hyperparameters of one parameter group."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    eps_inside_sqrt: bool
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any]) -> AdamSettings:
+        """Read them from an entry of `optimizer.param_groups`."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group.get("eps", 0.0),
+            group["weight_decay"],
+            group.get("bias_correction", True),
+            group.get("eps_inside_sqrt", False),
+        )
+
+    def first_correction(self, step: int) -> float:
+        """1 - β₁ᵗ, or 1 without bias correction."""
+        return 1 - self.beta1**step if self.bias_correction else 1.0
+
+    def second_correction(self, step: int) -> float:
+        """1 - β₂ᵗ, or 1 without bias correction."""
+        return 1 - self.beta2**step if self.bias_correction else 1.0
+
+
+class Send(Enum):
+    """The contents of a step on the wire."""
+
+    EXACT = auto()  # gradients, averaged exactly
+    COMPRESSED = auto()  # what `payload` makes of them, through the codec
+    LOCAL = auto()  # nothing: every rank steps by its own payload
+    SYNC = auto()  # what the local steps since the last sync, and this one, have gathered, through the codec
+
+
+@dataclass
+class Clock:
+    """Where the parameters that entered together are, the same on every rank.
+
+    `steps`: those applied; while one is applied it counts already. `frozen_at`: the step after which compression
+    began; None before.
+    """
+
+    steps: int = 0
+    frozen_at: int | None = None
 
     @property
-    def parameters(self) -> Sequence[Tensor]:
-        """By number."""
+    def frozen(self) -> bool:
+        """Whether compression has begun."""
+        return self.frozen_at is not None
 
-    def group_number(self, index: int) -> int:
-        """Which parameter group one is in."""
+
+class Parameters:
+    """An optimizer's parameters by number, with the hyperparameters of their groups now.
+
+    `group_of`: the number, in `groups`, of each one's group. `describe`: how an error message calls a parameter.
+    """
+
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        group_of: list[int],
+        groups: Sequence[Mapping[str, Any]],
+        hyperparameters: type[AdamSettings],
+        describe: Callable[[int], str],
+    ) -> None:
+        self.parameters = parameters
+        self.group_of = group_of
+        self.groups = groups
+        self.describe = describe
+        self._hyperparameters = hyperparameters
 
     def settings(self, group: int) -> AdamSettings:
-        """The hyperparameters of a parameter group now."""
+        """Read the hyperparameters of a parameter group."""
+        return self._hyperparameters.of_group(self.groups[group])
 
     def mask(self, group: int) -> Tensor | None:
-        """A parameter group's `exp_avg_mask`, if it has one."""
+        """Return a parameter group's `exp_avg_mask`, if it has one."""
+        mask: Tensor | None = self.groups[group].get("exp_avg_mask")
+        return mask
 
-    def describe(self, index: int) -> str:
-        """How an error message calls a parameter."""
+    def rates(self) -> list[float]:
+        """Read the learning rates of all parameter groups."""
+        return [float(group["lr"]) for group in self.groups]
 
 
 @dataclass
 class Step:
     """One step in flight, which all of its buckets share.
 
-    `number`: of steps that were sent. `loss_scale`: what gradients are taken to be times. `sketch`: where gradients are
-    counted whose averaged norm is wanted before leg 2. `sketched`: that norm, before the host has it. `clip`: what they
-    are multiplied by because of it, until then perhaps fp32 [] on an accelerator. `norm`: of the averaged gradient,
-    times the loss scale; NaN where it was not found. `unplaced`: whether a trainable
-    parameter lies in no bucket yet. `divide_first`: what gradients that are averaged exactly are divided by before they
-    leave. `settings_sent`: by parameter group, those that payloads depend on. `frees_gradients`: let each gradient go
-    once it is in the payload, so that it cannot be sent again. `groups`: the parameter groups.
+    `groups`: the parameter groups. `number`: of steps that were sent. `loss_scale`: what gradients are times, and
+    `sent_scale`, what they were taken to be times when payloads left. `sketch`: where gradients are counted whose
+    averaged norm is wanted before leg 2. `sketched`: that norm, before the host has it. `clip`: what they are
+    multiplied by because of it, until then perhaps fp32 [] on an accelerator. `norm`: of the averaged gradient, times
+    the loss scale; NaN if it was not found. `unplaced`: whether a trainable parameter lies in no bucket yet.
+    `divide_first`: what gradients that are averaged exactly are divided by before they leave. `settings_sent`: by
+    parameter group, those that payloads depend on. `frees_gradients`: let each gradient go once it is in the payload,
+    so that it cannot be sent again.
     """
 
     groups: Sequence[Mapping[str, Any]]
-    unplaced: Callable[[], bool] = lambda: False
-    number: int = 0
     divide_first: float = 1.0
+    unplaced: Callable[[], bool] | None = None
+    number: int = 0
     loss_scale: float = 1.0
+    sent_scale: float = 1.0
     sketch: NormSketch | None = None
     sketched: Tensor | None = None
     clip: float | Tensor = 1.0
@@ -72,11 +145,12 @@ class Step:
         """Forget what the last step has found and sent."""
         self.clip = 1.0
         self.norm = math.nan
-        self.sketched = None
-        self.begin_sending()
+        self.sketched = self._digest = None
+        self.settings_sent = {}
 
-    def begin_sending(self) -> None:
-        """Forget what was sent."""
+    def send_again(self) -> None:
+        """Have payloads made anew, for the loss scale and the settings as they are now."""
+        self.sent_scale = self.loss_scale
         self.settings_sent = {}
         self._digest = None
 
@@ -87,50 +161,13 @@ class Step:
             self._digest = settings_digest(self.groups, self.number)
         return self._digest
 
+    def clip_by_sketch(self, max_norm: float) -> None:
+        """Between the legs: clip by the averaged gradient's norm. Collective; on an accelerator nothing waits."""
+        assert self.sketch is not None
+        self.sketched = self.sketch.norm()
+        self.clip = clip_of_norm(max_norm, self.sketched / self.sent_scale)
+
 
 def may_clip(clip: float | Tensor) -> bool:
     """Whether a clip changes gradients, as far as the host knows."""
     return isinstance(clip, Tensor) or clip < 1.0
-
-
-def clip_by_sketch(step: Step, max_norm: float, loss_scale: float) -> None:
-    """Between the legs: clip `step` by the averaged gradient's norm. Collective; on an accelerator nothing waits."""
-    assert step.sketch is not None
-    step.sketched = step.sketch.norm()
-    step.clip = clip_of_norm(max_norm, step.sketched / loss_scale)
-
-
-class Sent(Protocol):
-    """A bucket whose legs are over."""
-
-    @property
-    def sent(self) -> Exchange | None:
-        """What this step went through; None if nothing was sent."""
-
-    def outcome(self) -> Outcome:
-        """What the headers said, the same on every rank."""
-
-
-def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Sent]) -> Outcome:
-    """Copy the headers of `buckets` to the host, with `step`'s norm and clip if a sketch found them, in one wait;
-    return what they said together.
-
-    If packets say that ranks have other hyperparameters, raises ValueError, on every rank, that names the first;
-    collective only then.
-    """
-    sketched = [] if step.sketched is None else [step.sketched, torch.as_tensor(step.clip, dtype=torch.float64)]
-    finite, incomplete, unplaced = True, False, False
-    try:
-        if found := bring_headers([one.sent for one in buckets if one.sent is not None], sketched):
-            step.norm, step.clip = map(float, found)
-            step.sketched = None
-        for bucket in buckets:
-            if bucket.sent is not None:
-                outcome = bucket.outcome()
-                finite &= outcome.finite
-                incomplete |= outcome.incomplete
-                unplaced |= outcome.unplaced
-    except SettingsError:
-        check_same_on_every_rank(comm, [], step.groups, {})
-        raise
-    return Outcome(finite, incomplete, unplaced)

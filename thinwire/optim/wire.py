@@ -1,46 +1,45 @@
-"""The exchanges that buckets of an algorithm go through, where every rank holds all state and where it is sharded."""
+"""The exchanges that buckets of an algorithm go through, and gradients as what an exact one sends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
-from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.codecs import CastCodec, make_codec
+from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
-from thinwire.zero import BucketLayout, shard_numel
-from thinwire.zero.master_weights import FlatBucket
+from thinwire.compress.packet import write_headers
+from thinwire.optim.options import HomeOptions
+from thinwire.zero import BucketLayout, Slot, shard_numel
 
-__all__ = ["Exchanges", "LowMemoryWire", "Wire"]
-
-
-class Exchanges(Protocol):
-    """Makes what a bucket goes through."""
-
-    ranks: int
-
-    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """An exact average."""
-
-    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """One through the codec, with error feedback."""
+__all__ = ["Wire", "cast_gradients"]
 
 
 class Wire:
-    """Exchanges over the ranks of `comm`, or by node where there are `links`."""
+    """Exchanges over the ranks of `comm`, or by node where there are `links`, through the codecs of `options`.
 
-    def __init__(self, comm: Communicator, links: NodeLinks | None, codec: Codec, warmup_codec: Codec) -> None:
+    `residual_dtypes`: where state is sharded, those of the worker's residuals, by bucket.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        options: HomeOptions,
+        links: NodeLinks | None = None,
+        residual_dtypes: Sequence[torch.dtype] = (),
+    ) -> None:
         self.comm = comm
+        self.codec = make_codec(options.codec, options.block_size)
         self.ranks = comm.size
+        self._exact_codec = make_codec(options.exact_codec, options.block_size)
         self._links = links
-        self._codec = codec
-        self._warmup_codec = warmup_codec
+        self._residual_dtypes = residual_dtypes
 
     def padded_numel(self, layout: BucketLayout) -> int:
         """Elements of what an exchange of this bucket takes: a layout by nodes is padded otherwise than one by
@@ -48,52 +47,75 @@ class Wire:
         shards = self.ranks if self._links is None else self._links.lanes * self._links.num_nodes
         return shards * shard_numel(layout.numel, shards, layout.block_size)
 
-    def new_state(self, device: torch.device, name: str, layout: BucketLayout) -> Tensor:
-        """A state, zeros, as an exchange of this bucket pads it."""
-        return torch.zeros(self.padded_numel(layout), device=device)
-
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """See Exchanges."""
-        codec = self._warmup_codec
+        """Make an exact average."""
+        codec = self._exact_codec
         if self._links is None:
             return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
-        return self._make(layout, index, device, codec, False)
-
-    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """See Exchanges."""
-        return self._make(layout, index, device, self._codec, True)
-
-    def _make(
-        self, layout: BucketLayout, index: int, device: torch.device, codec: Codec, error_feedback: bool
-    ) -> Exchange:
         return make_exchange(
-            self.comm, self._links, layout.numel, codec, bucket=index, error_feedback=error_feedback, device=device
+            self.comm, self._links, layout.numel, codec, bucket=index, error_feedback=False, device=device
         )
 
-
-class LowMemoryWire:
-    """Exchanges of buckets, with residuals in bf16 for parameters in 16 bits; exact averages go through `exact`."""
-
-    def __init__(self, comm: Communicator, buckets: Sequence[FlatBucket], codec: Codec, warmup_codec: Codec) -> None:
-        self.ranks = comm.size
-        self._comm = comm
-        self._buckets = buckets
-        self._codec = codec
-        self._exact = warmup_codec
-
-    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """See Exchanges."""
-        return make_exact_exchange(self._comm, layout.numel, self._exact, bucket=index, device=device)
-
     def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """See Exchanges."""
-        fp32 = self._buckets[index].dtype == torch.float32
+        """Make one through the codec, with error feedback."""
+        if self._residual_dtypes:
+            return self.low_memory(layout, index, device, reversible=True)
+        return make_exchange(self.comm, self._links, layout.numel, self.codec, bucket=index, device=device)
+
+    def low_memory(
+        self, layout: BucketLayout, index: int, device: torch.device, *, reversible: bool
+    ) -> LowMemoryExchange:
+        """Make one whose result may stay packets, and that can be told to keep no residuals of before a step."""
         return LowMemoryExchange(
-            self._comm,
+            self.comm,
             layout.numel,
-            self._codec,
+            self.codec,
             bucket=index,
             device=device,
-            residual_dtype=torch.float32 if fp32 else torch.bfloat16,
-            reversible=True,
+            residual_dtype=self._residual_dtypes[index],
+            reversible=reversible,
         )
+
+
+def cast_gradients(
+    exchange: Exchange, layout: BucketLayout, gradients: Mapping[int, Tensor], divisor: float
+) -> EncodePart:
+    """What casts a part of a bucket's `gradients`, by parameter, over `divisor` into packets, and zeros if there are
+    none."""
+    codec = exchange.codec
+    assert isinstance(codec, CastCodec), "nothing else carries gradients as they are"
+    flat = {number: gradient.view(-1) for number, gradient in gradients.items()}
+    ends = [slot.offset + slot.numel for slot in layout.slots]
+
+    def cast(place: slice, packets: Tensor, header: bytes) -> None:
+        places, pieces = [], []
+        for row, values in enumerate(codec.values(packets)):
+            begin = row * exchange.shard + place.start
+            for first, last, slot in _pieces(layout.slots, ends, begin, begin + len(values)):
+                gradient = None if slot is None else flat.get(slot.parameter)
+                target = values[first - begin : last - begin]
+                if slot is None or gradient is None:
+                    target.zero_()
+                else:
+                    piece = gradient[first - slot.offset : last - slot.offset]
+                    places.append(target)
+                    pieces.append(piece if divisor == 1.0 else piece.float().div_(divisor))
+        if places:
+            torch._foreach_copy_(places, pieces)
+        write_headers(packets, header)
+
+    return cast
+
+
+def _pieces(slots: Sequence[Slot], ends: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, Slot | None]]:
+    """Elements begin to end of a bucket, run by run: first, last, and the slot, None where there is none."""
+    for slot in slots[bisect_right(ends, begin) :]:
+        start, stop = slot.offset, min(slot.offset + slot.numel, end)
+        if begin < min(start, end):
+            yield begin, min(start, end), None
+        if start < stop:
+            yield max(begin, start), stop, slot
+        begin = max(begin, stop)
+        if begin == end:
+            return
+    yield begin, end, None

@@ -21,7 +21,7 @@ from thinwire.zero.placement import Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
-__all__ = ["FlatBucket", "MasterWeights", "Run", "ShardedParameters", "bring_beside"]
+__all__ = ["FlatBucket", "MasterWeights", "Run", "ShardedParameters", "bring_beside", "runs_in"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,14 @@ class Run:
     def numel(self) -> int:
         """How many elements it is."""
         return int(self.place.stop - self.place.start)
+
+
+def runs_in(layout: BucketLayout, place: slice) -> list[Run]:
+    """List the parts of parameters in elements `place` of a bucket, with places relative to its start."""
+    begin, end = place.start, place.stop
+    cuts = ((one, max(one.offset, begin), min(one.offset + one.numel, end)) for one in layout.slots)
+    found = ((slot, first, last) for slot, first, last in cuts if first < last)
+    return [Run(slot.parameter, first - slot.offset, slice(first - begin, last - begin)) for slot, first, last in found]
 
 
 class FlatBucket:
@@ -82,20 +90,11 @@ class FlatBucket:
     @property
     def own_runs(self) -> list[Run]:
         """The parts of parameters in this rank's shard."""
-        return self.runs(*self.own_range)
+        return runs_in(self.layout, slice(*self.own_range))
 
     def shard_of(self, bucket: Tensor) -> Tensor:
         """This rank's shard of a tensor of [padded_numel], a view."""
         return bucket[self.comm.rank * self.layout.shard :][: self.layout.shard]
-
-    def runs(self, start: int, stop: int) -> list[Run]:
-        """The parts of parameters in elements `start` to `stop` of the bucket, empty ones left out."""
-        runs = []
-        for slot in self.layout.slots:
-            first, last = max(slot.offset, start), min(slot.offset + slot.numel, stop)
-            if first < last:
-                runs.append(Run(slot.parameter, first - slot.offset, slice(first - start, last - start)))
-        return runs
 
     def view(self, bucket: Tensor, slot: Slot) -> Tensor:
         """The part of a tensor of [padded_numel] that belongs to a parameter, in the parameter's shape."""
@@ -137,7 +136,7 @@ class FlatBucket:
         numel = self.layout.padded_numel if keep == "whole" else self.layout.shard
         values = torch.zeros(numel, device=self.flat.device)
         by_number = {slot.parameter: one for slot, one in self.members()}
-        for run in self.runs(0, self.layout.numel) if keep == "whole" else self.own_runs:
+        for run in runs_in(self.layout, slice(0, self.layout.numel)) if keep == "whole" else self.own_runs:
             parameter = by_number[run.parameter].detach()
             values[run.place].copy_(parameter.reshape(-1)[run.start : run.start + run.numel])
         return values
@@ -159,7 +158,7 @@ class MasterWeights:
         self.offloaded = offload and bucket.flat.device.type != "cpu"
         self.separate = self.offloaded or bucket.dtype != torch.float32
         self._pin_memory = pin_memory
-        self.runs = bucket.runs(0, bucket.layout.numel) if whole else bucket.own_runs
+        self.runs = runs_in(bucket.layout, slice(0, bucket.layout.numel)) if whole else bucket.own_runs
         self.weights = self._initial_weights()
         self._landing: Tensor | None = None
         self.views = [self.weights[run.place] for run in self.runs]

@@ -15,7 +15,7 @@ from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
-from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters
+from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
 from thinwire.zero.rank_checks import norm_of_averages
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
@@ -159,7 +159,7 @@ def own_fragments(masters: MasterWeights, number: int, values: Sequence[Tensor |
 
 def of_whole_bucket(bucket: FlatBucket, number: int, values: Tensor, known: bool = True) -> Held:
     """A parameter's part of [padded_numel] that every rank has alike."""
-    runs = [run for run in bucket.runs(0, bucket.layout.numel) if run.parameter == number]
+    runs = [run for run in runs_in(bucket.layout, slice(0, bucket.layout.numel)) if run.parameter == number]
     return Held([Fragment(run.start, values[run.place]) for run in runs], everywhere=True, known=known)
 
 
@@ -185,14 +185,23 @@ class ShardedHome(Home):
 
     def __init__(self, parameters: ShardedParameters) -> None:
         self.comm = parameters.comm
-        self.parameters, self.names = parameters.order.parameters, parameters.names
-        self.uncompressed_step_bytes = ring_bytes(self.comm.size, self.parameters)
+        self.uncompressed_step_bytes = ring_bytes(parameters.comm.size, parameters.order.parameters)
         self._parameters = parameters
         self.watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
-        self.watcher.watch(self.parameters)
+        self.watcher.watch(parameters.order.parameters)
         self._vote: Vote | None = None  # of the step under way, once it is known
         self._vote_is_outdated = False  # whether gradients were written after it
         self._stand_in: Tensor | None = None  # a parameter with a gradient that only a GradScaler looks at
+
+    @property
+    @override
+    def parameters(self) -> Sequence[Tensor]:
+        return self._parameters.order.parameters
+
+    @property
+    @override
+    def names(self) -> Sequence[str]:
+        return self._parameters.names
 
     @property
     @override
@@ -207,8 +216,8 @@ class ShardedHome(Home):
 
     @override
     def drop(self) -> None:
-        self._end_vote()
         self.watcher.drop()
+        self._end_vote()
 
     @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
@@ -245,8 +254,8 @@ class ShardedHome(Home):
 
     def _end_step(self) -> None:
         """Forget the step; the next backward begins another."""
-        self._end_vote()
         self.watcher.end_step()
+        self._end_vote()
 
     def _end_vote(self) -> None:
         self._vote = None
@@ -282,10 +291,18 @@ class ShardedHome(Home):
             for bucket, one in zip(parameters.buckets, gradients, strict=True)
             if one.filled
         ]
-        norm, anything_missing = norm_of_averages(
-            parameters.exchange_comm, averages, parameters.groups, self.steps, parameters.device, bool(missing)
-        )
+        norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
+        norms.append(torch.zeros((), device=parameters.device))  # where there are no others
+        square = torch.stack(norms).double().square().sum()
+        votes = torch.empty(4, dtype=torch.float64, device=parameters.device)
+        votes[0] = square
+        for place, own in enumerate((bool(missing), *settings_votes(parameters.groups, self.steps)), start=1):
+            votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
+        parameters.exchange_comm.all_reduce(votes)
+        total, anything_missing, digests, squares = votes.tolist()
+        check_settings_votes(parameters.exchange_comm, parameters.groups, digests, squares)
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
+        norm = math.sqrt(total) if total >= 0 else math.nan
         return Vote(math.isfinite(norm), norm, absent | self.watcher.left_out)
 
     # By parameter

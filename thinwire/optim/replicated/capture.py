@@ -25,7 +25,7 @@ from thinwire.compress.kernels.tables import Arena, CapturedTables
 from thinwire.compress.packet import step_and_settings
 from thinwire.compress.parts import Arrived
 from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.bucket import AlgorithmBucket
+from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, Synchronizer
@@ -123,7 +123,7 @@ _NUMBERS = 4
 class _CapturedBucket:
     """One bucket's launches in a graph."""
 
-    def __init__(self, group: FreezeGroup, bucket: AlgorithmBucket, arena: Arena, numbers: Tensor) -> None:
+    def __init__(self, group: FreezeGroup, bucket: Bucket, arena: Arena, numbers: Tensor) -> None:
         self.bucket = bucket
         self._group = group
         self._tables = CapturedTables(arena)
@@ -131,7 +131,7 @@ class _CapturedBucket:
         self._arrived: Arrived | None = None
 
     @staticmethod
-    def room(bucket: AlgorithmBucket) -> int:
+    def room(bucket: Bucket) -> int:
         """Bytes of an arena that its launches take."""
         return 2 * len(bucket.exchange.parts) * Arena.room(_RUN_BYTES * len(bucket.segments))
 
@@ -215,7 +215,8 @@ class StepCapture:
             bool(layout.groups)
             and not layout.trainable_unplaced
             and not self._synchronizer.watcher.in_step
-            and all(group.clock.frozen and group.moves_in_place for group in layout.groups)
+            and all(group.clock.frozen for group in layout.groups)
+            and all(storage.moves_in_place() for storage in layout.storages)
         )
 
     def forget(self) -> None:
@@ -252,8 +253,14 @@ class StepCapture:
             turn.moving = moving
             return
         turn.moving.replay()
-        for group in self._layout.groups:
-            group.count_replay()
+        for group, storage in zip(self._layout.groups, self._layout.storages, strict=True):
+            group.clock.steps += 1
+            for bucket in group.buckets:
+                bucket.exchange.commit()
+                weights, replicas = storage.to_move(bucket)
+                torch.autograd.graph.increment_version([one for one in weights + replicas if one is not None])
+                storage.accept_moved(bucket)
+            group.prepare()
 
     # Parts
 

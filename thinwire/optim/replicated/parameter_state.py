@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.optim.algorithm import Send
-from thinwire.optim.bucket import AlgorithmBucket, place_of
+from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import check_averages, check_in_sync, check_may_write, check_plain
 from thinwire.optim.replicated.parameters import ParameterTable
@@ -81,14 +81,14 @@ class ReplicatedParameterState(ParameterState):
     def after_writing_gradient(self, number: int) -> None:
         found = self._find(number)
         assert found is not None, "a parameter without a place has no averaged gradient"
-        found[1].average_rewritten()
+        found[1].rewritten = True
         self._synchronizer.outcome = None  # to be found out again
 
     @override
     def kinds(self) -> list[str]:
         return sorted({kind for bucket in self._layout.buckets for kind in bucket.state})
 
-    def _find(self, number: int) -> tuple[FreezeGroup, AlgorithmBucket, Slot] | None:
+    def _find(self, number: int) -> tuple[FreezeGroup, Bucket, Slot] | None:
         for group in self._layout.groups:
             for bucket in group.buckets:
                 for slot in bucket.layout.slots:
@@ -98,11 +98,11 @@ class ReplicatedParameterState(ParameterState):
 
 
 def frozen_bytes(
-    parameters: Sequence[Tensor], states: Iterable[Mapping[str, Tensor]], buckets: Iterable[AlgorithmBucket]
+    parameters: Sequence[Tensor], states: Iterable[Mapping[str, Tensor]], buckets: Iterable[Bucket]
 ) -> dict[str, float]:
     """Bytes of a rank once frozen, by what they are for; counted, as there is no published formula."""
     entries = [(name, one) for state in states for name, one in state.items()]
-    exchanges = [one.compressed for one in buckets if one.compresses]
+    exchanges = [one.compressed for one in buckets]
     residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
     weights = float(sum(parameter.nbytes for parameter in parameters))
     return {

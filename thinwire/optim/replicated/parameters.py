@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm import Communicator
-from thinwire.optim.algorithm import AdamSettings, Algorithm, Members
-from thinwire.optim.bucket import AlgorithmBucket
-from thinwire.optim.group_weights import Change, GroupWeights
-from thinwire.zero import Slot
+from thinwire.optim.algorithm import Algorithm, Members
+from thinwire.optim.bucket import Bucket
+from thinwire.optim.step import AdamSettings, Clock, Parameters, Step
+from thinwire.optim.storage import Change, Storage
+from thinwire.optim.wire import Wire
+from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import Run
-from thinwire.zero.norm_sketch import read_together
 from thinwire.zero.saved_state import SliceSource, read_weight
 
-__all__ = ["ParameterTable", "RankZeros", "ReplicatedWeights", "weight_and_master"]
+__all__ = ["ParameterTable", "WholeStorage", "weight_and_master"]
 
 
-class ParameterTable:
+class ParameterTable(Parameters):
     """The parameters of `optimizer`, numbered in the order of its groups, with their group, state and name.
 
     16-bit parameters get an fp32 master weight, in their state as `master`: an update far below a weight's last bit
@@ -37,11 +37,9 @@ class ParameterTable:
         param_dtype: torch.dtype | None = None,
     ) -> None:
         """`param_dtype`: what fp32 parameters become, with master weights of the values that they had."""
-        self.parameters: list[Tensor] = []
+        super().__init__([], [], optimizer.param_groups, settings_class, self._description)
         self.names: list[str] = []  # in checkpoints
         self._optimizer = optimizer
-        self._settings_class = settings_class
-        self._group_numbers: list[int] = []
         self._published: list[tuple[int, Tensor]] = []  # see `accept`
         self._param_dtype = param_dtype
         self._given_names = {id(parameter): name for name, parameter in named_parameters or ()}
@@ -52,12 +50,8 @@ class ParameterTable:
 
     def new_parameters(self) -> list[tuple[Tensor, int]]:
         """Parameters, with their group's number, that the optimizer holds and this table does not yet."""
-        held = [
-            (parameter, number)
-            for number, group in enumerate(self._optimizer.param_groups)
-            for parameter in group["params"]
-        ]
-        for group in self._optimizer.param_groups:
+        held = [(parameter, number) for number, group in enumerate(self.groups) for parameter in group["params"]]
+        for group in self.groups:
             for parameter, name in zip(group["params"], group.get("param_names") or (), strict=False):
                 self._given_names.setdefault(id(parameter), name)
         return held[len(self) :]
@@ -70,9 +64,9 @@ class ParameterTable:
         """Give `parameter` the next number."""
         index = len(self)
         self.parameters.append(parameter)
-        self._group_numbers.append(group_number)
+        self.group_of.append(group_number)
         self._published.append((parameter._version, parameter.detach()))
-        position = index - self._group_numbers.index(group_number)
+        position = index - self.group_of.index(group_number)
         name = self.known_name(parameter)
         if name is not None:
             self._called[index] = name
@@ -87,38 +81,20 @@ class ParameterTable:
         """Call parameters, by id, as `names` does, in error messages."""
         self._called |= {index: names[id(one)] for index, one in enumerate(self.parameters) if id(one) in names}
 
-    def describe(self, index: int) -> str:
+    def _description(self, index: int) -> str:
         """How an error message calls a parameter."""
-        number = self._group_numbers[index]
-        position = index - self._group_numbers.index(number)
+        number = self.group_of[index]
+        position = index - self.group_of.index(number)
         called = f" {self._called[index]!r}" if index in self._called else ""
         return f"parameter {position} of group {number}{called}, shape {tuple(self.parameters[index].shape)},"
 
-    # Groups
-
-    def group_number(self, index: int) -> int:
-        """Which parameter group it is in."""
-        return self._group_numbers[index]
-
-    def group(self, index: int) -> dict[str, Any]:
-        """Its parameter group."""
-        return self._optimizer.param_groups[self._group_numbers[index]]
-
-    def groups(self) -> list[dict[str, Any]]:
-        """All parameter groups."""
-        return self._optimizer.param_groups
-
-    def settings(self, group: int) -> AdamSettings:
-        """The hyperparameters of a parameter group now."""
-        return self._settings_class.of_group(self._optimizer.param_groups[group])
-
-    def mask(self, group: int) -> Tensor | None:
-        """A parameter group's `exp_avg_mask`, if it has one."""
-        mask: Tensor | None = self._optimizer.param_groups[group].get("exp_avg_mask")
-        return mask
+    @property
+    def states(self) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state."""
+        return self._optimizer.state
 
     def state(self, index: int) -> dict[str, Any]:
-        """Its entry in the optimizer's state."""
+        """A parameter's entry in the optimizer's state."""
         state: dict[str, Any] = self._optimizer.state[self.parameters[index]]
         return state
 
@@ -199,38 +175,65 @@ class ParameterTable:
         self.accept([index])
 
 
-class ReplicatedWeights(GroupWeights):
-    """What updates are applied to is in `table`, which rounds it into 16-bit parameters.
+class WholeStorage(Storage):
+    """All state on every rank. What updates are applied to is in `table`, which rounds it into 16-bit parameters.
 
     While ranks take local steps master weights are those of the last sync, and parameters show the ranks' own.
     """
 
-    def __init__(self, table: ParameterTable, buckets: Sequence[AlgorithmBucket]) -> None:
-        super().__init__(table, buckets)
+    shapes = True
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        algorithm: Algorithm,
+        clock: Clock,
+        wire: Wire,
+        step: Step,
+        layouts: Mapping[int, BucketLayout],
+    ) -> None:
         self._table = table
-        self._slots = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.layout.slots}
+        super().__init__(table, algorithm, clock, wire, step, layouts)
+        self._slots = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         self._copies: list[tuple[int, Tensor]] = []  # by number, of weights that a kernel cannot move where they lie
+        self._show_state()
 
     @override
-    def weight(self, bucket: AlgorithmBucket, slot: Slot) -> Tensor:
+    def new_state(self, name: str, bucket: int, layout: BucketLayout) -> Tensor:
+        return torch.zeros(self._wire.padded_numel(layout), device=self._table.parameters[0].device)
+
+    @override
+    def begin_frozen_state(self) -> None:
+        super().begin_frozen_state()
+        self._show_state()
+
+    @override
+    def weight(self, bucket: Bucket, slot: Slot) -> Tensor:
         return self._table.weight(slot.parameter)
 
     @override
-    def change(self, change: Change, groups: Sequence[Members], steps: int) -> None:
-        change(groups)
+    def change(self, change: Change, groups: Sequence[Members]) -> None:
+        change(groups, self._clock)
 
     @override
-    def to_move(self, bucket: AlgorithmBucket) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def receive_and_move(self, bucket: Bucket) -> None:
+        bucket.receive_and_move(*self.to_move(bucket))
+        self.accept_moved(bucket)
+
+    def to_move(self, bucket: Bucket) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The weights of each slot that trains, fp32 and contiguous, and the 16-bit replicas that show them, for the
+        form to move; copies of those that lie otherwise, which `accept_moved` takes back."""
         weights: list[Tensor | None] = []
         replicas: list[Tensor | None] = []
         self._copies = []
+        state = self._table.states
         for slot in bucket.layout.slots:
             parameter = self._table.parameters[slot.parameter]
             if not parameter.requires_grad:
                 weights.append(None)
                 replicas.append(None)
                 continue
-            weight: Tensor = self._table.state(slot.parameter).get("master", parameter)
+            weight: Tensor = state[parameter].get("master", parameter)
             replica = None if weight is parameter else parameter
             rounds = replica is None or replica.dtype in (torch.bfloat16, torch.float16)
             if not (rounds and weight.is_contiguous() and parameter.is_contiguous()):
@@ -240,42 +243,43 @@ class ReplicatedWeights(GroupWeights):
             replicas.append(replica)
         return weights, replicas
 
-    @override
-    def moved(self, bucket: AlgorithmBucket) -> None:
+    def accept_moved(self, bucket: Bucket) -> None:
+        """Take over what was done to the last `to_move`'s weights and replicas."""
         self._table.accept(slot.parameter for slot in bucket.layout.slots)
         for number, weight in self._copies:
             self._table.weight(number).copy_(weight)
             self._table.accept([number])
             self._table.publish(number)
 
-    @override
-    def moves_in_place(self, bucket: AlgorithmBucket) -> bool:
-        self.to_move(bucket)
-        return not self._copies
+    def moves_in_place(self) -> bool:
+        """Whether the form moves all weights where they lie."""
+        for bucket in self.buckets if self._algorithm.form.update is not None else ():
+            self.to_move(bucket)
+            if self._copies or not bucket.compressed.codec.has_kernels:
+                return False
+        return self._algorithm.form.update is not None
 
     @override
     def show_common(self) -> None:
-        for bucket in self._buckets:
-            for slot in bucket.layout.slots:
-                self._table.publish(slot.parameter)
+        for number in self._slots:
+            self._table.publish(number)
 
     @override
-    def common(self, bucket: AlgorithmBucket, slot: Slot) -> Tensor:
+    def common(self, bucket: Bucket, slot: Slot) -> Tensor:
         master: Tensor = self._table.state(slot.parameter)["master"]
         return master.reshape(-1)
 
     @override
-    def show(self, bucket: AlgorithmBucket, slot: Slot, weight: Tensor) -> None:
+    def show(self, bucket: Bucket, slot: Slot, weight: Tensor) -> None:
         self._table.show(slot.parameter, weight.view(self._table.parameters[slot.parameter].shape))
 
     @override
-    def stand_apart(self) -> None:
-        for bucket in self._buckets:
-            for slot in bucket.layout.slots:
-                self._table.keep_apart(slot.parameter)
+    def keep_common(self) -> None:
+        for number in self._slots:
+            self._table.keep_apart(number)
 
     @override
-    def take_over_written(self, in_sync: bool) -> list[tuple[AlgorithmBucket, Slot]]:
+    def take_over_written(self, in_sync: bool) -> list[tuple[Bucket, Slot]]:
         written = self._table.written(self._slots)
         if not in_sync:
             return [self._slots[number] for number in written]
@@ -284,7 +288,7 @@ class ReplicatedWeights(GroupWeights):
         return []
 
     @override
-    def holds(self, bucket: AlgorithmBucket, slot: Slot, weight: Tensor) -> bool:
+    def holds(self, bucket: Bucket, slot: Slot, weight: Tensor) -> bool:
         parameter = self._table.parameters[slot.parameter]
         same = torch.equal(parameter.reshape(-1), weight.to(parameter.dtype))
         if same:
@@ -292,26 +296,21 @@ class ReplicatedWeights(GroupWeights):
         return same
 
     @override
-    def saved(self, bucket: AlgorithmBucket, run: Run, own: bool) -> dict[str, Tensor]:
+    def saved(self, bucket: Bucket, run: Run, own: bool) -> dict[str, Tensor]:
         place = slice(run.start, run.start + run.numel)
         weight, master = weight_and_master(self._table, run.parameter, own)
         return {
             name: one.reshape(-1)[place] for name, one in (("weight", weight), ("master", master)) if one is not None
         }
 
-    @override
-    def end_step(self, sent: bool, exact: bool, steps: int) -> None:
-        """Nothing follows: what every rank rounds is the same."""
-
-    def show_state(self, algorithm: Algorithm) -> None:
+    def _show_state(self) -> None:
         """Let every parameter's entry in the optimizer's state be views of the buckets' state."""
-        shown = set(algorithm.state) | set(algorithm.frozen_state)
-        for bucket in self._buckets:
-            for slot in bucket.layout.slots:
-                entry = self._table.state(slot.parameter)
-                for name in shown - set(bucket.state):
-                    entry.pop(name, None)
-                entry |= {name: bucket.view(values, slot) for name, values in bucket.state.items()}
+        shown = set(self._algorithm.state) | set(self._algorithm.frozen_state)
+        for bucket, slot in self._slots.values():
+            entry = self._table.state(slot.parameter)
+            for name in shown - set(bucket.state):
+                entry.pop(name, None)
+            entry |= {name: self._view(values, slot) for name, values in bucket.state.items()}
 
 
 def weight_and_master(table: ParameterTable, index: int, own: bool) -> tuple[Tensor, Tensor | None]:
@@ -319,31 +318,3 @@ def weight_and_master(table: ParameterTable, index: int, own: bool) -> tuple[Ten
     parameter = table.parameters[index].detach()
     master: Tensor | None = table.state(index).get("master")
     return (master.to(parameter.dtype) if own and master is not None else parameter), master
-
-
-class RankZeros:
-    """An Agreement on what every rank has found for whole parameters: rank 0's numbers.
-
-    Norms are sums, which another CPU or number of threads adds up in another order: weights that must be the same bits
-    on every rank cannot depend on each rank's own.
-    """
-
-    def __init__(
-        self, comm: Communicator, numels: Sequence[int], settings: dict[int, AdamSettings], device: torch.device
-    ) -> None:
-        """`device`: where the numbers are found."""
-        self._comm = comm
-        self._device = device
-        self.numels = numels
-        self.settings = settings
-
-    def zeros(self, kinds: int) -> Tensor:
-        """See Agreement."""
-        return torch.zeros(len(self.numels), kinds, dtype=torch.float64, device=self._device)
-
-    def __call__(self, sums: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See Agreement."""
-        together = torch.cat([sums, torch.zeros_like(sums[:, :1]) if greatest is None else greatest[:, None]], dim=1)
-        self._comm.broadcast(together)
-        (together,) = read_together([together])
-        return together[:, :-1], together[:, -1]

@@ -6,27 +6,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.parts import Outcome
-from thinwire.optim.algorithm import Algorithm, Clock, Send, next_send
-from thinwire.optim.bucket import AlgorithmBucket
-from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.algorithm import Algorithm, Send
+from thinwire.optim.bucket import Bucket
+from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, next_send, read_outcomes
 from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions
-from thinwire.optim.replicated.parameters import ParameterTable, RankZeros, ReplicatedWeights
-from thinwire.optim.step import Step, clip_by_sketch, may_clip, read_outcomes
+from thinwire.optim.replicated.parameters import ParameterTable, WholeStorage
+from thinwire.optim.step import Step
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.home import ring_bytes
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import agree_on_absent, agree_on_order, find_overflowing
-from thinwire.zero.sharded_home import clip_coefficient, clip_of_norm
+from thinwire.zero.sharded_home import clip_coefficient
 
 __all__ = ["FreezeGroups", "SynchronizedBackward", "Synchronizer"]
 
@@ -34,12 +34,11 @@ _FP32_BYTES = 4
 
 
 class FreezeGroups:
-    """`groups`, in the order in which they entered, and `unplaced`: the parameters that lie in no bucket yet.
+    """`groups`, in the order in which they entered, each with one of `storages`, and `unplaced`: the parameters that
+    lie in no bucket yet.
 
     `buckets`: of all groups, in the order in which they leave. `uncompressed_bytes`: what a ring all-reduce of their
-    gradients sends.
-
-    `step`: what the buckets of a step share.
+    gradients sends. `step`: what the buckets of a step share.
     """
 
     def __init__(
@@ -52,11 +51,12 @@ class FreezeGroups:
         make_rule: Callable[[], FreezeRule | None],
     ) -> None:
         self.groups: list[FreezeGroup] = []
-        self.buckets: list[AlgorithmBucket] = []
+        self.storages: list[WholeStorage] = []
+        self.buckets: list[Bucket] = []
         self.uncompressed_bytes = 0
         self.unplaced: list[int] = []
-        self.step = Step(table.groups(), lambda: bool(self.unplaced and self.trainable_unplaced))
-        self.step.divide_first = options.averaging.divide_first
+        divide_first = options.averaging.divide_first
+        self.step = Step(table.groups, divide_first, lambda: bool(self.unplaced and self.trainable_unplaced))
         self.comm = comm
         self._table = table
         self._wire = wire
@@ -67,16 +67,14 @@ class FreezeGroups:
     @property
     def trainable_unplaced(self) -> list[int]:
         """The parameters that lie in no bucket yet and require a gradient."""
-        if not self.unplaced:
-            return []
-        return [index for index in self.unplaced if self._parameters[index].requires_grad]
+        return [index for index in self.unplaced if self._table.parameters[index].requires_grad]
 
     def sends(self) -> set[Send]:
-        """What the next step sends, the first one of parameters that lie in no bucket yet included."""
+        """The kinds of the next step, the first one of parameters that lie in no bucket yet included."""
         found = {group.send for group in self.groups}
         if self.trainable_unplaced:
             algorithm = self._make_algorithm()
-            found.add(next_send(algorithm, _new_clock(algorithm)))
+            found.add(next_send(algorithm, new_clock(algorithm)))
         return found
 
     def place(self, order: Sequence[int]) -> FreezeGroup:
@@ -89,22 +87,19 @@ class FreezeGroups:
         placed = {index for group in freeze_groups for order in group for index in order}
         self.unplaced = [index for index in range(len(self._table)) if index not in placed]
         self.groups.clear()
+        self.storages.clear()
         self.buckets = []
         for buckets in freeze_groups:
             self._add([self._cut(order, whole=True)[0] for order in buckets])
 
     def all_trainable(self) -> list[list[int]]:
         """Buckets of all trainable parameters, last ones first, as backward is likely to bring them."""
-        order = [index for index in reversed(range(len(self._table))) if self._parameters[index].requires_grad]
+        order = [index for index in reversed(range(len(self._table))) if self._table.parameters[index].requires_grad]
         return [[slot.parameter for slot in layout.slots] for layout in self._cut(order)]
-
-    @property
-    def _parameters(self) -> Sequence[Tensor]:
-        return self._table.parameters
 
     def _cut(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
         """Buckets of the parameters `order`; one of all of them where they stay `whole`."""
-        numels = [parameter.numel() for parameter in self._parameters]
+        numels = [parameter.numel() for parameter in self._table.parameters]
         numel = sum(numels[parameter] for parameter in order)
         return partition(
             numels,
@@ -116,44 +111,16 @@ class FreezeGroups:
 
     def _add(self, layouts: Sequence[BucketLayout]) -> FreezeGroup:
         algorithm = self._make_algorithm()
-        clock = _new_clock(algorithm)
-        made = [
-            AlgorithmBucket(
-                index,
-                layout,
-                self._table,
-                self._wire,
-                algorithm,
-                clock,
-                self.step,
-                new_state=partial(self._wire.new_state, self._parameters[0].device),
-                shards_state=False,
-            )
-            for index, layout in enumerate(layouts, len(self.buckets))
-        ]
-        weights = ReplicatedWeights(self._table, made)
-        numels = [parameter.numel() for parameter in self._parameters]
-        group = FreezeGroup(
-            self.comm,
-            self._table,
-            algorithm,
-            self._make_rule(),
-            clock,
-            made,
-            weights,
-            agreement=partial(RankZeros, self.comm, numels, device=self._parameters[0].device),
-            rates=lambda: [float(one["lr"]) for one in self._table.groups()],
-            changed=lambda: weights.show_state(algorithm),
-        )
+        clock = new_clock(algorithm)
+        numbered = dict(enumerate(layouts, len(self.buckets)))
+        storage = WholeStorage(self._table, algorithm, clock, self._wire, self.step, numbered)
+        group = FreezeGroup(self.comm, self._table, algorithm, self._make_rule(), clock, storage)
         self.groups.append(group)
-        self.buckets = [*self.buckets, *made]
-        placed = (self._parameters[slot.parameter] for bucket in self.buckets for slot in bucket.layout.slots)
+        self.storages.append(storage)
+        self.buckets = [*self.buckets, *storage.buckets]
+        placed = (self._table.parameters[slot.parameter] for bucket in self.buckets for slot in bucket.layout.slots)
         self.uncompressed_bytes = ring_bytes(self.comm.size, placed)
         return group
-
-
-def _new_clock(algorithm: Algorithm) -> Clock:
-    return Clock(frozen_at=None if algorithm.freezes else 0)
 
 
 @dataclass(frozen=True)
@@ -175,48 +142,22 @@ class Synchronizer:
     Buckets hold parameters in the order in which rank 0 saw their gradients arrive: early buckets are then whole early,
     whatever order the parameter groups list them in. The first backward is therefore exchanged as a whole, at its end.
 
-    `loss_scale`: what gradients are times.
-
     Args:
         max_norm: what the averaged gradient's norm is clipped to; 0 does not clip.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        table: ParameterTable,
-        layout: FreezeGroups,
-        max_norm: float,
-    ) -> None:
+    def __init__(self, home: AlgorithmHome, table: ParameterTable, layout: FreezeGroups, max_norm: float) -> None:
         self.outcome: SynchronizedBackward | None = None  # of the step in flight, once it is known
-        self.scaled: bool | None = None  # see Home
         self.capturing = False  # into a graph: nothing can be read at the end of a backward
         self.watcher = BackwardWatcher(table.describe, self._on_whole)
-        self._comm = comm
+        self._home = home
+        self._comm = home.comm
         self._table = table
         self._layout = layout
         self._step = layout.step
         self._max_norm = max_norm
-        self._loss_scale = 1.0
         self._sketch: NormSketch | None = None
-        self._watched: tuple[list[AlgorithmBucket], Callable[[], None] | None] = ([], None)
-
-    @property
-    def loss_scale(self) -> float:
-        """See the class; between backward() and step() a new one is noted, and what left as if it were another is sent
-        again."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self._loss_scale = scale
-        if not self.watcher.in_step or self.scales_apart:
-            self._step.loss_scale = scale
-
-    @property
-    def scales_apart(self) -> bool:
-        """Whether GradScalers' scales may differ: local steps leave each alone with its overflows."""
-        return bool(self.scaled) and any(group.shows_own_weights for group in self._layout.groups)
+        self._watched: tuple[list[Bucket], Callable[[], None] | None] = ([], None)
 
     def finish(self) -> SynchronizedBackward:
         """Send what has not left yet, wait for everything and say what became of it. Collective.
@@ -262,7 +203,7 @@ class Synchronizer:
         They change rarely, and alike on every rank; nothing is committed yet. Raises RuntimeError, on every rank, if an
         overflow of this step has been kept from some GradScalers.
         """
-        scaler_has_seen = self.outcome is not None or not self.scaled or self.scales_apart
+        scaler_has_seen = self.outcome is not None or not self._home.scaled or self._home.scales_apart
         outcome = self.finish()
         if not scaler_has_seen and 0 < len(outcome.overflowing) < self._comm.size:
             self.end_step()
@@ -272,24 +213,23 @@ class Synchronizer:
                 "every parameter a gradient in each backward, or train in bf16 without a GradScaler"
             )
         if outcome.finite and self._is_outdated():
-            self._step.loss_scale = self._loss_scale
-            self._step.begin_sending()
+            self._step.send_again()
             self.outcome = None
             self.watcher.send_again()
             outcome = self.finish()
-        self._step.loss_scale = self._loss_scale
+        self._step.sent_scale = self._step.loss_scale
         return outcome
 
     def end_step(self) -> None:
         """Forget the step; the next backward begins another."""
         self.watcher.end_step()
         self.outcome = None
-        self._step.loss_scale = self._loss_scale
+        self._step.sent_scale = self._step.loss_scale
         self.prepare()
 
     def prepare(self) -> None:
         """Be ready for the next step: where its averaged gradient's norm has to be known before leg 2, hold that."""
-        self.watcher.held_back = self.scales_apart
+        self.watcher.held_back = self._home.scales_apart
         self._step.begin()
         sends = self._layout.sends() if self._max_norm else set[Send]()
         sketched = bool(sends - {Send.EXACT})
@@ -305,21 +245,17 @@ class Synchronizer:
 
     def find_clip(self, absent: frozenset[int]) -> None:
         """The clip of steps in which averaged gradients are there, or only this rank's own. Collective."""
-        if not self._max_norm:
-            return
+        step = self._step
         exact = [group for group in self._layout.groups if group.send is Send.EXACT]
         local = [group for group in self._layout.groups if group.send is Send.LOCAL]
         if exact and len(exact) + len(local) == len(self._layout.groups):
             square = _square_of_averages(exact, absent).to(self._table.parameters[0].device)
             self._layout.comm.broadcast(square)
-            self._step.norm = math.sqrt(float(square))
-            norm = self._step.norm / self._loss_scale
-            self._step.clip = clip_coefficient(self._max_norm, norm) if math.isfinite(norm) else 1.0
+            step.norm = math.sqrt(float(square))
+            norm = step.norm / step.loss_scale
+            step.clip = clip_coefficient(self._max_norm, norm) if math.isfinite(norm) else 1.0
         if local:
-            assert self._sketch is not None
-            clip = clip_of_norm(self._max_norm, self._sketch.own_norm() / self._loss_scale)
-            for bucket in (one for group in local for one in group.buckets if may_clip(clip)):
-                bucket.clip_own(clip)
+            clip_local_step(step, self._max_norm, [bucket for group in local for bucket in group.buckets])
 
     # Parts
 
@@ -344,7 +280,7 @@ class Synchronizer:
         for group, settings in self._step.settings_sent.items():
             if settings != self._table.settings(group):
                 return True
-        changed = self._step.loss_scale != self._loss_scale
+        changed = self._step.loss_scale != self._step.sent_scale
         return changed and any(group.send is not Send.EXACT for group in self._layout.groups)
 
     def _place_in_order_of_arrival(self) -> None:
@@ -354,11 +290,11 @@ class Synchronizer:
             self.watcher.add(self._layout.place(order).buckets)
 
     def _sketch_clip(self) -> None:
-        clip_by_sketch(self._step, self._max_norm, self._loss_scale)
+        self._step.clip_by_sketch(self._max_norm)
 
 
 def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int]) -> Tensor:
     """The square of the averaged gradients' 2-norm, times that of the loss scale, in an EXACT step: fp64 []."""
-    members = [one for group in groups for one in group.weights.members(absent)]
+    members = [one for group in groups for one in group.storage.members(absent)]
     norms = [norm for one in members for norm in torch._foreach_norm(one.averages)]
     return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -1,32 +1,43 @@
-"""The sharded home of algorithms: one freeze group of parameters in flat buckets, whose state a storage holds, whole or
-packed; counters that cross homes."""
+"""The sharded home of algorithms: one freeze group of parameters in flat buckets, whose state a storage holds, owned or
+packed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.checkpoint import check_settings, counters
-from thinwire.optim.freeze_rule import FreezeRule
-from thinwire.optim.home import AlgorithmHome, check_may_leave_out
+from thinwire.optim import checkpoint
+from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, read_outcomes
+from thinwire.optim.home import AlgorithmHome, check_averages, check_in_sync, check_may_write, check_plain
 from thinwire.optim.options import HomeOptions, Recipe
+from thinwire.optim.sharded.owned import OwnedStorage
 from thinwire.optim.sharded.packed import PackedStorage
-from thinwire.optim.sharded.storage import ShardedRun, Storage
-from thinwire.optim.sharded.whole import WholeStorage
-from thinwire.zero.home import NO_GRADIENTS, StepResult
+from thinwire.optim.step import Parameters, Send, Step
+from thinwire.optim.wire import Wire
+from thinwire.zero.gradients import BucketTransport
+from thinwire.zero.home import NO_GRADIENTS, Held, StepResult
 from thinwire.zero.master_weights import ShardedParameters
+from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.saved_state import SavedSlice, SliceSource
-from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, StateOfBuckets, Vote
+from thinwire.zero.sharded_home import (
+    NOT_FINITE,
+    ShardedHome,
+    StateOfBuckets,
+    Vote,
+    clip_of_norm,
+    of_whole_bucket,
+    own_fragments,
+)
 
 __all__ = ["AlgorithmShardedHome"]
 
 
-class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
+class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     """An algorithm's parameters, all of which entered together, at ZeRO stages 1 and 2."""
 
     def __init__(
@@ -34,196 +45,249 @@ class AlgorithmShardedHome(ShardedHome, AlgorithmHome):
         parameters: ShardedParameters,
         options: HomeOptions,
         recipe: Recipe,
-        make_rule: Callable[[], FreezeRule | None],
     ) -> None:
         super().__init__(parameters)
         self._recipe = recipe
-        self._run = ShardedRun(parameters, options, recipe, make_rule, self.watcher, self._vote_on_averages)
+        self._options = options
+        self._max_norm = options.clips_to
+        dtypes = [torch.float32 if one.dtype == torch.float32 else torch.bfloat16 for one in parameters.buckets]
+        self._wire = Wire(parameters.exchange_comm, options, residual_dtypes=dtypes)
+        self._watched: tuple[Sequence[BucketTransport], object] = ([], None)
+        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if self._max_norm else None
+        self.in_flight = Step(parameters.groups, options.averaging.divide_first)
         options.averaging.prepare(self.parameters)
-        self._loss_scale = 1.0
-        self._storage = _storage_of(self._run)
+        self._begin_again()
 
-    @property
-    @override
-    def algorithms(self) -> list[Algorithm]:
-        return [self._run.algorithm]
+    def _begin_again(self) -> None:
+        """Be at step 0."""
+        sharded, options, recipe = self._parameters, self._options, self._recipe
+        algorithm = recipe.algorithm()
+        clock = new_clock(algorithm)
+        order = sharded.order
+        parameters = Parameters(
+            order.parameters, order.group_of, sharded.groups, recipe.hyperparameters, order.describe
+        )
+        given = sharded, parameters, algorithm, clock, self._wire, self.in_flight
+        self._storage: OwnedStorage | PackedStorage
+        if algorithm.form.packs:
+            resync = options.resync_interval, options.on_drift
+            self._storage = PackedStorage(*given, seal=self.watcher.seal, resync=resync, reversible=self._reversible)
+        else:
+            self._storage = OwnedStorage(*given, options)
+        group = FreezeGroup(sharded.exchange_comm, parameters, algorithm, self._make_rule(), clock, self._storage)
+        self.groups = [group]
+        self._prepare()
 
-    @property
-    @override
-    def steps(self) -> int:  # type: ignore[override]
-        return self._run.clock.steps
-
-    @property
-    @override
-    def frozen(self) -> bool:
-        return self._run.clock.frozen
-
-    @property
-    @override
-    def frozen_at(self) -> int | None:  # type: ignore[override]
-        return self._run.clock.frozen_at
-
-    @property
-    @override
-    def in_sync(self) -> bool:  # type: ignore[override]
-        return self._run.local is None or self._run.local.in_sync
-
-    @property
-    @override
-    def left_out_steps(self) -> int:
-        return self._storage.left_out_steps
+    def _reversible(self) -> bool:
+        """Whether packed state keeps the residuals of before a step."""
+        options, dtypes = self._options, {bucket.dtype for bucket in self._parameters.buckets}
+        wanted = bool(self.scaled) or torch.float16 in dtypes or bool(self._max_norm)
+        return wanted if options.reversible is None else options.reversible
 
     # One step
 
-    @property
-    def loss_scale(self) -> float:
-        """What gradients are times."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self._loss_scale = scale
-        if not self.watcher.in_step:
-            self._run.step.loss_scale = scale
+    def _prepare(self) -> None:
+        """Be ready for the kind of step that comes next."""
+        (group,), step = self.groups, self.in_flight
+        step.begin()
+        step.number = group.clock.steps
+        if self._sketch is not None:
+            self._sketch.begin(step.number)
+        sketched = self._sketch is not None and group.send is not Send.EXACT
+        step.sketch = self._sketch if sketched else None
+        holds = self._clip_by_sketch if sketched and group.send is not Send.LOCAL else None
+        transports = self._storage.transports
+        if (transports, holds) != self._watched:
+            self._watched = (transports, holds)
+            self.watcher.use(transports, self._keeps_gradients or transports is self._storage.buckets, holds)
+        self.watcher.held_back = self.scales_apart
 
     @override
     def step(self) -> StepResult:
         vote = self._begin_step()
-        applied = self._storage.applies(vote)
+        (group,), step = self.groups, self.in_flight
+        local = group.send is Send.LOCAL
+        applied = local or (vote.finite and len(vote.absent) < len(self.parameters))
         if applied:
-            self._run.scaled = bool(self.scaled)
-            self._storage.apply(vote)
-        norm = self._run.step.norm / self.loss_scale if vote.finite else math.inf
+            for bucket in group.buckets if group.send is Send.EXACT else ():
+                bucket.receive()
+            if self._sketch is not None:
+                self._find_clip()
+            send = group.send
+            group.update(vote.absent, step.loss_scale, float(step.clip))
+            self._storage.end_step(send)
+        norm = step.norm / step.loss_scale if vote.finite else math.inf
         self._end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
-    @property
-    def _scales_apart(self) -> bool:
-        """Whether GradScalers' scales may differ: local steps leave each alone with its overflows."""
-        return bool(self.scaled) and self._run.local is not None and self._run.clock.frozen
+    def _clip_by_sketch(self) -> None:
+        self.in_flight.clip_by_sketch(self._max_norm)
+
+    def _find_clip(self) -> None:
+        """The clip of steps in which averaged gradients are there, or only this rank's own."""
+        (group,), step, max_norm = self.groups, self.in_flight, self._max_norm
+        if group.send is Send.LOCAL:
+            clip_local_step(step, max_norm, group.buckets)
+        elif group.send is Send.EXACT:
+            if not self._storage.gradients:
+                square = torch.zeros((), dtype=torch.float64, device=self._parameters.device)
+                for bucket, masters in zip(group.buckets, self._parameters.masters, strict=True):
+                    own = bucket.exchange.payload[masters.held]
+                    square += torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
+                self._parameters.exchange_comm.all_reduce(square)
+                step.norm = math.sqrt(float(square))
+            step.clip = clip_of_norm(max_norm, torch.tensor(step.norm / step.loss_scale, dtype=torch.float64))
 
     @override
     def _find_vote(self) -> Vote:
-        return self._storage.vote()
+        (group,), step = self.groups, self.in_flight
+        if self._storage.gradients:
+            vote = self._vote_on_averages(self._storage.gradients)
+            step.norm = vote.norm
+            return vote
+        if group.send is Send.LOCAL:
+            return Vote(True, math.nan, frozenset())
+        found = read_outcomes(step, self.comm, group.buckets)
+        absent = self.watcher.left_out
+        if found.incomplete:
+            absent |= self._parameters.agree_on_absent(self.watcher.missing)
+        return Vote(found.finite, step.norm, absent)
 
     @override
     def _begin_step(self) -> Vote:
-        step = self._run.step
-        if self._scales_apart:
-            step.loss_scale = self._loss_scale
+        step = self.in_flight
         vote = super()._begin_step()
-        if vote.finite and step.loss_scale != self._loss_scale and self._storage.sends_payloads:
+        if vote.finite and step.loss_scale != step.sent_scale and self.groups[0].send is not Send.EXACT:
             # They left as if gradients were times the scale before. It changes rarely, and alike on every rank;
             # nothing is committed yet, so all is simply sent again.
-            step.loss_scale = self._loss_scale
-            step.begin_sending()
+            step.send_again()
             self._vote = None
             self.watcher.send_again()
             vote = self._finish()
-        step.loss_scale = self._loss_scale
+        step.sent_scale = step.loss_scale
         return vote
 
     @override
     def _end_step(self) -> None:
         super()._end_step()
-        self._run.begin_step()
-        self._storage.prepare()
-        self.watcher.held_back = self._scales_apart
+        self._prepare()
         # A GradScaler has to see them, and may change its scale: then they are sent again.
-        self._run.step.frees_gradients = self.scaled is False
+        self.in_flight.frees_gradients = self.scaled is False
 
     @override
     def drop(self) -> None:
         super().drop()
-        if self._run.sketch is not None:
-            self._run.sketch.begin(self.steps)
-
-    @override
-    def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        check_may_leave_out(self._run.algorithm)
-        super().leave_out(parameters)
-
-    @override
-    def synchronize_weights(self) -> None:
-        self._storage.synchronize_weights()
-
-    @override
-    def show_own_weights(self, own: bool) -> None:
-        self._storage.show_own_weights(own)
+        if self._sketch is not None:
+            self._sketch.begin(self.steps)
 
     @override
     def _state_of_buckets(self) -> StateOfBuckets:
-        return self._storage
+        return _State(self._parameters, self.groups[0])
+
+    @override
+    def synchronize_weights(self) -> None:
+        if not self._storage.shards:  # else ranks never hold weights of their own
+            super().synchronize_weights()
 
     # Checkpoints
 
     @override
     def saved_slices(self) -> list[SavedSlice]:
-        return self._storage.slices()
-
-    @override
-    def rank_tensors(self) -> dict[str, Tensor]:
-        return self._storage.rank_tensors()
+        """Between two syncs the weights are those of the last."""
+        self._parameters.wait_for_weights()
+        (group,) = self.groups
+        if group.local is None or group.local.in_sync:
+            self._storage.take_over_written(in_sync=True)
+        return checkpoint.slices(group, self.names, self.comm.rank)
 
     @override
     def counters(self) -> dict[str, Any]:
-        """As a replicated home's, with one freeze group."""
-        run, names = self._run, self._parameters.names
-        wire = {"codec": run.options.codec, "block_size": run.options.block_size}
-        return {
-            "names": list(names),
-            "settings": {**self._recipe.settings, **wire},
-            "nodes": None,
-            "step": self.steps,
-            "loss_scale": self.loss_scale,
-            "freeze_groups": [{**counters(run.clock, run.rule, run.algorithm, names), "buckets": None}],
-            **self._storage.counters(),
-        }
+        storage = self._storage
+        return {**super().counters(), **(storage.counters() if isinstance(storage, OwnedStorage) else {})}
 
     @override
     def load(self, source: SliceSource) -> None:
         saved = source.counters()
-        group = _check_saved(saved, self._recipe.settings)
+        groups = saved["freeze_groups"]
+        checkpoint.check_settings(saved["settings"], self._recipe.settings)
+        if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
+            raise ValueError(
+                "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
+                "load it at stage 0"
+            )
         self.reset_state()
         _load_weights_of(self._parameters, source)
-        self._storage.load(saved, group, source)
-        self._run.begin_step()
-        self._storage.prepare()
-        self.watcher.held_back = bool(self.scaled) and self._run.local is not None
+        if isinstance(self._storage, OwnedStorage):
+            self._storage.load_counters(saved)
+        if groups:  # else the run had not begun
+            self._load_groups(source, [{**groups[0], "scalars": _merged(groups)}])
+        self._prepare()
 
     @override
     def load_weights(self, source: SliceSource) -> None:
         """Local progress is dropped: all ranks hold what was saved."""
         super().load_weights(source)
-        self._storage.weights_loaded()
+        self.groups[0].drop_local_progress()
+        for bucket in self.groups[0].buckets:
+            self._storage.weights_rewritten(bucket.index)
 
     @override
     def reset_state(self) -> None:
         """The weights are those of the last sync."""
-        self._storage.release()
-        self._run.begin_again()
-        self._storage = _storage_of(self._run)
+        self._storage.show_common()
+        self._begin_again()
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
         return self._storage.model_state_bytes()
 
 
-def _storage_of(run: ShardedRun) -> Storage:
-    """State as at step 0."""
-    return PackedStorage(run) if run.algorithm.form.packs else WholeStorage(run)
+class _State(StateOfBuckets):
+    """The state of one freeze group, by bucket."""
 
+    def __init__(self, parameters: ShardedParameters, group: FreezeGroup) -> None:
+        self._parameters = parameters
+        self._group = group
 
-def _check_saved(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The saved freeze group, None where a run had not begun; raises ValueError where it cannot go on here."""
-    check_settings(saved["settings"], mine)
-    groups = saved["freeze_groups"]
-    if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
-        raise ValueError(
-            "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
-            "load it at stage 0"
-        )
-    return {**groups[0], "scalars": _merged(groups)} if groups else None
+    @override
+    def check_weights(self) -> None:
+        check_in_sync(self._group.in_sync)
+
+    @override
+    def weights_rewritten(self, bucket: int) -> None:
+        self._group.storage.weights_rewritten(bucket)
+
+    @override
+    def check_gradients(self) -> None:
+        check_averages(self._group.send is Send.EXACT)
+
+    @override
+    def average(self, bucket: int) -> Tensor | None:
+        if not (gradients := self._group.storage.gradients):
+            return self._group.buckets[bucket].average()
+        return gradients[bucket].average if gradients[bucket].filled else None
+
+    @override
+    def gradients_rewritten(self, bucket: int) -> None:
+        self._group.buckets[bucket].rewritten = True
+
+    @override
+    def check_may_write(self, kind: str) -> None:
+        check_may_write(self._group.algorithm, self._group.clock, kind)
+
+    @override
+    def state(self, bucket: int, parameter: int, kind: str) -> Held:
+        check_plain(self._group.algorithm, self._group.clock, kind)
+        kept, masters = self._group.buckets[bucket], self._parameters.masters[bucket]
+        if kind in kept.whole_state:
+            return of_whole_bucket(masters.bucket, parameter, kept.whole_state[kind])
+        values = kept.state.get(kind)
+        views = [None if values is None else values[run.place] for run in masters.runs]
+        return Held(own_fragments(masters, parameter, views), everywhere=False, known=values is not None)
+
+    @override
+    def kinds(self) -> list[str]:
+        return [] if self._group.storage.shards and self._group.clock.frozen else sorted(self._group.buckets[0].state)
 
 
 def _load_weights_of(parameters: ShardedParameters, source: SliceSource) -> None:

@@ -1,9 +1,9 @@
-"""The freeze of packed state: owners turn their variance into the preconditioner that every worker then holds, and
-their momentum into the first packets."""
+"""Packed state of one bucket as the freeze makes it and as a checkpoint holds it: momentum as packets, and in 8 bits
+the preconditioner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,123 +11,69 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
-from thinwire.optim.algorithm import Form
-from thinwire.optim.preconditioner import SMALLEST_OF_MEAN, quantize, shaped_mask, table
-from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run
+from thinwire.compress.packet_layout import HEADER_BYTES
+from thinwire.optim.bucket import place_of
+from thinwire.optim.preconditioner import (
+    PACKED_MOMENTUM,
+    PACKED_PRECONDITIONER,
+    PRECONDITIONER_HIGH,
+    PRECONDITIONER_LOW,
+    SMALLEST_OF_MEAN,
+)
+from thinwire.zero.master_weights import FlatBucket
+from thinwire.zero.saved_state import SliceSource
 
-__all__ = ["FrozenState", "Packing", "hold_masked", "variance_norms"]
+__all__ = ["FrozenState", "OwnPackets", "publish", "ranges_of", "read_packed"]
 
 
 @dataclass(frozen=True)
 class FrozenState:
-    """What the freeze leaves of one bucket.
+    """Momentum u divided by √v̂ + ε, and the preconditioner, of one bucket, as every rank keeps them.
 
-    `codes`: the preconditioner, uint8 [padded_numel]. `ranges`: its least and greatest value in each parameter, fp32
-    [parameters, 2]. `momentum`: u as packets, uint8 [ranks, packet_bytes]. `owner_residual`: fp32 [shard]. `extra`: by
-    name, what else the algorithm's frozen state holds, fp32 [shard].
+    `momentum`: u as packets, uint8 [ranks, packet_bytes]. `codes`: the preconditioner, uint8 [padded_numel]. `ranges`:
+    its least and greatest value in each parameter, fp32 [parameters, 2]. `lost`: what packing lost of the own shard,
+    fp32 [shard].
     """
 
+    momentum: Tensor
     codes: Tensor
     ranges: Tensor
-    momentum: Tensor
-    owner_residual: Tensor
-    extra: Mapping[str, Tensor]
+    lost: Tensor
 
 
-class Packing:
-    """The freeze of sharded state, fp32 [shard] each of every bucket, whose own shard each rank reads; collective.
+class OwnPackets:
+    """The owner's own packets of every step, on the host, for master weights there, and the preconditioner's codes,
+    uint8 [shard], which never change."""
 
-    `state`: by bucket, renamed as the algorithm's frozen state, on the parameters' device. The algorithm's `freeze`
-    works on it and calls `precondition`; then `publish` packs it.
-    """
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes.cpu()
+        self._parts: list[Tensor] = []
 
-    def __init__(
-        self,
-        comm: Communicator,
-        buckets: Sequence[FlatBucket],
-        state: Sequence[dict[str, Tensor]],
-        form: Form,
-        count: int,
-    ) -> None:
-        """`count`: of the parameters of all buckets."""
-        assert form.denominators is not None
-        self.state = state
-        self._comm = comm
-        self._buckets = buckets
-        self._momentum, self._denominators = form.momentum, form.denominators
-        self._count = count
-        self._ranges = torch.empty(0)
-        self._codes = [torch.zeros(one.layout.shard, dtype=torch.uint8, device=one.flat.device) for one in buckets]
+    def bring(self, parts: Sequence[Tensor]) -> None:
+        """Start copying the own packets of each part, uint8 [1, bytes], into page-locked memory.
 
-    def precondition(self) -> None:
-        """Raise denominators to a hundredth of their parameter's mean, round their inverses to 8 bits, multiply the
-        momentum by these, and have the denominators be what they stand for."""
-        cuts = [
-            (run.parameter, of_bucket[self._denominators][run.place])
-            for bucket, of_bucket in zip(self._buckets, self.state, strict=True)
-            for run in bucket.own_runs
-        ]
-        self._ranges = _ranges(self._comm, cuts, self._count, self._codes[0].device)
-        for bucket, of_bucket, codes in zip(self._buckets, self.state, self._codes, strict=True):
-            ranges = self._ranges[[run.parameter for run in bucket.own_runs]]
-            tables = table(ranges[:, 0], ranges[:, 1])
-            for run, of_run, (low, high) in zip(bucket.own_runs, tables, ranges.tolist(), strict=True):
-                denominators = of_bucket[self._denominators][run.place]
-                codes[run.place] = quantize(1 / denominators, low, high)
-                inverse = of_run[codes[run.place].int()]
-                of_bucket[self._momentum][run.place].mul_(inverse)
-                denominators.copy_(inverse.reciprocal_())
+        They are there when the host has waited for anything that the device does later, as for the step's headers.
+        """
+        self._copy(parts, non_blocking=True)
 
-    def publish(self, codec: Codec) -> list[FrozenState]:
-        """Give every bucket's codes and u to all ranks, and keep what u's packets lost."""
-        return [self._publish(codec, *one) for one in zip(self._buckets, self.state, self._codes, strict=True)]
+    def take(self, parts: Sequence[Tensor]) -> None:
+        """Copy them, and wait until they are there."""
+        self._copy(parts, non_blocking=False)
 
-    def _publish(self, codec: Codec, bucket: FlatBucket, state: Mapping[str, Tensor], own_codes: Tensor) -> FrozenState:
-        u, layout = state[self._momentum], bucket.layout
-        codes = torch.empty(layout.padded_numel, dtype=torch.uint8, device=u.device)
-        self._comm.all_gather(codes, own_codes)
-        own = torch.zeros(1, codec.packet_bytes(layout.shard), dtype=torch.uint8, device=u.device)
-        first, last = bucket.own_range
-        codec.encode(u, None, own, last - first)
-        u.masked_fill_(own_codes == 0, 0.0)
-        momentum = torch.empty(self._comm.size, own.shape[1], dtype=torch.uint8, device=u.device)
-        self._comm.all_gather(momentum.view(-1), own.view(-1))
-        ranges = self._ranges[[slot.parameter for slot in layout.slots]]
-        extra = {name: one for name, one in state.items() if name not in (self._momentum, self._denominators)}
-        return FrozenState(codes, ranges, momentum, u, extra)
+    def packets(self, join: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Put together what was brought, uint8 [1, packet_bytes]."""
+        return self._parts[0] if len(self._parts) == 1 else join(self._parts)
+
+    def _copy(self, parts: Sequence[Tensor], *, non_blocking: bool) -> None:
+        if [one.shape for one in parts] != [one.shape for one in self._parts]:
+            self._parts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in parts]
+        for held, part in zip(self._parts, parts, strict=True):
+            held.copy_(part, non_blocking=non_blocking)
 
 
-def hold_masked(bucket: FlatBucket, runs: Sequence[Run], values: Tensor, mask: Callable[[int], Tensor | None]) -> None:
-    """Zero `values`, variances or codes, at the places of these runs in them, where their parameter's mask is zero."""
-    for run in runs:
-        of_parameter = mask(run.parameter)
-        if of_parameter is not None:
-            whole = shaped_mask(of_parameter, bucket.shape_of(run.parameter)).reshape(-1).to(values.device)
-            values[run.place].masked_fill_(whole[run.start : run.start + run.numel] == 0, 0)
-
-
-def variance_norms(
-    comm: Communicator,
-    masters: Sequence[MasterWeights],
-    state: Sequence[Mapping[str, Tensor]],
-    variance: str,
-    beta2: Callable[[int], float],
-    steps: int,
-    parameters: int,
-) -> list[float]:
-    """The 1-norm of each parameter's bias-corrected variance, over all ranks' shards; collective. `variance`: its
-    name. `beta2`: of a parameter's group. `parameters`: how many there are."""
-    norms = torch.zeros(parameters, dtype=torch.float64, device=masters[0].bucket.flat.device)
-    for one, of_bucket in zip(masters, state, strict=True):
-        for run in one.runs:
-            norm = of_bucket[variance][run.place].sum(dtype=torch.float64).to(norms.device)
-            norms[run.parameter] += norm / (1 - beta2(run.parameter) ** float(steps))
-    comm.all_reduce(norms)
-    return norms.tolist()
-
-
-def _ranges(comm: Communicator, cuts: Sequence[tuple[int, Tensor]], count: int, device: torch.device) -> Tensor:
-    """Raise the smallest denominators, and return each parameter's range of their inverses: fp32 [parameters, 2]."""
+def ranges_of(comm: Communicator, cuts: Sequence[tuple[int, Tensor]], count: int, device: torch.device) -> Tensor:
+    """Raise the smallest denominators, of all ranks' `cuts` by parameter, to a hundredth of their parameter's mean, and
+    return each of `count` parameters' range of their inverses: fp32 [parameters, 2]. Collective."""
     sums = torch.zeros(count, 2, dtype=torch.float64, device=device)
     for parameter, denominators in cuts:
         finite = torch.isfinite(denominators)
@@ -150,3 +96,51 @@ def _ranges(comm: Communicator, cuts: Sequence[tuple[int, Tensor]], count: int, 
     low = torch.where(moving, 1 / highest, 1.0)
     high = torch.where(moving, -1 / lowest, 1.0)
     return torch.stack([low, high], dim=1).float()
+
+
+def publish(bucket: FlatBucket, codec: Codec, u: Tensor, own_codes: Tensor, ranges: Tensor) -> FrozenState:
+    """Give the own shard of u, fp32 [shard], and of the codes to all ranks; what u's packets lost is left in it."""
+    layout = bucket.layout
+    codes = torch.empty(layout.padded_numel, dtype=torch.uint8, device=u.device)
+    bucket.comm.all_gather(codes, own_codes)
+    own = torch.zeros(1, codec.packet_bytes(layout.shard), dtype=torch.uint8, device=u.device)
+    first, last = bucket.own_range
+    codec.encode(u, None, own, last - first)
+    u.masked_fill_(own_codes == 0, 0.0)
+    momentum = torch.empty(layout.world_size, own.shape[1], dtype=torch.uint8, device=u.device)
+    bucket.comm.all_gather(momentum.view(-1), own.view(-1))
+    return FrozenState(momentum, codes, ranges[[slot.parameter for slot in layout.slots]], u)
+
+
+def read_packed(bucket: FlatBucket, codec: Codec, names: Sequence[str], source: SliceSource) -> FrozenState:
+    """Read packed state for this number of ranks; KeyError if something was not saved."""
+    layout, device = bucket.layout, bucket.flat.device
+    codes = torch.zeros(layout.padded_numel, dtype=torch.uint8, device=device)
+    u = torch.zeros(layout.padded_numel, device=device)
+    ranges = torch.ones(len(layout.slots), 2, device=device)
+    for number, slot in enumerate(layout.slots):
+        if not slot.numel:  # nothing of it was saved
+            continue
+        name = names[slot.parameter]
+        codes[place_of(slot)].copy_(source.read(PACKED_PRECONDITIONER, name, 0, slot.numel))
+        u[place_of(slot)].copy_(source.read(PACKED_MOMENTUM, name, 0, slot.numel))
+        low, high = (source.read(kind, name, 0, 1) for kind in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH))
+        ranges[number] = torch.cat([low, high]).to(device)
+    momentum = _pack(u, layout.numel, codec, layout.world_size)
+    return FrozenState(momentum, codes, ranges, bucket.shard_of(u).clone())
+
+
+def _pack(u: Tensor, numel: int, codec: Codec, ranks: int) -> Tensor:
+    """Packets that decode to `u` to the last bit where blocks are cut as they were; what is lost where not is left."""
+    packets = torch.zeros(ranks, codec.packet_bytes(u.numel() // ranks), dtype=torch.uint8, device=u.device)
+    valid = torch.arange(u.numel(), device=u.device) < numel
+    magnitudes = u.abs().view(-1, codec.block_size)
+    largest = magnitudes.amax(dim=1)
+    whole = ((magnitudes == largest[:, None]) | ~valid.view_as(magnitudes)).all(dim=1)
+    codec.encode(u, None, packets, numel)
+    # The mean of equal magnitudes may round; the scale of a block that was whole must not.
+    scales = packets[:, HEADER_BYTES : HEADER_BYTES + largest.nbytes // ranks]
+    means = scales.clone().view(torch.float32).view(-1)
+    scales.copy_(torch.where(whole, largest, means).view(ranks, -1).view(torch.uint8))
+    u.view_as(magnitudes)[whole] = 0.0
+    return packets

@@ -1,0 +1,230 @@
+"""The state and the weights of a freeze group, wherever they lie, and how they move; every home has storages of its
+own."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.optim.algorithm import Agreement, Algorithm, LocalSteps, Members, MembersByGroup
+from thinwire.optim.bucket import Bucket, place_of
+from thinwire.optim.preconditioner import as_plain, raise_smallest, shaped_mask
+from thinwire.optim.step import Clock, Parameters, Step
+from thinwire.optim.wire import Wire
+from thinwire.zero import BucketLayout, Slot
+from thinwire.zero.gradients import BucketGradients, BucketTransport
+from thinwire.zero.master_weights import Run, runs_in
+from thinwire.zero.saved_state import SliceSource
+
+__all__ = ["Storage", "fill_masked", "mean_over_ranks", "slots_with_elements"]
+
+Change = Callable[[Sequence[Members], Clock], None]
+"""Changes the weights of members in place."""
+
+
+class Storage(ABC):
+    """The state and the weights behind some `buckets`, those that all ranks have in common.
+
+    `transports`: what sends the gradients of the step in flight. `gradients`: those of them that leave averages of
+    gradients on their owners; none if buckets do all of it. `shards`: whether members are the cuts that a rank
+    owns, so that what is found for whole parameters adds up over ranks.
+    """
+
+    gradients: Sequence[BucketGradients] = ()
+    shards: ClassVar[bool] = False
+    shards_state: ClassVar[bool] = False
+    """Whether state that the algorithm has its owner keep is of this rank's shard only."""
+    shapes: ClassVar[bool] = False
+    """Whether members have their parameters' shapes."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        algorithm: Algorithm,
+        clock: Clock,
+        wire: Wire,
+        step: Step,
+        layouts: Mapping[int, BucketLayout],
+    ) -> None:
+        """`layouts`: of its buckets, by their numbers."""
+        self._parameters = parameters
+        self._algorithm = algorithm
+        self._clock = clock
+        self._wire = wire
+        self.buckets = [self._make_bucket(index, layout, step) for index, layout in layouts.items()]
+        self.transports: Sequence[BucketTransport] = self.buckets
+
+    def _make_bucket(self, index: int, layout: BucketLayout, step: Step) -> Bucket:
+        state = {name: self.new_state(name, index, layout) for name in self._algorithm.state}
+        if (denominators := self._algorithm.form.denominators) in state:
+            state[denominators][: layout.numel].fill_(math.inf)
+        given = self._parameters, self._wire, self._algorithm, self._clock, step
+        return Bucket(index, layout, *given, state=state, shards_state=self.shards_state)
+
+    # State
+
+    @abstractmethod
+    def new_state(self, name: str, bucket: int, layout: BucketLayout) -> Tensor:
+        """Make state of a bucket: zeros."""
+
+    def begin_frozen_state(self) -> None:
+        """Have the frozen stage's state, in the memory of the warmup's where the algorithm says so; to be filled."""
+        for bucket in self.buckets:
+            before = bucket.state
+            bucket.state = {
+                new: self.new_state(new, bucket.index, bucket.layout) if old is None else before[old].to(bucket.device)
+                for new, old in self._algorithm.frozen_state.items()
+            }
+
+    def hold_masked(self, name: str | None, value: float) -> None:
+        """Fill the state `name`, if it is there, with `value` where the parameter groups' masks are zero."""
+        for bucket in self.buckets:
+            if (values := bucket.whole_state.get(name or "")) is not None:
+                fill_masked(self._parameters, values, runs_in(bucket.layout, slice(0, bucket.layout.numel)), value)
+
+    def precondition(self) -> None:
+        """Raise each parameter's smallest denominators, and divide the momentum by them."""
+        form = self._algorithm.form
+        assert form.denominators is not None
+        for members in self.members():
+            raise_smallest(members[form.denominators])
+            torch._foreach_div_(members[form.momentum], members[form.denominators])
+
+    def begin_compression(self, *, anew: bool = True) -> None:
+        """Be ready for compressed steps, without residuals from before; or where a checkpoint goes on, not `anew`."""
+        for bucket in self.buckets:
+            bucket.find_zero_variance(anew=anew)
+
+    # Members
+
+    def weight(self, bucket: Bucket, slot: Slot) -> Tensor:
+        """Return what `members` have for a parameter's weight; by default nothing that state could depend on."""
+        return bucket.exchange.payload[place_of(slot)]
+
+    def members(
+        self, absent: Collection[int] = (), *, trained: bool = False, state_only: bool = False
+    ) -> list[Members]:
+        """The parameters with elements, but `absent` ones, and with `trained` only those that require gradients.
+
+        `state_only`: nobody looks at weights and averages.
+        """
+        members = MembersByGroup(self._parameters)
+        for bucket in self.buckets:
+            payload, state = bucket.exchange.payload, bucket.whole_state
+            for slot in slots_with_elements(bucket, absent):
+                if trained and not self._parameters.parameters[slot.parameter].requires_grad:
+                    continue
+                views = {name: self._view(values, slot) for name, values in state.items()}
+                members.add(slot.parameter, self.weight(bucket, slot), self._view(payload, slot), views)
+        return members.in_order()
+
+    # A step
+
+    def absorb(self, local: LocalSteps, groups: Sequence[Members], absent: Collection[int], agree: Agreement) -> None:
+        """Have an algorithm with local steps take averages into the state, in an EXACT step."""
+        local.absorb_owned(groups, self._clock)
+        self._algorithm.exact(groups, self._clock, agree)
+        local.settle(groups, self._clock)
+
+    @abstractmethod
+    def change(self, change: Change, groups: Sequence[Members]) -> None:
+        """Have the common weights of `groups` changed, the same bits on every rank."""
+
+    @abstractmethod
+    def receive_and_move(self, bucket: Bucket) -> None:
+        """Take what a COMPRESSED step brought, and move the weights as the algorithm's form says."""
+
+    # Weights that ranks have in common, and those that they show between two syncs
+
+    def show_common(self) -> None:
+        """Write the common weights into the parameters."""
+
+    def common(self, bucket: Bucket, slot: Slot) -> Tensor:
+        """Return a parameter's common weights, flat; this and the next three are for local steps."""
+        raise NotImplementedError
+
+    def show(self, bucket: Bucket, slot: Slot, weight: Tensor) -> None:
+        """Write a parameter's own weights, flat fp32, into it."""
+        raise NotImplementedError
+
+    def keep_common(self) -> None:
+        """Keep the common weights where they are whatever parameters show."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def take_over_written(self, in_sync: bool) -> list[tuple[Bucket, Slot]]:
+        """Take over what other code has written into parameters; without `in_sync` say where instead."""
+
+    def holds(self, bucket: Bucket, slot: Slot, weight: Tensor) -> bool:
+        """Whether a parameter shows these weights, flat fp32; then that is what was shown."""
+        raise NotImplementedError
+
+    def weights_rewritten(self, bucket: int) -> None:
+        """Note that a bucket's parameters were written, and that their master weights have followed."""
+
+    # Checkpoints
+
+    @abstractmethod
+    def saved(self, bucket: Bucket, run: Run, own: bool) -> dict[str, Tensor]:
+        """The common `weight`, and the `master` where there is one, of a run of a parameter in this rank's shard.
+
+        `own`: whether parameters show the ranks' own weights.
+        """
+
+    def saved_state(self, bucket: Bucket, own: slice, common: Collection[str]) -> dict[str, Tensor]:
+        """This rank's shard, the elements `own`, of state that all ranks have in `common`, or their owners: [shard]."""
+        whole = bucket.whole_state
+        return {name: whole[name][own] if name in whole else bucket.state[name] for name in common}
+
+    def load_state(
+        self,
+        bucket: Bucket,
+        names: Sequence[str],
+        source: SliceSource,
+        common: Collection[str],
+        ranks: Sequence[int] | None,
+    ) -> None:
+        """Take state over; what ranks do not have in `common` is the mean of those of `ranks`, if these can be had."""
+        source = as_plain(source)
+        for kind, values in bucket.whole_state.items():
+            for slot in slots_with_elements(bucket):
+                name = names[slot.parameter]
+                own = kind not in common and ranks is not None
+                read = mean_over_ranks(source, f"{kind}.{name}", ranks or ()) if own else None
+                values[place_of(slot)].copy_(source.read(kind, name, 0, slot.numel) if read is None else read)
+        first = self._wire.comm.rank * bucket.layout.shard
+        for kind in bucket.owned:
+            for run in runs_in(bucket.layout, slice(first, first + bucket.layout.shard)):
+                bucket.state[kind][run.place].copy_(source.read(kind, names[run.parameter], run.start, run.numel))
+
+    def _view(self, values: Tensor, slot: Slot) -> Tensor:
+        shape = self._parameters.parameters[slot.parameter].shape
+        return values[place_of(slot)].view(shape) if self.shapes else values[place_of(slot)]
+
+
+def mean_over_ranks(source: SliceSource, key: str, ranks: Sequence[int]) -> Tensor:
+    """Average these ranks' tensors, fp32."""
+    total = source.read_rank(key, ranks[0]).float().clone()
+    for rank in ranks[1:]:
+        total += source.read_rank(key, rank).float()
+    return total.div_(len(ranks))
+
+
+def fill_masked(parameters: Parameters, values: Tensor, runs: Iterable[Run], value: float) -> None:
+    """Fill these runs' places in `values` where their parameter's `exp_avg_mask` is zero."""
+    for run in runs:
+        mask = parameters.mask(parameters.group_of[run.parameter])
+        if mask is not None:
+            whole = shaped_mask(mask, parameters.parameters[run.parameter].shape).reshape(-1)
+            of_run = whole[run.start : run.start + run.numel].to(values.device)
+            values[run.place].masked_fill_(of_run == 0, value)
+
+
+def slots_with_elements(bucket: Bucket, absent: Collection[int] = ()) -> list[Slot]:
+    """A bucket's parameters with elements, but `absent` ones."""
+    return [slot for slot in bucket.layout.slots if slot.numel and slot.parameter not in absent]
