@@ -185,23 +185,14 @@ class ShardedHome(Home):
 
     def __init__(self, parameters: ShardedParameters) -> None:
         self.comm = parameters.comm
-        self.uncompressed_step_bytes = ring_bytes(parameters.comm.size, parameters.order.parameters)
+        self.parameters, self.names = parameters.order.parameters, parameters.names
+        self.uncompressed_step_bytes = ring_bytes(self.comm.size, self.parameters)
         self._parameters = parameters
         self.watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
-        self.watcher.watch(parameters.order.parameters)
+        self.watcher.watch(self.parameters)
         self._vote: Vote | None = None  # of the step under way, once it is known
         self._vote_is_outdated = False  # whether gradients were written after it
         self._stand_in: Tensor | None = None  # a parameter with a gradient that only a GradScaler looks at
-
-    @property
-    @override
-    def parameters(self) -> Sequence[Tensor]:
-        return self._parameters.order.parameters
-
-    @property
-    @override
-    def names(self) -> Sequence[str]:
-        return self._parameters.names
 
     @property
     @override
@@ -216,8 +207,8 @@ class ShardedHome(Home):
 
     @override
     def drop(self) -> None:
-        self.watcher.drop()
         self._end_vote()
+        self.watcher.drop()
 
     @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
@@ -254,8 +245,8 @@ class ShardedHome(Home):
 
     def _end_step(self) -> None:
         """Forget the step; the next backward begins another."""
-        self.watcher.end_step()
         self._end_vote()
+        self.watcher.end_step()
 
     def _end_vote(self) -> None:
         self._vote = None
@@ -291,18 +282,10 @@ class ShardedHome(Home):
             for bucket, one in zip(parameters.buckets, gradients, strict=True)
             if one.filled
         ]
-        norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
-        norms.append(torch.zeros((), device=parameters.device))  # where there are no others
-        square = torch.stack(norms).double().square().sum()
-        votes = torch.empty(4, dtype=torch.float64, device=parameters.device)
-        votes[0] = square
-        for place, own in enumerate((bool(missing), *settings_votes(parameters.groups, self.steps)), start=1):
-            votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
-        parameters.exchange_comm.all_reduce(votes)
-        total, anything_missing, digests, squares = votes.tolist()
-        check_settings_votes(parameters.exchange_comm, parameters.groups, digests, squares)
+        norm, anything_missing = norm_of_averages(
+            parameters.exchange_comm, averages, parameters.groups, self.steps, parameters.device, bool(missing)
+        )
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
-        norm = math.sqrt(total) if total >= 0 else math.nan
         return Vote(math.isfinite(norm), norm, absent | self.watcher.left_out)
 
     # By parameter
