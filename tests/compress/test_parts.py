@@ -17,10 +17,10 @@ from tests.optim.zero_one.training import SCHEDULE
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
+from thinwire.compress.codecs import cut_shard, least_part
 from thinwire.compress.exchange import held_coordinates
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 from thinwire.compress.light_exchanges import LowMemoryExchange
-from thinwire.compress.parts import cut_shard, least_part
 
 BLOCK = 64
 WHOLE = 1 << 40

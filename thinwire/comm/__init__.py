@@ -31,7 +31,7 @@ __all__ = [
 # Above all, importing mpi4py starts MPI, which must not happen to those who never ask for it.
 if TYPE_CHECKING:
     from thinwire.comm import threads
-    from thinwire.comm.collectives import Work
+    from thinwire.comm.collectives import Traffic, Work
     from thinwire.comm.communicator import Communicator
     from thinwire.comm.elastic import Elastic, MembershipError
     from thinwire.comm.errors import CommunicationError, CommunicationTimeout
@@ -40,13 +40,12 @@ if TYPE_CHECKING:
     from thinwire.comm.mpi_backend import MPICommunicator
     from thinwire.comm.operation_log import LoggedCommunicator, OperationLog, OperationStatistics
     from thinwire.comm.torch_backend import TorchCommunicator
-    from thinwire.comm.traffic import Traffic
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "": ("threads",),
-            "collectives": ("Work",),
+            "collectives": ("Traffic", "Work"),
             "communicator": ("Communicator",),
             "elastic": ("Elastic", "MembershipError"),
             "errors": ("CommunicationError", "CommunicationTimeout"),
@@ -55,6 +54,5 @@ else:
             "mpi_backend": ("MPICommunicator",),
             "operation_log": ("LoggedCommunicator", "OperationLog", "OperationStatistics"),
             "torch_backend": ("TorchCommunicator",),
-            "traffic": ("Traffic",),
         },
     )

@@ -1,5 +1,5 @@
-"""One collective: its arguments, refused in one place so that all backends refuse the same; its handle in flight;
-staging through host memory.
+"""One collective: its arguments, refused in one place so that all backends refuse the same; its handle in flight; what
+is counted of it; staging through host memory.
 
 A wrong argument must fail at the call, before any rank sends: afterwards it can only hang or corrupt. A backend
 supplies a ``Pending``; the communicator that started it says how a ``Work`` waits for it: with a timeout, an eye on
@@ -8,7 +8,7 @@ other ranks' alarms, and good errors.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal, Protocol, get_args
 
@@ -164,6 +164,56 @@ class Work:
             self._error = error
             raise
         self._pending = None
+
+
+class Traffic:
+    """What one communicator made this rank send since it was created or last reset."""
+
+    def __init__(self) -> None:
+        self.bytes_by_collective: Counter[str] = Counter()
+        self.calls_by_collective: Counter[str] = Counter()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent by this rank in all collectives."""
+        return self.bytes_by_collective.total()
+
+    @property
+    def calls(self) -> int:
+        """Collectives issued by this rank."""
+        return self.calls_by_collective.total()
+
+    def add(self, collective: str, nbytes: int) -> None:
+        """Record one call of ``collective`` that sends ``nbytes`` bytes."""
+        self.bytes_by_collective[collective] += nbytes
+        self.calls_by_collective[collective] += 1
+
+    def copy(self) -> Traffic:
+        """What was counted so far."""
+        copied = Traffic()
+        copied.include(self)
+        return copied
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """What was counted after `earlier` was copied."""
+        found = Traffic()
+        found.bytes_by_collective = self.bytes_by_collective - earlier.bytes_by_collective
+        found.calls_by_collective = self.calls_by_collective - earlier.calls_by_collective
+        return found
+
+    def include(self, other: Traffic) -> None:
+        """Count what `other` has counted, too."""
+        self.bytes_by_collective.update(other.bytes_by_collective)
+        self.calls_by_collective.update(other.calls_by_collective)
+
+    def reset(self) -> None:
+        """Start counting from zero again."""
+        self.bytes_by_collective.clear()
+        self.calls_by_collective.clear()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name}: {count} B" for name, count in sorted(self.bytes_by_collective.items()))
+        return f"Traffic({self.bytes_sent} B sent{'; ' + counts if counts else ''})"
 
 
 # Staging: an accelerator's tensors over a transport that reads host memory only

@@ -19,6 +19,7 @@ from thinwire.comm.collectives import (
     Pending,
     ReduceOp,
     Staging,
+    Traffic,
     Work,
     bring_to_host,
     byte_view,
@@ -30,7 +31,7 @@ from thinwire.comm.collectives import (
     flat_view,
 )
 from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure
-from thinwire.comm.traffic import Traffic, sent_bytes
+from thinwire.comm.traffic import sent_bytes
 
 _ALARM_INTERVAL = 0.5
 """Seconds between two looks for the alarm of a rank that failed."""
@@ -108,7 +109,7 @@ class Communicator(ABC):
         flat = flat_view(tensor)
         if self.size == 1:
             return self._complete_alone("all_reduce", flat, flat)
-        host, arrived = self._placed(flat, reduction=True)
+        host, arrived = bring_to_host(flat) if self._needs_staging(flat.device, reduction=True) else (flat, None)
         signature = f"all_reduce({op}) of {_amount(tensor)}"
 
         def start(call: Call) -> Pending:
@@ -261,8 +262,8 @@ class Communicator(ABC):
         if self.size == 1:
             return self._complete_alone(name, output, input)
         source, target = byte_view(input), byte_view(output)
-        wire_source, arrived = self._placed(source, reduction=False)
-        staged = wire_source is not source
+        staged = self._needs_staging(source.device, reduction=False)
+        wire_source, arrived = bring_to_host(source) if staged else (source, None)
         if input is output:
             wire_target = wire_source
         else:
@@ -283,15 +284,9 @@ class Communicator(ABC):
         self._needs_staging(input.device, reduction=False)  # raises for a device that the backend cannot serve
         self._sequence += 1
         if output is not input:
-            flat_view(output).copy_(flat_view(input))
+            output.detach().view(-1).copy_(input.detach().view(-1))
         self.traffic.add(name, 0)
         return _COMPLETED
-
-    def _placed(self, tensor: Tensor, *, reduction: bool) -> tuple[Tensor, torch.Event | None]:
-        """``tensor`` itself, or a pinned host copy where the backend cannot read its device, and when it is whole."""
-        if not self._needs_staging(tensor.device, reduction=reduction):
-            return tensor, None
-        return bring_to_host(tensor)
 
     def _issue(
         self,

@@ -48,14 +48,14 @@ class Rounds:
         """``comm``: whose point-to-point messages are for these rounds alone."""
         self._comm = comm
         self._looking = threading.Lock()  # MPI forbids that two threads test one request
-        self._to_begin: deque[Exchange] = deque()
+        self._to_begin: deque[LargeExchange] = deque()
         self._under_way: deque[_Piece] = deque()
         self._most = _FEWEST
         self._looked = 0.0
         self.error: MPI.Exception | None = None  # that ended these rounds
         self._stopped = False
 
-    def start(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Exchange:
+    def start(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> LargeExchange:
         """Start to send ``sent[i]`` to rank i and to hear ``received[i]`` from it, at least two ranks.
 
         All are contiguous bytes, equally many and not none, and must outlive the exchange. ``tag``: the same on all
@@ -63,7 +63,7 @@ class Rounds:
         """
         rank = self._comm.Get_rank()
         received[rank].copy_(sent[rank])
-        exchange = Exchange(self, received, sent, tag)
+        exchange = LargeExchange(self, received, sent, tag)
         with self._looking:
             self._to_begin.append(exchange)
         self.look()
@@ -120,7 +120,7 @@ class Rounds:
         return len(self._under_way) > before
 
 
-class Exchange:
+class LargeExchange:
     """One all-to-all or all-gather. In round k each rank sends to the one k places on and hears from the one k back."""
 
     def __init__(self, rounds: Rounds, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> None:
@@ -160,7 +160,7 @@ class Exchange:
 class _Piece:
     """One message under way to a partner, and its like from the other."""
 
-    exchange: Exchange
+    exchange: LargeExchange
     requests: list[MPI.Request]
 
     def test(self) -> bool:

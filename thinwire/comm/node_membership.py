@@ -198,7 +198,7 @@ class NodeMembership:
 
     def meet(self, record: Record | None, *, alarm: bool) -> Generation:
         """Agree with the other workers on the next generation, and be in it."""
-        found = self.relay.ask(lambda: _plain(self._first[0].meet(record, alarm=alarm)))
+        found = self.relay.ask(lambda: asdict(self._first[0].meet(record, alarm=alarm)))
         entries = tuple(Entry(**one) for one in found["entries"])
         self.generation = Generation(found["number"], entries, found["index"])
         return self.generation
@@ -217,11 +217,3 @@ class NodeMembership:
         """Tell the others not to wait for this worker."""
         for one in self._first:
             one.leave()
-
-
-def _plain(generation: Generation) -> dict[str, Any]:
-    return {
-        "number": generation.number,
-        "entries": [asdict(entry) for entry in generation.entries],
-        "index": generation.index,
-    }

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm.collectives import Finishing, Pending, ReduceOp, Work
+from thinwire.comm.collectives import Finishing, Pending, Work
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.errors import Call, RollCall
+from thinwire.comm.errors import Call
 from thinwire.comm.traffic import sent_bytes
 
 OPERATION_NAMES: Mapping[str, str] = {
@@ -49,11 +49,6 @@ class OperationStatistics:
     def count(self) -> int:
         """How many there were."""
         return len(self.milliseconds)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that this rank put into all of them."""
-        return self.count * self.nbytes
 
     @property
     def total_milliseconds(self) -> float:
@@ -190,6 +185,15 @@ def _shown_size(nbytes: int) -> str:
     return f"{size:.4g} {_UNITS[unit]}"
 
 
+def _of_inner(name: str) -> Any:
+    """A method of a LoggedCommunicator that is its inner one's."""
+
+    def forward(self: LoggedCommunicator, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._inner, name)(*arguments, **options)
+
+    return forward
+
+
 class LoggedCommunicator(Communicator):
     """The ranks and the transport of `inner`, with every collective noted in `log`; so are those of its groups.
 
@@ -232,6 +236,7 @@ class LoggedCommunicator(Communicator):
             }
         return {"summary": summary, "metadata": {"world_size": self.size, "rank": self.rank}}
 
+    @override
     def _complete_alone(self, name: str, output: Tensor, input: Tensor) -> Work:
         end = self.log.begin(name, input.nbytes, self)
         work = super()._complete_alone(name, output, input)
@@ -239,6 +244,7 @@ class LoggedCommunicator(Communicator):
             end()
         return work
 
+    @override
     def _issue(
         self,
         name: str,
@@ -257,38 +263,20 @@ class LoggedCommunicator(Communicator):
 
         return super()._issue(name, signature, nbytes, begin, async_op, arrived)
 
-    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        return self._inner._start_all_to_all(call, output, input)
+    _start_all_to_all = _of_inner("_start_all_to_all")
+    _start_all_gather = _of_inner("_start_all_gather")
+    _start_broadcast = _of_inner("_start_broadcast")
+    _start_all_reduce = _of_inner("_start_all_reduce")
+    _roll_call = _of_inner("_roll_call")
+    _alarmed = _of_inner("_alarmed")
+    _release = _of_inner("close")
+    _leave_in_flight = _of_inner("_leave_in_flight")
+    _abandon = _of_inner("_abandon")
+    _needs_staging = _of_inner("_needs_staging")
 
-    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        return self._inner._start_all_gather(call, output, input)
-
-    def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
-        return self._inner._start_broadcast(call, tensor, root)
-
-    def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
-        return self._inner._start_all_reduce(call, tensor, op)
-
+    @override
     def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
         return LoggedCommunicator(self._inner._subgroup(members, number, timeout), self.log)
-
-    def _roll_call(self, call: Call) -> RollCall:
-        return self._inner._roll_call(call)
-
-    def _alarmed(self) -> bool:
-        return self._inner._alarmed()
-
-    def _release(self) -> None:
-        self._inner.close()
-
-    def _leave_in_flight(self) -> None:
-        self._inner._leave_in_flight()
-
-    def _abandon(self) -> None:
-        self._inner._abandon()
-
-    def _needs_staging(self, device: torch.device, *, reduction: bool) -> bool:
-        return self._inner._needs_staging(device, reduction=reduction)
 
     @property
     @override

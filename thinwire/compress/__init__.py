@@ -22,17 +22,15 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire.compress.codecs import Codec, make_codec
     from thinwire.compress.data_parallel_hook import CompressionState, ddp_hook
-    from thinwire.compress.exchange import Exchange
+    from thinwire.compress.exchange import Exchange, Outcome
     from thinwire.compress.packet import Flags, Header, PacketError
-    from thinwire.compress.parts import Outcome
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "codecs": ("Codec", "make_codec"),
             "data_parallel_hook": ("CompressionState", "ddp_hook"),
-            "exchange": ("Exchange",),
+            "exchange": ("Exchange", "Outcome"),
             "packet": ("Flags", "Header", "PacketError"),
-            "parts": ("Outcome",),
         },
     )

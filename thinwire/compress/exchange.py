@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.comm import Communicator
-from thinwire.compress.codecs import Codec
+from thinwire.comm import Communicator, Work
+from thinwire.compress.codecs import Codec, cut_shard, least_part
 from thinwire.compress.packet import Flags, Header, Headers, PacketError, SettingsError, number_headers, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
-from thinwire.compress.parts import Arrived, Leg, Outcome, cut_shard, least_part
 from thinwire.zero import shard_numel, valid_in_shard
 from thinwire.zero.norm_sketch import read_together
 
@@ -32,6 +31,38 @@ class Division:
     shards: int
     sent: int
     own: int | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the headers of one exchange said, the same on every rank.
+
+    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
+    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
+    """
+
+    finite: bool
+    incomplete: bool
+    unplaced: bool
+    meet: bool = False
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One part's packets in flight, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
+
+    sent: Tensor
+    received: Tensor
+    work: Work
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Where an exchange that was captured in a graph has its results, whenever that is replayed."""
+
+    headers: Sequence[Headers]
+    legs: Sequence[Leg]
+    average: Tensor
 
 
 class Exchange:

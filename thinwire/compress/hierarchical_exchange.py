@@ -10,7 +10,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, kept_headers
+from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Leg, kept_headers
 from thinwire.compress.packet import (
     Flags,
     Headers,
@@ -21,7 +21,6 @@ from thinwire.compress.packet import (
     write_headers,
 )
 from thinwire.compress.packet_layout import HEADER_BYTES
-from thinwire.compress.parts import Leg
 
 
 class HierarchicalExchange(Exchange):

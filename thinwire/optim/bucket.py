@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.codecs import all_finite
-from thinwire.compress.exchange import EncodePart, Exchange, held_coordinates, zero_held
+from thinwire.compress.exchange import EncodePart, Exchange, Outcome, held_coordinates, zero_held
 from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
 from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, Part, Segments
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet import Flags
-from thinwire.compress.parts import Outcome
 from thinwire.optim.algorithm import Algorithm, Contribution, Keep, LocalSteps
 from thinwire.optim.step import Clock, Parameters, Send, Step, may_clip
 from thinwire.optim.wire import Wire, cast_gradients

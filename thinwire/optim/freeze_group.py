@@ -13,9 +13,8 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import all_finite
-from thinwire.compress.exchange import bring_headers
+from thinwire.compress.exchange import Outcome, bring_headers
 from thinwire.compress.packet import SettingsError
-from thinwire.compress.parts import Outcome
 from thinwire.optim.algorithm import Agreement, Algorithm, LocalSteps, Members
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_rule import FreezeRule, variance_norm

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.comm.traffic import Traffic, sent_bytes
+from thinwire.comm.collectives import Traffic
+from thinwire.comm.traffic import sent_bytes
 from thinwire.zero.home import Fragment, Held, ParameterState
 from thinwire.zero.placement import Averaging
 

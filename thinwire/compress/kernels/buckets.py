@@ -47,8 +47,7 @@ class KernelCall(ABC):
 class Segments:
     """Runs of a flat vector, in order and without overlap: run k is `numels[k]` elements from element `firsts[k]` on.
 
-    What no run covers is padding; `covered` counts the other elements, which end at `end`. `tables`: where a backend
-    finds on its device what it tells launches of these runs.
+    What no run covers is padding; `covered` counts the other elements, which end at `end`.
     """
 
     def __init__(self, places: Iterable[tuple[int, int]]) -> None:
@@ -62,12 +61,16 @@ class Segments:
                     "without overlap"
                 )
             end = first + numel
-        self.tables: KeptTables | CapturedTables = KeptTables()
         self.end = end
         self.covered = sum(numel for _, numel in self.places)
 
     def __len__(self) -> int:
         return len(self.places)
+
+    @cached_property
+    def tables(self) -> KeptTables | CapturedTables:
+        """Where a backend finds on its device what it tells launches of these runs."""
+        return KeptTables()
 
     @cached_property
     def table(self) -> NDArray[np.int64]:

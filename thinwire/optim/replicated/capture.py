@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.collectives import Traffic
 from thinwire.comm.operation_log import LoggedCommunicator
-from thinwire.comm.traffic import Traffic
+from thinwire.compress.exchange import Arrived
 from thinwire.compress.kernels.buckets import RenewFactors
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.tables import Arena, CapturedTables
 from thinwire.compress.packet import step_and_settings
-from thinwire.compress.parts import Arrived
 from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.compress.parts import Outcome
+from thinwire.compress.exchange import Outcome
 from thinwire.optim.algorithm import Algorithm, Send
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, next_send, read_outcomes
