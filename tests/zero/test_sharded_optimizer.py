@@ -169,6 +169,24 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(stage: int) -> 
     threads.run(body, 3)
 
 
+def test_edits_are_noticed_after_a_backward_that_has_failed() -> None:
+    model = make_model()
+    optimizer = build(threads.single(10.0), model, 1)
+
+    def fail(_: Tensor) -> None:
+        raise OSError("the backward has failed")
+
+    failing = model[0].weight.register_hook(fail)
+    with pytest.raises(OSError, match="has failed"):
+        loss_of(model, 0, 0).backward()
+    failing.remove()
+    optimizer.zero_grad()
+    loss_of(model, 0, 1).backward()
+    model[0].weight.grad.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"0\.weight.* was changed"):
+        optimizer.step()
+
+
 def test_a_step_without_gradients_changes_nothing() -> None:
     def body(comm: Communicator) -> None:
         model = make_model()

@@ -34,7 +34,9 @@ class GradientHook:
     """
 
     def __init__(self, on_gradient: Callable[[int], None], index: int) -> None:
-        self._on_gradient = weakref.WeakMethod(on_gradient)
+        # As weakref.WeakMethod, without a call of Python's for each gradient.
+        self._owner: weakref.ref[Any] = weakref.ref(on_gradient.__self__)  # type: ignore[attr-defined]
+        self._on_gradient = on_gradient.__func__  # type: ignore[attr-defined]
         self._index = index
 
     def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
@@ -46,9 +48,9 @@ class GradientHook:
 
     def __call__(self, parameter: Tensor) -> None:
         """Be called by autograd."""
-        on_gradient = self._on_gradient()
-        if on_gradient is not None and parameter.grad is not None:
-            on_gradient(self._index)
+        owner = self._owner()
+        if owner is not None and parameter.grad is not None:
+            self._on_gradient(owner, self._index)
 
 
 class BackwardWatcher:
@@ -82,7 +84,6 @@ class BackwardWatcher:
         self.gates: list[Callable[[], bool]] = []
         self.before_first: Callable[[], None] | None = None
         self._synchronize = True
-        self._callback_queued = False
         self.held_back = False
         self.use([], keeps_gradients=True)
 
@@ -120,7 +121,7 @@ class BackwardWatcher:
             self._transports.append(transport)
             self._places |= {slot.parameter: (number, slot) for slot in transport.layout.slots}
             self._sizes.append(len(transport.layout.slots))
-            self._await(number)
+            self._waiting.append(sum(slot.parameter not in self._left_out for slot in transport.layout.slots))
             for slot in transport.layout.slots:
                 if slot.parameter in self.arrived:
                     self._take(slot.parameter)
@@ -150,9 +151,8 @@ class BackwardWatcher:
         elif self.arrived:
             self.end_backward()
         self._left_out = agree_to_leave_out(comm, self.parameters, parameters, error)
-        self._waiting.clear()
-        for number in range(len(self._transports)):
-            self._await(number)
+        for number, transport in enumerate(self._transports):
+            self._waiting[number] = sum(slot.parameter not in self._left_out for slot in transport.layout.slots)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -244,6 +244,7 @@ class BackwardWatcher:
         self.left_out: frozenset[int] = frozenset()
         self._sent: bool = False
         self._some_sent = self._finished = False
+        self._callback_queued = False  # of a backward that has failed none comes
         self._begin_backward()
 
     def _begin_backward(self) -> None:
@@ -268,9 +269,10 @@ class BackwardWatcher:
             with torch.no_grad():
                 self._on_gradient(number)
             return
-        sends = self._sends()
-        self._arrive(number, sends)
-        if sends and not self._callback_queued:
+        if not self._callback_queued:  # else it is known of this backward
+            self._sending = self._sends()
+        self._arrive(number, self._sending)
+        if self._sending and not self._callback_queued:
             self._callback_queued = True
             # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -329,11 +331,6 @@ class BackwardWatcher:
             if sent is None or sent.shape != parameter.shape:  # its `.data` was replaced
                 sent = self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
             parameter.grad = sent
-
-    def _await(self, number: int) -> None:
-        """Wait for the gradients of one more bucket, but those that are left out."""
-        slots = self._transports[number].layout.slots
-        self._waiting.append(sum(slot.parameter not in self._left_out for slot in slots))
 
     def _send_next(self) -> None:
         """Start the next bucket, and move the earlier ones on."""

@@ -379,7 +379,7 @@ class ShardState(ParameterState):
 
     def _held(self, sharded: Tensor) -> Held:
         start, values = local_run(sharded)
-        whole = not hasattr(sharded, "device_mesh")  # an empty parameter, which nobody cuts
+        whole = not hasattr(sharded, "device_mesh")  # an empty parameter, which is not cut
         return Held([Fragment(start, values)], everywhere=whole or self.comm.size == 1)
 
 

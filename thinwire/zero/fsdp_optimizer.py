@@ -41,7 +41,7 @@ class _Shard:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes where somebody writes the parameter, or this rank's part of it."""
+        """Changes if the parameter is written, or this rank's part of it."""
         return self.parameter._version, self.shown._version
 
 

@@ -57,7 +57,7 @@ class Seal:
                 members, samples, lengths = by_dtype.setdefault(gradient.dtype, ([], [], []))
                 members.append(number)
                 samples.append(_some_of(gradient))
-                lengths.append(len(samples[-1]))
+                lengths.append(samples[-1].numel())
         for members, samples, lengths in by_dtype.values():
             self._values |= zip(members, torch.split(torch.cat(samples), lengths), strict=True)
 

@@ -88,7 +88,7 @@ class ParameterState(ABC):
 
     @abstractmethod
     def gradient(self, number: int) -> Held | None:
-        """The averaged gradient of the step under way, times the loss scale; None where there is none yet.
+        """The averaged gradient of the step in flight, times the loss scale; None where there is none yet.
 
         Collective: waits for what has left. Raises RuntimeError where no gradients are averaged.
         """
@@ -131,7 +131,7 @@ def claim(owner: StateOwner, parameters: Iterable[Tensor]) -> None:
 
 
 def find_state(parameter: Tensor) -> tuple[ParameterState, int] | None:
-    """Who holds a parameter's state, and its number there; None where nobody does."""
+    """Who holds a parameter's state, and its number there; None if no owner does."""
     noted: _Claim | None = getattr(parameter, _ATTRIBUTE, None)
     owner = None if noted is None else noted.owner()
     return None if noted is None or owner is None else (owner.parameter_state(), noted.number)
@@ -168,7 +168,7 @@ class StepResult:
     """What became of a step, the same on every rank.
 
     `applied`: weights have moved. `grad_norm`: 2-norm of the averaged gradient, loss scale divided out, before
-    clipping; not finite where the step was skipped for that, NaN where nobody found it out. `reason`: why the step was
+    clipping; not finite where the step was skipped for that, NaN if it was not found. `reason`: why the step was
     not applied, empty where it was.
     """
 

@@ -1,4 +1,4 @@
-"""Values that a step needs on the host: the norm of an averaged gradient that nobody holds, from random projections of
+"""Values that a step needs on the host: the norm of an averaged gradient that no rank holds, from random projections of
 every rank's own that are small enough to be averaged exactly; and an accelerator's results, read with one wait."""
 
 from __future__ import annotations

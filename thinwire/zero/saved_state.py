@@ -48,7 +48,7 @@ class SavedSlice:
 
 
 class SliceSource(Protocol):
-    """What somebody saved, to be read in whatever runs the reader needs."""
+    """What was saved, to be read in whatever runs the reader needs."""
 
     @property
     def world_size(self) -> int:
@@ -61,7 +61,7 @@ class SliceSource(Protocol):
         """The roles that any parameter has values for."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """These values, one-dimensional on the CPU; KeyError where nobody saved them."""
+        """These values, one-dimensional on the CPU; KeyError if they were not saved."""
 
     def read_rank(self, key: str, rank: int) -> Tensor:
         """`rank_tensors()[key]` of that rank of the saving job; KeyError where there is none."""
@@ -90,7 +90,7 @@ class OwnSlices:
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """Read a run of values."""
-        if not numel:  # of an empty parameter nobody saves a slice
+        if not numel:  # of an empty parameter no slice is saved
             return torch.empty(0)
         found: list[Tensor] = []
         at, end = start, start + numel

@@ -57,10 +57,10 @@ class StateOfBuckets(ABC):
         """Raise RuntimeError if state of this kind cannot be written now."""
 
     def gradients_rewritten(self, bucket: int) -> None:
-        """Note that somebody has written into `average`."""
+        """Note that `average` was written into."""
 
     def weights_rewritten(self, bucket: int) -> None:
-        """Note that somebody has written parameters, and that their master weights have followed."""
+        """Note that parameters were written, and that their master weights have followed."""
 
 
 class BucketParameterState(ParameterState):
@@ -169,8 +169,8 @@ NOT_FINITE = "a gradient was NaN or infinite"
 class Vote(NamedTuple):
     """What the ranks find out together before a step is applied.
 
-    `finite`: the averaged gradient is. `norm`: of the averaged gradient, times the loss scale; NaN where nobody found
-    it out. `absent`: the parameters that had a gradient on no rank.
+    `finite`: the averaged gradient is. `norm`: of the averaged gradient, times the loss scale; NaN if it was not
+    found. `absent`: the parameters that had a gradient on no rank.
     """
 
     finite: bool
@@ -190,7 +190,7 @@ class ShardedHome(Home):
         self._parameters = parameters
         self.watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
         self.watcher.watch(self.parameters)
-        self._vote: Vote | None = None  # of the step under way, once it is known
+        self._vote: Vote | None = None  # of the step in flight, once it is known
         self._vote_is_outdated = False  # whether gradients were written after it
         self._stand_in: Tensor | None = None  # a parameter with a gradient that only a GradScaler looks at
 

@@ -28,8 +28,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
     own dtype would have sent for the same steps. `loss_scale_config`, `loss_scaler`: an engine's loss scale; None
     without an engine. `dynamic_loss_scale`: whether that follows from overflows. `in_training`: false after `eval`.
-    `steps_alone`: whether a worker may skip a step that others take, and asks nobody. `comes_and_goes`: whether this
-    worker may be one of those that join late, so that nobody can count its steps but `steps`.
+    `steps_alone`: whether a worker may skip a step that others take, and asks no other. `comes_and_goes`: whether this
+    worker may be one of those that join late, so that nothing can count its steps but `steps`.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -166,19 +166,19 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         Buckets of nothing else are not sent; other buckets do not wait for them. Left out of a whole step the
         parameters are left alone until compression begins; after it their gradients count as zero. Collective. Raises
         ValueError, on every rank, where ranks leave out different parameters or one has a gradient already, and
-        RuntimeError where the algorithm takes steps of which nobody hears.
+        RuntimeError where the algorithm takes steps that send nothing.
         """
         self._home.leave_out(parameters)
 
     def end_backward(self) -> None:
-        """Send what a backward has left unsent, once it is over. Collective; `step` does it where nobody did."""
+        """Send what a backward has left unsent, once it is over. Collective; `step` does it if no caller did."""
         self._home.end_backward()
 
     def attach(self, model: nn.Module) -> Self:
         """Take the names of parameters from `model`, for error messages; returns the optimizer.
 
         From a DistributedDataParallel it also takes gradient synchronisation over: DDP's all-reduce is replaced by
-        nothing, and its `no_sync()` is obeyed. One that nobody attached is found and attached in the first backward.
+        nothing, and its `no_sync()` is obeyed. One that was not attached is found and attached in the first backward.
         Raises ValueError where the model has trainable parameters that this optimizer does not hold.
         """
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}

@@ -47,7 +47,7 @@ def refuse_trainers() -> None:
 
 
 def find_accumulation() -> Callable[[], bool] | None:
-    """What says whether the running backward is the last one before a step; None if nobody does.
+    """What says whether the running backward is the last one before a step; None if no library does.
 
     Hugging Face's Accelerate does, for the whole process; its `accumulate()` holds back nothing but
     DistributedDataParallel by itself.
@@ -80,7 +80,7 @@ def on_first_ddp_forward(
 
 
 def leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A DDP communication hook that sends nothing: somebody else synchronises."""
+    """A DDP communication hook that sends nothing: the optimizer synchronises."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -35,7 +35,7 @@ class LocalCheckpoint:
     """What is saved of a worker and of its fragments, and how it is taken up again.
 
     `nodes`: the node of each rank, where nodes are the workers. `shape`: what has to be alike for fragments to go on
-    under way.
+    in flight.
     """
 
     comm: Communicator
@@ -48,7 +48,7 @@ class LocalCheckpoint:
     shape: Sequence[int]
 
     def slices(self, under_way: Sequence[UnderWay]) -> list[SavedSlice]:
-        """What this rank owns of the outer weights, momentum and residuals, and of what is under way."""
+        """What this rank owns of the outer weights, momentum and residuals, and of what is in flight."""
         found: list[SavedSlice] = []
         arriving = {one.fragment: one.arrived for one in under_way}
         for number, (fragment, outer_step) in enumerate(zip(self.fragments, self.outer_steps, strict=True)):
@@ -100,7 +100,7 @@ class LocalCheckpoint:
         }
 
     def load(self, source: SliceSource) -> tuple[int, int, list[UnderWay]]:
-        """Take over what another run saved: the step, the step at which workers last met, and what is under way."""
+        """Take over what another run saved: the step, the step at which workers last met, and what is in flight."""
         saved = source.counters()
         ranks = ranks_to_resume(source, self.comm, self.nodes, "a job", compresses=len(self.outer_steps) > 0)
         goes_on = saved["shape"] == list(self.shape)
@@ -111,7 +111,7 @@ class LocalCheckpoint:
             outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
             replica = outer if ranks is None else self._mean(source, _REPLICA, ranks, fragment)
             self._load_outer_step(source, fragment, outer_step, ranks)
-            if not goes_on:  # with other fragments nothing can go on under way: it is taken in now
+            if not goes_on:  # with other fragments nothing can go on in flight: it is taken in now
                 for piece in fragment.pieces:
                     if piece.parameter in updates:
                         update = updates[piece.parameter][piece.start : piece.start + piece.numel]
@@ -136,7 +136,7 @@ class LocalCheckpoint:
     # Parts
 
     def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
-        """What was under way, by the parameter's number, zeros in what was not; `arriving`: (name, start, elements)."""
+        """What was in flight, by the parameter's number, zeros in what was not; `arriving`: (name, start, elements)."""
         number_of = {name: number for number, name in enumerate(self.names)}
         found: dict[int, Tensor] = {}
         for name, start, numel in arriving:

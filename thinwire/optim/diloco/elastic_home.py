@@ -37,8 +37,8 @@ _ATTEMPTS = 10
 """Meetings in a row after which workers did not connect: they reach the meeting place, but not each other."""
 
 
-class _SomebodyWaits(Exception):  # noqa: N818 - no error: all know after the same outer step
-    """All meet, to let somebody in."""
+class _WorkerWaits(Exception):  # noqa: N818 - no error: all know after the same outer step
+    """All meet, to let a worker in."""
 
 
 class ElasticHome(LocalHome):
@@ -181,7 +181,7 @@ class ElasticHome(LocalHome):
         assert one.arrived is not None
         self._count(one.fragment, one.arrived.update)
         if one.arrived.meet:
-            raise _SomebodyWaits
+            raise _WorkerWaits
 
     def _count(self, fragment: int, update: Tensor | None) -> None:
         """Outer step number `_taken` is taken, or dropped where there is no `update`."""
@@ -199,7 +199,7 @@ class ElasticHome(LocalHome):
             super()._on_gradient(number)
         except PacketError:
             raise
-        except CommunicationError as error:  # in somebody's backward(): the step deals with it
+        except CommunicationError as error:  # in a user's backward(): the step deals with it
             self._failure = str(error)
 
     # Meetings
@@ -216,7 +216,7 @@ class ElasticHome(LocalHome):
                 raise
             except CommunicationError:
                 self._meet(alarm=True)
-            except _SomebodyWaits:
+            except _WorkerWaits:
                 self._meet(alarm=False)
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class ElasticHome(LocalHome):
         group.close()
 
     def _catch_up(self, outer: Tensor, *, finite: bool) -> None:
-        """Take an outer step that others have taken, which this worker was under way to: `outer` is its end."""
+        """Take an outer step that others have taken, on which this worker had sent its part: `outer` is its end."""
         one = self.under_way.pop(0)
         before = self.weights.outer(one.fragment).clone()
         self.outer_steps[one.fragment].settle(finite)
@@ -376,7 +376,7 @@ class ElasticHome(LocalHome):
 
     @override
     def _bring_all(self) -> None:
-        # Not where all is here, so that nobody meets between two calls that save.
+        # Not where all is here, so that no worker meets between two calls that save.
         if not self._is_over and (self._left < self._due or any(one.arrived is None for one in self.under_way)):
             self._together(self._bring_due)
 

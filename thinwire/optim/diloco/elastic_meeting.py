@@ -64,8 +64,8 @@ class Plan:
     """How a generation's workers go on, by their numbers in the generation.
 
     `standings`: None of those that have nothing of the job. `order`: in which they go on. `source`: who hands over what
-    the workers `lacking` lack. `as_saved`: all of a saved run's workers have come back, with the same outer steps under
-    way; else what has arrived on a worker counts as taken, and has to be taken in first.
+    the workers `lacking` lack. `as_saved`: all of a saved run's workers have come back, with the same outer steps in
+    flight; else what has arrived on a worker counts as taken, and has to be taken in first.
     """
 
     standings: tuple[Standing | None, ...]
@@ -84,7 +84,7 @@ class Plan:
                 f"workers have loaded states of different runs or steps: {' and '.join(checkpoints)}. Load what all of "
                 "a job's workers saved after the same step, in a new job"
             )
-        # What was loaded counts, and what began before somebody loaded it does not.
+        # What was loaded counts, and what began before a worker loaded it does not.
         kept = [
             one if not checkpoints or (one is not None and one.checkpoint == checkpoints[0]) else None for one in said
         ]
@@ -116,7 +116,7 @@ class Plan:
         return self.standings[self.source] or Standing()
 
     @property
-    def somebody_begins(self) -> bool:
+    def one_begins(self) -> bool:
         """Whether a worker that lacks something has nothing of the job."""
         return any(self.standings[number] is None for number in self.lacking)
 
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def claimed(self) -> int:
-        """Samples that the run had given out from which this one was resumed, as far as anybody knows."""
+        """Samples that the run had given out from which this one was resumed, as far as any worker knows."""
         return max((one.claimed for one in self.standings if one is not None), default=0)
 
     @property
@@ -139,14 +139,14 @@ class Plan:
 def hand_over(
     group: WorkerGroup, plan: Plan, weights: OuterWeights, momentum: KeptMomentum, fragments: int
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """The source's outer weights, of the fragments that somebody lacks, and its momentum where somebody has nothing.
+    """The source's outer weights, of the fragments that a worker lacks, and its momentum if one has nothing.
     Collective of the source and of those who lack something."""
-    first = plan.top - fragments if plan.somebody_begins else plan.first_lacked
+    first = plan.top - fragments if plan.one_begins else plan.first_lacked
     outer: dict[int, Tensor] = {}
     for fragment in sorted({number % fragments for number in range(first, plan.top)}):
         outer[fragment] = weights.outer(fragment).clone()
         group.broadcast(outer[fragment])
-    copies = [momentum.of(fragment).clone() for fragment in range(fragments)] if plan.somebody_begins else []
+    copies = [momentum.of(fragment).clone() for fragment in range(fragments)] if plan.one_begins else []
     for one in copies:
         group.broadcast(one, inside=False)
     group.barrier()  # all have all of it before its sender may go

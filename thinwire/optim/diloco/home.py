@@ -1,4 +1,4 @@
-"""The home of local updates: a worker that steps by itself, and fragments of its weights under way to and from the
+"""The home of local updates: a worker that steps by itself, and fragments of its weights in flight to and from the
 others."""
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class LocalHome(Home):
 
     @override
     def synchronize_weights(self) -> None:
-        """Take in what is under way, and an outer step of every fragment; replicas then are the outer weights."""
+        """Take in what is in flight, and an outer step of every fragment; replicas then are the outer weights."""
         if self.in_sync:
             return
         self._take_in_all()
@@ -297,7 +297,7 @@ class LocalHome(Home):
         return one.arrived
 
     def _on_gradient(self, number: int) -> None:
-        """During backwards: go on with what is under way, where that does not mean to wait."""
+        """During backwards: go on with what is in flight, where that does not mean to wait."""
         del number
         if self._before_first is not None:
             callback, self._before_first = self._before_first, None

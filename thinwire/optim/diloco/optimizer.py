@@ -69,7 +69,7 @@ class DiLoCo(SynchronizedOptimizer):
         fragments: into how many the model is cut; "auto" is one for every three layers that the parameters' names show.
             Layer i is in fragment i modulo their number; embeddings and what else is in no layer fills them up to equal
             sizes. They leave at equal distances in time.
-        overlap: τ, steps that a fragment is under way while training goes on; by default 1, if `every` leaves room.
+        overlap: τ, steps that a fragment is in flight while training goes on; by default 1, if `every` leaves room.
         mix: how much of a worker's own weights remains in them when an outer step is taken in; by default 0.5 with
             overlap and 0 without.
         codec: what outer gradients go through: "none", "bf16", "fp16", "int8", "fp8", "int4", which lost nothing in
@@ -200,7 +200,7 @@ class DiLoCo(SynchronizedOptimizer):
         return self._home.dropped_outer_steps
 
     def synchronize(self) -> None:
-        """Take in what is under way, and an outer step of every fragment, so that all ranks hold the outer weights: at
+        """Take in what is in flight, and an outer step of every fragment, so that all ranks hold the outer weights: at
         the end of training, or before anybody changes weights. Collective; the same as `synchronize_weights`."""
         self.synchronize_weights()
 
@@ -306,7 +306,7 @@ class ElasticSampler(Sampler[int]):
     """Samples of a data set in a shuffled order, each for one worker only, epoch after epoch without end.
 
     Workers claim `ahead` samples at a time at the meeting place. What a worker that died had claimed and not read
-    nobody reads in that epoch.
+    is not read in that epoch.
 
         loader = DataLoader(dataset, batch_size=16, sampler=thinwire.ElasticSampler(optimizer, len(dataset)))
 

@@ -52,7 +52,7 @@ class WeightPair:
 @dataclass(frozen=True)
 class Arrived:
     """What an outer step subtracts from the outer weights, one value an element; None where some worker's weights were
-    not finite, so that no outer step was taken. `meet`: somebody said on leaving that all have to meet after it."""
+    not finite, so that no outer step was taken. `meet`: a worker said on leaving that all have to meet after it."""
 
     update: Tensor | None
     meet: bool = False
@@ -253,7 +253,7 @@ def make_outer_step(
 ) -> OuterStep:
     """Of fragment number `index`, over nodes where there are `links`, else over the ranks of `comm`.
 
-    `reversible`: what has left can be undone, at the price of a second worker residual while it is under way.
+    `reversible`: what has left can be undone, at the price of a second worker residual while it is in flight.
     """
     workers = comm.size if links is None else links.num_nodes
     if workers == 1:

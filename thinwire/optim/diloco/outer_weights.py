@@ -81,7 +81,7 @@ class OuterWeights:
         self._met = self._versions_now()
 
     def take_over_written(self) -> None:
-        """Where somebody has written to the parameters since `note_met`, on every rank alike: have the outer weights
+        """If parameters were written since `note_met`, on every rank alike: have the outer weights
         follow."""
         if not self.shown and self._versions_now() != self._met:
             self._follow_replica()

@@ -229,7 +229,7 @@ class NodeWorker(Worker):
             if parameter.dtype == torch.float32:
                 parameter.view(-1)[start : start + values.numel()].copy_(values)
                 return
-            self._state.weights(number)  # which takes over what somebody else has written
+            self._state.weights(number)  # which takes over what was written
             shown = parameter.detach().clone()
             shown.view(-1)[start : start + values.numel()].copy_(values)
             self._state.after_writing_weights(number, shown)  # else master weights would follow it
