@@ -80,12 +80,9 @@ def test_weights_that_are_on_their_way() -> None:
 
 
 def test_below_stage_3_there_are_no_local_forms() -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(1))
-        with pytest.raises(ValueError, match="the local forms are for parameters of stage 3"):
-            utils.safe_get_local_fp32_param(engine.module.mix.weight)
-
-    threads.run(body, 1)
+    engine = make_engine(None, settings(1))
+    with pytest.raises(ValueError, match="the local forms are for parameters of stage 3"):
+        utils.safe_get_local_fp32_param(engine.module.mix.weight)
 
 
 @pytest.mark.filterwarnings("ignore:step 2 was skipped:RuntimeWarning")
@@ -163,26 +160,15 @@ def test_one_bit_optimizers(name, stage) -> None:
     threads.run(body, 2)
 
 
-def test_a_model_that_is_pickled_knows_no_optimizer_any_more() -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(1))
-        weight = engine.module.mix.weight
-        again = pickle.loads(pickle.dumps(weight))
-        assert torch.equal(again, weight)
-        assert utils.safe_get_full_fp32_param(again) is None
-
-    threads.run(body, 1)
-
-
-def test_parameters_outlive_their_engine() -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(0))
-        model = engine.module
-        engine.close()
-        del engine
-        assert utils.safe_get_full_grad(model.mix.weight) is None
-
-    threads.run(body, 1)
+def test_parameters_that_are_pickled_or_outlive_their_engine_know_no_optimizer_any_more() -> None:
+    engine = make_engine(None, settings(1))
+    weight = engine.module.mix.weight
+    again = pickle.loads(pickle.dumps(weight))
+    assert torch.equal(again, weight)
+    assert utils.safe_get_full_fp32_param(again) is None
+    engine.close()
+    del engine
+    assert utils.safe_get_full_grad(weight) is None
 
 
 # Leaves of stage 3

@@ -74,22 +74,19 @@ _SMALL = {
 }
 
 
+_MODELS = {
+    "gpt2": ("GPT2", "LMHeadModel", {"vocab_size": 40, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}),
+    "llama": ("Llama", "ForCausalLM", _SMALL | {"num_key_value_heads": 2}),
+    "roberta_prelayernorm": ("RobertaPreLayerNorm", "ForMaskedLM", _SMALL),
+    "bert": ("Bert", "ForMaskedLM", _SMALL),
+    "roberta": ("Roberta", "ForMaskedLM", _SMALL),
+    "distilbert": ("DistilBert", "ForMaskedLM", {"vocab_size": 40, "dim": 16, "n_layers": 3, "n_heads": 2}),
+}
+
+
 def hugging_face(name: str) -> nn.Module:
     import transformers  # takes long to import, and processes that use only the stacks are many
 
     torch.manual_seed(3)
-    if name == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=3, n_head=2, n_positions=32)
-        )
-    if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, num_key_value_heads=2))
-    if name == "roberta_prelayernorm":
-        return transformers.RobertaPreLayerNormForMaskedLM(transformers.RobertaPreLayerNormConfig(**_SMALL))
-    if name == "bert":
-        return transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
-    if name == "roberta":
-        return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**_SMALL))
-    assert name == "distilbert"
-    config = transformers.DistilBertConfig(vocab_size=40, dim=16, n_layers=3, n_heads=2, hidden_dim=24)
-    return transformers.DistilBertForMaskedLM(config)
+    kind, head, sizes = _MODELS[name]
+    return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**sizes))

@@ -49,31 +49,22 @@ def test_backwards_is_an_error_and_a_repeat_is_not() -> None:
     assert schedule.state_dict() == {"step": 4}
 
 
-@pytest.mark.parametrize("theta", [-0.1, 1.1, math.nan, math.inf])
-def test_theta_is_a_probability(theta: float) -> None:
-    with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        ProgressiveLayerDrop(theta)
-
-
-@pytest.mark.parametrize("gamma", [-1e-9, math.nan, math.inf])
-def test_gamma_is_not_negative(gamma: float) -> None:
-    with pytest.raises(ValueError, match="not negative"):
-        ProgressiveLayerDrop(0.5, gamma)
-
-
-def test_what_makes_no_schedule() -> None:
-    with pytest.raises(ValueError, match="give total_steps"):
-        ProgressiveLayerDrop(gamma="auto")
-    with pytest.raises(ValueError, match="leave one of them out"):
-        ProgressiveLayerDrop(gamma=0.1, total_steps=100)
-    with pytest.raises(ValueError, match="at least 1"):
-        ProgressiveLayerDrop(gamma="auto", total_steps=0)
-    with pytest.raises(TypeError, match="theta"):
-        ProgressiveLayerDrop("half")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="whole number"):
-        ProgressiveLayerDrop().update_state(1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="counted from 0"):
-        ProgressiveLayerDrop().update_state(-1)
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        *((lambda one=theta: ProgressiveLayerDrop(one), ValueError, r"\[0, 1\]") for theta in (-0.1, 1.1, math.nan)),
+        *((lambda one=rate: ProgressiveLayerDrop(0, one), ValueError, "not negative") for rate in (-1e-9, math.inf)),
+        (lambda: ProgressiveLayerDrop(gamma="auto"), ValueError, "give total_steps"),
+        (lambda: ProgressiveLayerDrop(gamma=0.1, total_steps=100), ValueError, "leave one of them out"),
+        (lambda: ProgressiveLayerDrop(gamma="auto", total_steps=0), ValueError, "at least 1"),
+        (lambda: ProgressiveLayerDrop("half"), TypeError, "theta"),  # type: ignore[arg-type]
+        (lambda: ProgressiveLayerDrop().update_state(1.5), TypeError, "whole number"),  # type: ignore[arg-type]
+        (lambda: ProgressiveLayerDrop().update_state(-1), ValueError, "counted from 0"),
+    ],
+)
+def test_what_makes_no_schedule(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
 
 
 STEPS = 10_000

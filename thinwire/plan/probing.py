@@ -110,15 +110,16 @@ def hidden_part(watch: Stopwatch, fit: LinkFit, seconds: float) -> float:
     nbytes = int(max(_SMALLEST, min(_LARGEST, each * reduction.bytes_per_second / 2)))
     transfer = _operation(watch, "all_reduce", nbytes)
     matrix = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device=watch.device) / _PRODUCT_SIDE
-    wire = watch.typical(lambda: transfer().wait(), _OVERLAP_REPETITIONS)
+    wire = watch.typical(_and_wait(transfer), _OVERLAP_REPETITIONS)
     one_product = watch.typical(lambda: _multiply(matrix, 10), _OVERLAP_REPETITIONS) / 10
     products = max(1, round(wire / one_product))
     computation = watch.typical(lambda: _multiply(matrix, products), _OVERLAP_REPETITIONS)
 
     def both() -> None:
-        work = transfer()
+        works = transfer()
         _multiply(matrix, products)
-        work.wait()
+        for work in works:
+            work.wait()
 
     together = watch.typical(both, _OVERLAP_REPETITIONS)
     return max(0.0, min(1.0, (wire + computation - together) / min(wire, computation)))
@@ -135,11 +136,11 @@ def _fit_collective(watch: Stopwatch, name: Collective, seconds: float) -> Colle
         expected = times[-1] * _GROWTH if times else 0.0
         if len(times) >= _LEAST_SIZES and spent + _LEAST_REPETITIONS * expected > seconds:
             break
-        start = _operations(watch, name, nbytes)
+        parts = max(1, min(_PARTS, nbytes // _LEAST_PART))
+        start = _and_wait(_operation(watch, name, nbytes, parts))
         start()
         repetitions = _MOST_REPETITIONS if _MOST_REPETITIONS * expected < seconds / 10 else _LEAST_REPETITIONS
         times.append(watch.typical(start, repetitions))
-        parts = _parts(nbytes)
         inputs.append(parts * _input_bytes(comm, name, nbytes // parts))
         spent += (repetitions + 1) * times[-1]
         nbytes *= _GROWTH
@@ -156,46 +157,33 @@ def _input_bytes(comm: Communicator, name: Collective, nbytes: int) -> int:
     return 4 * parts * (1 if name == "all_gather" else comm.size)
 
 
-def _parts(nbytes: int) -> int:
-    return max(1, min(_PARTS, nbytes // _LEAST_PART))
+def _operation(watch: Stopwatch, name: Collective, nbytes: int, parts: int = 1) -> Callable[[], list[Work]]:
+    """Starts a collective about `nbytes` large, in so many parts."""
+    comm = watch.comm
+    elements = _input_bytes(comm, name, nbytes // parts) // 4
+    # Zeros, so that sums that go round and round stay finite.
+    sources = [torch.zeros(elements, device=watch.device) for _ in range(parts)]
+    if name == "all_reduce":
+        return lambda: [comm.all_reduce(source, async_op=True) for source in sources]
+    size = elements * (comm.size if name == "all_gather" else 1)
+    results = [torch.zeros(size, device=watch.device) for _ in sources]
+    start = comm.all_to_all if name == "all_to_all" else comm.all_gather
+    return lambda: [start(result, source, async_op=True) for result, source in zip(results, sources, strict=True)]
 
 
-def _operations(watch: Stopwatch, name: Collective, nbytes: int) -> Callable[[], None]:
-    """Makes a collective about `nbytes` large, in its parts, and waits for it."""
-    starts = [_operation(watch, name, nbytes // _parts(nbytes)) for _ in range(_parts(nbytes))]
-
+def _and_wait(start: Callable[[], list[Work]]) -> Callable[[], None]:
     def run() -> None:
-        for work in [start() for start in starts]:
+        for work in start():
             work.wait()
 
     return run
 
 
-def _operation(watch: Stopwatch, name: Collective, nbytes: int) -> Callable[[], Work]:
-    comm, device = watch.comm, watch.device
-    elements = _input_bytes(comm, name, nbytes) // 4
-    # Zeros, so that sums that go round and round stay finite.
-    source = torch.zeros(elements, device=device)
-    if name == "all_reduce":
-        return lambda: comm.all_reduce(source, async_op=True)
-    target = torch.zeros(elements * (comm.size if name == "all_gather" else 1), device=device)
-    start = comm.all_to_all if name == "all_to_all" else comm.all_gather
-    return lambda: start(target, source, async_op=True)
-
-
 def _message_seconds(watch: Stopwatch) -> float:
     """What one message costs where many leave one after another and wait for nothing."""
     comm = watch.comm
-    sources = [torch.zeros(comm.size, dtype=torch.uint8, device=watch.device) for _ in range(_MESSAGES)]
-    targets: list[Tensor] = [torch.empty_like(source) for source in sources]
-
-    def all_at_once() -> None:
-        works = [
-            comm.all_to_all(target, source, async_op=True) for target, source in zip(targets, sources, strict=True)
-        ]
-        for work in works:
-            work.wait()
-
+    pairs = torch.zeros(_MESSAGES, 2, comm.size, dtype=torch.uint8, device=watch.device)
+    all_at_once = _and_wait(lambda: [comm.all_to_all(*pair, async_op=True) for pair in pairs])
     all_at_once()
     return watch.typical(all_at_once, _MOST_REPETITIONS) / (_MESSAGES * (comm.size - 1))
 

@@ -39,18 +39,7 @@ class LossScaler:
 
 class DynamicLossScaler:
     def __init__(self, value: float) -> None:
-        self.cur_scale = value
-        self.cur_iter = 7
-        self.last_overflow_iter = 3
-        self.scale_factor = 2.0
-        self.scale_window = 100
-        self.min_scale = 1
-        self.delayed_shift = 2
-        self.cur_hysteresis = 1
-        self.consecutive_hysteresis = False
-        self.raise_error_at_min_scale = True
-        self.dynamic = True
-        self.dtype = torch.float16
+        vars(self).update(DYNAMIC_SCALE, cur_scale=value, dynamic=True, cur_hysteresis=1, dtype=torch.float16)
 
 
 class ZeroStageEnum(enum.IntEnum):
@@ -262,7 +251,7 @@ def _flat_groups(
     trained: Trained, rank: int, world: int, stage: int, dtype: torch.dtype, elastic: bool
 ) -> dict[str, Any]:
     """A rank's equal run of every group's flat values, which are padded to an even run for every rank."""
-    weights, states, paddings, mappings = [], [], [], []
+    weights, states, paddings = [], [], []
     for number, names in enumerate(trained.groups):
         total = sum(trained.master(name).numel() for name in names)
         share = math.ceil(total / (2 * world)) * 2
@@ -281,7 +270,6 @@ def _flat_groups(
         states.append({"step": trained.step_of(number).clone()} | {kind: run(kind) for kind in MOMENTS})
         if elastic:
             states[-1] = {key: value[:lean] if value.dim() else value for key, value in states[-1].items()}
-        mappings.append(_addresses(trained, names, low, low + share))
     base: Any = states
     if not elastic:
         base = {"state": dict(enumerate(states)), "param_groups": _settings(trained)}
@@ -296,19 +284,8 @@ def _flat_groups(
         "group_paddings": paddings,
         "partition_count": [world] * len(trained.groups),
         "ds_version": "0.19.3",
-        "param_slice_mappings": mappings,
+        "param_slice_mappings": [OrderedDict({names[0]: fragment_address(1, 0)}) for names in trained.groups],
     }
-
-
-def _addresses(trained: Trained, names: Sequence[str], low: int, high: int) -> OrderedDict[str, fragment_address]:
-    found, begin = OrderedDict(), 0
-    for name in names:
-        end = begin + trained.master(name).numel()
-        first, last = max(begin, low), min(end, high)
-        if first < last:
-            found[name] = fragment_address(numel=last - first, start=first - low)
-        begin = end
-    return found
 
 
 def _partitioned(
