@@ -53,6 +53,18 @@ class GradientHook:
             self._on_gradient(owner, self._index)
 
 
+def _drop_sent(parameter: Tensor) -> None:
+    """Have every backward drop a SentGradient before it adds a gradient of its own."""
+    of_parameter = weakref.ref(parameter)
+
+    def drop(gradient: Tensor) -> None:
+        one = of_parameter()
+        if one is not None and type(one.grad) is SentGradient:
+            one.grad = None
+
+    parameter.register_hook(drop)  # type: ignore[no-untyped-call]
+
+
 class BackwardWatcher:
     """The backwards of one step, and which parameters had gradients in them.
 
@@ -226,7 +238,7 @@ class BackwardWatcher:
 
         Other ranks' gradients may have left where all of this one's wait for more.
         """
-        if self.in_step:
+        if self._sent or self.arrived:
             self.finish()
         elif not self._arrived_in_step and not self._left_out:
             return
@@ -281,8 +293,9 @@ class BackwardWatcher:
     def _on_backward_end(self) -> None:
         self._callback_queued = False
         known = self.arrived.keys() | self.usually_absent | self._left_out
-        rest = range(len(self.parameters)) if len(known) < len(self.parameters) else ()
-        if not any(self.parameters[number].requires_grad for number in rest if number not in known):
+        if len(known) == len(self.parameters) or all(
+            number in known or not one.requires_grad for number, one in enumerate(self.parameters)
+        ):
             with torch.no_grad():
                 self._on_whole()
         # Not before: DDP writes gradients back after they have arrived here.
@@ -330,6 +343,7 @@ class BackwardWatcher:
             sent = self._sent_gradients.get(number)
             if sent is None or sent.shape != parameter.shape:  # its `.data` was replaced
                 sent = self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
+                _drop_sent(parameter)
             parameter.grad = sent
 
     def _send_next(self) -> None:

@@ -9,7 +9,6 @@ a larger one. An edit of a few elements of a large gradient can pass unseen.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Self
 
@@ -179,16 +178,7 @@ class SentGradient(Tensor):
         return made
 
     def __init__(self, parameter: Tensor, name: str) -> None:
-        """Every backward drops it again before it adds a gradient of its own."""
         self._name = name
-        of_parameter = weakref.ref(parameter)
-
-        def forget(gradient: Tensor) -> None:
-            one = of_parameter()
-            if one is not None and isinstance(one.grad, SentGradient):
-                one.grad = None
-
-        parameter.register_hook(forget)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SentGradient({self._name})"

@@ -328,7 +328,8 @@ class ShardedParameters:
                 "none of its steps would move them: set requires_grad before building it, or build a new one and load "
                 "the old one's state"
             )
-        self.wait_for_weights()
+        if self._gate is not None:
+            self._gate.open()
 
     # New weights on their way
 
