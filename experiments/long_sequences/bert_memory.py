@@ -93,7 +93,7 @@ def _train_step(size: BertSize, attention: AttentionName, length: int, checkpoin
     else:
         model.set_attn_implementation("eager")
     if checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, ["BertLayer"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     # Gradients keep their places, as in DDP's buckets, and AdamW has its state: so it is in all steps but the first.
     for parameter in model.parameters():

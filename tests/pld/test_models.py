@@ -160,10 +160,10 @@ def test_the_engines_activation_checkpointing(checkpoints_first: bool, to_cpu: b
     plain, twin = make_stack(), make_stack()
     drop_layers(plain, settled(), seed=9)
     if checkpoints_first:
-        checkpoint_activations(twin, cpu_checkpointing=to_cpu)
+        checkpoint_activations(twin, ["layers"], cpu_checkpointing=to_cpu)
     drop_layers(twin, settled(), seed=9)
     if not checkpoints_first:
-        checkpoint_activations(twin, cpu_checkpointing=to_cpu)
+        checkpoint_activations(twin, ["layers"], cpu_checkpointing=to_cpu)
         with pytest.raises(ValueError, match="activation checkpointing"):
             undrop(twin)
     for micro in range(8):

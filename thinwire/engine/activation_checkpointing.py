@@ -4,7 +4,7 @@ parameter names, results and gradients stay the same, to the bit."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ class ActivationCheckpoints:
 
 
 def checkpoint_activations(
-    model: nn.Module, modules: Sequence[str] | None = None, *, cpu_checkpointing: bool = False
+    model: nn.Module, modules: Sequence[str], *, cpu_checkpointing: bool = False
 ) -> ActivationCheckpoints:
     """Let `modules` recompute their activations in backward (Chen et al. 2016, arXiv 1604.06174).
 
@@ -43,16 +43,14 @@ def checkpoint_activations(
 
     Args:
         model: any; its `state_dict` keeps its keys. Copies of it recompute as well.
-        modules: class names, or names as in `model.named_modules()`, where a ModuleList stands for its elements; by
-            default the layers of every stack: the elements of the outermost ModuleLists whose elements are all of one
-            class and have parts.
+        modules: class names, or names as in `model.named_modules()`, where a ModuleList stands for its elements.
         cpu_checkpointing: keep the inputs that need gradients in CPU memory, page-locked where they come from a GPU.
 
-    Raises ValueError for names that match nothing, modules inside others that are chosen, modules that recompute
-    already, and a model without stacks. At a forward, ValueError for a module that fills a cache of keys and values,
-    which a second run would fill twice.
+    Raises ValueError for names that match nothing, modules inside others that are chosen, and modules that recompute
+    already. At a forward, ValueError for a module that fills a cache of keys and values, which a second run would fill
+    twice.
     """
-    names = _stacked_layers(model) if modules is None else _matches(model, modules)
+    names = _matches(model, modules)
     _check_apart(names)
     for name in names:
         _check_plain(name, model.get_submodule(name))
@@ -144,38 +142,6 @@ class _RecomputedForward:
             )
 
 
-def _stacked_layers(model: nn.Module) -> list[str]:
-    names = list(_outermost_stacks("", model, set()))
-    if not names:
-        raise ValueError(
-            f"{type(model).__name__} has no nn.ModuleList of equal layers to recompute: name the modules, by class or "
-            "as in model.named_modules()"
-        )
-    return names
-
-
-def _outermost_stacks(prefix: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[str]:
-    """The names of all layers, each module under its first name only."""
-    for child_name, child in module.named_children():
-        name = prefix + child_name
-        if child in seen:
-            continue
-        seen.add(child)
-        if _is_layer(child) and _is_stack(module):
-            yield name
-        else:
-            yield from _outermost_stacks(f"{name}.", child, seen)
-
-
-def _is_stack(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) and len({type(element) for element in module}) == 1
-
-
-def _is_layer(module: nn.Module) -> bool:
-    containers = (nn.ModuleList, nn.ModuleDict)
-    return not isinstance(module, containers) and next(module.children(), None) is not None
-
-
 def _matches(model: nn.Module, wanted: Sequence[str]) -> list[str]:
     modules = dict(model.named_modules())
     classes = {type(module).__name__ for module in modules.values()}
@@ -193,7 +159,7 @@ def _matches(model: nn.Module, wanted: Sequence[str]) -> list[str]:
             raise ValueError(f"{name!r} is neither a class nor the name of a module in {type(model).__name__}{hint}")
         chosen.update(dict.fromkeys(found))
     if not chosen:
-        raise ValueError("no modules were named: name some, or give None for the layers of every stack")
+        raise ValueError("no modules were named: name some")
     return list(chosen)
 
 

@@ -39,6 +39,7 @@ class Model(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(depth)])
         self.heads = nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(2)])
+        self.named = nn.ModuleDict()
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)
@@ -87,7 +88,7 @@ def test_the_same_bits_with_dropout(cpu_checkpointing: bool) -> None:
     model, inputs = Model(), torch.randn(5, WIDTH)
     plain = gradients(model, lambda: model(inputs), seed=3)
     keys = list(model.state_dict())
-    checkpoints = checkpoint_activations(model, cpu_checkpointing=cpu_checkpointing)
+    checkpoints = checkpoint_activations(model, ["Block"], cpu_checkpointing=cpu_checkpointing)
     assert checkpoints.names == ("blocks.0", "blocks.1", "blocks.2")
     for _ in range(2):
         assert_equal(gradients(model, lambda: model(inputs), seed=3), plain)
@@ -99,7 +100,7 @@ def test_less_is_saved() -> None:
     model, inputs = Model(depth=6), torch.randn(400, WIDTH)
     with saved_bytes() as plain:
         model(inputs)
-    checkpoint_activations(model)
+    checkpoint_activations(model, ["Block"])
     with saved_bytes() as recomputed:
         model(inputs)
     one = inputs.nbytes
@@ -124,7 +125,7 @@ def test_inputs_are_kept_through_save_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr("thinwire.engine.activation_checkpointing.save_on_cpu", Spy)
     model, inputs = Model(), torch.randn(5, WIDTH)
     plain = gradients(model, lambda: model(inputs), seed=5)
-    checkpoint_activations(model, cpu_checkpointing=True)
+    checkpoint_activations(model, ["Block"], cpu_checkpointing=True)
     assert_equal(gradients(model, lambda: model(inputs), seed=5), plain)
     kept = [tensor.shape for tensor in packed if tensor.numel()]  # torch 2.11 keeps empty ones beside them
     assert kept == [inputs.shape] * 3
@@ -134,9 +135,9 @@ def test_undoing() -> None:
     model, inputs = Model(), torch.randn(2, WIDTH)
     plain = gradients(model, lambda: model(inputs), seed=1)
     before = [dict(block.__dict__) for block in model.blocks]
-    checkpoints = checkpoint_activations(model)
+    checkpoints = checkpoint_activations(model, ["Block"])
     with pytest.raises(ValueError, match=r"'blocks\.0' recomputes its activations already: call restore"):
-        checkpoint_activations(model)
+        checkpoint_activations(model, ["Block"])
     checkpoints.restore()
     checkpoints.restore()
     assert [block.__dict__.keys() for block in model.blocks] == [names.keys() for names in before]
@@ -152,7 +153,7 @@ def test_a_forward_that_somebody_set_is_kept() -> None:
     patched = model.blocks[1].forward
     inputs = torch.randn(2, WIDTH)
     plain = gradients(model, lambda: model(inputs), seed=1)
-    checkpoints = checkpoint_activations(model)
+    checkpoints = checkpoint_activations(model, ["Block"])
     assert_equal(gradients(model, lambda: model(inputs), seed=1), plain)
     checkpoints.restore()
     assert model.blocks[1].forward is patched
@@ -161,7 +162,7 @@ def test_a_forward_that_somebody_set_is_kept() -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "save"])
 def test_copies_compute_with_their_own_parameters(how: str) -> None:
     model, inputs = Model(), torch.randn(2, WIDTH)
-    checkpoint_activations(model)
+    checkpoint_activations(model, ["Block"])
     if how == "deepcopy":
         twin = copy.deepcopy(model)
     else:
@@ -182,7 +183,7 @@ def test_copies_compute_with_their_own_parameters(how: str) -> None:
 
 def test_without_gradients_nothing_runs_twice() -> None:
     model = Model()
-    checkpoint_activations(model)
+    checkpoint_activations(model, ["Block"])
     with torch.no_grad():
         model(torch.randn(2, WIDTH))
     assert [block.runs for block in model.blocks] == [1] * 3
@@ -199,7 +200,7 @@ def test_frozen_first_layers_and_accumulation() -> None:
         return model(inputs + 1)
 
     plain = gradients(model, twice, seed=2)
-    checkpoint_activations(model, cpu_checkpointing=True)
+    checkpoint_activations(model, ["Block"], cpu_checkpointing=True)
     assert_equal(gradients(model, twice, seed=2), plain)
 
 
@@ -211,7 +212,7 @@ def test_autocast_is_the_same_in_both_runs() -> None:
             return model(inputs).float()
 
     plain = gradients(model, loss, seed=2)
-    checkpoint_activations(model)
+    checkpoint_activations(model, ["Block"])
     assert_equal(gradients(model, loss, seed=2), plain)
 
 
@@ -236,6 +237,7 @@ def test_modules_are_chosen_by_class_or_name() -> None:
         (["blocks.7"], r"did you mean 'blocks\.\d'"),
         ([""], "neither a class nor the name"),
         ([], "no modules were named"),
+        (["named"], "ModuleDict, which has no forward"),
         (["blocks", "blocks.1.wide"], r"'blocks\.1\.wide' lies inside 'blocks\.1'"),
         (["Model", "Block"], r"'blocks\.0' lies inside 'the model'"),
     ],
@@ -245,33 +247,6 @@ def test_bad_choices_name_what_is_near(modules: list[str], message: str) -> None
     with pytest.raises(ValueError, match=message):
         checkpoint_activations(model, modules)
     assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def test_stacks_are_the_outermost_lists_of_one_class_with_parts() -> None:
-    class Expert(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList([Block(), Block()])
-
-    model = nn.ModuleDict(
-        {
-            "stacks": nn.ModuleList([nn.ModuleList([Expert(), Expert()]), nn.ModuleList([Block()])]),
-            "mixed": nn.ModuleList([Block(), Expert()]),
-            "flat": nn.ModuleList([nn.Linear(2, 2)]),
-        }
-    )
-    model["again"] = nn.ModuleList([model["stacks"][1][0]] * 2)
-    assert checkpoint_activations(model).names == (
-        "stacks.0.0",
-        "stacks.0.1",
-        "stacks.1.0",
-        "mixed.1.inner.0",
-        "mixed.1.inner.1",
-    )
-    with pytest.raises(ValueError, match=r"Sequential has no nn\.ModuleList of equal layers"):
-        checkpoint_activations(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="ModuleDict, which has no forward"):
-        checkpoint_activations(nn.Sequential(model), ["0"])
 
 
 def test_hugging_face_bert() -> None:
@@ -291,7 +266,7 @@ def test_hugging_face_bert() -> None:
     with saved_bytes() as before:
         loss()
     keys = list(model.state_dict())
-    checkpoints = checkpoint_activations(model)
+    checkpoints = checkpoint_activations(model, ["BertLayer"])
     assert checkpoints.names == tuple(f"bert.encoder.layer.{number}" for number in range(3))
     assert list(model.state_dict()) == keys
     assert_equal(gradients(model, loss, seed=8), plain)
@@ -311,7 +286,7 @@ def test_a_cache_of_keys_and_values_is_refused() -> None:
     )
     model = transformers.LlamaForCausalLM(config).train()
     tokens = torch.randint(30, (2, 5))
-    checkpoint_activations(model)
+    checkpoint_activations(model, ["LlamaDecoderLayer"])
     with pytest.raises(ValueError, match="use_cache = False"):
         model(input_ids=tokens, labels=tokens)
     model.config.use_cache = False
