@@ -19,11 +19,6 @@ def test_body(check, size):
     threads.run(lambda comm: check(comm, seed), size)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_body_on_one_process(check):
-    check(threads.single(timeout=10.0), secrets.randbits(31))
-
-
 def test_results_come_in_rank_order():
     assert threads.run(lambda comm: (comm.rank, comm.size, comm.backend), 3) == [
         (rank, 3, "threads") for rank in range(3)

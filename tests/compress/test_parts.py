@@ -14,6 +14,7 @@ import thinwire
 from tests.compress.bodies import exchange_equals_the_algorithm
 from tests.optim.training import make_model, train, weights
 from tests.optim.zero_one.training import SCHEDULE
+from tests.pairwise import each_once
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
@@ -273,8 +274,7 @@ def test_training_in_parts_changes_no_bit(kind: str, options: dict[str, Any], mo
     assert bytes_in_parts > whole_bytes  # by the headers of the parts
 
 
-@pytest.mark.parametrize("nodes", ["flat", [0, 0, 1]])
-@pytest.mark.parametrize("kind", list(OWN_OPTIONS))
+@pytest.mark.parametrize(("kind", "nodes"), each_once(list(OWN_OPTIONS), ["flat", [0, 0, 1]]))
 def test_a_checkpoint_goes_on_with_parts_of_another_size(
     kind: str, nodes: str | list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

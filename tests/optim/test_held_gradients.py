@@ -51,7 +51,7 @@ def packets_of(comm: Communicator, layout: BucketLayout, codec: CodecName, divis
         made.values(other).copy_(exchange.payload.view(comm.size, -1)[:, place])  # type: ignore[attr-defined]
         other[:, :16] = packets[0, :16]
         wanted.append(other.view(-1))
-        assert packets[:, :16].eq(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)).all()
+        assert packets[:, :16].eq(torch.frombuffer(bytearray(header), dtype=torch.uint8)).all()
     return torch.cat(found), torch.cat(wanted)
 
 

@@ -6,7 +6,7 @@ A test class names its subject by overriding the `subject` fixture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from thinwire.compress.kernels.buckets import (
 from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState
 
 HEADER = bytes(range(16))
-_MOVED = ("weights", "replicas")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -105,21 +104,74 @@ def make(
     return Bucket(Segments(zip(firsts, numels, strict=True)), part, rows, generator, device)
 
 
-def expected(subject: Subject, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    """Run the specification on top of the subject's kernels for single tensors."""
-    monkeypatch.setattr(bucket_reference, "reference", subject.singles)
-    getattr(bucket_reference, call.kernel)(call)
-    monkeypatch.undo()
+def copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return [copied(one) for one in value]
+    return value.clone() if isinstance(value, Tensor) else value
 
 
-def assert_same(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> None:
-    for one, other in zip(left, right, strict=True):
-        if one is None or other is None:
-            assert one is other
-            continue
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
-        nan = one.isnan() & other.isnan() if one.is_floating_point() else torch.zeros_like(one, dtype=torch.bool)
-        assert bool(((one.view(integers) == other.view(integers)) | nan).all())
+def assert_same(left: Any, right: Any) -> None:
+    """The same bits, or NaN in both, of tensors or lists of them."""
+    if isinstance(left, list):
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    elif left is None or right is None:
+        assert left is right
+    else:
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[left.element_size()]
+        nan = left.isnan() & right.isnan() if left.is_floating_point() else torch.zeros_like(left, dtype=torch.bool)
+        assert bool(((left.view(integers) == right.view(integers)) | nan).all())
+
+
+def payload_call(bucket: Bucket, codec: str, form: Any, gradients: Sequence[Tensor | None], **given: Any) -> Any:
+    """An EncodePayload of a bucket's own momentum, denominators and residual, unless others are given."""
+    runs = len(bucket.segments)
+    made = {
+        "beta1": [0.9] * runs,
+        "divisors": [1.0] * runs,
+        "momentum": bucket.state(),
+        "denominators": None if form == "plain" else bucket.denominators(),
+        "residual": bucket.state(),
+        "lost": bucket.floats(),
+        "packets": bucket.packets(codec),
+        "part": bucket.part,
+    }
+    return EncodePayload(codec, form, bucket.segments, gradients, **(made | given))
+
+
+def packed_call(bucket: Bucket, state: PackedState, gradients: Sequence[Tensor | None], **given: Any) -> Any:
+    """An EncodePackedPayload, of a residual in fp32 unless another is given."""
+    runs = len(bucket.segments)
+    made = {
+        "beta1": [0.9] * runs,
+        "divisors": [1.0] * runs,
+        "tables": bucket.floats(256 * runs).view(runs, 256).abs(),
+        "residual": bucket.state(),
+        "lost": bucket.floats(),
+        "packets": bucket.packets("sign1"),
+        "part": bucket.part,
+    }
+    return EncodePackedPayload(state, bucket.segments, gradients, **(made | given))
+
+
+def encoded(bucket: Bucket, codec: str, values: Tensor) -> Tensor:
+    """Packets of these values, by the specification."""
+    nothing = [None] * len(bucket.segments)
+    call = payload_call(bucket, codec, "plain", nothing, beta1=[1.0] * len(nothing), momentum=values, residual=None)
+    bucket_reference.encode_payload(call)
+    return call.packets
+
+
+def packed_state(bucket: Bucket) -> PackedState:
+    part = bucket.part
+    whole = replace(bucket, part=replace(part, first=0, last=part.shard))
+    codes = torch.randint(0, 256, (bucket.padded,), generator=bucket.generator, dtype=torch.uint8)
+    codes[torch.rand(bucket.padded, generator=bucket.generator) < 0.02] = 0
+    packets = encoded(whole, "sign1", bucket.state())
+    return PackedState(packets, codes.to(bucket.device), part.shard, part.numel, part.block_size)
+
+
+SHARDS = pytest.mark.parametrize(("seed", "rows", "cut"), [(0, 1, False), (1, 2, False), (2, 3, True)])
 
 
 class BucketKernels:
@@ -133,67 +185,60 @@ class BucketKernels:
     def codec(self, request: pytest.FixtureRequest) -> str:
         return str(request.param)
 
+    @pytest.fixture
+    def holds(self, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        """Checks and executes a call, and that what is `written` has the specification's bits; others that are named
+        with it are not compared."""
+
+        def hold(call: Any, *written: str, beside: Sequence[str] = ()) -> None:
+            other = replace(call, **{name: copied(getattr(call, name)) for name in (*written, *beside)})
+            call.check()
+            getattr(subject.buckets, call.kernel)(call)
+            # The specification on top of the subject's kernels for single tensors.
+            monkeypatch.setattr(bucket_reference, "reference", subject.singles)
+            getattr(bucket_reference, call.kernel)(other)
+            monkeypatch.undo()
+            for name in written:
+                assert_same(getattr(call, name), getattr(other, name))
+
+        return hold
+
     @pytest.mark.parametrize("form", ["plain", "divided", "masked"])
-    @pytest.mark.parametrize(("seed", "rows", "cut"), [(0, 1, False), (1, 2, False), (2, 3, True)])
+    @SHARDS
     def test_payloads_are_encoded(
-        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, codec: str, form: Any, seed: int, rows: int, cut: bool
+        self, subject: Subject, holds: Any, codec: str, form: Any, seed: int, rows: int, cut: bool
     ) -> None:
         bucket = make(seed, subject.device, rows, cut=cut)
-        gradients = bucket.runs(DTYPES, missing=4)
         beta1 = bucket.factors(0.3, 0.99)  # both of lerp's ways
-        divisors = [1.0 if number % 2 else 3.7 for number in range(len(beta1))]
-        call = EncodePayload(
+        call = payload_call(
+            bucket,
             codec,
             form,
-            bucket.segments,
-            gradients,
-            beta1,
-            divisors,
-            bucket.state(),
-            None if form == "plain" else bucket.denominators(),
-            None if seed == 1 else bucket.state(),
-            bucket.floats(),
-            bucket.packets(codec),
-            replace(bucket.part, header=HEADER if cut else None),
+            bucket.runs(DTYPES, missing=4),
+            beta1=beta1,
+            divisors=[1.0 if number % 2 else 3.7 for number in range(len(beta1))],
+            part=replace(bucket.part, header=HEADER if cut else None),
+            **({"residual": None} if seed == 1 else {}),
         )
-        other = replace(call, lost=call.lost.clone(), packets=call.packets.clone())
-        call.check()
-        subject.buckets.encode_payload(call)
-        expected(subject, monkeypatch, other)
-        assert_same([call.lost, call.packets], [other.lost, other.packets])
+        holds(call, "lost", "packets")
 
     @pytest.mark.parametrize(("block_size", "missing"), [(192, 0), (2048, 1), (65536, 0)])
-    def test_blocks_that_lie_in_one_run(
-        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, block_size: int, missing: int
-    ) -> None:
+    def test_blocks_that_lie_in_one_run(self, subject: Subject, holds: Any, block_size: int, missing: int) -> None:
         """Of every size that GPUs treat in its own way, at addresses that are aligned or not, with and without
         gradients."""
         bucket = make(3, subject.device, 2, block_size, numels=[block_size, block_size + 5, 2 * block_size])
         gradients = bucket.runs(DTYPES if missing else DTYPES[1:], missing=2 * missing)
-        beta1, divisors = [0.9, 0.4, 0.9], [1.0, 3.7, 1024.0]
-        ready = (bucket.state(), bucket.denominators(), bucket.state(), bucket.floats(), bucket.packets("int8"))
-        payload = EncodePayload(
-            "int8", "divided", bucket.segments, gradients, beta1, divisors, *ready, replace(bucket.part, header=HEADER)
-        )
-        packed = EncodePackedPayload(
-            self._packed(subject, bucket),
-            bucket.segments,
-            gradients,
-            beta1,
-            divisors,
-            bucket.floats(3 * 256).view(3, 256).abs(),
-            bucket.state(),
-            bucket.floats(),
-            bucket.packets("sign1"),
-            bucket.part,
-        )
+        factors = {"beta1": [0.9, 0.4, 0.9], "divisors": [1.0, 3.7, 1024.0]}
+        with_header = replace(bucket.part, header=HEADER)
+        holds(payload_call(bucket, "int8", "divided", gradients, part=with_header, **factors), "lost", "packets")
+        holds(packed_call(bucket, packed_state(bucket), gradients, **factors), "lost", "packets")
         weights = bucket.runs((torch.float32,))
         replicas = [weight.to(kind) for weight, kind in zip(weights, DTYPES, strict=True) if weight is not None]
         moves = DecodeAndMove(
             "sign1",
             "divided" if missing else "plain",
             bucket.segments,
-            self._encoded(subject, bucket, "sign1", bucket.state()),
+            encoded(bucket, "sign1", bucket.state()),
             bucket.floats(),
             bucket.denominators(),
             bool(missing),
@@ -203,51 +248,27 @@ class BucketKernels:
             bucket.factors(0.9, 1.0),
             bucket.part,
         )
-        for call, written in ((payload, ("lost", "packets")), (packed, ("lost", "packets"))):
-            copies = {name: getattr(call, name).clone() for name in written}
-            self._as_expected(subject, monkeypatch, call, replace(call, **copies), written)
-        copied = {name: [None if one is None else one.clone() for one in getattr(moves, name)] for name in _MOVED}
-        other = replace(moves, output=moves.output.clone(), **copied)
-        self._as_expected(subject, monkeypatch, moves, other, ("output",))
-        for name in _MOVED:
-            assert_same(getattr(moves, name), getattr(other, name))
-
-    @staticmethod
-    def _as_expected(
-        subject: Subject, monkeypatch: pytest.MonkeyPatch, call: Any, other: Any, written: Sequence[str]
-    ) -> None:
-        call.check()
-        getattr(subject.buckets, call.kernel)(call)
-        expected(subject, monkeypatch, other)
-        for name in written:
-            assert_same([getattr(call, name)], [getattr(other, name)])
+        holds(moves, "output", "weights", "replicas")
 
     @pytest.mark.parametrize("kernel", ["encode_payload", "encode_packed_payload"])
     def test_packets_of_nothing_have_headers(self, subject: Subject, kernel: str) -> None:
         bucket = make(3, subject.device, 2)
         part = replace(bucket.part, first=bucket.part.shard, last=bucket.part.shard, header=HEADER)
         packets = uninitialised_packets("sign1", 2, 0, part.block_size, subject.device)
-        runs, lost = len(bucket.segments), bucket.floats()
-        of_runs = (bucket.segments, bucket.runs(DTYPES), [0.9] * runs, [1.0] * runs)
-        call: EncodePayload | EncodePackedPayload
+        given = {"packets": packets, "part": part}
         if kernel == "encode_payload":
-            state = bucket.state()
-            call = EncodePayload("sign1", "plain", *of_runs, state, None, None, lost, packets, part)
+            call = payload_call(bucket, "sign1", "plain", bucket.runs(DTYPES), **given)
         else:
-            tables = bucket.floats(256 * runs).view(runs, 256)
-            packed = self._packed(subject, bucket)
-            call = EncodePackedPayload(packed, *of_runs, tables, bucket.state(), lost, packets, part)
+            call = packed_call(bucket, packed_state(bucket), bucket.runs(DTYPES), **given)
+        before = call.lost.clone()
         call.check()
-        before = lost.clone()
         getattr(subject.buckets, kernel)(call)
         assert [row.tolist() for row in packets] == [list(HEADER)] * 2
-        assert torch.equal(lost, before)
+        assert torch.equal(call.lost, before)
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("form", ["plain", "divided", "masked"])
-    def test_what_is_not_finite_is_seen(
-        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, form: Any, bad: float
-    ) -> None:
+    def test_what_is_not_finite_is_seen(self, subject: Subject, holds: Any, form: Any, bad: float) -> None:
         bucket = make(7, subject.device, 2)
         gradients = bucket.runs(DTYPES)
         for gradient in gradients[::5]:
@@ -255,35 +276,18 @@ class BucketKernels:
             gradient[-1:] = bad
         denominators = bucket.denominators()
         denominators[bucket.segments.places[0][1] - 1] = torch.inf
-        ones = [1.0] * len(gradients)
-        call = EncodePayload(
-            "sign1",
-            form,
-            bucket.segments,
-            gradients,
-            [0.9] * len(gradients),
-            ones,
-            bucket.state(),
-            denominators,
-            bucket.state(),
-            bucket.floats(),
-            bucket.packets("sign1"),
-            bucket.part,
-        )
-        other = replace(call, lost=call.lost.clone(), packets=call.packets.clone())
-        subject.buckets.encode_payload(call)
-        expected(subject, monkeypatch, other)
-        assert_same([call.lost], [other.lost])
+        call = payload_call(bucket, "sign1", form, gradients, denominators=denominators)
+        holds(call, "lost", beside=["packets"])
         assert not bool(call.lost.isfinite().all())
 
     @pytest.mark.parametrize("form", ["plain", "divided"])
-    @pytest.mark.parametrize(("seed", "rows", "cut"), [(0, 1, False), (1, 2, False), (2, 3, True)])
+    @SHARDS
     def test_weights_move_by_what_is_decoded(
-        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, codec: str, form: Any, seed: int, rows: int, cut: bool
+        self, subject: Subject, holds: Any, codec: str, form: Any, seed: int, rows: int, cut: bool
     ) -> None:
         bucket = make(seed, subject.device, rows, cut=cut)
         packets = bucket.packets(codec)
-        packets[:, 16:] = self._encoded(subject, bucket, codec, bucket.state())[:, 16:]
+        packets[:, 16:] = encoded(bucket, codec, bucket.state())[:, 16:]
         weights = bucket.runs((torch.float32,), missing=5)
         replicas = [
             None if weight is None or number % 3 == 0 else weight.to(DTYPES[number % 3])
@@ -304,25 +308,13 @@ class BucketKernels:
             bucket.factors(0.9, 1.0),
             bucket.part,
         )
-        other = replace(
-            call,
-            output=call.output.clone(),
-            weights=[None if one is None else one.clone() for one in weights],
-            replicas=[None if one is None else one.clone() for one in replicas],
-        )
-        call.check()
-        subject.buckets.decode_and_move(call)
-        expected(subject, monkeypatch, other)
-        assert_same([call.output, *call.weights, *call.replicas], [other.output, *other.weights, *other.replicas])
+        holds(call, "output", "weights", "replicas")
 
     @pytest.mark.parametrize(("workers", "masked"), [(1, False), (1, True), (2, False), (5, True)])
-    def test_means_are_encoded(
-        self, subject: Subject, monkeypatch: pytest.MonkeyPatch, codec: str, workers: int, masked: bool
-    ) -> None:
+    def test_means_are_encoded(self, subject: Subject, holds: Any, codec: str, workers: int, masked: bool) -> None:
         """With a mask also where one is not finite, and stays so."""
         bucket = make(workers, subject.device, 1)
-        shard, numel = bucket.part.shard, bucket.part.numel
-        rows = [self._encoded(subject, bucket, codec, bucket.state()) for _ in range(workers)]
+        rows = [encoded(bucket, codec, bucket.state()) for _ in range(workers)]
         if masked:
             scales(codec, rows[0], bucket.part.block_size)[0, 0] = torch.inf
         call = AverageAndEncode(
@@ -331,63 +323,42 @@ class BucketKernels:
             bucket.state() if workers > 1 else None,
             bucket.floats(),
             bucket.packets(codec),
-            numel,
+            bucket.part.numel,
             bucket.part.block_size,
             (bucket.floats() > -0.5).to(torch.uint8) * 7 if masked else None,
         )
-        other = replace(call, lost=call.lost.clone(), packets=call.packets.clone())
-        call.check()
-        assert call.lost.numel() == shard
-        subject.buckets.average_and_encode(call)
-        expected(subject, monkeypatch, other)
-        assert_same([call.lost, call.packets], [other.lost, other.packets])
+        assert call.lost.numel() == bucket.part.shard
+        holds(call, "lost", "packets")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize(("seed", "rows", "cut"), [(0, 1, False), (1, 2, False), (2, 3, True)])
+    @SHARDS
     def test_packed_payloads_are_encoded(
-        self,
-        subject: Subject,
-        monkeypatch: pytest.MonkeyPatch,
-        dtype: torch.dtype,
-        seed: int,
-        rows: int,
-        cut: bool,
+        self, subject: Subject, holds: Any, dtype: torch.dtype, seed: int, rows: int, cut: bool
     ) -> None:
+        """With `seed` 1 over the residual itself."""
         bucket = make(seed, subject.device, rows, cut=cut)
         residual = bucket.state().to(dtype)
-        call = EncodePackedPayload(
-            self._packed(subject, bucket),
-            bucket.segments,
+        call = packed_call(
+            bucket,
+            packed_state(bucket),
             bucket.runs(DTYPES, missing=4),
-            bucket.factors(0.3, 0.99),
-            [1.0 if number % 2 else 3.7 for number in range(len(bucket.segments))],
-            bucket.floats(256 * len(bucket.segments)).view(-1, 256).abs(),
-            residual,
-            residual if seed == 1 else bucket.floats().to(dtype),
-            bucket.packets("sign1"),
-            replace(bucket.part, header=HEADER if cut else None),
+            beta1=bucket.factors(0.3, 0.99),
+            divisors=[1.0 if number % 2 else 3.7 for number in range(len(bucket.segments))],
+            residual=residual,
+            lost=residual if seed == 1 else bucket.floats().to(dtype),
+            part=replace(bucket.part, header=HEADER if cut else None),
         )
-        other = replace(call, residual=residual.clone(), lost=call.lost.clone(), packets=call.packets.clone())
-        call.check()
-        subject.buckets.encode_packed_payload(call)
-        expected(subject, monkeypatch, other)
-        assert_same([call.lost, call.packets], [other.lost, other.packets])
+        holds(call, "lost", "packets", beside=["residual"])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("seed", "rows", "own"), [(0, 1, False), (1, 2, True), (2, 3, True)])
     def test_packed_weights_move(
-        self,
-        subject: Subject,
-        monkeypatch: pytest.MonkeyPatch,
-        dtype: torch.dtype,
-        seed: int,
-        rows: int,
-        own: bool,
+        self, subject: Subject, holds: Any, dtype: torch.dtype, seed: int, rows: int, own: bool
     ) -> None:
         bucket = make(seed, subject.device, rows)
         first = (rows - 1) * bucket.part.shard if own else 0
         call = MovePacked(
-            self._packed(subject, bucket),
+            packed_state(bucket),
             bucket.segments,
             bucket.floats(bucket.part.shard if own else bucket.part.numel).to(dtype),
             first,
@@ -396,36 +367,4 @@ class BucketKernels:
             bucket.factors(0.9, 1.0),
             seed << 20,
         )
-        other = replace(call, weights=call.weights.clone())
-        call.check()
-        subject.buckets.move_packed(call)
-        expected(subject, monkeypatch, other)
-        assert_same([call.weights], [other.weights])
-
-    @staticmethod
-    def _encoded(subject: Subject, bucket: Bucket, codec: str, values: Tensor) -> Tensor:
-        part, packets = bucket.part, bucket.packets(codec)
-        form = EncodePayload(
-            codec,
-            "plain",
-            bucket.segments,
-            [None] * len(bucket.segments),
-            [1.0] * len(bucket.segments),
-            [1.0] * len(bucket.segments),
-            values,
-            None,
-            None,
-            values.clone(),
-            packets,
-            part,
-        )
-        bucket_reference.encode_payload(form)
-        return packets
-
-    def _packed(self, subject: Subject, bucket: Bucket) -> PackedState:
-        part = bucket.part
-        whole = replace(bucket, part=replace(part, first=0, last=part.shard))
-        packets = self._encoded(subject, whole, "sign1", bucket.state())
-        codes = torch.randint(0, 256, (bucket.padded,), generator=bucket.generator, dtype=torch.uint8)
-        codes[torch.rand(bucket.padded, generator=bucket.generator) < 0.02] = 0
-        return PackedState(packets, codes.to(bucket.device), part.shard, part.numel, part.block_size)
+        holds(call, "weights")

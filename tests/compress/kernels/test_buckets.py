@@ -1,4 +1,4 @@
-"""Kernels over a whole bucket: the specification, and those for CPUs, and what all refuse."""
+"""Kernels over a whole bucket: those that are compiled against the specification, and what all refuse."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ import torch
 
 from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
-from thinwire.compress.kernels import bucket_reference, buckets, reference
+from thinwire.compress.kernels import buckets
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.cuda.launch import STRUCTURES
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.tables import KeptTables
-
-
-class TestReference(BucketKernels):
-    @pytest.fixture
-    def subject(self) -> Subject:
-        return Subject(bucket_reference, reference)
 
 
 class TestCpu(BucketKernels):

@@ -27,7 +27,6 @@ if HAS_NUMBA:
 class TestMoves(MovesBody):
     @pytest.fixture(
         params=[
-            pytest.param(bucket_reference, id="reference"),
             pytest.param(BACKEND, id="cpu", marks=pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")),
             pytest.param(
                 emulation.BACKEND,
