@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import torch.distributed as dist
 
 from tests.comm.job import JOB
 from tests.launching import LAUNCHER_VARIABLES, environment, need_mpi
-from thinwire.comm import Launch, init
-from thinwire.comm.launch import choose_backend
+from thinwire.comm import Communicator, Launch, init, threads
+from thinwire.comm.launch import choose_backend, count_hosts
 
 
 @pytest.fixture
@@ -167,3 +168,23 @@ def test_nothing_of_a_process_group_outlives_python():
     done = subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True, text=True)
     during, at_exit = map(int, done.stdout.split())
     assert during > at_exit == 1
+
+
+def test_one_host():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert threads.run(lambda comm: count_hosts(comm, thinwire="1", torch="2"), 3) == [1, 1, 1]
+
+
+def test_another_thinwire_is_an_error_on_every_rank():
+    def body(comm: Communicator) -> None:
+        with pytest.raises(RuntimeError, match=r"rank 2 on .* runs thinwire 1\.1, rank 0 on .* 1\.0: install"):
+            count_hosts(comm, thinwire="1.1" if comm.rank == 2 else "1.0", torch="2")
+
+    threads.run(body, 3)
+
+
+def test_another_torch_is_a_warning():
+    with pytest.warns(RuntimeWarning, match=r"rank 1 on .* runs torch 2\.2, rank 0 on .* 2\.1") as caught:
+        threads.run(lambda comm: count_hosts(comm, thinwire="1", torch=f"2.{comm.rank + 1}"), 2)
+    assert len(caught) == 1

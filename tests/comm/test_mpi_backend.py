@@ -10,12 +10,23 @@ from tests.launching import need_mpi
 pytestmark = pytest.mark.launch
 
 
-def test_body_under_mpirun(jobs):
-    done = jobs.mpirun(3, *JOB, "mpi_body", str(secrets.randbits(31)))
+@pytest.mark.parametrize(
+    ("ranks", "task", "said"),
+    [
+        (2, "overlap", ["rank {rank} computed meanwhile"]),  # transfers end while nothing calls MPI
+        (3, "rounds", ["rank {rank} went round"]),  # large messages go to one partner at a time
+        (2, "end_threads", ["1 at the end", "ended", "ended"]),  # with the communicator, and with the process
+        (3, "mpi_body", ["rank {rank} of 3 passed over mpi", "rank {rank} of 3 passed over its own"]),
+    ],
+)
+def test_under_mpirun(jobs, ranks, task, said):
+    seed = [str(secrets.randbits(31))] if task == "mpi_body" else []
+    done = jobs.mpirun(ranks, *JOB, task, *seed)
     assert done.returncode == 0, done.stdout + done.stderr
-    expected = [f"rank {rank} of 3 passed over {what}" for rank in range(3) for what in ("mpi", "its own")]
+    expected = [line.format(rank=rank) for rank in range(ranks) for line in said]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
-    assert "thinwire: 3 ranks on 1 host, backend mpi, started by mpirun (Open MPI)\n" in done.stderr
+    if task == "mpi_body":
+        assert "thinwire: 3 ranks on 1 host, backend mpi, started by mpirun (Open MPI)\n" in done.stderr
 
 
 def test_body_without_mpirun(jobs):
@@ -45,18 +56,6 @@ def test_a_rank_at_another_call_is_named(jobs):
     assert "rank 1 is at all_gather of 5 float32" in done.stderr or "is at all_to_all of 300009" in done.stderr
 
 
-def test_transfers_end_while_nobody_calls_mpi(jobs):
-    done = jobs.mpirun(2, *JOB, "overlap")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} computed meanwhile" for rank in range(2)]
-
-
-def test_large_messages_go_to_one_partner_at_a_time(jobs):
-    done = jobs.mpirun(3, *JOB, "rounds")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} went round" for rank in range(3)]
-
-
 def test_who_never_joins_what_the_thread_drives_is_named(jobs):
     done = jobs.mpirun(2, *JOB, "stall")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,12 +63,6 @@ def test_who_never_joins_what_the_thread_drives_is_named(jobs):
         "all_to_all of 1048576 float32 (call 3) timed out after 2 s on rank 0 of 2: rank 1 did not answer"
         in done.stdout
     )
-
-
-def test_the_thread_ends_with_the_communicator_and_with_the_process(jobs):
-    done = jobs.mpirun(2, *JOB, "end_threads")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == 2 * ["1 at the end"] + 4 * ["ended"]
 
 
 def test_an_mpi_for_one_thread_is_used_by_one_and_says_so(jobs):
