@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 from thinwire.optim import registry
-from thinwire.optim.algorithm import Clock, Send
 from thinwire.optim.freeze_group import next_send as next_send_of
 from thinwire.optim.registry import OptimizerEntry
+from thinwire.optim.step import Clock, Send
 
 FREEZE = 6
 """The last warmup step of what has a warmup."""

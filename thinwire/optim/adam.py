@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -14,25 +14,11 @@ from typing_extensions import override
 
 from thinwire.compress.kernels.adam import AdamFactors, AdamStep
 from thinwire.compress.kernels.loading import execute_adam_step
-from thinwire.optim.algorithm import AdamSettings, Agreement, Algorithm, Clock, Form, Keep, Members
+from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep, Members
 from thinwire.optim.freeze_rule import make_freeze_rule
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress
-
-__all__ = [
-    "Adam",
-    "Compressed",
-    "OneBitAdam",
-    "bound_updates",
-    "decay",
-    "frozen_update",
-    "roots",
-    "to_denominators",
-    "track_moments",
-    "track_variances",
-    "warmup_step",
-]
-
+from thinwire.optim.step import AdamSettings, Clock
 
 Compressed = Literal["update", "momentum"]
 
@@ -229,14 +215,8 @@ class OneBitAdam(CompressedOptimizer):
         compress: Compressed = "update",
         **options: Unpack[HomeKeywords],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
         recipe = Recipe(
             algorithm=lambda: Adam(compress),
             rule=lambda beta2: make_freeze_rule(freeze_step, beta2),

@@ -18,20 +18,6 @@ from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
 from thinwire.optim.step import AdamSettings, Clock, Parameters, Send
 from thinwire.zero.norm_sketch import read_together
 
-__all__ = [
-    "AdamSettings",
-    "Agreement",
-    "Algorithm",
-    "Clock",
-    "Contribution",
-    "Form",
-    "Keep",
-    "LocalSteps",
-    "Members",
-    "MembersByGroup",
-    "Send",
-]
-
 
 @dataclass(frozen=True)
 class Contribution:

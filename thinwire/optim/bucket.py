@@ -17,11 +17,9 @@ from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, Part
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Algorithm, Contribution, Keep, LocalSteps
-from thinwire.optim.step import Clock, Parameters, Send, Step, may_clip
+from thinwire.optim.step import Clock, Parameters, Send, Step
 from thinwire.optim.wire import Wire, cast_gradients
 from thinwire.zero import BucketLayout, Slot
-
-__all__ = ["Bucket", "part_of", "place_of"]
 
 
 class Bucket:
@@ -164,7 +162,7 @@ class Bucket:
         """Leg 1; nothing in a local step."""
         if self.send is not Send.LOCAL:
             step, flags = self._step, Flags.INCOMPLETE if self._incomplete else Flags.NONE
-            if step.unplaced is not None and step.unplaced():
+            if step.unplaced and any(self._parameters.parameters[number].requires_grad for number in step.unplaced):
                 flags |= Flags.UNPLACED
             self.sent = self.exchange
             encoder = self._encoder() if self._holds_gradients else None
@@ -364,6 +362,11 @@ class Bucket:
         if settings is not None:
             self._step.settings_sent.setdefault(own.group, settings)
         self._local.payload(gradient, own, self._clock, out)
+
+
+def may_clip(clip: float | Tensor) -> bool:
+    """Whether a clip changes gradients, as far as the host knows."""
+    return isinstance(clip, Tensor) or clip < 1.0
 
 
 def place_of(slot: Slot) -> slice:

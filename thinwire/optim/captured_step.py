@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.optimizer import CompressedOptimizer
-from thinwire.optim.replicated.capture import CudaGraphs, Graphs
+from thinwire.optim.replicated.capture import CudaGraphs
 from thinwire.optim.replicated.home import ReplicatedHome
-
-__all__ = ["CapturedStep"]
 
 Result = TypeVar("Result")
 
-_GRAPHS: dict[str, Callable[[torch.device], Graphs]] = {"cuda": CudaGraphs}
+_GRAPHS: dict[str, Callable[[torch.device], CudaGraphs]] = {"cuda": CudaGraphs}
 _WARM_UP = 3
 """Frozen steps before the first is captured, in which kernels are compiled and communicators connect."""
 

@@ -17,20 +17,6 @@ from thinwire.zero.home import TRAFFIC
 from thinwire.zero.master_weights import runs_in
 from thinwire.zero.saved_state import OneRankState, SavedSlice, SliceSource
 
-__all__ = [
-    "LEFT_OUT_STEPS",
-    "OWNER_RESIDUAL",
-    "check_settings",
-    "counters",
-    "load",
-    "mean_over_ranks",
-    "rank_tensors",
-    "ranks_to_resume",
-    "saved_by",
-    "slices",
-]
-
-
 OWNER_RESIDUAL = "owner_residual"
 _WORKER_RESIDUAL = "worker_residual"
 

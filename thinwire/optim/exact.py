@@ -11,17 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-
-__all__ = [
-    "EXACT",
-    "Lamb",
-    "Lion",
-    "Muon",
-    "check_betas",
-    "check_not_negative",
-    "mark_matrices",
-    "needs_whole_parameters",
-]
+from typing_extensions import override
 
 
 def check_not_negative(**values: float) -> None:
@@ -37,7 +27,33 @@ def check_betas(betas: tuple[float, float]) -> None:
         raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas}")
 
 
-class Lamb(torch.optim.Optimizer):
+class _ExactOptimizer(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move the parameters that have a gradient; returns what `closure` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._begin_step()
+        for group in self.param_groups:
+            self._move_group(group)
+        return loss
+
+    def _begin_step(self) -> None:
+        """Forget the last step."""
+
+    def _move_group(self, group: dict[str, Any]) -> None:
+        moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if moved:
+            self._move(moved, group)
+
+    def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Step parameters of one group, all of which have gradients."""
+        raise NotImplementedError
+
+
+class Lamb(_ExactOptimizer):
     """LAMB with the formulas and names of FusedLamb. Sharded, every parameter lies whole on one rank.
 
     m ← β₁m + (1 - β₁)g, v ← β₂v + (1 - β₂)g²; u = m / (√v + ε) + λw; w ← w - η·c·u with c = ‖w‖ / ‖u‖ within
@@ -65,39 +81,22 @@ class Lamb(torch.optim.Optimizer):
         check_betas(betas)
         if not min_coeff <= max_coeff:
             raise ValueError(f"max_coeff must be at least min_coeff, {min_coeff}, got {max_coeff}")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay}
+        defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff}
         super().__init__(params, defaults)
         self._coefficients: list[Tensor] = []
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the parameters that have a gradient; returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    @override
+    def _begin_step(self) -> None:
         self._coefficients = []
-        for group in self.param_groups:
-            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if moved:
-                self._coefficients.append(self._move(moved, group))
-        return loss
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratios of the last step, a number a parameter that moved in it."""
         return [float(one) for of_group in self._coefficients for one in of_group.tolist()]
 
-    def _move(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
-        """Step parameters of one group; returns their trust ratios, [parameters]."""
+    @override
+    def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         beta1, beta2 = group["betas"]
@@ -115,8 +114,8 @@ class Lamb(torch.optim.Optimizer):
         ratios = _trust_ratios(parameters, updates, group["min_coeff"], group["max_coeff"])
         rates = ratios * ratios.new_tensor([_rate(group, float(one["step"])) for one in states])
         torch._foreach_mul_(updates, list(rates.unbind()))
-        torch._foreach_sub_(list(parameters), updates)
-        return ratios
+        torch._foreach_sub_(parameters, updates)
+        self._coefficients.append(ratios)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Its state, with this step counted."""
@@ -143,7 +142,7 @@ def _rate(group: dict[str, Any], step: float) -> float:
     return float(group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step))
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(_ExactOptimizer):
     """w ← (1 - ηλ)w - η·sign(β₁m + (1 - β₁)g), m ← β₂m + (1 - β₂)g. Elementwise.
 
     Raises ValueError for values out of range.
@@ -160,20 +159,8 @@ class Lion(torch.optim.Optimizer):
         check_betas(betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the parameters that have a gradient; returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if moved:
-                self._move(moved, group)
-        return loss
-
-    def _move(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    @override
+    def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
@@ -192,7 +179,7 @@ class Lion(torch.optim.Optimizer):
 _NOT_HIDDEN = ("embed", "lm_head")
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(_ExactOptimizer):
     """torch.optim.Muon (Jordan et al. 2024) where a group has `use_muon` true, torch.optim.AdamW where it is false.
 
     Sharded, every parameter lies whole on one rank. Groups that do not say are cut in two, the matrices first: a
@@ -273,19 +260,15 @@ class Muon(torch.optim.Optimizer):
                 )
         return found
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the parameters that have a gradient; returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            if group["use_muon"]:
-                self._move_matrices(group)
-            else:
-                self._move_others(group)
-        return loss
+    @override
+    def _move_group(self, group: dict[str, Any]) -> None:
+        if group["use_muon"]:
+            self._move_matrices(group)
+        elif group["params"]:
+            settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            inner = torch.optim.AdamW(group["params"], **settings)
+            inner.state = self.state
+            inner.step()
 
     def _move_matrices(self, group: dict[str, Any]) -> None:
         shapes = group.get("shapes") or [parameter.shape for parameter in group["params"]]
@@ -303,13 +286,6 @@ class Muon(torch.optim.Optimizer):
             assert parameter.grad is not None
             matrix.grad = parameter.grad.view_as(matrix)
         inner.step()  # type: ignore[no-untyped-call]
-
-    def _move_others(self, group: dict[str, Any]) -> None:
-        if group["params"]:
-            settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            inner = torch.optim.AdamW(group["params"], **settings)
-            inner.state = self.state
-            inner.step()
 
 
 def mark_matrices(named: Iterable[tuple[str, Tensor]]) -> None:

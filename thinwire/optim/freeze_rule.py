@@ -5,58 +5,49 @@ rate that differs would let one of them freeze alone."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.optim.step import AdamSettings
 
-__all__ = ["FixedFreeze", "FreezeRule", "SettledVariance", "make_freeze_rule", "variance_norm"]
 
-
-class FreezeRule(Protocol):
+class FreezeRule(ABC):
     """Says after each warmup step whether it was the last one."""
 
+    @abstractmethod
     def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
         """Whether to freeze after warmup step `step` (from 1 on); `variance_norms` computes the 1-norm of each
         parameter's bias-corrected v when called, in the same order at every step."""
 
     def looks_at(self, step: int) -> bool:
         """Whether the answer for `step` depends on more than the step: the ranks then compare theirs."""
+        return False
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+        """Tell what a checkpoint must hold."""
+        return {}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
 
 
-class FixedFreeze:
+class FixedFreeze(FreezeRule):
     """Freeze after warmup step `freeze_step`."""
 
     def __init__(self, freeze_step: int) -> None:
         self._freeze_step = freeze_step
 
+    @override
     def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
-        """See FreezeRule."""
         return step >= self._freeze_step
 
-    def looks_at(self, step: int) -> bool:
-        """See FreezeRule."""
-        return False
 
-    def state(self) -> dict[str, Any]:
-        """See FreezeRule."""
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """See FreezeRule."""
-        del state  # a fixed step remembers nothing
-
-
-class SettledVariance:
+class SettledVariance(FreezeRule):
     """Freeze once the learning rate has stopped rising and the variance has settled, and stays settled for a while.
 
     Tang et al. 2021 (1-bit Adam) freeze when ‖v_{t-Δ}‖₁ / ‖v_t‖₁ ≥ 0.96 with Δ = 1/(1-β₂), after the learning-rate
@@ -88,8 +79,8 @@ class SettledVariance:
         self._previous_rates: list[float] = []
         self._settled_since: int | None = None
 
+    @override
     def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
-        """See FreezeRule."""
         rising = any(now > before for now, before in zip(learning_rates, self._previous_rates, strict=False))
         self._previous_rates = list(learning_rates)
         if rising:
@@ -103,8 +94,8 @@ class SettledVariance:
             self._settled_since = step
         return step - self._settled_since >= min(self._memory, max(self._SHORTEST_HOLD, step / self._PART))
 
+    @override
     def looks_at(self, step: int) -> bool:
-        """See FreezeRule."""
         return step % self._EVERY == 0
 
     def _looks_settled(self, step: int, norms: list[float]) -> bool:
@@ -125,16 +116,17 @@ class SettledVariance:
             for part, power in self._GROWTH_ALLOWED
         )
 
+    @override
     def state(self) -> dict[str, Any]:
-        """See FreezeRule."""
         return {
             "norms": {step: list(values) for step, values in self._norms.items()},
             "previous_rates": list(self._previous_rates),
             "settled_since": self._settled_since,
         }
 
+    @override
     def load(self, state: dict[str, Any]) -> None:
-        """See FreezeRule. From a checkpoint with one number a look, the total, it begins to look anew."""
+        """From a checkpoint with one number a look, the total, it begins to look anew."""
         old = any(not isinstance(values, list) for values in state["norms"].values())
         # JSON has made strings of the steps.
         self._norms = {} if old else {int(step): list(values) for step, values in state["norms"].items()}

@@ -20,8 +20,6 @@ from thinwire.optim.step import Clock, Step
 from thinwire.zero.home import Home
 from thinwire.zero.saved_state import SliceSource
 
-__all__ = ["AlgorithmHome", "check_averages", "check_in_sync", "check_may_write", "check_plain"]
-
 
 class AlgorithmHome(Home):
     """A Home in which an algorithm lives.

@@ -13,13 +13,11 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import Adam, Compressed, roots, track_moments, track_variances
-from thinwire.optim.algorithm import AdamSettings, Agreement, Clock, Members
+from thinwire.optim.algorithm import Agreement, Members
 from thinwire.optim.freeze_rule import make_freeze_rule
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_group
-
-__all__ = ["Lamb", "LambSettings", "Layer", "OneBitLamb", "begin_fresh", "greatest_growths", "trust_ratio"]
-
+from thinwire.optim.step import AdamSettings, Clock
 
 LAMB_OPTIONS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
 """The hyperparameters of a parameter group that Adam does not have."""
@@ -350,19 +348,9 @@ class OneBitLamb(CompressedOptimizer):
         compress: Compressed = "update",
         **options: Unpack[HomeKeywords],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-            "coeff_beta": coeff_beta,
-            "factor_max": factor_max,
-            "factor_min": factor_min,
-            "factor_threshold": factor_threshold,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        layerwise = max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
+        defaults |= {"bias_correction": bias_correction, **dict(zip(LAMB_OPTIONS, layerwise, strict=True))}
         recipe = Recipe(
             algorithm=lambda: Lamb(compress),
             rule=lambda beta2: make_freeze_rule(freeze_step, beta2),

@@ -12,11 +12,10 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import decay
-from thinwire.optim.algorithm import Agreement, Algorithm, Clock, Form, Keep, Members
+from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep, Members
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_group
-
-__all__ = ["Lion", "OneBitLion"]
+from thinwire.optim.step import Clock
 
 
 class Lion(Algorithm):

@@ -26,9 +26,6 @@ from thinwire.zero.master_weights import ShardedParameters
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["CompressedOptimizer", "SavingsReport"]
-
-
 _STEPS_OF_A_MEAN = 16
 """Frozen steps over which the bytes of one are averaged: those with local steps send nothing in most."""
 

@@ -19,18 +19,6 @@ from thinwire.optim.step import AdamSettings
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 
-__all__ = [
-    "Backend",
-    "HomeKeywords",
-    "HomeOptions",
-    "Nodes",
-    "Recipe",
-    "WarmupWire",
-    "check_compress",
-    "check_count",
-    "check_group",
-]
-
 Backend = Literal["nccl", "gloo", "mpi"]
 WarmupWire = Literal["fp32", "bf16", "fp16"]
 Nodes = Literal["auto", "flat"] | Sequence[int]

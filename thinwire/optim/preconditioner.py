@@ -10,21 +10,6 @@ from torch import Tensor
 
 from thinwire.zero.saved_state import SliceSource
 
-__all__ = [
-    "PACKED_MOMENTUM",
-    "PACKED_PRECONDITIONER",
-    "PRECONDITIONER_HIGH",
-    "PRECONDITIONER_LOW",
-    "SMALLEST_OF_MEAN",
-    "as_packed",
-    "as_plain",
-    "hold_masked",
-    "quantize",
-    "raise_smallest",
-    "shaped_mask",
-    "table",
-]
-
 SMALLEST_OF_MEAN = 0.01
 """The least frozen denominator of a parameter, as a part of their mean."""
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.optim.settings import OptionModel
 
-__all__ = ["NAMES", "OptimizerEntry", "entry"]
-
 
 @dataclass(frozen=True)
 class OptimizerEntry:

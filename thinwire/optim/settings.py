@@ -10,24 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = [
-    "LARGEST_NUMBER",
-    "OPTIONS",
-    "Backend",
-    "Betas",
-    "BlockSize",
-    "Count",
-    "NotNegative",
-    "OptionModel",
-    "Positive",
-    "Share",
-    "WholeNumber",
-    "as_tuple",
-    "only",
-    "unset",
-    "without_exponent",
-]
-
 LARGEST_NUMBER = 2**63
 """Bound of whole numbers, and of its negative: they become machine numbers."""
 

@@ -15,8 +15,6 @@ from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import settings_digest
 from thinwire.zero.sharded_home import clip_of_norm
 
-__all__ = ["AdamSettings", "Clock", "Parameters", "Send", "Step", "may_clip"]
-
 
 @dataclass(frozen=True)
 class AdamSettings:
@@ -121,7 +119,7 @@ class Step:
     `sent_scale`, what they were taken to be times when payloads left. `sketch`: where gradients are counted whose
     averaged norm is wanted before leg 2. `sketched`: that norm, before the host has it. `clip`: what they are
     multiplied by because of it, until then perhaps fp32 [] on an accelerator. `norm`: of the averaged gradient, times
-    the loss scale; NaN if it was not found. `unplaced`: whether a trainable parameter lies in no bucket yet.
+    the loss scale; NaN if it was not found. `unplaced`: the parameters that lie in no bucket yet.
     `divide_first`: what gradients that are averaged exactly are divided by before they leave. `settings_sent`: by
     parameter group, those that payloads depend on. `frees_gradients`: let each gradient go once it is in the payload,
     so that it cannot be sent again.
@@ -129,7 +127,7 @@ class Step:
 
     groups: Sequence[Mapping[str, Any]]
     divide_first: float = 1.0
-    unplaced: Callable[[], bool] | None = None
+    unplaced: list[int] = field(default_factory=list)
     number: int = 0
     loss_scale: float = 1.0
     sent_scale: float = 1.0
@@ -166,8 +164,3 @@ class Step:
         assert self.sketch is not None
         self.sketched = self.sketch.norm()
         self.clip = clip_of_norm(max_norm, self.sketched / self.sent_scale)
-
-
-def may_clip(clip: float | Tensor) -> bool:
-    """Whether a clip changes gradients, as far as the host knows."""
-    return isinstance(clip, Tensor) or clip < 1.0

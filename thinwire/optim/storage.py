@@ -21,8 +21,6 @@ from thinwire.zero.gradients import BucketGradients, BucketTransport
 from thinwire.zero.master_weights import Run, runs_in
 from thinwire.zero.saved_state import SliceSource
 
-__all__ = ["Storage", "fill_masked", "mean_over_ranks", "slots_with_elements"]
-
 Change = Callable[[Sequence[Members], Clock], None]
 """Changes the weights of members in place."""
 

@@ -18,8 +18,6 @@ from thinwire.compress.packet import write_headers
 from thinwire.optim.options import HomeOptions
 from thinwire.zero import BucketLayout, Slot, shard_numel
 
-__all__ = ["Wire", "cast_gradients"]
-
 
 class Wire:
     """Exchanges over the ranks of `comm`, or by node where there are `links`, through the codecs of `options`.

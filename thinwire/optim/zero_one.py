@@ -13,24 +13,12 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import Compressed, bound_updates, decay, frozen_update, track_variances
-from thinwire.optim.algorithm import (
-    AdamSettings,
-    Agreement,
-    Algorithm,
-    Clock,
-    Contribution,
-    Form,
-    Keep,
-    LocalSteps,
-    Members,
-    Send,
-)
+from thinwire.optim.algorithm import Agreement, Algorithm, Contribution, Form, Keep, LocalSteps, Members
 from thinwire.optim.freeze_rule import FixedFreeze
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_count
 from thinwire.optim.preconditioner import hold_masked, raise_smallest
-
-__all__ = ["ZeroOne", "ZeroOneAdam", "ZeroOneSchedule"]
+from thinwire.optim.step import AdamSettings, Clock, Send
 
 
 @dataclass(frozen=True)
@@ -70,45 +58,6 @@ class ZeroOneSchedule:
         return Send.SYNC if sync else Send.LOCAL
 
 
-class _LocalProgress:
-    """Σγ of the steps since the last sync, by the parameter group's number, where γₜ = lr / (1 - β₁ᵗ).
-
-    A weight decay that has struck since shrinks what an earlier step counts, as it shrinks how far that step moved the
-    weights. 0 stands for ranks that hold the same weights.
-    """
-
-    def __init__(self) -> None:
-        self._distances: dict[int, float] = {}
-
-    def __bool__(self) -> bool:
-        return any(self._distances.values())
-
-    def distance(self, group: int) -> float:
-        return self._distances.get(group, 0.0)
-
-    def share(self, group: int, settings: AdamSettings, step: int) -> float:
-        """The weight of step `step` in the mean of the steps since the last sync; 1 where nothing has moved, whatever
-        the learning rate."""
-        distance = self._after(group, settings, step)
-        return settings.lr / settings.first_correction(step) / distance if distance else 1.0
-
-    def advance(self, group: int, settings: AdamSettings, step: int) -> None:
-        self._distances[group] = self._after(group, settings, step)
-
-    def reset(self) -> None:
-        self._distances = {}
-
-    def state(self) -> dict[int, float]:
-        return dict(self._distances)
-
-    def load(self, state: dict[int, float]) -> None:
-        self._distances = {int(group): distance for group, distance in state.items()}
-
-    def _after(self, group: int, settings: AdamSettings, step: int) -> float:
-        moved = settings.lr / settings.first_correction(step)
-        return (1 - settings.lr * settings.weight_decay) * self.distance(group) + moved
-
-
 class ZeroOne(LocalSteps, Algorithm):
     """Adam whose variance is updated now and then, and stays from the freeze on.
 
@@ -138,7 +87,7 @@ class ZeroOne(LocalSteps, Algorithm):
         self._compressed = compressed
         self._schedule = schedule
         self._variance_updates = 0
-        self._progress = _LocalProgress()
+        self._distances: dict[int, float] = {}  # Σγ since the last sync, by group
         self._shares: dict[int, float] = {}  # by group: the weight of the step in flight in the mean momentum
 
     @override
@@ -167,7 +116,7 @@ class ZeroOne(LocalSteps, Algorithm):
         else:
             out.mul_(torch.isfinite(denominator))
         if clock.frozen and self.next_send(clock) is Send.SYNC:
-            share = self._progress.share(own.group, own.settings, clock.steps + 1)
+            _, share = self._advanced(own.group, own.settings, clock.steps + 1)
             torch.lerp(own.state["mean_momentum"], out, share, out=out)
 
     @override
@@ -241,8 +190,18 @@ class ZeroOne(LocalSteps, Algorithm):
     @override
     def count_local(self, settings: Mapping[int, AdamSettings], clock: Clock) -> None:
         for group, of_group in settings.items():
-            self._shares[group] = self._progress.share(group, of_group, clock.steps)
-            self._progress.advance(group, of_group, clock.steps)
+            self._distances[group], self._shares[group] = self._advanced(group, of_group, clock.steps)
+
+    def _advanced(self, group: int, settings: AdamSettings, step: int) -> tuple[float, float]:
+        """Σγ of a group after step `step`, with γₜ = lr / (1 - β₁ᵗ), and the weight of that step in the mean since the
+        last sync; 1 if nothing has moved, whatever the learning rate.
+
+        A weight decay that has struck since shrinks what an earlier step counts, as it shrinks how far that step moved
+        the weights.
+        """
+        moved = settings.lr / settings.first_correction(step)
+        distance = (1 - settings.lr * settings.weight_decay) * self._distances.get(group, 0.0) + moved
+        return distance, moved / distance if distance else 1.0
 
     @override
     def absorb_local(self, groups: Sequence[Members], clock: Clock, finite: bool) -> None:
@@ -262,7 +221,7 @@ class ZeroOne(LocalSteps, Algorithm):
     @override
     def own_weight(self, common: Tensor, own: Contribution) -> Tensor:
         """The weight of the last sync less Σγ · mean, over √v̂ + ε where momenta are compressed."""
-        moved = own.state["mean_momentum"] * -self._progress.distance(own.group)
+        moved = own.state["mean_momentum"] * -self._distances.get(own.group, 0.0)
         if self._compressed == "momentum":
             moved.div_(own.state["denominator"])
         return moved.add_(common)
@@ -274,7 +233,7 @@ class ZeroOne(LocalSteps, Algorithm):
     @override
     def move_synced(self, groups: Sequence[Members], clock: Clock) -> None:
         for members in groups:
-            distance = self._progress.distance(members.group)
+            distance = self._distances.get(members.group, 0.0)
             if self._compressed == "update":
                 torch._foreach_add_(members.weights, members["exp_avg"], alpha=-distance)
             else:
@@ -282,12 +241,12 @@ class ZeroOne(LocalSteps, Algorithm):
 
     @override
     def end_sync(self) -> None:
-        self._progress.reset()
+        self._distances = {}
 
     @property
     @override
     def in_sync(self) -> bool:
-        return not self._progress
+        return not any(self._distances.values())
 
     # What else a home asks
 
@@ -297,13 +256,13 @@ class ZeroOne(LocalSteps, Algorithm):
 
     @override
     def scalars(self, names: Sequence[str]) -> dict[str, Any]:
-        progress = {str(group): distance for group, distance in self._progress.state().items()}
+        progress = {str(group): distance for group, distance in self._distances.items()}
         return {"variance_updates": self._variance_updates, "progress": progress}
 
     @override
     def load_scalars(self, saved: Mapping[str, Any], names: Sequence[str]) -> None:
         self._variance_updates = saved["variance_updates"]
-        self._progress.load(saved["progress"])
+        self._distances = {int(group): distance for group, distance in saved["progress"].items()}
 
 
 class ZeroOneAdam(CompressedOptimizer):
@@ -360,14 +319,8 @@ class ZeroOneAdam(CompressedOptimizer):
         compress: Compressed = "update",
         **options: Unpack[HomeKeywords],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
         intervals = {
             "var_update_scaler": var_update_scaler,
             "local_step_scaler": local_step_scaler,

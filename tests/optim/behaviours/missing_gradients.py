@@ -12,7 +12,7 @@ from tests.optim.behaviours.behaviour import alike, behaviour
 from tests.optim.subject import Subject, next_send
 from tests.optim.training import make_model, train, weights
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Send
+from thinwire.optim.step import Send
 
 
 @behaviour(2)

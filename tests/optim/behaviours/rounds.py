@@ -13,7 +13,7 @@ from tests.optim.behaviours.behaviour import alike, behaviour
 from tests.optim.subject import FREEZE, LOCAL, Subject, dyadic, next_send, with_gradients
 from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, train, weights
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Send
+from thinwire.optim.step import Send
 
 
 @behaviour(1, 3)

@@ -14,7 +14,7 @@ from tests.optim.behaviours.behaviour import alike, behaviour
 from tests.optim.subject import FREEZE, LOCAL, Subject, next_send, with_gradients
 from tests.optim.training import loss_of, make_model, train, weights
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Send
+from thinwire.optim.step import Send
 from thinwire.zero.gradient_seal import SentGradient
 
 

@@ -16,7 +16,7 @@ from tests.optim.zero_one.training import SCHEDULE
 from tests.zero.saved import Saved, join, save
 from tests.zero.training import train
 from thinwire.comm import Communicator, threads
-from thinwire.optim.algorithm import Send
+from thinwire.optim.step import Send
 from thinwire.optim.zero_one import ZeroOneSchedule
 from thinwire.zero.memory import live_tensor_bytes
 

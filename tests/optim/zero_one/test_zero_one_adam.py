@@ -28,7 +28,7 @@ from tests.optim.zero_one.reference import ReferenceZeroOneAdam
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import threads
 from thinwire.optim.adam import bound_updates
-from thinwire.optim.algorithm import AdamSettings, Send
+from thinwire.optim.step import AdamSettings, Send
 from thinwire.optim.zero_one import ZeroOneSchedule
 
 UNUSUAL = {"weight_decay": 2.0, "betas": (0.8, 0.99), "eps": 1e-6}

@@ -8,9 +8,9 @@ learning rates, betas and loss scale. Residuals take turns in two places, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,37 +30,10 @@ from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, Synchronizer
 
-__all__ = ["CudaGraphs", "Graph", "Graphs", "StepCapture", "check_can_be_captured"]
-
-# Graphs of a device: launches that are captured once, and replayed without the host's work.
-
-
-class Graph(Protocol):
-    """What was launched while it was captured; its memory is its own as long as it lives."""
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Capture what is launched inside, in place of running it."""
-
-    def replay(self) -> None:
-        """Launch it all, with the values that are in the same memory now."""
-
-
-class Graphs(Protocol):
-    """How a device captures."""
-
-    def check(self, comm: Communicator) -> None:
-        """Raise ValueError for a communicator whose collectives cannot be captured."""
-
-    def new(self) -> Graph:
-        """One that may follow any other of these."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Launch what is inside where captures take place, before and after all that is outside."""
-
 
 class CudaGraphs:
-    """CUDA graphs of one device, which share their memory: of what one leaves behind, only what is still held is safe
-    from the next."""
+    """CudaGraphs of one device: launches that are captured once, and replayed without the host's work. They share their
+    memory: of what one leaves behind, only what is still held is safe from the next."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -68,7 +41,7 @@ class CudaGraphs:
 
     @staticmethod
     def check(comm: Communicator) -> None:
-        """See Graphs."""
+        """Raise ValueError for a communicator whose collectives cannot be captured."""
         if isinstance(comm, LoggedCommunicator):
             raise ValueError(
                 "collectives whose times are logged cannot be captured in a CUDA graph: take the log away "
@@ -80,13 +53,16 @@ class CudaGraphs:
                 "use NCCL, with thinwire.comm.init(backend='nccl'), or do not capture steps"
             )
 
-    def new(self) -> _CudaGraph:
-        """See Graphs."""
-        return _CudaGraph(self._stream, self._pool)
+    def new(self) -> CudaGraph:
+        """Make one that may follow any other of these."""
+        return CudaGraph(self._stream, self._pool)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """See Graphs. autograd remembers on which stream a parameter was first used, and no other can be captured."""
+        """Launch what is inside where captures take place, before and after all that is outside.
+
+        autograd remembers on which stream a parameter was first used, and no other can be captured.
+        """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -94,7 +70,9 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
 
-class _CudaGraph:
+class CudaGraph:
+    """What was launched while it was captured; its memory is its own as long as it lives."""
+
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
         self._stream = stream
         self._pool = pool
@@ -102,7 +80,10 @@ class _CudaGraph:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See Graph. Other threads, NCCL's watchdog among them, may go on with what a capture forbids."""
+        """Capture what is launched inside, in place of running it.
+
+        Other threads, NCCL's watchdog among them, may go on with what a capture forbids.
+        """
         captured = torch.cuda.graph(
             self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -110,6 +91,7 @@ class _CudaGraph:
             yield
 
     def replay(self) -> None:
+        """Launch it all, with the values that are in the same memory now."""
         self._graph.replay()
 
 
@@ -169,14 +151,14 @@ class _Turn:
     arena: Arena
     numbers: Any
     buckets: Sequence[_CapturedBucket]
-    exchanging: Graph
-    moving: Graph | None = None
+    exchanging: CudaGraph
+    moving: CudaGraph | None = None
     gradients: list[Tensor | None] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     output: Any = None
 
     @contextmanager
-    def capturing(self, graph: Graph) -> Iterator[None]:
+    def capturing(self, graph: CudaGraph) -> Iterator[None]:
         """Capture what is launched inside."""
         with ExitStack() as stack:
             for captured in self.buckets:
@@ -197,7 +179,7 @@ class StepCapture:
         table: ParameterTable,
         layout: FreezeGroups,
         synchronizer: Synchronizer,
-        graphs: Graphs,
+        graphs: CudaGraphs,
     ) -> None:
         self._comm = comm
         self._table = table

@@ -16,7 +16,7 @@ from thinwire.comm.agreement import NodeLinks, agree_on_nodes, raise_together
 from thinwire.optim import checkpoint
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions, Recipe
-from thinwire.optim.replicated.capture import Graphs, StepCapture, check_can_be_captured
+from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
 from thinwire.optim.replicated.parameter_state import ReplicatedParameterState, frozen_bytes
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
@@ -26,8 +26,6 @@ from thinwire.zero import rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult
 from thinwire.zero.saved_state import SavedSlice, SliceSource
-
-__all__ = ["ReplicatedHome"]
 
 
 class ReplicatedHome(AlgorithmHome):
@@ -93,7 +91,7 @@ class ReplicatedHome(AlgorithmHome):
         self._synchronizer.end_step()
         return result
 
-    def capture(self, graphs: Graphs) -> StepCapture:
+    def capture(self, graphs: CudaGraphs) -> StepCapture:
         """What captures and replays frozen steps; while it does, its `move` is `mover`. Raises TypeError for steps that
         no graph can hold, ValueError for such a communicator."""
         by_node = self._links is not None
@@ -126,7 +124,7 @@ class ReplicatedHome(AlgorithmHome):
 
     def _compare_replicas(self) -> None:
         """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
-        if not self._comparisons.due(self.steps, self.in_sync):
+        if not self._comparisons.due(self.in_flight.number, self.in_sync):
             return
         if not rank_checks.compare_replicas(self.comm, self.parameters, self.steps, self._options.on_drift, "rank 0's"):
             indices = range(len(self._table))
@@ -166,7 +164,7 @@ class ReplicatedHome(AlgorithmHome):
         rank_checks.check_same_on_every_rank(self.comm, tensors, self._table.groups, compared)
         rank_checks.broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:
-            self._layout.unplaced.append(len(self._table))
+            self.in_flight.unplaced.append(len(self._table))
             self._table.add(parameter, group_number)
         self._options.averaging.prepare(tensors)
         self.watcher.watch(tensors)

@@ -9,16 +9,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Send
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import check_averages, check_in_sync, check_may_write, check_plain
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, Synchronizer
+from thinwire.optim.step import Send
 from thinwire.zero import Slot
 from thinwire.zero.home import Fragment, Held, ParameterState
-
-__all__ = ["ReplicatedParameterState", "frozen_bytes"]
 
 
 class ReplicatedParameterState(ParameterState):

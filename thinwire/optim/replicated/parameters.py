@@ -19,8 +19,6 @@ from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import Run
 from thinwire.zero.saved_state import SliceSource, read_weight
 
-__all__ = ["ParameterTable", "WholeStorage", "weight_and_master"]
-
 
 class ParameterTable(Parameters):
     """The parameters of `optimizer`, numbered in the order of its groups, with their group, state and name.
@@ -39,7 +37,7 @@ class ParameterTable(Parameters):
         """`param_dtype`: what fp32 parameters become, with master weights of the values that they had."""
         super().__init__([], [], optimizer.param_groups, settings_class, self._description)
         self.names: list[str] = []  # in checkpoints
-        self._optimizer = optimizer
+        self.states: dict[Tensor, dict[str, Any]] = optimizer.state
         self._published: list[tuple[int, Tensor]] = []  # see `accept`
         self._param_dtype = param_dtype
         self._given_names = {id(parameter): name for name, parameter in named_parameters or ()}
@@ -88,15 +86,9 @@ class ParameterTable(Parameters):
         called = f" {self._called[index]!r}" if index in self._called else ""
         return f"parameter {position} of group {number}{called}, shape {tuple(self.parameters[index].shape)},"
 
-    @property
-    def states(self) -> dict[Tensor, dict[str, Any]]:
-        """The optimizer's state."""
-        return self._optimizer.state
-
     def state(self, index: int) -> dict[str, Any]:
         """A parameter's entry in the optimizer's state."""
-        state: dict[str, Any] = self._optimizer.state[self.parameters[index]]
-        return state
+        return self.states[self.parameters[index]]
 
     # Master weights
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.exchange import Outcome
-from thinwire.optim.algorithm import Algorithm, Send
+from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, next_send, read_outcomes
 from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions
 from thinwire.optim.replicated.parameters import ParameterTable, WholeStorage
-from thinwire.optim.step import Step
+from thinwire.optim.step import Send, Step
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
@@ -28,14 +28,11 @@ from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.rank_checks import agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.sharded_home import clip_coefficient
 
-__all__ = ["FreezeGroups", "SynchronizedBackward", "Synchronizer"]
-
 _FP32_BYTES = 4
 
 
 class FreezeGroups:
-    """`groups`, in the order in which they entered, each with one of `storages`, and `unplaced`: the parameters that
-    lie in no bucket yet.
+    """`groups`, in the order in which they entered, each with one of `storages`.
 
     `buckets`: of all groups, in the order in which they leave. `uncompressed_bytes`: what a ring all-reduce of their
     gradients sends. `step`: what the buckets of a step share.
@@ -54,9 +51,7 @@ class FreezeGroups:
         self.storages: list[WholeStorage] = []
         self.buckets: list[Bucket] = []
         self.uncompressed_bytes = 0
-        self.unplaced: list[int] = []
-        divide_first = options.averaging.divide_first
-        self.step = Step(table.groups, divide_first, lambda: bool(self.unplaced and self.trainable_unplaced))
+        self.step = Step(table.groups, options.averaging.divide_first)
         self.comm = comm
         self._table = table
         self._wire = wire
@@ -67,7 +62,7 @@ class FreezeGroups:
     @property
     def trainable_unplaced(self) -> list[int]:
         """The parameters that lie in no bucket yet and require a gradient."""
-        return [index for index in self.unplaced if self._table.parameters[index].requires_grad]
+        return [index for index in self.step.unplaced if self._table.parameters[index].requires_grad]
 
     def sends(self) -> set[Send]:
         """The kinds of the next step, the first one of parameters that lie in no bucket yet included."""
@@ -79,13 +74,13 @@ class FreezeGroups:
 
     def place(self, order: Sequence[int]) -> FreezeGroup:
         """Add a freeze group of the parameters `order`, in buckets of `bucket_bytes`."""
-        self.unplaced = [index for index in self.unplaced if index not in set(order)]
+        self.step.unplaced = [index for index in self.step.unplaced if index not in set(order)]
         return self._add(self._cut(order))
 
     def restore(self, freeze_groups: Sequence[Sequence[Sequence[int]]]) -> None:
         """Lay parameters out anew: for each freeze group, each bucket's parameters; others wait for a gradient."""
         placed = {index for group in freeze_groups for order in group for index in order}
-        self.unplaced = [index for index in range(len(self._table)) if index not in placed]
+        self.step.unplaced = [index for index in range(len(self._table)) if index not in placed]
         self.groups.clear()
         self.storages.clear()
         self.buckets = []

@@ -34,8 +34,6 @@ from thinwire.zero.sharded_home import (
     own_fragments,
 )
 
-__all__ = ["AlgorithmShardedHome"]
-
 
 class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     """An algorithm's parameters, all of which entered together, at ZeRO stages 1 and 2."""

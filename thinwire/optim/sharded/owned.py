@@ -22,8 +22,6 @@ from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run, ShardedParameters
 from thinwire.zero.rank_checks import ComparisonTimes, compare_replicas
 
-__all__ = ["OwnedStorage"]
-
 
 class OwnedStorage(Storage):
     """ZeRO stage 1 for algorithms with local steps, or whose step is not linear in what comes back.

@@ -34,8 +34,6 @@ from thinwire.zero.master_weights import Run, ShardedParameters, bring_beside, r
 from thinwire.zero.rank_checks import compare_replicas
 from thinwire.zero.saved_state import SliceSource
 
-__all__ = ["PackedStorage"]
-
 
 class PackedStorage(Storage):
     """ZeRO stages 1 and 2: sharded state until the freeze, packed state from then on.

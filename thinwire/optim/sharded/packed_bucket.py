@@ -12,14 +12,12 @@ from thinwire.compress.kernels import packed
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.loading import execute
 from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.bucket import Bucket, part_of
+from thinwire.optim.bucket import Bucket, may_clip, part_of
 from thinwire.optim.preconditioner import table
 from thinwire.optim.sharded.packing import FrozenState, OwnPackets
-from thinwire.optim.step import Clock, Parameters, Send, Step, may_clip
+from thinwire.optim.step import Clock, Parameters, Send, Step
 from thinwire.optim.wire import Wire
 from thinwire.zero.master_weights import MasterWeights, Run
-
-__all__ = ["PackedBucket"]
 
 
 class PackedBucket(Bucket):
@@ -161,29 +159,26 @@ class PackedBucket(Bucket):
     def move(self) -> None:
         """Move master weights and replica by u; the replica is rounded stochastically, with one seed on all ranks."""
         self.own_momenta = None
-        layout, runs = self.layout, self.master_weights.runs
-        rates = dict(zip(self._numbers, zip(*self.rates(self._clock), strict=True), strict=True))
-        trains = {slot.parameter for slot, one in self.flat.members() if one.requires_grad and slot.numel}
-
-        def move(
-            state: packed.PackedState, segments: Segments, numbers: list[int], weights: Tensor, first: int, seed: int
-        ) -> None:
-            moves = [number in trains for number in numbers]
-            chosen = [rates[number] if number in trains else (0.0, 1.0) for number in numbers]
-            rate, decay = [one for one, _ in chosen], [one for _, one in chosen]
-            execute(packed.MovePacked(state, segments, weights, first, moves, rate, decay, seed), [weights])
-
+        layout, weights = self.layout, self.master_weights.weights
+        rates, decays = self.rates(self._clock)
+        moves = [
+            one.requires_grad and slot.numel > 0 for slot, one in zip(layout.slots, self.flat.parameters, strict=True)
+        ]
+        state, factors = self._packed_state(), (moves, rates, decays)
         if self._beside is not None:
             low, high = self.flat.own_range
             own = self._beside.packets(self._legs.codec.join)
-            state = packed.PackedState(own, self._beside.codes, layout.shard, high - low, layout.block_size)
+            of_own = packed.PackedState(own, self._beside.codes, layout.shard, high - low, layout.block_size)
+            runs = self.master_weights.runs
             segments = Segments((run.place.start, run.numel) for run in runs)
-            move(state, segments, [run.parameter for run in runs], self.master_weights.weights, 0, 0)
+            places = [self._numbers.index(run.parameter) for run in runs]
+            moved, rate, decay = ([column[place] for place in places] for column in factors)
+            execute(packed.MovePacked(of_own, segments, weights, 0, list(map(bool, moved)), rate, decay, 0), [weights])
         elif self.master_weights.separate:
             first = self._rank * layout.shard
-            move(self._packed_state(), self.segments, self._numbers, self.master_weights.weights, first, 0)
-        seed = ((self._clock.steps - 1) << 20) + self.index
-        move(self._packed_state(), self.segments, self._numbers, self.flat.flat[: layout.numel], 0, seed)
+            execute(packed.MovePacked(state, self.segments, weights, first, *factors, seed=0), [weights])
+        replica, seed = self.flat.flat[: layout.numel], ((self._clock.steps - 1) << 20) + self.index
+        execute(packed.MovePacked(state, self.segments, replica, 0, *factors, seed=seed), [replica])
 
     def own_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard]."""

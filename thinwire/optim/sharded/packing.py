@@ -23,8 +23,6 @@ from thinwire.optim.preconditioner import (
 from thinwire.zero.master_weights import FlatBucket
 from thinwire.zero.saved_state import SliceSource
 
-__all__ = ["FrozenState", "OwnPackets", "publish", "ranges_of", "read_packed"]
-
 
 @dataclass(frozen=True)
 class FrozenState:
