@@ -17,12 +17,19 @@ from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
 from thinwire.zero.gradients import averaging_gradients
-from thinwire.zero.home import NO_GRADIENTS, Held, StepResult
+from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import Run, ShardedParameters, bring_beside
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
-from thinwire.zero.sharded_home import NOT_FINITE, ShardedHome, StateOfBuckets, Vote, clip_coefficient, own_fragments
+from thinwire.zero.sharded_home import (
+    NOT_FINITE,
+    BucketParameterState,
+    ShardedHome,
+    Vote,
+    clip_coefficient,
+    own_fragments,
+)
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["UNCORRECTED", "OptimizerClass", "ShardOptimizer", "ShardedOptimizer", "is_of_elements"]
@@ -224,7 +231,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         return next((one for one in self._optimizers if one.optimizer is not None), self._optimizers[0]).shown()
 
 
-class _ElementwiseHome(ShardedHome, StateOfBuckets):
+class _ElementwiseHome(ShardedHome):
     """Gradients averaged exactly, and a torch optimizer's step on what this rank keeps."""
 
     def __init__(self, parameters: ShardedParameters, optimizer_class: OptimizerClass) -> None:
@@ -232,7 +239,7 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         sharding = parameters.sharding
         # At stage 2 every backward's gradients leave, and add up on their owners.
         (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
-        self._gradients = averaging_gradients(parameters, self.watcher.seal)
+        self.gradients = averaging_gradients(parameters, self.watcher.seal)
         whole = sharding.whole_parameters
         groups, group_of = parameters.groups, parameters.order.group_of
         self.optimizers = [
@@ -241,7 +248,7 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
             )
             for one in parameters.masters
         ]
-        self.watcher.use(self._gradients, self._keeps_gradients)
+        self.watcher.use(self.gradients, self._keeps_gradients)
 
     @override
     def step(self) -> StepResult:
@@ -252,13 +259,13 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         if applied:
             self.steps += 1
             coefficient = clip_coefficient(self._parameters.sharding.max_norm, norm) / self.loss_scale
-            filled = [number for number, gradients in enumerate(self._gradients) if gradients.filled]
+            filled = [number for number, gradients in enumerate(self.gradients) if gradients.filled]
 
             def move(number: int) -> None:
                 masters = self._parameters.masters[number]
                 if not masters.runs:
                     return
-                gradient = self._gradients[number].average.to(torch.float32)
+                gradient = self.gradients[number].average.to(torch.float32)
                 if coefficient != 1.0:
                     gradient.mul_(coefficient)
                 (beside,) = bring_beside([masters], [gradient])
@@ -271,25 +278,11 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
     def _find_vote(self) -> Vote:
-        return self._vote_on_averages(self._gradients)
-
-    def _state_of_buckets(self) -> StateOfBuckets:
-        return self
+        return self._vote_on_averages(self.gradients)
 
     @override
-    def average(self, bucket: int) -> Tensor | None:
-        return self._gradients[bucket].average if self._gradients[bucket].filled else None
-
-    @override
-    def state(self, bucket: int, parameter: int, kind: str) -> Held:
-        found = [state.get(kind) for state in self.optimizers[bucket].states]
-        values = [one if is_of_elements(one) else None for one in found]
-        fragments = own_fragments(self._parameters.masters[bucket], parameter, values)
-        return Held(fragments, self._parameters.sharding.stage == 0, known=kind in self.kinds())
-
-    @override
-    def kinds(self) -> list[str]:
-        return sorted({kind for one in self.optimizers for kind in one.kinds()})
+    def parameter_state(self) -> ParameterState:
+        return _ElementwiseState(self)
 
     @override
     def saved_slices(self) -> list[SavedSlice]:
@@ -324,6 +317,28 @@ class _ElementwiseHome(ShardedHome, StateOfBuckets):
         if self._parameters.sharding.whole_parameters:  # which have state of other kinds, at owners of unequal shares
             found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))
         return found
+
+
+class _ElementwiseState(BucketParameterState):
+    """With the state of each bucket's torch optimizer."""
+
+    _home: _ElementwiseHome
+
+    @override
+    def average(self, bucket: int) -> Tensor | None:
+        gradients = self._home.gradients[bucket]
+        return gradients.average if gradients.filled else None
+
+    @override
+    def state_in(self, bucket: int, number: int, kind: str) -> Held:
+        found = [state.get(kind) for state in self._home.optimizers[bucket].states]
+        values = [one if is_of_elements(one) else None for one in found]
+        fragments = own_fragments(self._parameters.masters[bucket], number, values)
+        return Held(fragments, self._parameters.sharding.stage == 0, known=kind in self.kinds())
+
+    @override
+    def kinds(self) -> list[str]:
+        return sorted({kind for one in self._home.optimizers for kind in one.kinds()})
 
 
 class Adam(torch.optim.Adam):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ __all__ = [
     "NOT_FINITE",
     "BucketParameterState",
     "ShardedHome",
-    "StateOfBuckets",
     "Vote",
     "clip_coefficient",
     "clip_of_norm",
@@ -32,29 +31,29 @@ __all__ = [
 ]
 
 
-class StateOfBuckets(ABC):
-    """What a home keeps beside master weights, by the bucket's number."""
+class BucketParameterState(ParameterState):
+    """Weights and gradients in a home's buckets; a subclass has what the home keeps beside them, by bucket's number."""
+
+    cuts_parameters = False
+
+    def __init__(self, home: ShardedHome) -> None:
+        self.comm = home.comm
+        self._home = home
+        self._parameters = home._parameters
 
     @abstractmethod
     def average(self, bucket: int) -> Tensor | None:
         """The averaged gradient that has arrived, of the whole bucket or of this rank's shard; None in no step."""
 
     @abstractmethod
-    def state(self, bucket: int, parameter: int, kind: str) -> Held:
-        """A parameter's optimizer state, by its number; see ParameterState."""
-
-    @abstractmethod
-    def kinds(self) -> list[str]:
-        """List the kinds of optimizer state, as ParameterState does."""
+    def state_in(self, bucket: int, number: int, kind: str) -> Held:
+        """A parameter's optimizer state, as `state`."""
 
     def check_weights(self) -> None:
-        """Raise RuntimeError where ranks hold different weights."""
+        """Raise RuntimeError if ranks hold different weights."""
 
     def check_gradients(self) -> None:
-        """Raise RuntimeError where no gradients are averaged."""
-
-    def check_may_write(self, kind: str) -> None:
-        """Raise RuntimeError if state of this kind cannot be written now."""
+        """Raise RuntimeError if no gradients are averaged."""
 
     def gradients_rewritten(self, bucket: int) -> None:
         """Note that `average` was written into."""
@@ -62,41 +61,19 @@ class StateOfBuckets(ABC):
     def weights_rewritten(self, bucket: int) -> None:
         """Note that parameters were written, and that their master weights have followed."""
 
-
-class BucketParameterState(ParameterState):
-    """Weights and gradients of ShardedParameters, and the state that a home keeps beside them.
-
-    `rewritten`: called where gradients were written, so that what is known of the step is found out again.
-    """
-
-    cuts_parameters = False
-
-    def __init__(
-        self,
-        parameters: ShardedParameters,
-        watcher: BackwardWatcher,
-        of_home: StateOfBuckets,
-        rewritten: Callable[[], None],
-    ) -> None:
-        self.comm = parameters.comm
-        self._parameters = parameters
-        self._watcher = watcher
-        self._of_home = of_home
-        self._rewritten = rewritten
-
     @override
     def parameter(self, number: int) -> Tensor:
         return self._parameters.order.parameters[number]
 
     @override
     def weights(self, number: int) -> Held:
-        self._of_home.check_weights()
+        self.check_weights()
         self._parameters.wait_for_weights()
         index = self._bucket_of(number)
         masters = self._parameters.masters[index]
         if written := masters.bucket.take_written():
             masters.take_over({slot.parameter for slot in written})
-            self._of_home.weights_rewritten(index)
+            self.weights_rewritten(index)
         return Held(own_fragments(masters, number, masters.views), masters.whole)
 
     @override
@@ -105,23 +82,19 @@ class BucketParameterState(ParameterState):
         index = self._bucket_of(number)
         self.parameter(number).copy_(value)
         self._parameters.masters[index].bucket.take_written()  # the master weight has more than the parameter shows
-        self._of_home.weights_rewritten(index)
+        self.weights_rewritten(index)
 
     @override
     def state(self, number: int, kind: str) -> Held:
-        return self._of_home.state(self._bucket_of(number), number, kind)
-
-    @override
-    def check_may_write_state(self, kind: str) -> None:
-        self._of_home.check_may_write(kind)
+        return self.state_in(self._bucket_of(number), number, kind)
 
     @override
     def gradient(self, number: int) -> Held | None:
-        self._of_home.check_gradients()
-        self._watcher.wait_for_averages()
+        self.check_gradients()
+        self._home.watcher.wait_for_averages()
         index = self._bucket_of(number)
         bucket = self._parameters.buckets[index]
-        average = self._of_home.average(index)
+        average = self.average(index)
         if average is None:
             return None
         if average.numel() == bucket.layout.padded_numel:  # of one rank too, whose shard is the bucket
@@ -131,14 +104,10 @@ class BucketParameterState(ParameterState):
 
     @override
     def after_writing_gradient(self, number: int) -> None:
-        if number in self._watcher.arrived:
-            self._watcher.seal.take([number])
-        self._of_home.gradients_rewritten(self._bucket_of(number))
-        self._rewritten()
-
-    @override
-    def kinds(self) -> list[str]:
-        return self._of_home.kinds()
+        if number in self._home.watcher.arrived:
+            self._home.watcher.seal.take([number])
+        self.gradients_rewritten(self._bucket_of(number))
+        self._home._vote_is_outdated = True
 
     def _bucket_of(self, number: int) -> int:
         return next(
@@ -287,19 +256,6 @@ class ShardedHome(Home):
         )
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
         return Vote(math.isfinite(norm), norm, absent | self.watcher.left_out)
-
-    # By parameter
-
-    @override
-    def parameter_state(self) -> ParameterState:
-        return BucketParameterState(self._parameters, self.watcher, self._state_of_buckets(), self._forget_vote)
-
-    @abstractmethod
-    def _state_of_buckets(self) -> StateOfBuckets:
-        """What this home keeps beside master weights."""
-
-    def _forget_vote(self) -> None:
-        self._vote_is_outdated = True
 
     # Weights
 

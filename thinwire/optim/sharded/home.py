@@ -20,14 +20,14 @@ from thinwire.optim.sharded.packed import PackedStorage
 from thinwire.optim.step import Parameters, Send, Step
 from thinwire.optim.wire import Wire
 from thinwire.zero.gradients import BucketTransport
-from thinwire.zero.home import NO_GRADIENTS, Held, StepResult
+from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import ShardedParameters
 from thinwire.zero.norm_sketch import NormSketch
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
+    BucketParameterState,
     ShardedHome,
-    StateOfBuckets,
     Vote,
     clip_of_norm,
     of_whole_bucket,
@@ -179,8 +179,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
             self._sketch.begin(self.steps)
 
     @override
-    def _state_of_buckets(self) -> StateOfBuckets:
-        return _State(self._parameters, self.groups[0])
+    def parameter_state(self) -> ParameterState:
+        return _State(self)
 
     @override
     def synchronize_weights(self) -> None:
@@ -240,12 +240,14 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         return self._storage.model_state_bytes()
 
 
-class _State(StateOfBuckets):
-    """The state of one freeze group, by bucket."""
+class _State(BucketParameterState):
+    """With the state of one freeze group."""
 
-    def __init__(self, parameters: ShardedParameters, group: FreezeGroup) -> None:
-        self._parameters = parameters
-        self._group = group
+    _home: AlgorithmShardedHome
+
+    @property
+    def _group(self) -> FreezeGroup:
+        return self._home.groups[0]
 
     @override
     def check_weights(self) -> None:
@@ -270,18 +272,18 @@ class _State(StateOfBuckets):
         self._group.buckets[bucket].rewritten = True
 
     @override
-    def check_may_write(self, kind: str) -> None:
+    def check_may_write_state(self, kind: str) -> None:
         check_may_write(self._group.algorithm, self._group.clock, kind)
 
     @override
-    def state(self, bucket: int, parameter: int, kind: str) -> Held:
+    def state_in(self, bucket: int, number: int, kind: str) -> Held:
         check_plain(self._group.algorithm, self._group.clock, kind)
         kept, masters = self._group.buckets[bucket], self._parameters.masters[bucket]
         if kind in kept.whole_state:
-            return of_whole_bucket(masters.bucket, parameter, kept.whole_state[kind])
+            return of_whole_bucket(masters.bucket, number, kept.whole_state[kind])
         values = kept.state.get(kind)
         views = [None if values is None else values[run.place] for run in masters.runs]
-        return Held(own_fragments(masters, parameter, views), everywhere=False, known=values is not None)
+        return Held(own_fragments(masters, number, views), everywhere=False, known=values is not None)
 
     @override
     def kinds(self) -> list[str]:
