@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.collectives import Traffic
 from thinwire.comm.traffic import sent_bytes
-from thinwire.zero.home import Fragment, Held, ParameterState
 from thinwire.zero.placement import Averaging
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "WHOLE",
     "Preparation",
-    "ShardState",
     "computing_dtype",
     "count_traffic",
     "fill",
@@ -325,63 +322,3 @@ def _is_closed(layer: nn.Module, uses: Counter[int], prepared: Preparation) -> b
         if parameter is not None
     )
     return all(uses[one] == count for one, count in inside.items()) and bool(inside)
-
-
-class ShardState(ParameterState):
-    """`parameters`: sharded, by number. `state_of`: the optimizer's state of one's shard, by number."""
-
-    cuts_parameters = True
-
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Sequence[Tensor],
-        state_of: Callable[[int], Mapping[str, Any]],
-        reshard: Callable[[], None],
-    ) -> None:
-        """`reshard` has what a forward has left gathered read from the shards again."""
-        self.comm = comm
-        self._parameters = parameters
-        self._state_of = state_of
-        self._reshard = reshard
-
-    @override
-    def parameter(self, number: int) -> Tensor:
-        return self._parameters[number]
-
-    @override
-    def weights(self, number: int) -> Held:
-        return self._held(self._parameters[number])
-
-    def after_writing_weights(self, number: int, value: Tensor | None) -> None:
-        """Reshard: layers are gathered from the shards."""
-        self._reshard()
-
-    @override
-    def state(self, number: int, kind: str) -> Held:
-        start, _ = local_run(self._parameters[number])
-        values = self._state_of(number).get(kind)
-        held = [Fragment(start, values)] if values is not None and _is_of_elements(values) else []
-        return Held(held, self.comm.size == 1, known=kind in self.kinds())
-
-    @override
-    def gradient(self, number: int) -> Held | None:
-        gradient = self._parameters[number].grad
-        return None if gradient is None else self._held(gradient)
-
-    def after_writing_gradient(self, number: int) -> None:
-        """Do nothing: steps find everything out from the shards."""
-
-    @override
-    def kinds(self) -> list[str]:
-        states = (self._state_of(number) for number in range(len(self._parameters)))
-        return sorted({kind for state in states for kind, value in state.items() if _is_of_elements(value)})
-
-    def _held(self, sharded: Tensor) -> Held:
-        start, values = local_run(sharded)
-        whole = not hasattr(sharded, "device_mesh")  # an empty parameter, which is not cut
-        return Held([Fragment(start, values)], everywhere=whole or self.comm.size == 1)
-
-
-def _is_of_elements(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1

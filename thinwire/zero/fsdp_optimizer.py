@@ -15,10 +15,10 @@ from typing_extensions import override
 from thinwire.comm import Communicator, Traffic
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.bucket_layout import model_state_formula
-from thinwire.zero.fsdp import ShardState, local_run
-from thinwire.zero.home import NO_GRADIENTS, Home, ParameterState, StepResult, ring_bytes
+from thinwire.zero.fsdp import is_sharded, local_run
+from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.master_weights import Run
-from thinwire.zero.optimizer import OptimizerClass, ShardOptimizer
+from thinwire.zero.optimizer import OptimizerClass, ShardOptimizer, is_of_elements
 from thinwire.zero.rank_checks import norm_of_averages
 from thinwire.zero.saved_state import STATE_IS_ON_ALL_RANKS, SavedSlice, SliceSource, read_weight
 from thinwire.zero.sharded_home import NOT_FINITE, clip_coefficient
@@ -170,7 +170,7 @@ class _FullyShardedHome(Home):
         self._vote_comm = comm.duplicate()
         self._traffic = traffic
         self._groups = groups
-        self._reshard = reshard
+        self.reshard = reshard
         self._max_norm = max_norm
         self._dtype = dtype
         self._device = device
@@ -197,13 +197,11 @@ class _FullyShardedHome(Home):
 
     @override
     def parameter_state(self) -> ParameterState:
-        place = {number: place for place, number in enumerate(self._held)}
-        return ShardState(
-            self.comm,
-            self.parameters,
-            lambda number: self.inner.state_of(place[number]) if number in place else {},
-            self._reshard,
-        )
+        return _ShardState(self)
+
+    def state_of(self, number: int) -> dict[str, Any]:
+        """The optimizer's state of this rank's shard of a parameter."""
+        return self.inner.state_of([*self._held].index(number)) if number in self._held else {}
 
     @override
     def close(self) -> None:
@@ -230,7 +228,7 @@ class _FullyShardedHome(Home):
         if applied:
             self.steps += 1
             self._apply(gradients, clip_coefficient(self._max_norm, norm) / self.loss_scale)
-        self._reshard()  # what a forward without backward has left gathered is out of date
+        self.reshard()  # what a forward without backward has left gathered is out of date
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if finite else NOT_FINITE)
 
     def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
@@ -266,7 +264,7 @@ class _FullyShardedHome(Home):
 
     @override
     def load_weights(self, source: SliceSource) -> None:
-        self._reshard()
+        self.reshard()
         for shard in self.shards:
             shard.values.copy_(read_weight(source, torch.float32, shard.name, shard.start, shard.values.numel()))
         self._show(self.shards)
@@ -295,6 +293,51 @@ class _FullyShardedHome(Home):
 
     def _note_versions(self) -> None:
         self._versions = [shard.version for shard in self.shards] if self._stepped_apart else []
+
+
+class _ShardState(ParameterState):
+    cuts_parameters = True
+
+    def __init__(self, home: _FullyShardedHome) -> None:
+        self.comm = home.comm
+        self._home = home
+
+    @override
+    def parameter(self, number: int) -> Tensor:
+        return self._home.parameters[number]
+
+    @override
+    def weights(self, number: int) -> Held:
+        return self._held(self.parameter(number))
+
+    @override
+    def after_writing_weights(self, number: int, value: Tensor | None) -> None:
+        self._home.reshard()  # layers are gathered from the shards
+
+    @override
+    def state(self, number: int, kind: str) -> Held:
+        start, _ = local_run(self.parameter(number))
+        values = self._home.state_of(number).get(kind)
+        held = [Fragment(start, values)] if isinstance(values, Tensor) and is_of_elements(values) else []
+        return Held(held, self.comm.size == 1, known=kind in self.kinds())
+
+    @override
+    def gradient(self, number: int) -> Held | None:
+        gradient = self.parameter(number).grad
+        return None if gradient is None else self._held(gradient)
+
+    @override
+    def after_writing_gradient(self, number: int) -> None:
+        """Do nothing: steps find everything out from the shards."""
+
+    @override
+    def kinds(self) -> list[str]:
+        return sorted(self._home.inner.kinds())
+
+    def _held(self, sharded: Tensor) -> Held:
+        start, values = local_run(sharded)
+        whole = not is_sharded(sharded)  # an empty parameter, which is not cut
+        return Held([Fragment(start, values)], everywhere=whole or self.comm.size == 1)
 
 
 def _copy_on(device: torch.device, shown: Tensor, pin: bool) -> Tensor:
