@@ -173,8 +173,8 @@ class Exchange:
         assert self._leg_1, "advance() follows start()"
         average = torch.empty(self.shard, device=self._device) if self._next_average is None else self._next_average
         for number, place in enumerate(self.parts):
-            received = self._receive(number)
             send, valid = self._packets(1, number), self._part_valid[number]
+            received = self._receive(number)
             before = None if self.owner_residual is None else self.owner_residual[place]
             mask = None if self.mask is None else self.mask[place]
             if adjust is None:
@@ -193,7 +193,9 @@ class Exchange:
         assert self._leg_2, "wait() follows advance()"
         for number, leg in enumerate(self._leg_2):
             leg.work.wait()
-            self._headers.append(Headers(kept_headers(leg.received), number))
+            # Packets are read and let go; on an accelerator their headers are copied once a step, together.
+            headers = leg.received[:, :HEADER_BYTES]
+            self._headers.append(Headers(headers.clone() if self._device.type == "cpu" else headers, number))
 
     @property
     def leg_1_is_over(self) -> bool:
@@ -336,22 +338,18 @@ class Exchange:
         write_headers(send, self._expected.pack(number), finite, scales)
         if self.numbers is not None:
             number_headers(send, self.numbers)
-        self._pass_on_flags(send)
+        if self._leg_1_senders is not None:
+            self._pass_on_flags(send)
         work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
         self._leg_2.append(Leg(send, receive, work))
 
     def _pass_on_flags(self, packets: Tensor) -> None:
-        """Let leg 2 tell of leg 1: here nothing, as every rank saw the same headers."""
+        """Let leg 2 tell of leg 1, whose headers not every rank has seen."""
+        raise NotImplementedError
 
     def _packets(self, rows: int, number: int) -> Tensor:
         """Room for packets of a part."""
         return torch.empty(rows, self._part_bytes[number], dtype=torch.uint8, device=self._device)
-
-
-def kept_headers(packets: Tensor) -> Tensor:
-    """The headers of packets that will be read and let go: on an accelerator they are copied once a step, together."""
-    headers = packets[:, :HEADER_BYTES]
-    return headers.clone() if headers.device.type == "cpu" else headers
 
 
 def bring_headers(exchanges: Iterable[Exchange], others: Sequence[Tensor] = ()) -> list[Tensor]:

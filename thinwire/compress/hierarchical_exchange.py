@@ -10,7 +10,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Leg, kept_headers
+from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Leg
 from thinwire.compress.packet import (
     Flags,
     Headers,
@@ -105,7 +105,9 @@ class HierarchicalExchange(Exchange):
             everyone = mine.new_empty(links.inside.size * mine.shape[0], mine.shape[1])
             work = links.inside.all_gather(everyone, mine)
             packets = everyone[: len(senders)]
-            self._headers.append(Headers(kept_headers(packets), number, senders))
+            headers = packets[:, :HEADER_BYTES]
+            kept = headers.clone() if self._device.type == "cpu" else headers
+            self._headers.append(Headers(kept, number, senders))
             self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
 
     @override

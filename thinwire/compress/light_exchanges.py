@@ -59,9 +59,8 @@ class LowMemoryExchange(Exchange):
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""
         assert self._leg_2, "take_packets() follows wait()"
-        parts = [leg.received for leg in self._leg_2]
-        self._leg_2 = []
-        return parts[0] if len(parts) == 1 else self.codec.join(parts)
+        legs, self._leg_2 = self._leg_2, []
+        return legs[0].received if len(legs) == 1 else self.codec.join([leg.received for leg in legs])
 
     def arrived(self, row: int) -> list[Tensor]:
         """What leg 2 brought from one owner, uint8 [1, packet_bytes] for each part; after `wait`."""

@@ -32,7 +32,7 @@ class KernelCall(ABC):
     """Arguments of the kernel called `kernel`."""
 
     kernel: ClassVar[str]
-    packets: Tensor
+    beside: ClassVar[str] = "packets"  # the argument that lies on the device with all others
 
     @abstractmethod
     def check(self) -> None:
@@ -41,7 +41,8 @@ class KernelCall(ABC):
     @property
     def device(self) -> torch.device:
         """Where all of the tensors are."""
-        return self.packets.device
+        found: torch.device = getattr(self, self.beside).device
+        return found
 
 
 class Segments:
@@ -271,6 +272,7 @@ class RenewFactors(KernelCall):
     for each run, when they are replayed."""
 
     kernel = "renew_factors"
+    beside = "tables"
 
     tables: CapturedTables
     beta1: Sequence[float]
@@ -282,11 +284,6 @@ class RenewFactors(KernelCall):
     def check(self) -> None:
         check_divisors(self.beta1, self.divisors)
         check_factors(rates=self.rates, decays=self.decays)
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.tables.device
 
 
 def check_packets(codec: str, packets: Tensor, shard: int | None = None, block_size: int = 0) -> None:

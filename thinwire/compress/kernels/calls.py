@@ -132,15 +132,11 @@ class StoreRounded(KernelCall):
     """
 
     kernel = "store_rounded"
+    beside = "weights"
 
     weights: Tensor
     values: Tensor
     seed: int
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.weights.device
 
     @override
     def check(self) -> None:

@@ -60,8 +60,12 @@ def execute(call: KernelCall, written: Sequence[Tensor | None] = ()) -> None:
     """
     call.check()
     getattr(compiled_backend(call.device.type) or bucket_reference, call.kernel)(call)
-    if written:
-        torch.autograd.graph.increment_version([one for one in written if one is not None])
+    changed = []
+    for one in written:
+        if one is not None:
+            changed.append(one)
+    if changed:
+        torch.autograd.graph.increment_version(changed)
 
 
 def execute_adam_step(call: AdamStep) -> None:

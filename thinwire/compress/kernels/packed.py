@@ -116,6 +116,7 @@ class MovePacked(KernelCall):
     """
 
     kernel = "move_packed"
+    beside = "weights"
 
     state: PackedState
     segments: Segments
@@ -136,11 +137,6 @@ class MovePacked(KernelCall):
                 f"{self.state.codes.numel()}"
             )
         check_factors(rates=self.rates, decays=self.decays)
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.weights.device
 
 
 def keys(seed: int) -> tuple[int, int]:
