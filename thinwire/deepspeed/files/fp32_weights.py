@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,12 @@ _BIN, _SAFETENSORS = "pytorch_model.bin", "model.safetensors"
 Folder = str | os.PathLike[str]
 
 
-class LazyWeight:
+class LazyWeight(LazyTensor):
     """A tensor that is in a checkpoint's files: `shape` and `dtype` are known, `contiguous()` reads it."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self._read = read
 
     def contiguous(self) -> Tensor:
         """The tensor, on the CPU. Raises CheckpointError where it can no longer be read."""
-        return self._read()
+        return self.values()
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -123,9 +117,7 @@ def write_fp32_weights(
         known = first.setdefault(id(one), name)
         if known != name:
             same[name] = known
-    tensors = {
-        name: LazyTensor(one.dtype, tuple(one.shape), one.contiguous) for name, one in lazy.items() if name not in same
-    }
+    tensors = {name: one for name, one in lazy.items() if name not in same}
     return write_state_dict(output, _SAFETENSORS if safetensors else _BIN, tensors, same, largest)
 
 
@@ -164,12 +156,12 @@ def _lazy_weights(checkpoint: LoadedCheckpoint, exclude_frozen: bool) -> dict[st
             "earlier thinwire, or by an optimizer alone"
         )
     lazy = {
-        name: LazyWeight(tuple(buffer.shape), _wide(buffer.dtype), partial(_widened, buffer))
+        name: LazyWeight(_wide(buffer.dtype), tuple(buffer.shape), partial(_widened, buffer))
         for name, buffer in checkpoint.buffers().items()
     }
     for name, (shape, dtype) in checkpoint.model.parameters.items():
         if name not in frozen:
-            lazy[name] = LazyWeight(shape, _wide(dtype), partial(_read, checkpoint, name, shape))
+            lazy[name] = LazyWeight(_wide(dtype), shape, partial(_read, checkpoint, name, shape))
     for alias, name in shared.get("tied", {}).items():
         if name in lazy:
             lazy[alias] = lazy[name]
