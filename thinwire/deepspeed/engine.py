@@ -188,10 +188,8 @@ class TrainingEngine(Engine):
         self._accumulation.set_steps(settings.gradient_accumulation_steps)
         self._seen_batch = False
 
-    allreduce_gradients = Engine.end_backward
-    _backward_epilogue = (
-        Engine.end_backward
-    )  # what scripts call after one backward through several of DeepSpeed's engines
+    # The second is what scripts call after one backward through several of DeepSpeed's engines.
+    allreduce_gradients = _backward_epilogue = Engine.end_backward
     save_fp16_model = save_16bit_model
     destroy = Engine.close
 

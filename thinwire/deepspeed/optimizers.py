@@ -49,9 +49,7 @@ class FusedAdam(torch.optim.Adam, metaclass=_AnyAdam):
             )
         if amsgrad:
             raise NotOfferedError("FusedAdam has no amsgrad, in DeepSpeed neither: use torch.optim.AdamW(amsgrad=True)")
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adam_w_mode
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode)
         self.defaults["adam_w_mode"] = adam_w_mode
 
 

@@ -70,9 +70,7 @@ def check_engine_arguments(arguments: Any, ranks: int, names_schedule: bool) -> 
             "data out: start the job with torchrun or accelerate launch"
         )
     if arguments.n_gpu > 1:
-        raise ValueError(
-            f"one process with {arguments.n_gpu} GPUs: start one a GPU, with torchrun or accelerate launch"
-        )
+        raise ValueError(f"one process with {arguments.n_gpu} GPUs: start one a GPU, by torchrun or accelerate launch")
     for name, instead in _NOT_WITH_AN_ENGINE.items():
         if getattr(arguments, name, None):
             raise ValueError(f"{name} does not go with thinwire_config: {instead}")

@@ -91,9 +91,7 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument("--methods", nargs="+", choices=ALGORITHMS, default=ALGORITHMS, help="by default all")
     run.add_argument("--powersgd-ranks", nargs="+", type=int, default=[1, 4])
     run.add_argument("--steps", type=int, help=f"of the run; by default {defaults.steps}")
-    run.add_argument(
-        "--warmup", metavar="PART", default=f"{defaults.warmup:.0%}", help="of the steps, until the freeze"
-    )
+    run.add_argument("--warmup", metavar="PART", default=f"{defaults.warmup:.0%}", help="of the steps until the freeze")
     run.add_argument("--warmup-wire", choices=("fp32", "bf16"), default="bf16", help="by default bf16")
     run.add_argument("--var-freeze-step", type=int, help="0/1 Adam's; by default the warmup's end")
     run.add_argument("--var-update-scaler", type=int, default=defaults.var_update_scaler)

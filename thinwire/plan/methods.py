@@ -52,9 +52,7 @@ class Method:
             stages = " or ".join(map(str, known))
             raise PlanError(f"{self.algorithm} works at ZeRO stage {stages}, not {self.stage}")
         if (self.rank is not None) != (self.algorithm == POWERSGD):
-            raise PlanError(
-                f"a rank is given for powersgd and for nothing else, got {self.rank!r} for {self.algorithm}"
-            )
+            raise PlanError(f"a rank is given for powersgd and nothing else, got {self.rank!r} for {self.algorithm}")
         if self.rank is not None:
             require_whole("a PowerSGD rank", self.rank)
         if self.hierarchical and (not self.sends_less or self.stage):

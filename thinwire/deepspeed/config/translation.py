@@ -111,9 +111,7 @@ def _without_idle(kind: str, params: Mapping[str, Any], path: str, notes: Notes)
     kept = dict(params)
     if communicates and kept.get("comm_backend_name") in _OWN_COMMUNICATOR:
         del kept["comm_backend_name"]
-        notes.without_effect[f"{path}.comm_backend_name"] = (
-            "the job's own communicator carries the bytes, as in DeepSpeed"
-        )
+        notes.without_effect[f"{path}.comm_backend_name"] = "the job's communicator carries the bytes, as in DeepSpeed"
     idle = parameters_without_effect(name, communicates)
     for key in [key for key in params if key in idle]:
         where = dotted(path, key)

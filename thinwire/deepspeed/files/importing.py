@@ -113,9 +113,7 @@ def _read(files: DeepSpeedFiles, work: Path, read: Reader, weights_only: bool) -
     if optimizers:
         stage = stage_of(optimizers)
         if (stage == 3) != sharded:
-            raise CheckpointError(
-                f"{files.folder} holds optimizer files of stage {stage} and another stage's model files"
-            )
+            raise CheckpointError(f"{files.folder} holds optimizer files of stage {stage} and model files of another")
         return model, read_sharded(model, optimizers, stage)
     if model.groups is not None:
         raise CheckpointError(

@@ -221,9 +221,7 @@ def _read(config: Any) -> Mapping[str, Any]:
         try:
             config = json.loads(Path(config).read_text())
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"zero.Init: {config} is no plain JSON ({error}): pass the configuration as a dict"
-            ) from error
+            raise ValueError(f"zero.Init: {config} is no plain JSON ({error}): pass it as a dict") from error
     if not isinstance(config, Mapping):
         raise ValueError(f"zero.Init: config is a dict or the path of a JSON file, got {type(config).__name__}")
     return config
