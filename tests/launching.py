@@ -66,6 +66,13 @@ def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:
     return len(set(comm.all_gather_bytes(values.contiguous().view(torch.uint8).numpy().tobytes()))) == 1
 
 
+def free_port() -> int:
+    """Of this host, for what is started next."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Jobs:
     """Jobs whose ranks, and whose torchrun, are programs of one interpreter: ``-m module argument...`` or a script."""
 
@@ -84,10 +91,7 @@ class Jobs:
 
     def orphans(self, size: int, *program: str, victim: int) -> list[Done]:
         """Ranks as torchrun starts them, but with nobody who looks after them; the results of all but the victim."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         processes = [
             subprocess.Popen(
                 [self.python, *program],

@@ -14,8 +14,6 @@ import os
 import random
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
 import warnings
@@ -31,16 +29,16 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
 import thinwire
+from tests.chaos.kills import in_own_process, load_kernels
 from tests.chaos.outcome import Outcome
 from tests.engine.checkpoint.kill import exit_code, fork
-from tests.launching import REPOSITORY, environment
+from tests.launching import free_port
 from tests.optim.diloco.reference import flat
 from tests.optim.diloco.tower import Tower
 from thinwire.comm import CommunicationError, Communicator, TorchCommunicator
 from thinwire.comm.elastic import serve
 from thinwire.comm.membership import Membership
 from thinwire.comm.node_membership import NodeMembership
-from thinwire.compress import make_codec
 from thinwire.compress.codecs import CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
@@ -206,9 +204,7 @@ def kill_self_at(death: Death) -> None:
 
 def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
     """What the ledger says, word by word, and each process's exit code; -SIGALRM for one that hung."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     reader, writer = os.pipe()
     place = fork(lambda: hold_open(address))
     processes: dict[int, int] = {}
@@ -341,9 +337,7 @@ def undisturbed_loss(trial: Trial) -> float:
 def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
     """Run so many jobs, in a process of their own."""
     outcome = Outcome()
-    command = [python, "-m", "tests.chaos.elastic", str(count), str(seed)]
-    quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
-    done = subprocess.run(command, env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
+    done = in_own_process(python, "tests.chaos.elastic", str(count), str(seed))
     lines = done.stdout.splitlines()
     for line in lines[:count]:
         outcome.note([line] if line != "good" else [])
@@ -355,11 +349,7 @@ def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
 def main(count: int, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for name in CODECS:  # their kernels, once for all processes that are forked
-        codec = make_codec(name, 64)
-        packets = torch.zeros(1, codec.packet_bytes(64), dtype=torch.uint8)
-        codec.encode(torch.ones(64), None, packets, 64)
-        codec.decode(packets, torch.empty(64), 64)
+    load_kernels(*CODECS)
     source = random.Random(seed)
     usual: dict[tuple[CodecName, int], float] = {}
     forms = list(product(CODECS, SIZES))

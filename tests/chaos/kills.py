@@ -11,7 +11,6 @@ import hashlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +25,11 @@ import torch
 from tests.chaos.outcome import Outcome
 from tests.engine.checkpoint.kill import exit_code, fork, kill_self_at_call
 from tests.engine.tiny import make_engine, settings, train
-from tests.launching import REPOSITORY, environment
+from tests.launching import REPOSITORY, environment, free_port
 from thinwire import comm as communication
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.compress import make_codec
+from thinwire.compress.codecs import CodecName
 from thinwire.engine import Engine
 
 RANKS = 2
@@ -143,9 +143,7 @@ def live(life: Life, rank: int | None, port: int, ledger: int) -> None:
 
 def run_life(life: Life) -> tuple[list[str], bool]:
     """What the ledger of a job says, and whether the job was killed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     reader, writer = os.pipe()
     ranks: list[int | None] = list(range(RANKS)) if life.form.processes else [None]
     processes = [fork(lambda rank=rank: live(life, rank, port, writer)) for rank in ranks]
@@ -226,9 +224,7 @@ def run(count: int, seed: int, forms: list[Form] = FORMS, python: str = sys.exec
     """Kill each form so often."""
     outcome = Outcome()
     for form in forms:
-        command = [python, "-m", "tests.chaos.kills", str(form), str(count), f"{seed}"]
-        quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
-        ended = subprocess.run(command, env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
+        ended = in_own_process(python, "tests.chaos.kills", str(form), str(count), f"{seed}")
         first, *bad = ended.stdout.splitlines() or ["0"]
         if ended.returncode or int(first) < count:
             bad.append(f"{form}: {ended.returncode}, {first} kills, {ended.stderr[-800:]}")
@@ -237,19 +233,25 @@ def run(count: int, seed: int, forms: list[Form] = FORMS, python: str = sys.exec
     return outcome
 
 
-def _load_kernels() -> None:
+def in_own_process(python: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One that may fork, as no backward has run in it."""
+    quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
+    return subprocess.run([python, "-m", module, *arguments], env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def load_kernels(*codecs: CodecName) -> None:
     """Once for all processes that are forked."""
-    codec = make_codec("sign1", 64)
-    packets = torch.zeros(1, codec.packet_bytes(64), dtype=torch.uint8)
-    codec.encode(torch.ones(64), None, packets, 64)
-    codec.decode(packets, torch.empty(64), 64)
+    for codec in (make_codec(name, 64) for name in codecs):
+        packets = torch.zeros(1, codec.packet_bytes(64), dtype=torch.uint8)
+        codec.encode(torch.ones(64), None, packets, 64)
+        codec.decode(packets, torch.empty(64), 64)
 
 
 def main(name: str, count: int, seed: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)
     form = next(one for one in FORMS if str(one) == name)
-    _load_kernels()
+    load_kernels("sign1")
     kills, bad = kill_form(form, count, seed)
     print("\n".join([str(kills), *(line.replace("\n", " ") for line in bad)]))
 

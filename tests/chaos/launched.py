@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import torch
 from tests.chaos.kills import digest_of
 from tests.chaos.outcome import Outcome
 from tests.engine.tiny import loss_of, make_engine, settings
-from tests.launching import REPOSITORY, environment
+from tests.launching import REPOSITORY, environment, free_port
 from thinwire import comm as communication
 from thinwire.comm import Communicator, launch
 from thinwire.engine import Engine
@@ -174,10 +173,7 @@ def _start(trial: Trial, output: object, python: str) -> list[subprocess.Popen[b
     if trial.backend == "mpi":
         launcher = [str(_mpirun()), "--map-by", ":OVERSUBSCRIBE", "-n", str(RANKS)]
         return [subprocess.Popen([*launcher, *program], env=environment(**quiet), **common)]  # type: ignore[call-overload]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         subprocess.Popen(program, env=environment(RANK=str(rank), **place, **quiet), **common)  # type: ignore[call-overload]
         for rank in range(RANKS)

@@ -106,10 +106,12 @@ class Seal:
                 self._refuse(number)
             now.append(_some_of(gradient))
             before.append(held)
-        if compared and not _same(torch.cat(now), torch.cat(before)):
-            for number, one, other in zip(compared, now, before, strict=True):
-                if not _same(one, other):
-                    self._refuse(number)
+        if compared:
+            one, other = torch.cat(now), torch.cat(before)
+            bits = _BITS[one.element_size()]  # a NaN is what it was
+            if not torch.equal(one.view(bits), other.view(bits)):
+                same = torch.split(one.view(bits) == other.view(bits), [len(sample) for sample in now])
+                self._refuse(next(number for number, here in zip(compared, same, strict=True) if not here.all()))
 
     def _edited(self) -> list[int]:
         """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
@@ -142,12 +144,6 @@ def _some_of(gradient: Tensor) -> Tensor:
     flat = gradient if gradient.is_contiguous() else gradient.reshape(-1)
     some = flat.as_strided((-(-numel // stride),), (stride,))
     return some.detach() if some.requires_grad else some
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether they have the same bits: a NaN is what it was."""
-    bits = _BITS[one.element_size()]
-    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
 def refuse_kind(parameter: Tensor, dtype: torch.dtype, device: torch.device, name: str) -> NoReturn:
