@@ -65,8 +65,7 @@ def build_engine(
     trained, device = on_every_rank(comm, lambda: check_model(given.model), "train this model", BAD_INPUT)
     agree_on_model(comm, trained)
     recipe = on_every_rank(comm, lambda: _asked_for(given, trained, settings), "build its optimizer", BAD_INPUT)
-    passed_over = 0 if recipe is None else recipe.passed_over
-    _say_at_start(comm, settings, given.optimizer, given.lr_scheduler, passed_over)
+    _say_at_start(comm, settings, given, 0 if recipe is None else recipe.passed_over)
     precision = Precision.of(settings)
     device = _prepare(trained, recipe, precision, comm, device)
     with ExitStack() as undo:
@@ -177,33 +176,24 @@ def _plug_in(
     return recomputed, layer_drop
 
 
-def _say_at_start(
-    comm: Communicator,
-    settings: EngineConfig,
-    optimizer: GivenOptimizer | None,
-    schedule: GivenSchedule | None,
-    passed_over: int,
-) -> None:
+def _say_at_start(comm: Communicator, settings: EngineConfig, given: Given, passed_over: int) -> None:
     """Say which keys have no effect, which sections give way to an optimizer or schedule passed beside them, and how
     many of `model_parameters` that optimizer passes over."""
     if not comm.speaks:
         return
     lines = [settings.remarks.line()]
-    if optimizer is not None and settings.optimizer is not None:
-        lines.append(_gives_way("optimizer", settings.optimizer.type, _name(optimizer, torch.optim.Optimizer)))
-    if schedule is not None and settings.scheduler is not None:
-        lines.append(_gives_way("scheduler", settings.scheduler.type, _name(schedule, LRScheduler)))
+    for name, section, passed, kind in (
+        ("optimizer", settings.optimizer, given.optimizer, torch.optim.Optimizer),
+        ("scheduler", settings.scheduler, given.lr_scheduler, LRScheduler),
+    ):
+        if section is not None and passed is not None:
+            own = type(passed).__name__
+            who = f"the {own}" if isinstance(passed, kind) else f"the function {getattr(passed, '__name__', own)}"
+            lines.append(
+                f'{who}, passed to initialize, is used in place of "{section.type}" in the configuration\'s "{name}" '
+                "section"
+            )
     if passed_over:
         lines.append(f"{passed_over} of model_parameters are not trained: the optimizer passed beside them lacks them")
     for line in filter(None, lines):
         print(f"thinwire: {line}", file=sys.stderr, flush=True)
-
-
-def _gives_way(section: str, named: str, given: str) -> str:
-    return f'{given}, passed to initialize, is used in place of "{named}" in the configuration\'s "{section}" section'
-
-
-def _name(given: object, kind: type) -> str:
-    if isinstance(given, kind):
-        return f"the {type(given).__name__}"
-    return f"the function {getattr(given, '__name__', type(given).__name__)}"
