@@ -5,13 +5,11 @@ become packets without a copy in between, and packets that came back move the we
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.codecs import all_finite
-from thinwire.compress.exchange import EncodePart, Exchange, Outcome, held_coordinates, zero_held
+from thinwire.compress.exchange import EncodePart, Exchange, held_coordinates, zero_held
 from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
 from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, Part, Segments
 from thinwire.compress.kernels.loading import execute
@@ -178,7 +176,7 @@ class Bucket:
             self.sent.advance()
             return
         self.sent.scale_step(clip)
-        kept = self.payload_of_zeros()[self.sent.owner_place]
+        kept = self.kept_of_own()
 
         def adjust(average: Tensor, place: slice) -> None:
             torch.lerp(kept[place], average, clip, out=average)
@@ -199,12 +197,6 @@ class Bucket:
             self._compressed.revert()
 
     # What a step does
-
-    def outcome(self) -> Outcome:
-        """What the headers of `sent` said, the same on every rank."""
-        assert self.sent is not None
-        outcome = self.sent.outcome()
-        return replace(outcome, finite=bool(all_finite(self.exchange.payload))) if self.rewritten else outcome
 
     def average(self) -> Tensor | None:
         """In an EXACT step the averages that have arrived, fp32 [padded_numel], which `receive` leaves as they are
@@ -305,6 +297,10 @@ class Bucket:
             else:
                 self._local.payload(None, self.contribution(slot), self._clock, out)
         return payload
+
+    def kept_of_own(self) -> Tensor:
+        """What clipping leaves as it is of the owner's average of `payload_of_zeros` and gradients, fp32 [shard]."""
+        return self.payload_of_zeros()[self.exchange.owner_place]
 
     # Parts
 

@@ -344,9 +344,9 @@ def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Bucket]) -> 
         if found := bring_headers([exchange for _, exchange in sent], sketched):
             step.norm, step.clip = map(float, found)
             step.sketched = None
-        for bucket, _ in sent:
-            outcome = bucket.outcome()
-            finite &= outcome.finite
+        for bucket, exchange in sent:
+            outcome = exchange.outcome()
+            finite &= bool(all_finite(exchange.payload)) if bucket.rewritten else outcome.finite
             incomplete |= outcome.incomplete
             unplaced |= outcome.unplaced
     except SettingsError:

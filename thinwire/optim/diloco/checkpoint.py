@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.checkpoint import ranks_to_resume
 from thinwire.optim.diloco.fragments import Fragment, Piece
 from thinwire.optim.diloco.outer import Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 from thinwire.optim.diloco.worker import Worker
+from thinwire.optim.home import ranks_to_resume
 from thinwire.optim.storage import mean_over_ranks
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 

@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, agree_on_nodes, raise_together
-from thinwire.optim import checkpoint
-from thinwire.optim.home import AlgorithmHome
+from thinwire.optim.home import AlgorithmHome, check_settings, slices
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
 from thinwire.optim.replicated.parameter_state import ReplicatedParameterState, frozen_bytes
@@ -180,7 +179,7 @@ class ReplicatedHome(AlgorithmHome):
     @override
     def saved_slices(self) -> list[SavedSlice]:
         names = self._table.names
-        found = [one for group in self.groups for one in checkpoint.slices(group, names, self.comm.rank)]
+        found = [one for group in self.groups for one in slices(group, names, self.comm.rank)]
         placed = {slot.parameter for bucket in self._layout.buckets for slot in bucket.layout.slots}
         waiting = [index for index, one in enumerate(self.parameters) if index not in placed and one.requires_grad]
         for index in waiting if self.comm.rank == 0 else ():
@@ -204,7 +203,7 @@ class ReplicatedHome(AlgorithmHome):
     def load(self, source: SliceSource) -> None:
         """Residuals that cannot be had start from zero, with a warning."""
         saved = source.counters()
-        checkpoint.check_settings(saved["settings"], self.counters()["settings"])
+        check_settings(saved["settings"], self.counters()["settings"])
         if "weight" in source.kinds():
             self.load_weights(source)
         self._table.read_masters(source)

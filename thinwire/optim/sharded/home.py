@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.optim import checkpoint
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, read_outcomes
-from thinwire.optim.home import AlgorithmHome, check_averages, check_in_sync, check_may_write, check_plain
+from thinwire.optim.home import (
+    AlgorithmHome,
+    check_averages,
+    check_in_sync,
+    check_may_write,
+    check_plain,
+    check_settings,
+    slices,
+)
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.sharded.owned import OwnedStorage
 from thinwire.optim.sharded.packed import PackedStorage
@@ -98,7 +105,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         if (transports, holds) != self._watched:
             self._watched = (transports, holds)
             self.watcher.use(transports, self._keeps_gradients or transports is self._storage.buckets, holds)
-        self.watcher.held_back = self.scales_apart
+        self.watcher.held_back = bool(self.scaled) and group.shows_own_weights
 
     @override
     def step(self) -> StepResult:
@@ -196,7 +203,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         (group,) = self.groups
         if group.local is None or group.local.in_sync:
             self._storage.take_over_written(in_sync=True)
-        return checkpoint.slices(group, self.names, self.comm.rank)
+        return slices(group, self.names, self.comm.rank)
 
     @override
     def counters(self) -> dict[str, Any]:
@@ -207,7 +214,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     def load(self, source: SliceSource) -> None:
         saved = source.counters()
         groups = saved["freeze_groups"]
-        checkpoint.check_settings(saved["settings"], self._recipe.settings)
+        check_settings(saved["settings"], self._recipe.settings)
         if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
             raise ValueError(
                 "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "

@@ -21,8 +21,7 @@ from thinwire.optim.preconditioner import (
     quantize,
     table,
 )
-from thinwire.optim.sharded.packed_bucket import PackedBucket
-from thinwire.optim.sharded.packing import publish, ranges_of, read_packed
+from thinwire.optim.sharded.packed_bucket import PackedBucket, publish, ranges_of, read_packed
 from thinwire.optim.step import Clock, Parameters, Send, Step
 from thinwire.optim.storage import Change, Storage, fill_masked
 from thinwire.optim.wire import Wire
