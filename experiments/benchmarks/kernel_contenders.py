@@ -19,7 +19,7 @@ from experiments.benchmarks.kernel_peers import (
     eager_encode,
     eager_encode_as_deepspeed,
 )
-from thinwire.compress.kernels import packed
+from thinwire.compress.kernels import buckets
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded
 from thinwire.compress.kernels.loading import execute
@@ -114,15 +114,15 @@ def _frozen_stage(buffers: _Buffers) -> list[Peer]:
     codes = torch.randint(0, 256, (elements,), dtype=torch.uint8, device=buffers.device)
     tables = torch.rand(1, 256, device=buffers.device)
     gradient, residual, weights = (buffers.source.bfloat16() for _ in range(3))
-    state = packed.PackedState(packets.clone(), codes, elements, elements, BLOCK_SIZE)
+    state = buckets.PackedState(packets.clone(), codes, elements, elements, BLOCK_SIZE)
     segments = Segments([(0, elements)])
 
     def payload() -> None:
         given = [gradient], [0.9], [1.0], tables, residual, residual, packets
-        execute(packed.EncodePackedPayload(state, segments, *given, part=state.whole))
+        execute(buckets.EncodePackedPayload(state, segments, *given, part=state.whole))
 
     def move() -> None:
-        execute(packed.MovePacked(state, segments, weights, 0, [True], [1e-4], [1.0], seed=3), [weights])
+        execute(buckets.MovePacked(state, segments, weights, 0, [True], [1e-4], [1.0], seed=3), [weights])
 
     def rounded() -> None:
         execute(StoreRounded(weights, buffers.target, seed=5))

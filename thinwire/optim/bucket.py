@@ -11,7 +11,8 @@ from torch import Tensor
 
 from thinwire.compress.exchange import EncodePart, Exchange, held_coordinates, zero_held
 from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
-from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, Part, Segments
+from thinwire.compress.kernels.buckets import Part, Segments
+from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet import Flags
 from thinwire.optim.algorithm import Algorithm, Contribution, Keep, LocalSteps

@@ -19,12 +19,13 @@ from thinwire.compress.codecs import scales
 from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.buckets import (
     AverageAndEncode,
-    DecodeAndMove,
-    EncodePayload,
+    EncodePackedPayload,
+    MovePacked,
+    PackedState,
     Part,
     Segments,
 )
-from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload
 
 HEADER = bytes(range(16))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,8 +16,7 @@ from torch import Tensor
 from tests.compress.kernels.body import REFERENCE, uninitialised_packets
 from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.bucket_reference import packed_payload
-from thinwire.compress.kernels.buckets import Segments
-from thinwire.compress.kernels.packed import MovePacked, PackedState
+from thinwire.compress.kernels.buckets import MovePacked, PackedState, Segments
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 GUARD = 16  # elements around every tensor, so that a write beside it shows

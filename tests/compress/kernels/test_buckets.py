@@ -12,6 +12,7 @@ from tests.compress.kernels import emulation
 from tests.compress.kernels.bucket_body import BucketKernels, Subject
 from thinwire.compress.kernels import buckets
 from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.calls import EncodePayload
 from thinwire.compress.kernels.cuda.launch import STRUCTURES
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.tables import KeptTables
@@ -64,7 +65,7 @@ def test_what_does_not_fit_is_refused(changed: dict[str, object], says: str) -> 
     segments = Segments([(0, 4), (4, 6)])
     given = [None, torch.zeros(6)], [0.9, 0.9], [1.0, 1.0]
     with pytest.raises((TypeError, ValueError), match=says):
-        execute(buckets.EncodePayload("sign1", "plain", segments, *given, **(_arguments() | changed)))  # type: ignore[arg-type]
+        execute(EncodePayload("sign1", "plain", segments, *given, **(_arguments() | changed)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_runs_that_do_not_fit_are_refused(
 ) -> None:
     segments = Segments([(0, 4), (4, 6)])
     with pytest.raises((TypeError, ValueError), match=says):
-        execute(buckets.EncodePayload("sign1", form, segments, gradients, beta1, divisors, **_arguments()))  # type: ignore[arg-type]
+        execute(EncodePayload("sign1", form, segments, gradients, beta1, divisors, **_arguments()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("elsewhere", ["received", "residual", "lost", "mask"])
@@ -104,7 +105,7 @@ def test_tensors_on_two_devices_are_refused(elsewhere: str) -> None:
 def test_headers_of_other_sizes_are_refused(header: bytes) -> None:
     changed = _arguments() | {"part": buckets.Part(0, 64, 64, 10, 64, header)}
     with pytest.raises(ValueError, match="a header has 16 bytes"):
-        execute(buckets.EncodePayload("sign1", "plain", Segments([(0, 10)]), [None], [0.9], [1.0], **changed))  # type: ignore[arg-type]
+        execute(EncodePayload("sign1", "plain", Segments([(0, 10)]), [None], [0.9], [1.0], **changed))  # type: ignore[arg-type]
 
 
 def test_tables_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

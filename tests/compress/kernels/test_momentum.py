@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.compress.kernels import emulation
 from tests.compress.kernels.momentum_body import BETA1, LOSS_SCALE, TYPES, MovesBody, make_momentum, same_bits
-from thinwire.compress.kernels import bucket_reference, packed
+from thinwire.compress.kernels import bucket_reference, buckets
 from thinwire.compress.kernels.buckets import Segments
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.reference import random_bits
@@ -116,9 +116,9 @@ def test_bad_arguments(changes: dict[str, Any], kind: type[Exception], match: st
     tensors = {"packets": momentum.packets, "codes": momentum.state().codes}
     tensors |= {name: value for name, value in changes.items() if name in tensors}
     before = weights.clone()
-    state = packed.PackedState(**tensors, shard=128, numel=384, block_size=64)
+    state = buckets.PackedState(**tensors, shard=128, numel=384, block_size=64)
     with pytest.raises(kind, match=match):
-        execute(packed.MovePacked(state, Segments([(0, 384)]), **given))
+        execute(buckets.MovePacked(state, Segments([(0, 384)]), **given))
     assert torch.equal(weights, before)
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from thinwire.compress.kernels import reference
 from thinwire.compress.kernels.buckets import (
     AverageAndEncode,
-    DecodeAndMove,
-    EncodePayload,
+    EncodePackedPayload,
+    MovePacked,
+    PackedState,
     PayloadForm,
     Segments,
     UpdateForm,
 )
-from thinwire.compress.kernels.calls import Decode, Encode, WriteHeaders
-from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState
+from thinwire.compress.kernels.calls import Decode, DecodeAndMove, Encode, EncodePayload, WriteHeaders
 from thinwire.compress.kernels.reference import decode as decode
 from thinwire.compress.kernels.reference import encode as encode
 from thinwire.compress.kernels.reference import store

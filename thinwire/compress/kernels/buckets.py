@@ -1,5 +1,6 @@
-"""Fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie apart: a
-record of arguments for each, which says what it does and refuses what does not fit. `loading.execute` does it."""
+"""Arguments of fused kernels over a whole bucket, one call for all of its parameters, whose gradients and weights lie
+apart: the runs and parts of a bucket, what is checked of them, and the calls over packed state, which is momentum as
+sign1 packets, a preconditioner of 8 bits, and weights that lie in one run of memory. `calls` has those over fp32."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ UpdateForm = Literal["plain", "divided"]
 """What is done with denominators in `DecodeAndMove`."""
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TABLE_ENTRIES = 256
 _LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -136,99 +138,6 @@ class Part:
 
 
 @dataclass(eq=False)
-class EncodePayload(KernelCall):
-    """Encode u + residual into `packets`, and leave what the codec lost in `lost`, in one pass over memory.
-
-        u = m + (1 - beta1_k) · (x - m),  x = gradient_k / divisor_k      with a gradient, form "plain"
-                                          x = gradient_k / divisor_k / d  form "divided"
-        u, times 1, or 0 where d is not finite                            form "masked"
-        u = beta1_k · m                                                   without a gradient, whatever the form
-
-    with m of `momentum` and d of `denominators`, for the elements of run k of `segments`. Multiplied and added with one
-    rounding, as torch.lerp does on a CPU (for beta1 ≤ 0.5: x + -beta1 · (x - m)); all else is rounded by itself.
-
-    gradients: fp32, bf16 or fp16, contiguous, of any shape, or None. momentum, denominators, residual, lost: fp32
-    [padded_numel]; lost is overwritten where the part lies, with 0 on the padding, and nowhere else; it may not be the
-    residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten, but for the headers where the part
-    has none. Codecs, and what is not finite, as in `encode`.
-    """
-
-    kernel = "encode_payload"
-
-    codec: str
-    form: PayloadForm
-    segments: Segments
-    gradients: Sequence[Tensor | None]
-    beta1: Sequence[float]
-    divisors: Sequence[float]
-    momentum: Tensor
-    denominators: Tensor | None
-    residual: Tensor | None
-    lost: Tensor
-    packets: Tensor
-    part: Part
-
-    @override
-    def check(self) -> None:
-        self.part.check(self.codec, self.packets)
-        padded = self.part.shard * self.packets.size(0)
-        check_vector("momentum", self.momentum, self.packets, numel=padded)
-        check_vector("lost", self.lost, self.packets, numel=padded)
-        if self.residual is not None:
-            check_vector("residual", self.residual, self.packets, numel=padded)
-        _check_denominators(self.form, self.denominators, padded, self.packets)
-        of_runs = {"gradients": self.gradients, "beta1": self.beta1, "divisors": self.divisors}
-        self.segments.check(self.part.numel, padded, **of_runs)
-        self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
-        check_divisors(self.beta1, self.divisors)
-
-
-@dataclass(eq=False)
-class DecodeAndMove(KernelCall):
-    """Decode `packets` into `output`, and move weights by what they carry, in one pass over memory.
-
-        u = 0 where `holds` and d is infinite, else what the packets say
-        w = decay_k · w - rate_k · u          form "plain": multiplied and subtracted with one rounding
-        w = decay_k · w + (-rate_k · u) / d   form "divided": each operation rounded by itself
-        replica = w, to the nearest, ties to even
-
-    weights: fp32, contiguous, of any shape; None for a run whose weights stay. replicas: bf16 or fp16, contiguous; None
-    where there is none. output, denominators: fp32 [padded_numel]. Writes where the part lies and nowhere else; 0 on
-    the padding.
-    """
-
-    kernel = "decode_and_move"
-
-    codec: str
-    form: UpdateForm
-    segments: Segments
-    packets: Tensor
-    output: Tensor
-    denominators: Tensor | None
-    holds: bool
-    weights: Sequence[Tensor | None]
-    replicas: Sequence[Tensor | None]
-    rates: Sequence[float]
-    decays: Sequence[float]
-    part: Part
-
-    @override
-    def check(self) -> None:
-        self.part.check(self.codec, self.packets)
-        padded = self.part.shard * self.packets.size(0)
-        check_vector("output", self.output, self.packets, numel=padded)
-        _check_denominators("divided" if self.holds else self.form, self.denominators, padded, self.packets)
-        columns = {"weights": self.weights, "replicas": self.replicas, "rates": self.rates, "decays": self.decays}
-        self.segments.check(self.part.numel, padded, **columns)
-        self.segments.check_tensors("weights", self.weights, self.packets.device, (torch.float32,))
-        self.segments.check_tensors("replicas", self.replicas, self.packets.device, FLOAT_TYPES[1:])
-        for weight, replica in zip(self.weights, self.replicas, strict=True):
-            if weight is None and replica is not None:
-                raise ValueError("a run has a replica and no weights to round into it: give both")
-        check_factors(rates=self.rates, decays=self.decays)
-
-
-@dataclass(eq=False)
 class AverageAndEncode(KernelCall):
     """Encode the mean of the rows of `received`, plus `residual`, into `packets`, and leave in `lost` what was lost.
 
@@ -286,6 +195,121 @@ class RenewFactors(KernelCall):
         check_factors(rates=self.rates, decays=self.decays)
 
 
+@dataclass(frozen=True, eq=False)
+class PackedState:
+    """Momentum u, as sign1 packets, and a preconditioner of 8 bits, of a whole bucket.
+
+    packets: uint8 [rows, packet_bytes("sign1", shard, block_size)], what u_e is decoded from for element e of the
+    bucket: place e mod shard of row e // shard. codes: uint8 [padded_numel]; where one is 0 the coordinate does not
+    move. numel: elements that are not padding.
+    """
+
+    packets: Tensor
+    codes: Tensor
+    shard: int
+    numel: int
+    block_size: int
+
+    @property
+    def whole(self) -> Part:
+        """The part that is all of every shard."""
+        return Part(0, self.shard, self.shard, self.numel, self.block_size)
+
+    def check(self, segments: Segments, **factors: Sequence[object]) -> None:
+        """Raise TypeError or ValueError unless the tensors fit together, and there are `factors` for each run."""
+        self.whole.check("sign1", self.packets)
+        padded = self.shard * self.packets.size(0)
+        check_vector("codes", self.codes, self.packets, (torch.uint8,), padded)
+        segments.check(self.numel, padded, **factors)
+
+
+@dataclass(eq=False)
+class EncodePackedPayload(KernelCall):
+    """Encode the next preconditioned momentum, plus `residual`, as sign1 packets, and leave in `lost` what was lost.
+
+        payload_e = beta1_k · u_e + ((1 - beta1_k) · (gradient_k / divisor_k)) · tables[k][codes_e]
+
+    for the elements e of run k, each operation rounded to fp32 by itself: 0, or NaN where the quotient is not finite,
+    where the code is 0. Then what `encode` does, or `encode_rounded`.
+
+    gradients: fp32, bf16 or fp16, contiguous, of any shape; None counts as zeros. tables: fp32 [runs, 256]; entry 0 is
+    not looked at. residual, lost: fp32 or bf16 [padded_numel], both alike; lost is overwritten where the part lies, to
+    the nearest, and may be the residual itself. packets: uint8 [rows, packet_bytes], overwritten, but for the
+    headers where the part has none.
+    """
+
+    kernel = "encode_packed_payload"
+
+    state: PackedState
+    segments: Segments
+    gradients: Sequence[Tensor | None]
+    beta1: Sequence[float]
+    divisors: Sequence[float]
+    tables: Tensor
+    residual: Tensor
+    lost: Tensor
+    packets: Tensor
+    part: Part
+
+    @override
+    def check(self) -> None:
+        self.state.check(self.segments, gradients=self.gradients, beta1=self.beta1, divisors=self.divisors)
+        check_device("state.packets", self.state.packets, self.packets)
+        self.part.check("sign1", self.packets)
+        padded = self.part.shard * self.packets.size(0)
+        if padded != self.state.codes.numel() or self.part.numel != self.state.numel:
+            raise ValueError(f"the part is of a bucket of {padded} elements, the state of {self.state.codes.numel()}")
+        check_vector("residual", self.residual, self.packets, (torch.float32, torch.bfloat16), padded)
+        check_vector("lost", self.lost, self.packets, (self.residual.dtype,), padded)
+        self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
+        check_divisors(self.beta1, self.divisors)
+        if self.tables.dtype != torch.float32 or self.tables.shape != (len(self.segments), _TABLE_ENTRIES):
+            raise ValueError(
+                f"tables must be float32 [{len(self.segments)}, {_TABLE_ENTRIES}], got {self.tables.dtype} "
+                f"{tuple(self.tables.shape)}"
+            )
+        check_device("tables", self.tables, self.packets)
+
+
+@dataclass(eq=False)
+class MovePacked(KernelCall):
+    """Move the weights of a bucket in place by u: w_e = decay_k · w_e - rate_k · u_e for the elements e of run k.
+
+    u_e is 0 where the code is 0. weights: fp32, bf16 or fp16 [n], elements `first` to `first` + n of the bucket. moves:
+    whether a run's weights move.
+
+    Calculated in fp32. 16 bits are rounded at random to one of their two neighbours, the nearer the likelier, so that
+    the mean is kept: by 16 bits for bf16 and 13 for fp16, which depend on `seed` (an int64) and e only
+    (`reference.random_bits`). Equal arguments give equal bits on every rank, device and backend. Give every step and
+    every bucket a seed of its own. Infinities and NaN stay; values beyond the largest finite one round to it or to
+    infinity.
+    fp16 below 2^-14 are rounded as finely, from the nearest multiple of 2^-37.
+    """
+
+    kernel = "move_packed"
+    beside = "weights"
+
+    state: PackedState
+    segments: Segments
+    weights: Tensor
+    first: int
+    moves: Sequence[bool]
+    rates: Sequence[float]
+    decays: Sequence[float]
+    seed: int
+
+    @override
+    def check(self) -> None:
+        self.state.check(self.segments, rates=self.rates, decays=self.decays, moves=self.moves)
+        check_vector("weights", self.weights, self.state.packets, FLOAT_TYPES)
+        if self.first < 0 or self.first + self.weights.numel() > self.state.codes.numel():
+            raise ValueError(
+                f"{self.weights.numel()} weights from element {self.first} on do not lie in a bucket of "
+                f"{self.state.codes.numel()}"
+            )
+        check_factors(rates=self.rates, decays=self.decays)
+
+
 def check_packets(codec: str, packets: Tensor, shard: int | None = None, block_size: int = 0) -> None:
     """Raise unless `packets` are contiguous rows of bytes, one at least, of a codec that has kernels; with a `shard`,
     rows that carry so many elements."""
@@ -330,7 +354,8 @@ def check_device(name: str, tensor: Tensor, packets: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device} and packets on {packets.device}: use one device")
 
 
-def _check_denominators(form: str, denominators: Tensor | None, numel: int, packets: Tensor) -> None:
+def check_denominators(form: str, denominators: Tensor | None, numel: int, packets: Tensor) -> None:
+    """Raise unless there are denominators of so many elements, if the form takes some."""
     if form not in ("plain", "divided", "masked"):
         raise ValueError(f"form must be 'plain', 'divided' or 'masked', got {form!r}")
     if denominators is not None:
@@ -355,3 +380,13 @@ def check_factors(**factors: Sequence[float]) -> None:
         for one in set(values):
             if not abs(one) <= _LARGEST:
                 raise ValueError(f"{name} must be finite, in float32, got {list(values)}")
+
+
+def keys(seed: int) -> tuple[int, int]:
+    """Two 32-bit keys from a seed modulo 2^64, by SplitMix64: seeds that differ in one bit give unrelated keys."""
+    wide = 0xFFFFFFFFFFFFFFFF
+    mixed = (seed + 0x9E3779B97F4A7C15) & wide
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & wide
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & wide
+    mixed ^= mixed >> 31
+    return mixed & 0xFFFFFFFF, mixed >> 32

@@ -1,9 +1,10 @@
-"""Arguments of the kernels over single vectors and over headers: a record for each, which says what the kernel does and
-refuses what does not fit together, so that no backend has to. `loading.execute` does it."""
+"""Arguments of the kernels over vectors in fp32, single or of a whole bucket, and over headers: a record for each, that
+says what the kernel does and refuses what does not fit together, so that no backend has to. `loading.execute` does it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +12,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.kernels.buckets import FLOAT_TYPES, KernelCall, check_device, check_packets, check_vector
+from thinwire.compress.kernels.buckets import (
+    FLOAT_TYPES,
+    KernelCall,
+    Part,
+    PayloadForm,
+    Segments,
+    UpdateForm,
+    check_denominators,
+    check_device,
+    check_divisors,
+    check_factors,
+    check_packets,
+    check_vector,
+)
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 
 
@@ -126,7 +140,7 @@ class Decode(KernelCall):
 class StoreRounded(KernelCall):
     """Write `values`, fp32 [n], into `weights`, fp32, bf16 or fp16 [n], contiguous and on the same device.
 
-    16 bits get one of the two neighbours, the nearer the likelier, as in `packed.MovePacked`, by bits that depend on
+    16 bits get one of the two neighbours, the nearer the likelier, as in `buckets.MovePacked`, by bits that depend on
     `seed` and the element's number only. Equal arguments give equal bits on every rank and device. Infinities and NaN
     stay.
     """
@@ -190,6 +204,99 @@ class WriteHeaders(KernelCall):
             if condition.dtype != torch.bool or condition.numel() != 1:
                 raise TypeError(f"condition must be one bool, got {tuple(condition.shape)} of {condition.dtype}")
             check_device("condition", condition, packets)
+
+
+@dataclass(eq=False)
+class EncodePayload(KernelCall):
+    """Encode u + residual into `packets`, and leave what the codec lost in `lost`, in one pass over memory.
+
+        u = m + (1 - beta1_k) · (x - m),  x = gradient_k / divisor_k      with a gradient, form "plain"
+                                          x = gradient_k / divisor_k / d  form "divided"
+        u, times 1, or 0 where d is not finite                            form "masked"
+        u = beta1_k · m                                                   without a gradient, whatever the form
+
+    with m of `momentum` and d of `denominators`, for the elements of run k of `segments`. Multiplied and added with one
+    rounding, as torch.lerp does on a CPU (for beta1 ≤ 0.5: x + -beta1 · (x - m)); all else is rounded by itself.
+
+    gradients: fp32, bf16 or fp16, contiguous, of any shape, or None. momentum, denominators, residual, lost: fp32
+    [padded_numel]; lost is overwritten where the part lies, with 0 on the padding, and nowhere else; it may not be the
+    residual, which is only read. packets: uint8 [rows, packet_bytes], overwritten, but for the headers where the part
+    has none. Codecs, and what is not finite, as in `encode`.
+    """
+
+    kernel = "encode_payload"
+
+    codec: str
+    form: PayloadForm
+    segments: Segments
+    gradients: Sequence[Tensor | None]
+    beta1: Sequence[float]
+    divisors: Sequence[float]
+    momentum: Tensor
+    denominators: Tensor | None
+    residual: Tensor | None
+    lost: Tensor
+    packets: Tensor
+    part: Part
+
+    @override
+    def check(self) -> None:
+        self.part.check(self.codec, self.packets)
+        padded = self.part.shard * self.packets.size(0)
+        check_vector("momentum", self.momentum, self.packets, numel=padded)
+        check_vector("lost", self.lost, self.packets, numel=padded)
+        if self.residual is not None:
+            check_vector("residual", self.residual, self.packets, numel=padded)
+        check_denominators(self.form, self.denominators, padded, self.packets)
+        of_runs = {"gradients": self.gradients, "beta1": self.beta1, "divisors": self.divisors}
+        self.segments.check(self.part.numel, padded, **of_runs)
+        self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
+        check_divisors(self.beta1, self.divisors)
+
+
+@dataclass(eq=False)
+class DecodeAndMove(KernelCall):
+    """Decode `packets` into `output`, and move weights by what they carry, in one pass over memory.
+
+        u = 0 where `holds` and d is infinite, else what the packets say
+        w = decay_k · w - rate_k · u          form "plain": multiplied and subtracted with one rounding
+        w = decay_k · w + (-rate_k · u) / d   form "divided": each operation rounded by itself
+        replica = w, to the nearest, ties to even
+
+    weights: fp32, contiguous, of any shape; None for a run whose weights stay. replicas: bf16 or fp16, contiguous; None
+    where there is none. output, denominators: fp32 [padded_numel]. Writes where the part lies and nowhere else; 0 on
+    the padding.
+    """
+
+    kernel = "decode_and_move"
+
+    codec: str
+    form: UpdateForm
+    segments: Segments
+    packets: Tensor
+    output: Tensor
+    denominators: Tensor | None
+    holds: bool
+    weights: Sequence[Tensor | None]
+    replicas: Sequence[Tensor | None]
+    rates: Sequence[float]
+    decays: Sequence[float]
+    part: Part
+
+    @override
+    def check(self) -> None:
+        self.part.check(self.codec, self.packets)
+        padded = self.part.shard * self.packets.size(0)
+        check_vector("output", self.output, self.packets, numel=padded)
+        check_denominators("divided" if self.holds else self.form, self.denominators, padded, self.packets)
+        columns = {"weights": self.weights, "replicas": self.replicas, "rates": self.rates, "decays": self.decays}
+        self.segments.check(self.part.numel, padded, **columns)
+        self.segments.check_tensors("weights", self.weights, self.packets.device, (torch.float32,))
+        self.segments.check_tensors("replicas", self.replicas, self.packets.device, FLOAT_TYPES[1:])
+        for weight, replica in zip(self.weights, self.replicas, strict=True):
+            if weight is None and replica is not None:
+                raise ValueError("a run has a replica and no weights to round into it: give both")
+        check_factors(rates=self.rates, decays=self.decays)
 
 
 PacketCall = Encode | Decode

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels.buckets import keys
 from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded, WriteHeaders
-from thinwire.compress.kernels.packed import keys
 from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, SCALE_BYTES, codes_offset
 
 _TOP_LEVEL = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}

@@ -13,8 +13,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import EncodePart, held_coordinates
-from thinwire.compress.kernels import packed
-from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.buckets import EncodePackedPayload, MovePacked, PackedState, Segments
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet_layout import HEADER_BYTES
 from thinwire.optim.algorithm import Algorithm
@@ -119,7 +118,7 @@ class PackedBucket(Bucket):
         def encode(place: slice, packets: Tensor, header: bytes) -> None:
             assert legs.worker_residual is not None
             execute(
-                packed.EncodePackedPayload(
+                EncodePackedPayload(
                     state,
                     self.segments,
                     gradients,
@@ -172,17 +171,17 @@ class PackedBucket(Bucket):
         if self._beside is not None:
             low, high = self.flat.own_range
             own = self._beside.packets(self._legs.codec.join)
-            of_own = packed.PackedState(own, self._beside.codes, layout.shard, high - low, layout.block_size)
+            of_own = PackedState(own, self._beside.codes, layout.shard, high - low, layout.block_size)
             runs = self.master_weights.runs
             segments = Segments((run.place.start, run.numel) for run in runs)
             places = [self._numbers.index(run.parameter) for run in runs]
             moved, rate, decay = ([column[place] for place in places] for column in factors)
-            execute(packed.MovePacked(of_own, segments, weights, 0, list(map(bool, moved)), rate, decay, 0), [weights])
+            execute(MovePacked(of_own, segments, weights, 0, list(map(bool, moved)), rate, decay, 0), [weights])
         elif self.master_weights.separate:
             first = self._rank * layout.shard
-            execute(packed.MovePacked(state, self.segments, weights, first, *factors, seed=0), [weights])
+            execute(MovePacked(state, self.segments, weights, first, *factors, seed=0), [weights])
         replica, seed = self.flat.flat[: layout.numel], ((self._clock.steps - 1) << 20) + self.index
-        execute(packed.MovePacked(state, self.segments, replica, 0, *factors, seed=seed), [replica])
+        execute(MovePacked(state, self.segments, replica, 0, *factors, seed=seed), [replica])
 
     def own_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard]."""
@@ -201,9 +200,9 @@ class PackedBucket(Bucket):
         inverse: Tensor = self._tables[self._numbers.index(run.parameter)][codes.int()]
         return inverse.reciprocal_()
 
-    def _packed_state(self) -> packed.PackedState:
+    def _packed_state(self) -> PackedState:
         layout = self.layout
-        return packed.PackedState(self.momentum, self.codes, layout.shard, layout.numel, layout.block_size)
+        return PackedState(self.momentum, self.codes, layout.shard, layout.numel, layout.block_size)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.compress.kernels.adam import AdamStep
-from thinwire.compress.kernels.buckets import AverageAndEncode, DecodeAndMove, EncodePayload, Segments
-from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded
+from thinwire.compress.kernels.buckets import (
+    AverageAndEncode,
+    EncodePackedPayload,
+    MovePacked,
+    PackedState,
+    Segments,
+    keys,
+)
+from thinwire.compress.kernels.calls import Decode, DecodeAndMove, Encode, EncodePayload, PacketCall, StoreRounded
 from thinwire.compress.kernels.cpu import adam, moving, payload, small_floats
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
 from thinwire.compress.kernels.cpu.blocks import END, FIRST, Layout, PartLayout, Range, form_of
 from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES, Values
-from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, PackedState, keys
 from thinwire.compress.kernels.reference import write_headers as write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
 from thinwire.simd.workers import Workers

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from thinwire.compress.kernels.buckets import DecodeAndMove, EncodePayload, KernelCall, RenewFactors
+from thinwire.compress.kernels.buckets import KernelCall, RenewFactors
+from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.cuda.bucket_launches import (
     adam_step_launch,
     average_and_encode_launch,

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.kernels.adam import AdamStep
-from thinwire.compress.kernels.buckets import AverageAndEncode, DecodeAndMove, EncodePayload, KernelCall, Part, Segments
-from thinwire.compress.kernels.calls import WriteHeaders
+from thinwire.compress.kernels.buckets import (
+    AverageAndEncode,
+    EncodePackedPayload,
+    KernelCall,
+    MovePacked,
+    Part,
+    Segments,
+    keys,
+)
+from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload, WriteHeaders
 from thinwire.compress.kernels.cuda.launch import (
     ELEMENTS_PER_THREAD,
     MAX_ROWS,
@@ -32,7 +40,6 @@ from thinwire.compress.kernels.cuda.launch import (
     structure,
     write_headers_launch,
 )
-from thinwire.compress.kernels.packed import EncodePackedPayload, MovePacked, keys
 from thinwire.compress.kernels.tables import on_device
 from thinwire.compress.packet_layout import HEADER_BYTES
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.compress.kernels.buckets import keys
 from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded, WriteHeaders
-from thinwire.compress.kernels.packed import keys
 
 MAX_ROWS = 65535
 """Thread blocks in the second dimension of a grid."""
