@@ -1,8 +1,11 @@
-"""What a loss of power must not take: every name stands for content that the disk has, in the order that names it."""
+"""What a loss of power must not take, nor kill -9 of a random rank at a random moment: every name stands for content
+that the disk has, in the order that names it."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.checkpoint.jobs import Values
+from tests.launching import environment
 from thinwire.comm import threads
 from thinwire.engine.checkpoint.store import CheckpointStore
 
@@ -64,3 +68,15 @@ def test_an_older_one_is_removed_only_after_the_new_one_is_on_the_disk(
     removed = next(index for index, (_, name) in enumerate(calls) if name.endswith(".removed"))
     assert calls.index(("name", "latest")) + 1 == calls.index(("sync", tmp_path.name), calls.index(("name", "latest")))
     assert calls.index(("sync", tmp_path.name), calls.index(("name", "latest"))) < removed
+
+
+@pytest.mark.launch
+def test_a_job_that_is_killed_leaves_a_whole_checkpoint() -> None:
+    """Rank 0 alone at each of its calls, and ranks among others at random, anew in every run of this."""
+    command = [sys.executable, "-m", "tests.engine.checkpoint.kill", "sweep", "20"]
+    # A kill takes nothing from the kernel, on disk or not: only fsync takes its time on one.
+    memory = {"TMPDIR": "/dev/shm"} if os.access("/dev/shm", os.W_OK) else {}
+    quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR", **memory)
+    ended = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    assert "\n20: 20 kills" in ended.stdout
