@@ -38,15 +38,15 @@ def test_weights_read_in_any_way_are_the_new_ones() -> None:
         inputs = torch.ones(2, 3, 8) * (comm.rank + 1)
         model(inputs, inputs, inputs)[0].square().sum().backward()
         optimizer.step()
-        waited = set(optimizer._home._parameters._gate._pending)
+        waited = set(optimizer._home._parameters.gate._pending)
         assert waited
         read = copy.deepcopy(model).out_proj.weight
-        assert not optimizer._home._parameters._gate._pending
+        assert not optimizer._home._parameters.gate._pending
         model(inputs, inputs, inputs)[0].square().sum().backward()
         optimizer.step()
-        assert optimizer._home._parameters._gate._pending
+        assert optimizer._home._parameters.gate._pending
         model(inputs, inputs, inputs)
-        assert not optimizer._home._parameters._gate._pending
+        assert not optimizer._home._parameters.gate._pending
         optimizer.zero_grad()
         return read
 

@@ -6,7 +6,8 @@ import torch
 from tests.optim.subject import LOCAL, Subject
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
-from thinwire.zero.rank_checks import ComparisonTimes, ReplicaDriftError
+from thinwire.zero.rank_checks import ReplicaDriftError
+from thinwire.zero.sharded_home import ComparisonTimes
 
 
 def test_every_interval() -> None:

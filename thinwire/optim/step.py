@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.zero.norm_sketch import NormSketch
-from thinwire.zero.rank_checks import settings_digest
-from thinwire.zero.sharded_home import clip_of_norm
+from thinwire.zero.sharded_home import clip_of_norm, settings_digest
 
 
 @dataclass(frozen=True)

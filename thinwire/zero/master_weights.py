@@ -252,6 +252,7 @@ class ShardedParameters:
     """A model's parameters, with this rank's master weights; the same on every rank but for these.
 
     `comm`: of the caller. `exchange_comm`: a copy of it, for all that is sent. `order`: numbers, names and groups.
+    `gate`: what waits for new weights while forward runs; None if `step` does.
 
     Raises ValueError or TypeError, on every rank, for parameters that cannot be sharded, or that differ between ranks;
     `settings` are compared too.
@@ -284,8 +285,8 @@ class ShardedParameters:
         self.exchange_comm = comm.duplicate()
         self.buckets: list[FlatBucket] = []
         self.masters: list[MasterWeights] = []
-        self._gate: WeightGate | None = None
-        self._gated: set[int] = set()
+        self.gate: WeightGate | None = None
+        self.gated: set[int] = set()
         whole = sharding.stage == 0
         extent: Literal["whole", "shard"] = "whole" if whole else "shard"
         for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
@@ -318,38 +319,25 @@ class ShardedParameters:
         of_rank = self.exchange_comm.all_gather_bytes(mask, "find the step's missing gradients")
         return frozenset(number for number in here if all(other[number] for other in of_rank))
 
-    def begin_step(self) -> None:
-        """Wait for the last step's weights; raise RuntimeError where a parameter requires a gradient that did not when
-        buckets were laid out."""
-        unfrozen = [one for one in self.order.frozen if one.requires_grad] if self.order.frozen else ()
-        if unfrozen:
-            raise RuntimeError(
-                f"{len(unfrozen)} parameters require gradients now but did not when the optimizer was built, so that "
-                "none of its steps would move them: set requires_grad before building it, or build a new one and load "
-                "the old one's state"
-            )
-        if self._gate is not None:
-            self._gate.open()
-
     # New weights on their way
 
     def gather_during_forward(self, module: nn.Module) -> None:
         """Let new weights arrive while `module`'s next forward runs: see ShardedOptimizer."""
-        if self._gate is not None:
+        if self.gate is not None:
             raise RuntimeError(
                 "gather_during_forward() was called before: pass it the one module that holds all others"
             )
         within = {id(parameter) for parameter in module.parameters()}
         bucket_of = {id(parameter): bucket.index for bucket in self.buckets for parameter in bucket.parameters}
-        self._gated = {
+        self.gated = {
             bucket.index for bucket in self.buckets if all(id(parameter) in within for parameter in bucket.parameters)
         }
-        self._gate = WeightGate(module, bucket_of)
+        self.gate = WeightGate(module, bucket_of)
 
     def wait_for_weights(self) -> None:
         """Wait until this rank has the last step's weights."""
-        if self._gate is not None:
-            self._gate.open()
+        if self.gate is not None:
+            self.gate.open()
 
     def move_and_publish(self, buckets: Iterable[int], move: Callable[[int], None]) -> None:
         """Call `move` with the number of each of `buckets`, which moves its master weights; give them to all ranks.
@@ -361,10 +349,10 @@ class ShardedParameters:
             move(number)
             waits.append((number, self.masters[number].publish()))
         for number, wait in waits:
-            if self._gate is None or number not in self._gated:
+            if self.gate is None or number not in self.gated:
                 wait()
             else:
-                self._gate.close(number, wait)
+                self.gate.close(number, wait)
 
     @torch.no_grad()
     def take_over_written(self) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import operator
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +17,6 @@ from thinwire.comm.agreement import raise_together
 from thinwire.zero.gradient_seal import gradient_of
 
 __all__ = [
-    "ComparisonTimes",
     "ReplicaDriftError",
     "agree_on_absent",
     "agree_on_order",
@@ -32,8 +28,6 @@ __all__ = [
     "check_same_on_every_rank",
     "compare_replicas",
     "find_overflowing",
-    "norm_of_averages",
-    "settings_digest",
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,53 +86,6 @@ def check_same_on_every_rank(
     )
 
 
-def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
-    """16 bits that differ, but for chance, between ranks whose groups have other hyperparameters in this step, or other
-    parameters that are trained.
-
-    Numbers, strings and lists of them count, and one-element tensors in CPU memory: nothing waits for a GPU. With the
-    step's number in it, what chance hid in one step shows in the next.
-    """
-    values = []
-    for group in groups:
-        trained = bytes(map(operator.attrgetter("requires_grad"), group.get("params", ())))
-        of_group: list[object] = [zlib.crc32(trained)]
-        for name, value in group.items():
-            if isinstance(value, Tensor):
-                of_group += [(name, float(value))] if value.numel() == 1 and value.device.type == "cpu" else []
-            elif isinstance(value, int | float | str | tuple | None):
-                of_group.append((name, value))
-        values.append(of_group)
-    return zlib.crc32(repr((step, values)).encode()) & 0xFFFF
-
-
-def norm_of_averages(
-    comm: Communicator,
-    averages: Sequence[Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    step: int,
-    device: torch.device,
-    missing: bool = False,
-) -> tuple[float, bool]:
-    """The 2-norm of all ranks' `averages` together, NaN for one that none could be, and whether any rank has something
-    `missing`. Collective.
-
-    Raises ValueError, on every rank and naming the first difference, where ranks have other hyperparameters.
-    """
-    norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
-    norms.append(torch.zeros((), device=averages[0].device if averages else device))
-    votes = torch.empty(4, dtype=torch.float64, device=device)
-    votes[0] = torch.stack(norms).double().square().sum()
-    digest = settings_digest(groups, step)
-    for place, own in enumerate((missing, digest, digest**2), start=1):
-        votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
-    comm.all_reduce(votes)
-    total, anything_missing, digests, squares = votes.tolist()
-    if comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
-        check_same_on_every_rank(comm, [], groups, {})
-    return math.sqrt(total) if total >= 0 else math.nan, bool(anything_missing)
-
-
 def _trained(group: Mapping[str, Any]) -> list[bool]:
     return [parameter.requires_grad for parameter in group.get("params", ())]
 
@@ -192,24 +139,6 @@ def broadcast_from_rank_0(comm: Communicator, parameters: Sequence[Tensor]) -> N
 
 class ReplicaDriftError(RuntimeError):
     """Ranks' replicas of the weights differ, where every one of them should hold the same bits."""
-
-
-class ComparisonTimes:
-    """When replicas are compared: after every `interval`-th step or, where ranks hold weights of their own then, after
-    the next that leaves them with the same."""
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self.shared_at = 0
-        """The last step that left all ranks with the same weights."""
-
-    def due(self, steps: int, in_sync: bool) -> bool:
-        """Whether now, after `steps` steps. `in_sync`: all ranks should hold the same weights."""
-        if not in_sync:
-            return False
-        passed = steps // self._interval > self.shared_at // self._interval
-        self.shared_at = steps
-        return passed
 
 
 def compare_replicas(

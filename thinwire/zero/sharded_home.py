@@ -1,33 +1,40 @@
-"""What every home has in common whose parameters lie in flat buckets and whose master weights are sharded."""
+"""The base of every home whose parameters lie in flat buckets and whose master weights are sharded; what the ranks vote
+on in a step, and when they compare replicas."""
 
 from __future__ import annotations
 
 import math
+import operator
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from thinwire.comm import Communicator
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
-from thinwire.zero.rank_checks import norm_of_averages
+from thinwire.zero.rank_checks import check_same_on_every_rank
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 __all__ = [
     "NOT_FINITE",
     "BucketParameterState",
+    "ComparisonTimes",
     "ShardedHome",
     "Vote",
     "clip_coefficient",
     "clip_of_norm",
+    "norm_of_averages",
     "of_whole_bucket",
     "own_fragments",
+    "settings_digest",
 ]
 
 
@@ -200,7 +207,15 @@ class ShardedHome(Home):
 
     def _begin_step(self) -> Vote:
         """What `step` begins with; collective."""
-        self._parameters.begin_step()
+        frozen = self._parameters.order.frozen
+        if frozen and (unfrozen := sum(one.requires_grad for one in frozen)):
+            raise RuntimeError(
+                f"{unfrozen} parameters require gradients now but did not when the optimizer was built, so that "
+                "none of its steps would move them: set requires_grad before building it, or build a new one and load "
+                "the old one's state"
+            )
+        if self._parameters.gate is not None:
+            self._parameters.wait_for_weights()
         averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
         self.watcher.seal.check(may_write=averages_shown)
         if self.scaled and not self._keeps_gradients:
@@ -210,7 +225,10 @@ class ShardedHome(Home):
             )
         if self._vote_is_outdated:
             self._vote, self._vote_is_outdated = None, False
-        return self._finish()
+        if self._vote is None:
+            self.watcher.finish()
+            self._vote = self._find_vote()
+        return self._vote
 
     def _end_step(self) -> None:
         """Forget the step; the next backward begins another."""
@@ -285,6 +303,71 @@ class ShardedHome(Home):
     def _numel(self) -> int:
         """Elements that are trained."""
         return sum(parameter.numel() for parameter in self.parameters)
+
+
+def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
+    """16 bits that differ, but for chance, between ranks whose groups have other hyperparameters in this step, or other
+    parameters that are trained.
+
+    Numbers, strings and lists of them count, and one-element tensors in CPU memory: nothing waits for a GPU. With the
+    step's number in it, what chance hid in one step shows in the next.
+    """
+    values = []
+    for group in groups:
+        trained = bytes(map(operator.attrgetter("requires_grad"), group.get("params", ())))
+        of_group: list[object] = [zlib.crc32(trained)]
+        for name, value in group.items():
+            if isinstance(value, Tensor):
+                of_group += [(name, float(value))] if value.numel() == 1 and value.device.type == "cpu" else []
+            elif isinstance(value, int | float | str | tuple | None):
+                of_group.append((name, value))
+        values.append(of_group)
+    return zlib.crc32(repr((step, values)).encode()) & 0xFFFF
+
+
+class ComparisonTimes:
+    """When replicas are compared: after every `interval`-th step or, where ranks hold weights of their own then, after
+    the next that leaves them with the same."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self.shared_at = 0
+        """The last step that left all ranks with the same weights."""
+
+    def due(self, steps: int, in_sync: bool) -> bool:
+        """Whether now, after `steps` steps. `in_sync`: all ranks should hold the same weights."""
+        if not in_sync:
+            return False
+        passed = steps // self._interval > self.shared_at // self._interval
+        self.shared_at = steps
+        return passed
+
+
+def norm_of_averages(
+    comm: Communicator,
+    averages: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    step: int,
+    device: torch.device,
+    missing: bool = False,
+) -> tuple[float, bool]:
+    """The 2-norm of all ranks' `averages` together, NaN for one that none could be, and whether any rank has something
+    `missing`. Collective.
+
+    Raises ValueError, on every rank and naming the first difference, where ranks have other hyperparameters.
+    """
+    norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
+    norms.append(torch.zeros((), device=averages[0].device if averages else device))
+    votes = torch.empty(4, dtype=torch.float64, device=device)
+    votes[0] = torch.stack(norms).double().square().sum()
+    digest = settings_digest(groups, step)
+    for place, own in enumerate((missing, digest, digest**2), start=1):
+        votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
+    comm.all_reduce(votes)
+    total, anything_missing, digests, squares = votes.tolist()
+    if comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
+        check_same_on_every_rank(comm, [], groups, {})
+    return math.sqrt(total) if total >= 0 else math.nan, bool(anything_missing)
 
 
 def clip_coefficient(max_norm: float, norm: float) -> float:

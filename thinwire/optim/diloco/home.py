@@ -18,8 +18,8 @@ from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, Oute
 from thinwire.optim.diloco.outer_weights import OuterWeights
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
-from thinwire.zero.rank_checks import settings_digest
 from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.sharded_home import settings_digest
 
 __all__ = ["LocalHome"]
 

@@ -25,6 +25,7 @@ from thinwire.zero import rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult
 from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.sharded_home import ComparisonTimes
 
 
 class ReplicatedHome(AlgorithmHome):
@@ -57,7 +58,7 @@ class ReplicatedHome(AlgorithmHome):
         self.groups = self._layout.groups
         self.in_flight = self._layout.step
         self.mover: Callable[[Callable[[], None]], None] = operator.call
-        self._comparisons = rank_checks.ComparisonTimes(options.resync_interval)
+        self._comparisons = ComparisonTimes(options.resync_interval)
         self._synchronizer = Synchronizer(self, self._table, self._layout, options.clips_to)
         self.watcher = self._synchronizer.watcher
         self.add_parameters()

@@ -20,7 +20,8 @@ from thinwire.optim.storage import Change, Storage, slots_with_elements
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run, ShardedParameters
-from thinwire.zero.rank_checks import ComparisonTimes, compare_replicas
+from thinwire.zero.rank_checks import compare_replicas
+from thinwire.zero.sharded_home import ComparisonTimes
 
 
 class OwnedStorage(Storage):
