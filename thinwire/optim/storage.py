@@ -223,6 +223,22 @@ def fill_masked(parameters: Parameters, values: Tensor, runs: Iterable[Run], val
             values[run.place].masked_fill_(of_run == 0, value)
 
 
+def counted_bytes(
+    weights: Iterable[Tensor], masters: Iterable[Tensor], states: Iterable[Tensor], buckets: Iterable[Bucket]
+) -> dict[str, float]:
+    """Count a rank's bytes by what they are for, as there is no published formula; gradients take what weights do."""
+    exchanges = [bucket.compressed for bucket in buckets]
+    residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
+    of_weights = float(sum(one.nbytes for one in weights))
+    return {
+        "weights": of_weights,
+        "masters": float(sum(one.nbytes for one in masters)),
+        "gradients": of_weights,
+        "residuals": float(sum(one.nbytes for one in residuals)),
+        "optimizer state": float(sum(one.nbytes for one in states)),
+    }
+
+
 def slots_with_elements(bucket: Bucket, absent: Collection[int] = ()) -> list[Slot]:
     """A bucket's parameters with elements, but `absent` ones."""
     return [slot for slot in bucket.layout.slots if slot.numel and slot.parameter not in absent]

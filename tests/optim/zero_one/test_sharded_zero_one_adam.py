@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -160,24 +161,29 @@ def train_on_ones(optimizer, model: nn.Module) -> None:
 
 
 def test_a_local_step_that_is_not_finite_adds_nothing_on_that_rank_alone() -> None:
-    def body(comm: Communicator, stage: int) -> tuple[Tensor, int]:
+    def body(comm: Communicator, stage: int) -> tuple[Tensor, tuple[bool, int, int]]:
         model = make_model()
         optimizer = build(comm, model, stage, **A_BUCKET_EACH)
         train(optimizer, model, range(72))
+        before = weights(model).clone()
         optimizer.zero_grad()
         (loss_of(model, comm.rank, 500) * (math.nan if comm.rank == 1 else 1.0)).backward()
         optimizer.step()
         assert not optimizer.in_sync
+        stayed = torch.allclose(before, weights(model), atol=1e-6)
         train(optimizer, model, range(73, 80))
-        return weights(model), optimizer.left_out_steps
+        assert bool(weights(model).isfinite().all())
+        return weights(model), (stayed, optimizer.left_out_steps, optimizer.skipped_steps)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = threads.run(lambda comm: body(comm, 0), 2)
-    with pytest.warns(RuntimeWarning, match="local step 73 adds nothing on rank 1"):
-        found = threads.run(lambda comm: body(comm, 1), 2)
-    assert [left_out for _, left_out in found] == [0, 1]
-    assert all(torch.equal(mine, theirs) for (mine, _), (theirs, _) in zip(found, expected, strict=True))
+    found = []
+    for stage in (0, 1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append(threads.run(partial(body, stage=stage), 2))
+        told = [str(one.message) for one in caught if one.category is RuntimeWarning]
+        assert ["local step 73 adds nothing on rank 1" in one for one in told] == [True]
+        assert [counts for _, counts in found[-1]] == [(False, 0, 0), (True, 1, 0)]
+    assert all(torch.equal(mine, theirs) for (mine, _), (theirs, _) in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from thinwire.comm.agreement import NodeLinks, agree_on_nodes, raise_together
 from thinwire.optim.home import AlgorithmHome, check_settings, slices
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
-from thinwire.optim.replicated.parameter_state import ReplicatedParameterState, frozen_bytes
+from thinwire.optim.replicated.parameter_state import ReplicatedParameterState
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
 from thinwire.optim.step import Send
+from thinwire.optim.storage import counted_bytes
 from thinwire.optim.wire import Wire
 from thinwire.zero import rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
@@ -249,7 +250,10 @@ class ReplicatedHome(AlgorithmHome):
     def model_state_bytes(self) -> dict[str, float]:
         """Once frozen what is held."""
         if self.frozen:
-            return frozen_bytes(self.parameters, self.torch_state().values(), self._layout.buckets)
+            entries = [(name, one) for state in self.torch_state().values() for name, one in state.items()]
+            masters = [one for name, one in entries if name == "master"]
+            states = [one for name, one in entries if name != "master"]
+            return counted_bytes(self.parameters, masters, states, self._layout.buckets)
         state = 4 * len(self._recipe.algorithm().state)
         numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
         size = self.parameters[0].element_size()

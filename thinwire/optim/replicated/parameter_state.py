@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -93,20 +91,3 @@ class ReplicatedParameterState(ParameterState):
                     if slot.parameter == number:
                         return group, bucket, slot
         return None
-
-
-def frozen_bytes(
-    parameters: Sequence[Tensor], states: Iterable[Mapping[str, Tensor]], buckets: Iterable[Bucket]
-) -> dict[str, float]:
-    """Bytes of a rank once frozen, by what they are for; counted, as there is no published formula."""
-    entries = [(name, one) for state in states for name, one in state.items()]
-    exchanges = [one.compressed for one in buckets]
-    residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
-    weights = float(sum(parameter.nbytes for parameter in parameters))
-    return {
-        "weights": weights,
-        "masters": float(sum(one.nbytes for name, one in entries if name == "master")),
-        "gradients": weights,
-        "residuals": float(sum(one.nbytes for one in residuals)),
-        "optimizer state": float(sum(one.nbytes for name, one in entries if name != "master")),
-    }

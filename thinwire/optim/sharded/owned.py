@@ -16,7 +16,7 @@ from thinwire.optim.algorithm import Agreement, Algorithm, Keep, LocalSteps, Mem
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.options import HomeOptions
 from thinwire.optim.step import Clock, Parameters, Send, Step
-from thinwire.optim.storage import Change, Storage, slots_with_elements
+from thinwire.optim.storage import Change, Storage, counted_bytes, slots_with_elements
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run, ShardedParameters
@@ -217,19 +217,11 @@ class OwnedStorage(Storage):
 
     def model_state_bytes(self) -> dict[str, float]:
         """Count the bytes that this rank holds, by what they are for."""
-        exchanges = [bucket.compressed for bucket in self.buckets]
-        residuals = [one for ex in exchanges for one in (ex.worker_residual, ex.owner_residual) if one is not None]
-        weights = float(sum(one.bucket.flat.nbytes for one in self._common_weights))
+        weights = [one.bucket.flat for one in self._common_weights]
         apart = [one.values for one in self._common_weights if one.values is not one.bucket.flat]
         master_weights = [one.master_weights.weights for one in self._common_weights if one.master_weights.separate]
         states = [values for bucket in self.buckets for values in bucket.state.values()]
-        return {
-            "weights": weights,
-            "masters": float(sum(one.nbytes for one in [*master_weights, *apart])),
-            "gradients": weights,
-            "residuals": float(sum(one.nbytes for one in residuals)),
-            "optimizer state": float(sum(one.nbytes for one in states)),
-        }
+        return counted_bytes(weights, [*master_weights, *apart], states, self.buckets)
 
 
 class _CommonWeights:
