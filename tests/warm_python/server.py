@@ -152,6 +152,7 @@ def run(start: Start, python: str) -> None:
 
 def warm_up(modules: list[str]) -> None:
     """Imports what the processes will need."""
+    gc.disable()  # nearly all that imports make stays
     for name in modules:
         with contextlib.suppress(ImportError):  # an optional package: who needs it will say so
             importlib.import_module(name)
@@ -159,6 +160,7 @@ def warm_up(modules: list[str]) -> None:
     # Collections would touch, and so copy, all that the forks share.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _await_one_thread() -> None:
