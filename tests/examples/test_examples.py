@@ -70,7 +70,7 @@ def test_accelerate_loop(jobs: Jobs) -> None:
 
 
 @pytest.mark.launch
-def test_mpirun(tmp_path: Path) -> None:
+def test_mpirun(jobs: Jobs, tmp_path: Path) -> None:
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun")
@@ -78,7 +78,8 @@ def test_mpirun(tmp_path: Path) -> None:
     hosts.write_text("localhost slots=2\n")
     path = f"{mpirun.parent}{os.pathsep}{os.environ['PATH']}"
     command = [str(EXAMPLES / "mpirun.sh"), str(hosts), "2", "--steps", "12", "--width", "16"]
-    done = subprocess.run(command, env=environment(PATH=path, OVERSUBSCRIBE="1"), capture_output=True, text=True)
+    given = environment(PATH=path, OVERSUBSCRIBE="1", PYTHON=jobs.python)
+    done = subprocess.run(command, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on 1 host, backend mpi" in done.stderr
     assert "OneBitAdam sent" in done.stderr

@@ -236,7 +236,7 @@ def test_what_is_estimated(capsys) -> None:
     """Operations over a device's speed; more tokens and slower devices take longer."""
 
     def forward(*more: object) -> float:
-        code, printed, _ = run(capsys, "plan", "--model", "bert-base", *LINK, *more, "--json")
+        code, printed, _ = run(capsys, "plan", "--model", "bert-base", *LINK, *more, "--methods", "ddp-fp32", "--json")
         assert code == 0
         described = json.loads(printed)
         assert described["backward_seconds"] == 2 * described["forward_seconds"]

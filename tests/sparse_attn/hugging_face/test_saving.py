@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.launching import Jobs
 from tests.sparse_attn.hugging_face.test_sparsify import batch, logits, make
 from thinwire.sparse_attn import BigBird, Custom, densify, sparsify
 
@@ -32,12 +31,13 @@ print([torch.equal(model(ids).logits, expected) for model in (loaded, pickled)])
 """
 
 
-def test_a_model_wakes_in_a_new_process(tmp_path: Path) -> None:
+def test_a_model_wakes_in_a_new_process(jobs: Jobs, tmp_path: Path) -> None:
     model, ids = sparsify(make("Bert"), BigBird(4)), torch.arange(112)[None] % 50
     model.save_pretrained(tmp_path / "saved")
     torch.save(model, tmp_path / "model.pt")
     torch.save(model(ids).logits, tmp_path / "logits.pt")
-    done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS, str(tmp_path)], capture_output=True, text=True)
+    (tmp_path / "program.py").write_text(IN_A_NEW_PROCESS)
+    done = jobs.alone(str(tmp_path / "program.py"), str(tmp_path))
     assert done.stdout == "[True, True]\n", done.stderr
 
 
