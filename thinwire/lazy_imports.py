@@ -1,4 +1,4 @@
-"""Doors that cost nothing to open: a package names what it offers, and imports it when somebody first asks for it."""
+"""Doors that cost nothing to open: a package names what it offers, and imports it at its first use."""
 
 from __future__ import annotations
 

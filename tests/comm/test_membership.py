@@ -160,7 +160,7 @@ def test_workers_meet_at_a_served_place_and_at_none_that_nobody_serves() -> None
     assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
     assert worker.finish()
     del place
-    with pytest.raises(MembershipError, match=r"nobody serves a meeting place at 127.0.0.1:1: start `python -m"):
+    with pytest.raises(MembershipError, match=r"no meeting place is served at 127.0.0.1:1: start `python -m"):
         reach(Elastic(workers=1, address="127.0.0.1:1", join_timeout=0.1, timeout=30.0))
 
 
@@ -187,7 +187,7 @@ def test_where_workers_meet() -> None:
     for wrong in ("host0", "host0:", ":5", "host0:70000", "host0:x"):
         with pytest.raises(ValueError, match="must be HOST:PORT"):
             meeting_place(SETTINGS, {"THINWIRE_MEETING": wrong})
-    with pytest.raises(ValueError, match="nobody says where elastic workers meet"):
+    with pytest.raises(ValueError, match="no meeting place of elastic workers is given"):
         meeting_place(SETTINGS, {})
 
 

@@ -1,4 +1,4 @@
-"""How bytes move: one ``Communicator`` over Gloo, NCCL, MPI or in-process threads, found by ``init``.
+"""Move bytes: one ``Communicator`` over Gloo, NCCL, MPI or in-process threads, found by ``init``.
 
 Nothing above this floor knows which of them carries it, nor which launcher started the process.
 """

@@ -1,4 +1,4 @@
-"""What the rest of the library knows about moving bytes: ranks, five collectives and their handles.
+"""The Communicator, all that is known elsewhere about moving bytes: ranks, five collectives and their handles.
 
 Backends only start transfers of flat tensors; checks, byte counts, staging and errors are here, once.
 """

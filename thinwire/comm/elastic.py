@@ -25,7 +25,7 @@ _LEAST_SILENCE = 2.0
 
 class MembershipError(CommunicationError):
     """This worker cannot go on with the others, nor can it without them: the meeting place is lost, too few workers are
-    left, the job is over, or nobody is left who has its weights."""
+    left, the job is over, or no worker is left that has its weights."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Elastic:
 
 
 def meeting_place(settings: Elastic, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port where workers meet. Raises ValueError where nobody says, or what is said is no address."""
+    """Host and port where workers meet. Raises ValueError if none is given, or what is given is no address."""
     given = settings.address or environ.get(MEETING_PLACE)
     if given is None:
         raise ValueError(
-            "nobody says where elastic workers meet: start `python -m thinwire meet HOST:PORT` and set "
+            "no meeting place of elastic workers is given: start `python -m thinwire meet HOST:PORT` and set "
             f"{MEETING_PLACE}=HOST:PORT in every worker's environment, or pass Elastic(address=...)"
         )
     host, _, port = given.rpartition(":")
@@ -98,7 +98,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
         )
     if any(name in environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")):
         raise ValueError(
-            "mpirun ends the whole job where one process dies, so that nobody would be left to go on: start elastic "
+            "mpirun ends the whole job where one process dies, so that no worker would be left to go on: start elastic "
             "workers one by one, with python or torchrun --standalone"
         )
 
@@ -133,8 +133,8 @@ def serve(address: str) -> TCPStore:
 def reach(settings: Elastic) -> tuple[Store, str]:
     """Go to the meeting place: its store, and its address.
 
-    Raises ValueError where nobody says where that is, or where the launcher would end the workers that are to go on,
-    and MembershipError where nobody serves it within `join_timeout`.
+    Raises ValueError if no place is given, or where the launcher would end the workers that are to go on,
+    and MembershipError if it is not served within `join_timeout`.
     """
     check_launcher()
     host, port = meeting_place(settings)
@@ -142,7 +142,7 @@ def reach(settings: Elastic) -> tuple[Store, str]:
         store = TCPStore(host, port, None, False, timedelta(seconds=settings.join_timeout), wait_for_workers=False)
     except RuntimeError as error:
         raise MembershipError(
-            f"nobody serves a meeting place at {host}:{port}: start `python -m thinwire meet {host}:{port}` there "
+            f"no meeting place is served at {host}:{port}: start `python -m thinwire meet {host}:{port}` there "
             f"({error})"
         ) from error
     return store, f"{host}:{port}"
@@ -190,6 +190,6 @@ class LimitedStore:
     @property
     def _lost(self) -> str:
         return (
-            f"the meeting place {self._address} does not answer, and without it nobody can tell who is in the job. "
+            f"the meeting place {self._address} does not answer, and without it no worker can tell who is in the job. "
             "This worker ends; start the job again, from a checkpoint where there is one"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class CommunicationError(RuntimeError):
     """A collective failed: a rank died, raised, called something else, or the transport broke.
 
-    ``ranks`` holds the ranks at fault (empty when nobody can tell) and ``collective`` the failed call.
+    ``ranks`` holds the ranks at fault (empty if no rank can tell) and ``collective`` the failed call.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), collective: str = "") -> None:

@@ -175,7 +175,7 @@ _ARRIVED = "thinwire/arrived"
 def meet(launch: Launch, size: int, timeout: float, environ: Mapping[str, str]) -> Store:
     """The store through which the ranks find each other; rank 0 serves it. Collective.
 
-    Raises ValueError where nobody says where to meet, and RuntimeError where rank 0 does not come.
+    Raises ValueError if no meeting place is given, and RuntimeError where rank 0 does not come.
     """
     if size == 1:
         return HashStore()
@@ -220,7 +220,7 @@ def _job(launch: Launch, environ: Mapping[str, str]) -> str:
 
 
 def _store(address: str, port: int, launch: Launch, size: int, timeout: float) -> Store:
-    """Rank 0's at this address; where that is loopback, nobody beyond this host can reach it."""
+    """Rank 0's at this address; where that is loopback, no other host can reach it."""
     if launch.rank == 0 and _is_loopback(address):
         return _serve(_listen(_LOOPBACK, port), address, size, timeout)
     return TCPStore(address, port, size, launch.rank == 0, group_timeout(timeout), wait_for_workers=False)
@@ -263,7 +263,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _private_folder() -> Path:
-    """A folder of this user's that nobody else can read or write."""
+    """A folder of this user's that no other user can read or write."""
     folder = Path(tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -1,6 +1,6 @@
-"""Who is in an elastic job: generations of workers, each agreed on through a store that no worker serves.
+"""Membership of an elastic job: generations of workers, each agreed on through a store that no worker serves.
 
-docs/internals/elastic.md says what is assumed, and why nobody hangs and no two halves of a job go on by themselves.
+docs/internals/elastic.md says what is assumed, and why no worker hangs and no two halves of a job go on by themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Heart:
     """Beats twice a second from a thread, and looks meanwhile who else does, who waits, and who has set an alarm.
 
     A worker is silent where its beat has not changed in as many looks as make `silence` seconds: looks, not seconds, so
-    that a process which was held up itself takes nobody for dead. The store is used by nothing else.
+    that a process which was held up itself takes no worker for dead. The store is used by nothing else.
     """
 
     def __init__(self, store: Store, name: str, silence: float, interval: float = _INTERVAL) -> None:
@@ -85,7 +85,7 @@ class Heart:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for the next generation."""
+        """Whether a worker waits for the next generation."""
         return self._wanted
 
     def stop(self, gone: bool = False) -> None:
@@ -189,7 +189,7 @@ class Membership:
 
     @property
     def begun(self) -> bool:
-        """Whether somebody has said so."""
+        """Whether a worker has said so."""
         return self._store.read("begun") is not None
 
     @property
@@ -199,7 +199,7 @@ class Membership:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits to join."""
+        """Whether a worker waits to join."""
         return self.heart.wanted
 
     # Meetings
@@ -311,7 +311,7 @@ class Membership:
             except RuntimeError as error:
                 failed.append(error)
 
-        # Gloo connects for as long as its timeout is, and hears of nobody's death meanwhile.
+        # Gloo connects for as long as its timeout is, and learns of no death meanwhile.
         thread = threading.Thread(target=work, name="thinwire-connect", daemon=True)
         thread.start()
         while thread.is_alive() and not self.disturbed:

@@ -35,7 +35,7 @@ _LARGEST_TAG = 2**15 - 1
 _TOKEN_BYTES = 256
 
 _CLOSING_SECONDS = 5.0
-"""How long a communicator that is closed moves what nobody has waited for."""
+"""How long a communicator that is closed moves what was not waited for."""
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -52,7 +52,7 @@ class MPICommunicator(Communicator):
     """A communicator over the ranks of ``comm``, by default ``MPI.COMM_WORLD``. Collective.
 
     It works on duplicates, so that its messages never mix with the caller's. An MPI moves data while
-    somebody calls it: a thread does so until every transfer is over. Where the MPI allows calls from one thread
+    a thread calls it: ours does so until every transfer is over. Where the MPI allows calls from one thread
     only, which is a ``RuntimeWarning`` on rank 0, with ``progress=False`` or THINWIRE_MPI_PROGRESS=0, and, unless
     it is asked for, where MPI reads GPU memory itself, a transfer moves in ``wait``, in ``Work.is_completed`` and in
     other calls of MPI. ``progress=True`` raises ``RuntimeError`` where there can be no such thread.

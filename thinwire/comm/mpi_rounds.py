@@ -1,6 +1,6 @@
 """Large all-to-alls and all-gathers over MPI, with one partner at a time.
 
-MPI's own non-blocking ones send to everybody at once. On Ethernet the senders' streams then meet at each receiver's
+MPI's own non-blocking ones send to every rank at once. On Ethernet the senders' streams then meet at each receiver's
 link, share it unevenly, and the last of them takes 1.4 to 2 times as long as the bytes alone.
 """
 
@@ -31,17 +31,17 @@ _PIECE = 63 << 10
 first; what is larger waits for both ends to look, again and again."""
 
 _FEWEST, _MOST = 2, 64
-"""Pieces under way. Two keep a link of 1 Gb/s busy for 1 ms. On slower ones more would wait in queues, those of the
+"""Pieces in flight. Two keep a link of 1 Gb/s busy for 1 ms. On slower ones more would wait in queues, those of the
 next round among them, so that streams meet."""
 
 _FAST_SECONDS = 0.5e-3
-"""Where all that was under way has moved since a look so short ago, there may be more."""
+"""Where all that was in flight has moved since a look so short ago, there may be more."""
 
 
 class Rounds:
     """Exchanges of one communicator, one after another in the order of their starts, which is that of all ranks.
 
-    They move while somebody looks here. Any thread may.
+    They move while a thread looks here. Any thread may.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -56,7 +56,7 @@ class Rounds:
         self._stopped = False
 
     def start(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> LargeExchange:
-        """Start to send ``sent[i]`` to rank i and to hear ``received[i]`` from it, at least two ranks.
+        """Start to send ``sent[i]`` to rank i and to receive ``received[i]`` from it, at least two ranks.
 
         All are contiguous bytes, equally many and not none, and must outlive the exchange. ``tag``: the same on all
         ranks, another than that of exchanges that these could be taken for.
@@ -86,7 +86,7 @@ class Rounds:
                 return True
 
     def stop(self) -> None:
-        """Leave MPI alone from now on: what is under way stays there."""
+        """Leave MPI alone from now on: what is in flight stays there."""
         self._stopped = True
 
     def _advance(self) -> bool:
@@ -104,7 +104,7 @@ class Rounds:
         return moved
 
     def _end(self) -> bool:
-        """See which pieces have moved; whether one has."""
+        """Look which pieces have moved; whether one has."""
         before = len(self._under_way)
         while self._under_way and any(self._under_way[0].test() for _ in range(CALLS_A_LOOK)):
             self._under_way.popleft().exchange.ended += 1
@@ -121,7 +121,7 @@ class Rounds:
 
 
 class LargeExchange:
-    """One all-to-all or all-gather. In round k each rank sends to the one k places on and hears from the one k back."""
+    """One all-to-all or all-gather. In round k a rank sends to the one k places on and receives from the one k back."""
 
     def __init__(self, rounds: Rounds, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> None:
         self._rounds = rounds
@@ -158,7 +158,7 @@ class LargeExchange:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One message under way to a partner, and its like from the other."""
+    """One message in flight to a partner, and its like from the other."""
 
     exchange: LargeExchange
     requests: list[MPI.Request]

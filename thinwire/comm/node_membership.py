@@ -57,12 +57,12 @@ class Relay:
                 error = raised
                 kind = next(number for number, one in enumerate(self._kinds) if isinstance(raised, one))
                 answer |= {"kind": kind, "message": str(raised)}
-        heard = json.loads(self._tell(json.dumps(answer).encode()))
+        reply = json.loads(self._tell(json.dumps(answer).encode()))
         if error is not None:
             raise error
-        if "kind" in heard:
-            raise self._kinds[heard["kind"]](heard["message"])
-        value: Result = heard["value"]
+        if "kind" in reply:
+            raise self._kinds[reply["kind"]](reply["message"])
+        value: Result = reply["value"]
         return value
 
     def spread(self, tensor: Tensor) -> None:
@@ -193,7 +193,7 @@ class NodeMembership:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits to join, as the first rank knows."""
+        """Whether a worker waits to join, as the first rank knows."""
         return self.relay.leads and self._first[0].wanted
 
     def meet(self, record: Record | None, *, alarm: bool) -> Generation:

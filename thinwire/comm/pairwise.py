@@ -1,6 +1,6 @@
 """All-to-alls and all-gathers of large messages over Gloo, with one partner at a time, on a thread of their own.
 
-Gloo sends to everybody at once, and moves what is under way side by side. On Ethernet streams then meet at receivers'
+Gloo sends to every rank at once, and moves what is in flight side by side. On Ethernet streams then meet at receivers'
 links, share them unevenly, and the last of them takes 1.2 to 1.7 times as long as the bytes alone.
 """
 
@@ -88,7 +88,7 @@ class _Turn:
 
 
 def all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
-    """In rounds: in round k every rank sends to the one k places on, and hears from the one k places back."""
+    """In rounds: in round k every rank sends to the one k places on, and receives from the one k places back."""
     rank, size = group.rank(), group.size()
     received, sent = output.chunk(size), input.chunk(size)
     received[rank].copy_(sent[rank])
@@ -102,7 +102,7 @@ def all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int
 
 
 def all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
-    """In a ring: every rank passes on to the next what it hears from the one before. All is asked for at once, as it
+    """In a ring: every rank passes on to the next what it receives from the one before. All is asked for at once, as it
     comes one after another."""
     rank, size = group.rank(), group.size()
     chunks = output.chunk(size)

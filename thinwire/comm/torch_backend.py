@@ -245,7 +245,7 @@ class GenerationCommunicator(TorchCommunicator):
         self._disturbed = disturbed
 
     def abandon(self) -> None:
-        """Close it with transfers under way, for which nobody waits."""
+        """Close it with transfers in flight that no caller waits for."""
         self._abandon()
         self.close()
 

@@ -1,4 +1,4 @@
-"""What is sent: each codec turns rows of floats into packets and back, over kernels that differ by device.
+"""Codecs: each turns rows of floats into packets and back, over kernels that differ by device.
 One interface, so that the exchange, the optimizers and the DDP hook need not know which codec they carry."""
 
 from __future__ import annotations

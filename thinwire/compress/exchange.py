@@ -149,7 +149,7 @@ class Exchange:
         """Leg 1: encode `payload` and send each owner its shard. `payload` becomes the new worker residual.
 
         `settings`: a digest of what must be alike on every rank. `encode`: what makes and encodes the payload part by
-        part, residual included, where `takes_encoder` holds; then nobody has written it before.
+        part, residual included, where `takes_encoder` holds; then it has not been written before.
         """
         self._expect(step, settings)
         for number, place in enumerate(self.parts):

@@ -1,4 +1,4 @@
-"""Where everything sits inside a packet row: the one place that knows byte offsets. No tensors, so that a plan can ask
+"""Byte offsets inside a packet row: the one place that knows them. No tensors, so that a plan can ask
 how large packets are without torch."""
 
 from __future__ import annotations

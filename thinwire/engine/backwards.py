@@ -23,7 +23,7 @@ class Accumulation:
     """Counts the micro-batches of a step, of which there are `steps` unless the user has set the boundary.
 
     While a backward would only add to the gradients it is inside of `hold`, the optimizer's no_sync: so that a backward
-    that nobody announces, a loss's own, leaves alone what has to stay on this rank.
+    that is not announced, a loss's own, leaves alone what has to stay on this rank.
 
     `micro_batches`: ended since the last boundary. `at_boundary`: whether the current one is the step's last.
     `takes_more`: whether a backward can add to gradients that have left already.
@@ -122,12 +122,12 @@ class Accumulation:
         return last
 
     def drop(self) -> None:
-        """Forget the micro-batches of the step under way; where the optimizer still has its gradients, it may."""
+        """Forget the micro-batches of the step in flight; where the optimizer still has its gradients, it may."""
         self.ready = self._left = False
         self.micro_batches = 0
 
     def begin_step(self) -> None:
-        """Forget the micro-batches of the step before, or of the one under way, as the optimizer has."""
+        """Forget the micro-batches of the step before, or of the one in flight, as the optimizer has."""
         self.drop()
         self._follow()
 
@@ -227,7 +227,7 @@ class StepLosses:
             )
 
     def mean(self, comm: Communicator) -> float | None:
-        """The mean over micro-batches and ranks; None where nobody told of a loss. Collective."""
+        """The mean over micro-batches and ranks; None if no loss was given. Collective."""
         if self._sum is None:
             return None
         mean = (self._sum if self._summed else self._sum / self.count).reshape(1)

@@ -158,7 +158,7 @@ class Engine:
             raise failure
 
     def zero_grad(self) -> None:
-        """Drop the step under way, as after a backward that failed; on every rank or none. step() does it by itself."""
+        """Drop the step in flight, as after a backward that failed; on every rank or none. step() does it by itself."""
         self._optimizer.zero_grad()
         self._module.zero_grad()  # parameters that no optimizer holds
         self.micro_steps -= self._accumulation.micro_batches
@@ -298,7 +298,7 @@ class Engine:
         (None, {}) where there is none. Without `load_optimizer_states` the optimizer starts afresh, without
         `load_lr_scheduler_states` or `load_data_position` the schedule or the data loader goes on as it is;
         `load_module_only` loads weights and buffers and nothing else. Without `load_module_strict`, parameters that the
-        checkpoint lacks keep their values, and what the model lacks is passed over. Gradients of a step under way are
+        checkpoint lacks keep their values, and what the model lacks is passed over. Gradients of a step in flight are
         dropped. Collective.
 
         `custom_load_fn` loads the weights in the engine's place: it is called with `src`, the checkpoint's weights and

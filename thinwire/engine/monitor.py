@@ -1,4 +1,4 @@
-"""Where a training writes its scalars, TensorBoard, CSV and Weights & Biases: by rank 0 alone, at once, and in
+"""Write scalars of a training to TensorBoard, CSV and Weights & Biases: by rank 0 alone, at once, and in
 files without a second value for the same sample after a resume."""
 
 from __future__ import annotations

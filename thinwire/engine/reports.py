@@ -1,5 +1,5 @@
-"""What a training job says about itself: lines on stderr every few steps with the times of its parts, scalars for files
-and services that keep them, a profile of one step."""
+"""Report of a training job: lines on stderr every few steps with the times of its parts, scalars for files and
+services that keep them, a profile of one step."""
 
 from __future__ import annotations
 

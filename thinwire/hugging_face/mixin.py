@@ -1,4 +1,4 @@
-"""What a Trainer leaves to a thinwire optimizer, or to the engine: synchronising gradients, clipping them, and saving
+"""Do what a Trainer leaves to a thinwire optimizer, or to the engine: synchronise gradients, clip them, and save
 every rank's state."""
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class SavingsReport:
             return
         self._say(
             f"{self._name} sent {_amount(self._sent)} in {self._steps:,} steps, "
-            f"{_amount(max(0, self._uncompressed - self._sent))} less than gradients that nobody compresses"
+            f"{_amount(max(0, self._uncompressed - self._sent))} less than uncompressed gradients"
         )
 
     def _say(self, line: str) -> None:

@@ -109,7 +109,7 @@ class Storage(ABC):
     ) -> list[Members]:
         """The parameters with elements, but `absent` ones, and with `trained` only those that require gradients.
 
-        `state_only`: nobody looks at weights and averages.
+        `state_only`: weights and averages are not looked at.
         """
         members = MembersByGroup(self._parameters)
         for bucket in self.buckets:

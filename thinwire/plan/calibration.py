@@ -1,4 +1,4 @@
-"""What a probe measured of a cluster, as a JSON file: the one input of a plan that is not typed by hand."""
+"""Measurements of a cluster by a probe, as a JSON file: the one input of a plan that is not typed by hand."""
 
 from __future__ import annotations
 

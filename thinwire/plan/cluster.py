@@ -1,4 +1,4 @@
-"""Where it is to be trained: nodes, ranks, the links between and inside nodes, and what a rank computes besides the
+"""The cluster to train on: nodes, ranks, the links between and inside nodes, and what a rank computes besides the
 model. Links follow the alpha-beta model: so many seconds a round, so many bytes a second."""
 
 from __future__ import annotations

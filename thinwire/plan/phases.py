@@ -1,4 +1,4 @@
-"""What a step of each method sends and computes, in each phase of a run: the one place that knows the methods."""
+"""Bytes and operations of a step of each method, in each phase of a run: the one place that knows the methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a line of LLVM becomes a function that numba code can call: what the other modules here are made with."""
+"""Turn a line of LLVM into a function that numba code can call: what the other modules here are made with."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _first_compilation() -> _FirstCompilation:
 
 
 class _FirstCompilation(event.Listener):
-    """Hears of all that numba compiles in this process, of which much is the user's own."""
+    """Sees all that numba compiles in this process, of which much is the user's own."""
 
     def __init__(self) -> None:
         self.kernels: WeakSet[Callable[..., object]] = WeakSet()

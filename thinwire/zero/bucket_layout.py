@@ -1,4 +1,4 @@
-"""Where each parameter lies in which bucket, and which rank owns which shard of it.
+"""Lay parameters out in buckets, and say which rank owns which shard of them.
 Kept apart from tensors so that the arithmetic can be tested exhaustively."""
 
 from __future__ import annotations

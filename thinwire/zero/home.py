@@ -1,4 +1,4 @@
-"""What a synchronised optimizer's state and communication live in: the part that differs between optimizers whose state
+"""The home of a synchronised optimizer's state and communication: the part that differs between optimizers whose state
 every rank holds and those whose state is sharded."""
 
 from __future__ import annotations

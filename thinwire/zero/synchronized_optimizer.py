@@ -186,7 +186,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         foreign = sum(id(parameter) not in ours for parameter in trainable)
         if foreign:
             raise ValueError(
-                f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so nobody "
+                f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so no rank "
                 f"would synchronise them: pass all of model.parameters() to {type(self).__name__}"
             )
         inner = model.module if isinstance(model, DistributedDataParallel) else model

@@ -182,7 +182,7 @@ def test_the_rest_is_checked_beside_a_trainers_autos(check) -> None:
     code, told = check(tree, "--world-size", "4")
     assert code == 1
     assert '"seed" cannot be "auto"' in told
-    assert '"optimizer.params.momentum" is "auto", which nobody fills in' in told
+    assert '"optimizer.params.momentum" is "auto", which is filled in' in told
     assert 'Did you mean "fp16"?' in told
     assert told.count("\n- ") == 3
 

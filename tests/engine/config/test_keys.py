@@ -174,7 +174,7 @@ def test_a_section_is_off_where_all_its_parts_are() -> None:
 
 @pytest.mark.parametrize("path", sorted(AUTO))
 def test_auto_needs_the_trainer(path: str) -> None:
-    assert f'"{path}" is "auto", which nobody fills in but thinwire.hugging_face.Trainer(' in refusal(
+    assert f'"{path}" is "auto", which is filled in only by thinwire.hugging_face.Trainer(' in refusal(
         nested(path, "auto")
     )
 

@@ -69,7 +69,7 @@ def refusal(world_size: int = 2, **keys: Any) -> str:
 def test_a_hugging_face_file_without_its_trainer_names_every_auto() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(HUGGING_FACE, 3)
-    told = [problem for problem in caught.value.problems if 'is "auto", which nobody fills in but' in problem]
+    told = [problem for problem in caught.value.problems if 'is "auto", which is filled in only by' in problem]
     assert len(told) == json.dumps(HUGGING_FACE).count('"auto"') == len(caught.value.problems)
 
 

@@ -95,7 +95,7 @@ DEEPSPEEDS_DEFAULTS = {
 def test_auto_needs_the_trainer(kind: str) -> None:
     found = refusal("optimizer", kind, lr="auto", weight_decay="auto")
     for name in ("lr", "weight_decay"):
-        assert f'"optimizer.params.{name}" is "auto", which nobody fills in but thinwire.hugging_face.Trainer(' in found
+        assert f'"optimizer.params.{name}" is "auto", which is filled in only by thinwire.hugging_face.' in found
 
 
 @pytest.mark.parametrize("kind", DEEPSPEEDS_DEFAULTS)
@@ -305,7 +305,7 @@ def test_schedules_that_work(kind: str, params: dict[str, Any], expected: dict[s
         (
             "WarmupDecayLR",
             {"total_num_steps": "auto"},
-            '"scheduler.params.total_num_steps" is "auto", which nobody fills in',
+            '"scheduler.params.total_num_steps" is "auto", which is filled in',
         ),
         ("WarmupDecayLR", {"total_num_steps": 10}, "total_num_steps must be at least warmup_num_steps 1000, got 10"),
         ("OneCycle", {"cycle_max_lr": 0.1}, '"scheduler.params.cycle_min_lr" is missing'),

@@ -54,7 +54,7 @@ class Arena:
         return -(-nbytes // 16) * 16
 
     def take(self, nbytes: int) -> tuple[NDArray[np.uint8], Tensor]:
-        """Memory that nobody has taken yet: the host's copy, and the device's."""
+        """Memory that is not taken yet: the host's copy, and the device's."""
         place = slice(self._used, self._used + nbytes)
         self._used += self.room(nbytes)
         assert self._used <= len(self._on_host), "the arena is as large as all that is taken of it"

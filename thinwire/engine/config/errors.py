@@ -220,7 +220,7 @@ def dotted(*parts: str) -> str:
 def left_auto(path: str) -> str:
     """The sentence that refuses an "auto" that was not filled in."""
     return (
-        f'"{path}" is "auto", which nobody fills in but thinwire.hugging_face.Trainer(thinwire_config=...), from '
+        f'"{path}" is "auto", which is filled in only by thinwire.hugging_face.Trainer(thinwire_config=...), from '
         "TrainingArguments: write the value, or delete the key for the default"
     )
 

@@ -110,7 +110,7 @@ class ElasticHome(LocalHome):
         if self._is_over:
             raise RuntimeError(
                 "synchronize() has ended this worker's part in the job: to evaluate, or to save the model, while it "
-                "runs, use eval() and train(), which need nobody else"
+                "runs, use eval() and train(), which need no other rank"
             )
         try:
             result = self.worker.step(self.loss_scale, self.overflows)
@@ -257,7 +257,7 @@ class ElasticHome(LocalHome):
     def _move_to(self, me: int, plan: Plan) -> None:
         """Bring all of a generation, this worker as number `me`, to the same outer step, and exchange with them."""
         if not any(plan.standings) and self.membership.begun:
-            raise MembershipError("nobody is left who has the job's weights: start a new job, from a checkpoint")
+            raise MembershipError("no rank is left that has the job's weights: start a new job, from a checkpoint")
         self._in_the_job = stays = plan.standings[me] is not None
         if stays and not plan.as_saved:
             self._take_in_arrived()

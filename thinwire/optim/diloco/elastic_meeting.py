@@ -183,8 +183,8 @@ def own_communicator(
         )
     if stage != 0 and (comm is None or comm.size == 1):
         raise ValueError(
-            f"this elastic worker is one process, which has nobody to shard with, got stage={stage!r}: use stage=0, or "
-            "make a torchrun's ranks one worker with comm=thinwire.comm.init()"
+            f"this elastic worker is one process, which has no other rank to shard with, got stage={stage!r}: "
+            "use stage=0, or make a torchrun's ranks one worker with comm=thinwire.comm.init()"
         )
     return threads.single(elastic.timeout) if comm is None else comm
 

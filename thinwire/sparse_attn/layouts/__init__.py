@@ -1,1 +1,1 @@
-"""Which blocks of queries attend which blocks of keys: the layouts by name, their configuration and their pictures."""
+"""Layouts, by which blocks of queries attend blocks of keys: by name, their configuration and their pictures."""

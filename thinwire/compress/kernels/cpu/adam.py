@@ -41,7 +41,7 @@ class StepForm(NamedTuple):
 
 @kernel
 def adam_step(runs: Table, factors: Factors, form: StepForm, elements: Range) -> None:
-    """See `plain_adam_step`. `runs`: the elements of each tensor, counted over all, and addresses: gradient,
+    """Execute `plain_adam_step`. `runs`: the elements of each tensor, counted over all, and addresses: gradient,
     momentum, variance, and the weight or denominator."""
     run = first_run(runs, elements.first)
     while run < runs.shape[0] and runs[run, FIRST] < elements.last:

@@ -56,7 +56,7 @@ def decode_and_move(
     part: PartLayout,
     blocks: Range,
 ) -> None:
-    """See `bucket_reference.decode_and_move`. `runs`: weights, and then replicas. `factors`: -rate and decay.
+    """Execute `bucket_reference.decode_and_move`. `runs`: weights, and then replicas. `factors`: -rate and decay.
     `denominators`: their address."""
     output_at = output.ctypes.data
     for block in range(blocks.first, blocks.last):
@@ -141,7 +141,7 @@ def move_packed(
     second_key: np.uint32,
     blocks: Range,
 ) -> None:
-    """See `bucket_reference.move_packed`. A run's address says no more than whether it moves; `factors`: rate and
+    """Execute `bucket_reference.move_packed`. A run's address says no more than whether it moves; `factors`: rate and
     decay."""
     begin, size = blocks.first * whole.block_size, ELEMENT_BYTES[weights.kind]
     stop = min(blocks.last * whole.block_size, first + weights.memory.size // size)

@@ -83,7 +83,7 @@ def encode_payload(
     part: PartLayout,
     blocks: Range,
 ) -> None:
-    """See `bucket_reference.encode_payload`. `factors`: β₁, gain and divisor of each run."""
+    """Execute `bucket_reference.encode_payload`. `factors`: β₁, gain and divisor of each run."""
     nothing = np.empty(0, dtype=np.float32)
     lost_at = lost.ctypes.data
     for block in range(blocks.first, blocks.last):
@@ -202,7 +202,7 @@ def average_and_encode(
     layout: Layout,
     blocks: Range,
 ) -> None:
-    """See `bucket_reference.average_and_encode`; an empty residual or mask is none. `layout`: of each row of
+    """Execute `bucket_reference.average_and_encode`; an empty residual or mask is none. `layout`: of each row of
     `received`, and of the packet."""
     size, codec = layout.block_size, layout.form.codec
     for block in range(blocks.first, blocks.last):
@@ -276,7 +276,7 @@ def encode_packed_payload(
     part: PartLayout,
     blocks: Range,
 ) -> None:
-    """See `bucket_reference.encode_packed_payload`; `state` is the momentum's packets, laid out as `whole`."""
+    """Execute `bucket_reference.encode_packed_payload`; `state` is the momentum's packets, laid out as `whole`."""
     nothing = np.empty(0, dtype=np.float32)
     payload = np.empty(part.block_size, dtype=np.float32)
     for block in range(blocks.first, blocks.last):

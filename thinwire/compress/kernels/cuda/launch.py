@@ -227,7 +227,7 @@ def exact_inverse(value: float) -> float:
 
 def block_threads(block_size: int) -> int:
     """Threads of a thread block that serves a block: whole warps, sixteen elements a thread where the limit allows it,
-    so that what a thread finds out once is spread over many, and many loads are under way."""
+    so that what a thread finds out once is spread over many, and many loads are in flight."""
     warps = -(-block_size // (_ELEMENTS_OF_BLOCK * _WARP))
     return min(warps * _WARP, _MAX_THREADS)
 

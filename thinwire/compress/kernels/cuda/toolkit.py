@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from thinwire.compress.kernels.cuda.launch import Argument
 
@@ -65,7 +66,7 @@ def find_toolkit() -> Toolkit:
     raise KernelCompilerError("; ".join(reasons))
 
 
-class BindingsToolkit:
+class BindingsToolkit(Toolkit):
     """NVIDIA's own bindings. Every call gives a status first."""
 
     def __init__(self, nvrtc: Any, driver: Any) -> None:
@@ -77,17 +78,17 @@ class BindingsToolkit:
         self._compiler = f"NVRTC {major}.{minor}"
 
     @property
+    @override
     def compiler(self) -> str:
-        """See Toolkit."""
         return self._compiler
 
     @property
+    @override
     def architectures(self) -> Sequence[int]:
-        """See Toolkit."""
         return tuple(self._checked(self._nvrtc.nvrtcGetSupportedArchs()))
 
+    @override
     def compile(self, source: str, options: Sequence[str]) -> bytes:
-        """See Toolkit."""
         nvrtc = self._nvrtc
         program = self._checked(nvrtc.nvrtcCreateProgram(source.encode(), _PROGRAM.encode(), 0, None, None))
         try:
@@ -107,8 +108,8 @@ class BindingsToolkit:
             self._checked(nvrtc.nvrtcDestroyProgram(program))
         return bytes(code)
 
+    @override
     def load(self, code: bytes, name: str, device: int) -> Any:
-        """See Toolkit."""
         switched = self._push(self._context(device))
         try:
             module = self._checked(self._driver.cuModuleLoadData(code))
@@ -117,10 +118,10 @@ class BindingsToolkit:
             if switched:
                 self._checked(self._driver.cuCtxPopCurrent())
 
+    @override
     def launch(
         self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
-        """See Toolkit."""
         raw = b"".join(arguments)
         behind = -(-len(raw) // 8) * 8
         memory = bytearray(behind + 8 * len(arguments))
@@ -161,7 +162,7 @@ class BindingsToolkit:
         return values[0] if len(values) == 1 else values
 
 
-class CupyToolkit:
+class CupyToolkit(Toolkit):
     """cupy's NVRTC, called directly: cupy's own way to it flushes subnormals to zero, whatever options say."""
 
     def __init__(self, cupy: Any, nvrtc: Any, function: Any) -> None:
@@ -172,17 +173,17 @@ class CupyToolkit:
         self._compiler = "NVRTC " + ".".join(map(str, nvrtc.getVersion()))
 
     @property
+    @override
     def compiler(self) -> str:
-        """See Toolkit."""
         return self._compiler
 
     @property
+    @override
     def architectures(self) -> Sequence[int]:
-        """See Toolkit."""
         return tuple(self._nvrtc.getSupportedArchs())
 
+    @override
     def compile(self, source: str, options: Sequence[str]) -> bytes:
-        """See Toolkit."""
         nvrtc = self._nvrtc
         program = nvrtc.createProgram(source, _PROGRAM, (), ())
         try:
@@ -197,17 +198,17 @@ class CupyToolkit:
         finally:
             nvrtc.destroyProgram(program)
 
+    @override
     def load(self, code: bytes, name: str, device: int) -> Any:
-        """See Toolkit."""
         with self._cupy.cuda.Device(device):
             module = self._modules.Module()
             module.load(code)
-            return module, module.get_function(name)  # a module that nobody holds is unloaded
+            return module, module.get_function(name)  # a module that is not held is unloaded
 
+    @override
     def launch(
         self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
-        """See Toolkit."""
         _, function = kernel
         cuda = self._cupy.cuda
         with cuda.Device(device), cuda.ExternalStream(stream, device):

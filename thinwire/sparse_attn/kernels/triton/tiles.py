@@ -1,5 +1,5 @@
-"""What the Triton kernels share: which tiles a program takes, where they lie in memory, a tile's scores with all masks,
-dropout, and values made safe to multiply by zero."""
+"""Parts that the Triton kernels share: which tiles a program takes, where they lie in memory, a tile's scores with
+all masks, dropout, and values made safe to multiply by zero."""
 
 from __future__ import annotations
 
