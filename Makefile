@@ -46,6 +46,8 @@ $(READY): requirements.txt pyproject.toml
 train: $(READY)
 	$(RUN) -m experiments.pretrain_bert $(ARGS)
 
+# Bytecode is kept whatever the shell says: every worker, and most processes that tests start, would compile all again.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
