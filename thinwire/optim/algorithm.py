@@ -96,16 +96,23 @@ class Agreement:
     `settings`: of every parameter that takes part in the step, on any rank, by number.
 
     Args:
-        parameters: all of the optimizer's.
+        parameters: the optimizer's, and `count`, how many there are sums for, the first ones.
         taking_part: the numbers of those that take part.
         shards: whether each rank works on cuts, of whose sums the sum counts.
     """
 
     def __init__(
-        self, comm: Communicator, parameters: Parameters, taking_part: Callable[[], list[int]], *, shards: bool
+        self,
+        comm: Communicator,
+        parameters: Parameters,
+        count: int,
+        taking_part: Callable[[], list[int]],
+        *,
+        shards: bool,
     ) -> None:
         self._comm = comm
         self._parameters = parameters
+        self._count = count
         self._taking_part = taking_part
         self._shards = shards
 
@@ -119,12 +126,11 @@ class Agreement:
     @property
     def numels(self) -> list[int]:
         """Elements of every parameter, whole, by number."""
-        return [parameter.numel() for parameter in self._parameters.parameters]
+        return [parameter.numel() for parameter in self._parameters.parameters[: self._count]]
 
     def zeros(self, kinds: int) -> Tensor:
         """Numbers to fill in: fp64 [parameters, kinds]."""
-        every = self._parameters.parameters
-        return torch.zeros(len(every), kinds, dtype=torch.float64, device=every[0].device)
+        return torch.zeros(self._count, kinds, dtype=torch.float64, device=self._parameters.parameters[0].device)
 
     def __call__(self, sums: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Agree on `sums`, fp64 [parameters, kinds], and on `greatest`, fp64 [parameters], of what this rank works on.

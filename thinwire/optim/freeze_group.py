@@ -50,6 +50,7 @@ class FreezeGroup:
         self.left_out_steps = 0
         self._comm = comm
         self._parameters = parameters
+        self._count = len(parameters.parameters)  # now: later ones are in later groups
         self.prepare()
 
     @property
@@ -165,7 +166,7 @@ class FreezeGroup:
             # In the order of the members, which numbers over all of them are added up in.
             return sorted(numbers) if self.storage.shards else sorted(numbers, key=parameters.group_of.__getitem__)
 
-        return Agreement(self._comm, parameters, taking_part, shards=self.storage.shards)
+        return Agreement(self._comm, parameters, self._count, taking_part, shards=self.storage.shards)
 
     # Between steps
 
