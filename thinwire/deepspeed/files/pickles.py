@@ -42,6 +42,9 @@ _RECORDS = (
     "types.SimpleNamespace",
 )
 
+_ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+"""The values of DeepSpeed's ZeroStageEnum."""
+
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")  # before numpy 2, and since
 
 _NUMBERS = {"b1": torch.bool, "f2": torch.float16, "f4": torch.float32, "f8": torch.float64}
@@ -105,6 +108,12 @@ class Array:
         self.value = flipped.permute(*reversed(range(len(shape)))).contiguous()
 
 
+def _member(kind: object, name: str) -> Record:
+    """Return an enum's member, which some Pythons (3.11.0 to 3.11.3) pickle by its name in place of its value."""
+    del kind  # whatever it is, nothing is read of it
+    return Record(_ZERO_STAGES.get(name, name))
+
+
 def _number(kind: NumpyType, content: bytes) -> float:
     number: float = kind.read(content, ()).item()
     return number
@@ -113,7 +122,7 @@ def _number(kind: NumpyType, content: bytes) -> float:
 def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """What torch.serialization.safe_globals takes: each stand-in with the name that it is found under in files."""
     pairs: list[tuple[Callable[..., Any], str]] = [(Record, name) for name in _RECORDS]
-    pairs += [(NumpyType, "numpy.dtype"), (Array, "numpy.ndarray")]
+    pairs += [(NumpyType, "numpy.dtype"), (Array, "numpy.ndarray"), (_member, "builtins.getattr")]
     for module in _NUMPY:
         pairs += [(_number, f"{module}.scalar"), (lambda *_: Array(), f"{module}._reconstruct")]
     return list(pairs)
