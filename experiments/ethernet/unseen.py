@@ -18,7 +18,7 @@ from typing import Any
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError
-from experiments.common.results import RESULTS, read_json
+from experiments.common.results import RESULTS
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
 from experiments.ethernet.jobs import job, links
@@ -26,7 +26,7 @@ from experiments.ethernet.race import planned
 from experiments.ethernet.race.contenders import CONTENDERS
 from experiments.ethernet.study import Study, ready
 from experiments.tasks.sizes import SIZES
-from thinwire.plan import Calibration
+from thinwire.plan import Calibration, load_calibration
 
 __all__ = ["main"]
 
@@ -84,7 +84,7 @@ def _probe(cores: int, options: argparse.Namespace) -> Calibration:
         finished = cluster.run(program, seconds=options.limit)
         if finished.code != 0:
             raise ClusterError(f"thinwire probe ended with {finished.code}:\n{finished.output[-4000:]}")
-        return Calibration.model_validate(read_json(output))
+        return load_calibration(output)
 
 
 def _steps(model: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:

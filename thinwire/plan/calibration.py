@@ -53,7 +53,7 @@ class Calibration(_Section):
     ranks_per_node: int = Field(ge=1)
     between: LinkFit | None
     inside: LinkFit | None
-    processor: Processor = Field(strict=False)  # a dictionary will do
+    processor: Processor
 
     def link(self, which: Literal["between", "inside"]) -> Link | None:
         """The link for a Cluster, or None where it was not there to be measured."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -33,7 +34,7 @@ def compare(
         computing: seconds of forward, backward and update, of which the proportions count.
         cores: that all ranks share, while they are probed and while they train; None: enough.
     """
-    cluster = _cluster(Calibration.model_validate(probe), cores)
+    cluster = _cluster(Calibration.model_validate_json(json.dumps(probe)), cores)
     computed = median(turn["seconds"] for turn in turns[ALONE]) / cluster.ranks_a_core
     scale = computed / sum(computing.values())
     workload = Workload(

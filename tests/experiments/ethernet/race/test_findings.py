@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import isnan, log
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_a_fast_link_leaves_what_is_computed() -> None:
 
 def test_what_was_not_probed_is_foreseen() -> None:
     """Another rate scales the link; hosts that share a core compute as many times as long."""
-    calibration = Calibration.model_validate(probe_of(1e6))
+    calibration = Calibration.model_validate_json(json.dumps(probe_of(1e6)))
     measured = {"shapes": SHAPES, "computing_one_rank": PARTS}
 
     def predicted(megabits: float, hosts: int, cores_a_host: float) -> float:
