@@ -56,8 +56,7 @@ class TrainingEngine(Engine):
     @property
     def local_rank(self) -> int:
         """This rank among those of its host, by the launcher. Raises AttributeError where the launcher does not say."""
-        rank = detect(os.environ).local_rank
-        if rank is None:
+        if (rank := detect(os.environ).local_rank) is None:
             raise AttributeError("the launcher does not say which ranks share a host: engine.local_rank is not known")
         return rank
 

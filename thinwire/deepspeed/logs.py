@@ -29,8 +29,7 @@ logger = _make_logger()
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on these ranks, [-1] for all; without ranks, only where none have met."""
-    text = _of_rank(message, ranks)
-    if text is not None:
+    if (text := _of_rank(message, ranks)) is not None:
         logger.log(level, text)
 
 

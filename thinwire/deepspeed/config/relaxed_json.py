@@ -178,8 +178,7 @@ class _Reader:
         return found is not None and re.compile(r"\s*:").match(self._text, found.end()) is not None
 
     def _match(self, pattern: re.Pattern[str], expected: str) -> str:
-        found = pattern.match(self._text, self._at)
-        if found is None:
+        if (found := pattern.match(self._text, self._at)) is None:
             raise self._error(f"{expected} must stand here")
         self._at = found.end()
         return found[0]

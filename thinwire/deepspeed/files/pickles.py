@@ -41,9 +41,8 @@ _RECORDS = (
     "pathlib.PosixPath",
     "types.SimpleNamespace",
 )
-
-_ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-"""The values of DeepSpeed's ZeroStageEnum."""
+# Python 3.11.0 to 3.11.3 pickle an enum's member by getattr and its name; these are ZeroStageEnum's values.
+_MEMBERS = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")  # before numpy 2, and since
 
@@ -108,12 +107,6 @@ class Array:
         self.value = flipped.permute(*reversed(range(len(shape)))).contiguous()
 
 
-def _member(kind: object, name: str) -> Record:
-    """Return an enum's member, which some Pythons (3.11.0 to 3.11.3) pickle by its name in place of its value."""
-    del kind  # whatever it is, nothing is read of it
-    return Record(_ZERO_STAGES.get(name, name))
-
-
 def _number(kind: NumpyType, content: bytes) -> float:
     number: float = kind.read(content, ()).item()
     return number
@@ -122,7 +115,8 @@ def _number(kind: NumpyType, content: bytes) -> float:
 def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """What torch.serialization.safe_globals takes: each stand-in with the name that it is found under in files."""
     pairs: list[tuple[Callable[..., Any], str]] = [(Record, name) for name in _RECORDS]
-    pairs += [(NumpyType, "numpy.dtype"), (Array, "numpy.ndarray"), (_member, "builtins.getattr")]
+    pairs += [(NumpyType, "numpy.dtype"), (Array, "numpy.ndarray")]
+    pairs.append((lambda _, name: Record(_MEMBERS.get(name, name)), "builtins.getattr"))
     for module in _NUMPY:
         pairs += [(_number, f"{module}.scalar"), (lambda *_: Array(), f"{module}._reconstruct")]
     return list(pairs)

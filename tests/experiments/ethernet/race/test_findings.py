@@ -95,8 +95,7 @@ def test_a_slow_link_takes_what_its_bytes_do() -> None:
     wire = 2 * 3 / 4 * 4 * ELEMENTS / rate
     turns = {ALONE: [turn(0.8)], "ddp-fp32": [turn(wire)]}
     found = planned.compare(turns, probe_of(rate), SHAPES, PARTS)
-    assert found["ddp-fp32"]["measured"] == wire
-    assert found["ddp-fp32"]["error"] == pytest.approx(0, abs=0.01)
+    assert (found["ddp-fp32"]["measured"], found["ddp-fp32"]["error"]) == (wire, pytest.approx(0, abs=0.01))
 
 
 def test_a_fast_link_leaves_what_is_computed() -> None:
@@ -118,8 +117,8 @@ def test_what_was_not_probed_is_foreseen() -> None:
         return planned.foresee(turns, calibration, megabits, hosts, cores_a_host, measured)["ddp-fp32"]["predicted"]
 
     assert predicted(1e9, 2, 1.0) == pytest.approx(0.4)
-    collectives = 2  # of the embedding's bucket, and of the rest's: in each, ranks wait for a core
-    assert predicted(1e9, 4, 0.5) == pytest.approx(0.8 + collectives * 5e-3, abs=5e-3)
+    # Two collectives, of the embedding's bucket and of the rest's: in each, ranks wait for a core.
+    assert predicted(1e9, 4, 0.5) == pytest.approx(0.8 + 2 * 5e-3, abs=5e-3)
     assert predicted(0.08, 2, 1.0) == pytest.approx(4 * ELEMENTS / 1e4, rel=0.05)
     assert predicted(0.008, 4, 1.0) == pytest.approx(2 * 3 / 4 * 4 * ELEMENTS / 1e3, rel=0.05)
 
