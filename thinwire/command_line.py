@@ -14,8 +14,6 @@ from thinwire.engine.errors import CheckpointError, UsageError, printable
 from thinwire.plan.commands import add_plan_arguments, add_probe_arguments
 from thinwire.plan.units import PlanError
 
-__all__ = ["main", "make_parser"]
-
 
 def make_parser() -> argparse.ArgumentParser:
     """What reads the command's arguments; `run` of what it returns does what they ask for."""

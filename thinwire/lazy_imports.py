@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["PROVIDERS", "lazy_exports", "provided"]
-
 PROVIDERS: dict[str, str] = {}
 """Modules of upper rooms that lower ones use if they are there, by what for; the door of the package names them."""
 

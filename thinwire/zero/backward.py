@@ -23,8 +23,6 @@ from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, refuse_
 from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.rank_checks import agree_to_leave_out, check_left_out
 
-__all__ = ["BackwardWatcher", "GradientHook"]
-
 
 class GradientHook:
     """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives.

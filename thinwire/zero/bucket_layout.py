@@ -7,20 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = [
-    "LARGEST_BUCKET_BYTES",
-    "BucketLayout",
-    "Slot",
-    "WholeLayout",
-    "bucket_numel",
-    "frozen_state_formula",
-    "model_state_formula",
-    "partition",
-    "partition_whole",
-    "shard_numel",
-    "valid_in_shard",
-]
-
 _BUCKETS = 8
 _MOST_PADDING = 1.25  # elements of a bucket of whole parameters for one that belongs to a parameter
 _SMALLEST_BUCKET_BYTES = 4 << 20

@@ -20,21 +20,6 @@ from thinwire.zero.placement import Averaging
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "WHOLE",
-    "Preparation",
-    "computing_dtype",
-    "count_traffic",
-    "fill",
-    "free_gathered",
-    "gathered",
-    "is_sharded",
-    "join_process_group",
-    "local_run",
-    "shard_model",
-    "whole",
-]
-
 WHOLE = "_thinwire_whole"
 """Attribute of a sharded parameter that answers as its value for a while."""
 

@@ -23,8 +23,6 @@ from thinwire.zero.saved_state import STATE_IS_ON_ALL_RANKS, SavedSlice, SliceSo
 from thinwire.zero.sharded_home import NOT_FINITE, clip_coefficient, norm_of_averages
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["FullyShardedOptimizer"]
-
 
 @dataclass(frozen=True)
 class _Shard:

@@ -15,8 +15,6 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-__all__ = ["Seal", "SentGradient", "gradient_of", "refuse_kind"]
-
 _SAMPLED = 64
 _LOOKED_AT = 8  # one parameter in so many
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,8 +13,6 @@ from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters
 from thinwire.zero.placement import Averaging
 
-__all__ = ["BucketGradients", "BucketTransport", "averaging_gradients"]
-
 
 class BucketTransport(Protocol):
     """What sends one bucket's gradients."""

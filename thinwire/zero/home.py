@@ -17,24 +17,6 @@ from thinwire.comm import Communicator
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
-__all__ = [
-    "NOT_STEPPED",
-    "NO_GRADIENTS",
-    "TRAFFIC",
-    "Fragment",
-    "Held",
-    "Home",
-    "ParameterState",
-    "StateOwner",
-    "StepResult",
-    "claim",
-    "find_state",
-    "local_values",
-    "ring_bytes",
-    "whole_values",
-]
-
-
 _ATTRIBUTE = "_thinwire_state"
 
 

@@ -21,8 +21,6 @@ from thinwire.zero.placement import Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
-__all__ = ["FlatBucket", "MasterWeights", "Run", "ShardedParameters", "bring_beside", "runs_in"]
-
 
 @dataclass(frozen=True)
 class Run:

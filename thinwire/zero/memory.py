@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator, Work
 from thinwire.zero.gradient_seal import SentGradient
 
-__all__ = ["CATEGORIES", "MemoryReport", "live_tensor_bytes", "process_tensor_bytes", "with_subclasses"]
-
 
 def with_subclasses(kinds: Iterable[type]) -> set[type]:
     """These classes and all that derive from them, at any depth."""

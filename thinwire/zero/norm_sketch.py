@@ -11,8 +11,6 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 
-__all__ = ["NormSketch", "read_together"]
-
 _PERIOD = 1 << 20
 
 

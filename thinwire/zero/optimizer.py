@@ -32,9 +32,6 @@ from thinwire.zero.sharded_home import (
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["UNCORRECTED", "OptimizerClass", "ShardOptimizer", "ShardedOptimizer", "is_of_elements"]
-
-
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
 
-__all__ = ["PLAIN_AVERAGING", "Averaging", "Placement", "Sharding", "WeightGate"]
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -16,20 +16,6 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.zero.gradient_seal import gradient_of
 
-__all__ = [
-    "ReplicaDriftError",
-    "agree_on_absent",
-    "agree_on_order",
-    "agree_to_leave_out",
-    "broadcast_from_rank_0",
-    "check_left_out",
-    "check_parameters",
-    "check_same_kind",
-    "check_same_on_every_rank",
-    "compare_replicas",
-    "find_overflowing",
-]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

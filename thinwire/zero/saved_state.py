@@ -15,23 +15,6 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
 
-__all__ = [
-    "STATE_DICT_FORMAT",
-    "STATE_IS_ON_ALL_RANKS",
-    "OneRankState",
-    "OwnSlices",
-    "SavedSlice",
-    "SliceSource",
-    "check_same_optimizer",
-    "counters_of",
-    "group_settings",
-    "rank_state_source",
-    "read_state",
-    "read_weight",
-    "state_slices",
-    "take_over_settings",
-]
-
 
 @dataclass(frozen=True)
 class SavedSlice:

@@ -23,20 +23,6 @@ from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParam
 from thinwire.zero.rank_checks import check_same_on_every_rank
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
-__all__ = [
-    "NOT_FINITE",
-    "BucketParameterState",
-    "ComparisonTimes",
-    "ShardedHome",
-    "Vote",
-    "clip_coefficient",
-    "clip_of_norm",
-    "norm_of_averages",
-    "of_whole_bucket",
-    "own_fragments",
-    "settings_digest",
-]
-
 
 class BucketParameterState(ParameterState):
     """Weights and gradients in a home's buckets; a subclass has what the home keeps beside them, by bucket's number."""

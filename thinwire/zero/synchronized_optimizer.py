@@ -17,8 +17,6 @@ from thinwire.zero import saved_state, training_loops
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
-__all__ = ["SynchronizedOptimizer"]
-
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose gradients leave during `backward()`, and whose `step()` is the same on every rank.

@@ -16,14 +16,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "find_accumulation",
-    "leave_gradients_alone",
-    "on_first_ddp_forward",
-    "refuse_late_workers",
-    "refuse_trainers",
-]
-
 _TRAINERS = ("transformers.trainer", "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
 

@@ -21,8 +21,6 @@ from thinwire.optim.home import ranks_to_resume
 from thinwire.optim.storage import mean_over_ranks
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
-__all__ = ["ELASTIC", "Loaded", "LocalCheckpoint", "SavedPlace", "load_worker", "saved_states"]
-
 _WORKER_RESIDUAL = "worker_residual"
 _OWNER_RESIDUAL = "owner_residual"
 _MOMENTUM = "outer_momentum"

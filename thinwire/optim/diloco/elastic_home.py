@@ -31,8 +31,6 @@ from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import StepResult, ring_bytes
 from thinwire.zero.saved_state import SliceSource
 
-__all__ = ["ElasticHome"]
-
 _ATTEMPTS = 10
 """Meetings in a row after which workers did not connect: they reach the meeting place, but not each other."""
 

@@ -24,16 +24,6 @@ from thinwire.optim.diloco.fragments import Fragment
 from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, WeightPair, make_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 
-__all__ = [
-    "NodeOuterStep",
-    "Plan",
-    "Standing",
-    "enter_elastic_job",
-    "hand_over",
-    "make_node_outer_step",
-    "own_communicator",
-]
-
 
 @dataclass(frozen=True)
 class Standing:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Fragment", "Piece", "Timetable", "auto_fragments", "cut_fragments", "layers_of"]
-
 _LAYERS_TO_A_FRAGMENT = 3
 _NUMBERED = re.compile(r"^(.*?\.)?(\d+)(?=\.)")
 

@@ -21,8 +21,6 @@ from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import settings_digest
 
-__all__ = ["LocalHome"]
-
 
 class LocalHome(Home):
     """Workers that take steps of their own, and now and then an outer step together, fragment by fragment.

@@ -42,8 +42,6 @@ from thinwire.zero.rank_checks import (
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["DiLoCo", "ElasticSampler"]
-
 
 class DiLoCo(SynchronizedOptimizer):
     """Local steps of any optimizer, and every now and then an outer step on the mean of what the workers did.

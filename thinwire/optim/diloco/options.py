@@ -15,8 +15,6 @@ from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragme
 from thinwire.optim.options import check_count
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-__all__ = ["COMMUNICATES", "check_options", "cut_trained", "default_outer_lr", "listed", "names_of", "tensors_in"]
-
 _MANY_PARAMETERS = 335_000_000
 
 COMMUNICATES = (

@@ -20,18 +20,6 @@ from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment
 
-__all__ = [
-    "Alone",
-    "Arrived",
-    "OuterSettings",
-    "OuterState",
-    "OuterStep",
-    "Together",
-    "UnderWay",
-    "WeightPair",
-    "make_outer_step",
-]
-
 
 @dataclass
 class OuterSettings:

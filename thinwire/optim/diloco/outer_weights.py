@@ -12,8 +12,6 @@ from thinwire.optim.diloco.fragments import Fragment, Piece
 from thinwire.optim.diloco.outer import OuterSettings, OuterState, WeightPair
 from thinwire.optim.diloco.worker import Worker
 
-__all__ = ["KeptMomentum", "OuterWeights"]
-
 _IN_CACHE = 1 << 16
 
 

@@ -16,9 +16,6 @@ from thinwire.zero import ShardedOptimizer
 from thinwire.zero.backward import BackwardWatcher, GradientHook
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult, find_state, whole_values
 
-__all__ = ["NodeWorker", "RankWorker", "Worker"]
-
-
 # What a key says of a value besides its kind: a plain number, or where in the parameter a slice begins.
 _NUMBER = "[number]"
 _START = "[start]"
