@@ -291,6 +291,9 @@ class ShardedHome(Home):
         return sum(parameter.numel() for parameter in self.parameters)
 
 
+_PLAIN = (int, float, str, tuple, type(None))
+
+
 def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
     """16 bits that differ, but for chance, between ranks whose groups have other hyperparameters in this step, or other
     parameters that are trained.
@@ -305,7 +308,7 @@ def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
         for name, value in group.items():
             if isinstance(value, Tensor):
                 of_group += [(name, float(value))] if value.numel() == 1 and value.device.type == "cpu" else []
-            elif isinstance(value, int | float | str | tuple | None):
+            elif isinstance(value, _PLAIN):
                 of_group.append((name, value))
         values.append(of_group)
     return zlib.crc32(repr((step, values)).encode()) & 0xFFFF

@@ -164,11 +164,8 @@ class AverageAndEncode(KernelCall):
         for packets in (self.packets, self.received):
             Part(0, shard, shard, shard, self.block_size).check(self.codec, packets)
         check_device("received", self.received, self.packets)
-        check_vector("lost", self.lost, self.packets)
-        if self.residual is not None:
-            check_vector("residual", self.residual, self.packets, numel=shard)
-        if self.mask is not None:
-            check_vector("mask", self.mask, self.packets, (torch.uint8,), shard)
+        check_vectors(self.packets, shard, lost=self.lost, residual=self.residual)
+        check_vectors(self.packets, shard, (torch.uint8,), mask=self.mask)
         if self.packets.size(0) != 1:
             raise ValueError(f"packets must have one row, got {self.packets.size(0)}")
         if not 0 <= self.numel <= shard:
@@ -219,7 +216,7 @@ class PackedState:
         """Raise TypeError or ValueError unless the tensors fit together, and there are `factors` for each run."""
         self.whole.check("sign1", self.packets)
         padded = self.shard * self.packets.size(0)
-        check_vector("codes", self.codes, self.packets, (torch.uint8,), padded)
+        check_vectors(self.packets, padded, (torch.uint8,), codes=self.codes)
         segments.check(self.numel, padded, **factors)
 
 
@@ -259,8 +256,8 @@ class EncodePackedPayload(KernelCall):
         padded = self.part.shard * self.packets.size(0)
         if padded != self.state.codes.numel() or self.part.numel != self.state.numel:
             raise ValueError(f"the part is of a bucket of {padded} elements, the state of {self.state.codes.numel()}")
-        check_vector("residual", self.residual, self.packets, (torch.float32, torch.bfloat16), padded)
-        check_vector("lost", self.lost, self.packets, (self.residual.dtype,), padded)
+        check_vectors(self.packets, padded, (torch.float32, torch.bfloat16), residual=self.residual)
+        check_vectors(self.packets, padded, (self.residual.dtype,), lost=self.lost)
         self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
         check_divisors(self.beta1, self.divisors)
         if self.tables.dtype != torch.float32 or self.tables.shape != (len(self.segments), _TABLE_ENTRIES):
@@ -301,7 +298,7 @@ class MovePacked(KernelCall):
     @override
     def check(self) -> None:
         self.state.check(self.segments, rates=self.rates, decays=self.decays, moves=self.moves)
-        check_vector("weights", self.weights, self.state.packets, FLOAT_TYPES)
+        check_vectors(self.state.packets, None, FLOAT_TYPES, weights=self.weights)
         if self.first < 0 or self.first + self.weights.numel() > self.state.codes.numel():
             raise ValueError(
                 f"{self.weights.numel()} weights from element {self.first} on do not lie in a bucket of "
@@ -329,23 +326,28 @@ def check_packets(codec: str, packets: Tensor, shard: int | None = None, block_s
         )
 
 
-def check_vector(
-    name: str,
-    vector: Tensor,
+def check_vectors(
     packets: Tensor,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
     numel: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    **vectors: Tensor | None,
 ) -> None:
-    """Raise unless `vector` is contiguous, of one of the `dtypes` and so many elements, beside `packets`."""
-    if vector.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {vector.dtype}: convert it first")
-    if vector.dim() != 1 or not vector.is_contiguous() or numel not in (None, vector.numel()):
-        of = "" if numel is None else f" of {numel} elements"
-        raise ValueError(
-            f"{name} must be a contiguous vector{of}, got shape {tuple(vector.shape)} "
-            f"with strides {vector.stride()}: flatten it first"
-        )
-    check_device(name, vector, packets)
+    """Raise unless each vector that there is is contiguous, of one of the `dtypes` and so many elements, beside
+    `packets`."""
+    device = packets.device
+    for name, vector in vectors.items():
+        if vector is None:
+            continue
+        if vector.dtype not in dtypes:
+            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {vector.dtype}: convert it first")
+        if vector.dim() != 1 or not vector.is_contiguous() or numel not in (None, vector.numel()):
+            of = "" if numel is None else f" of {numel} elements"
+            raise ValueError(
+                f"{name} must be a contiguous vector{of}, got shape {tuple(vector.shape)} "
+                f"with strides {vector.stride()}: flatten it first"
+            )
+        if vector.device != device:
+            check_device(name, vector, packets)
 
 
 def check_device(name: str, tensor: Tensor, packets: Tensor) -> None:
@@ -354,13 +356,11 @@ def check_device(name: str, tensor: Tensor, packets: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device} and packets on {packets.device}: use one device")
 
 
-def check_denominators(form: str, denominators: Tensor | None, numel: int, packets: Tensor) -> None:
-    """Raise unless there are denominators of so many elements, if the form takes some."""
+def check_form(form: str, denominators: Tensor | None) -> None:
+    """Raise unless there are denominators, if the form takes some."""
     if form not in ("plain", "divided", "masked"):
         raise ValueError(f"form must be 'plain', 'divided' or 'masked', got {form!r}")
-    if denominators is not None:
-        check_vector("denominators", denominators, packets, numel=numel)
-    elif form != "plain":
+    if denominators is None and form != "plain":
         raise ValueError(f"form {form!r} takes denominators: give them, or form 'plain'")
 
 

@@ -19,12 +19,12 @@ from thinwire.compress.kernels.buckets import (
     PayloadForm,
     Segments,
     UpdateForm,
-    check_denominators,
     check_device,
     check_divisors,
     check_factors,
+    check_form,
     check_packets,
-    check_vector,
+    check_vectors,
 )
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 
@@ -129,7 +129,7 @@ class Decode(KernelCall):
     def check(self) -> None:
         check_packets(self.codec, self.packets)
         if self.mean:
-            check_vector("output", self.output, self.packets)
+            check_vectors(self.packets, output=self.output)
         else:
             _check_run("output", self.output, self.packets, torch.float32)
         rows = self.packets.size(0) // self.averaged
@@ -243,11 +243,9 @@ class EncodePayload(KernelCall):
     def check(self) -> None:
         self.part.check(self.codec, self.packets)
         padded = self.part.shard * self.packets.size(0)
-        check_vector("momentum", self.momentum, self.packets, numel=padded)
-        check_vector("lost", self.lost, self.packets, numel=padded)
-        if self.residual is not None:
-            check_vector("residual", self.residual, self.packets, numel=padded)
-        check_denominators(self.form, self.denominators, padded, self.packets)
+        check_form(self.form, self.denominators)
+        vectors = {"momentum": self.momentum, "denominators": self.denominators, "residual": self.residual}
+        check_vectors(self.packets, padded, lost=self.lost, **vectors)
         of_runs = {"gradients": self.gradients, "beta1": self.beta1, "divisors": self.divisors}
         self.segments.check(self.part.numel, padded, **of_runs)
         self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
@@ -287,8 +285,8 @@ class DecodeAndMove(KernelCall):
     def check(self) -> None:
         self.part.check(self.codec, self.packets)
         padded = self.part.shard * self.packets.size(0)
-        check_vector("output", self.output, self.packets, numel=padded)
-        check_denominators("divided" if self.holds else self.form, self.denominators, padded, self.packets)
+        check_form("divided" if self.holds else self.form, self.denominators)
+        check_vectors(self.packets, padded, output=self.output, denominators=self.denominators)
         columns = {"weights": self.weights, "replicas": self.replicas, "rates": self.rates, "decays": self.decays}
         self.segments.check(self.part.numel, padded, **columns)
         self.segments.check_tensors("weights", self.weights, self.packets.device, (torch.float32,))
@@ -327,7 +325,7 @@ def _runs(call: _OfRows, **vectors: Any) -> Iterator[_OfRows]:
 def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -> None:
     """Raise unless it is a vector, or rows of floats that may lie apart, one for each packet."""
     if vector.dim() != 2:
-        check_vector(name, vector, packets, (dtype,))
+        check_vectors(packets, None, (dtype,), **{name: vector})
         return
     rows, shard = vector.shape
     if rows != packets.size(0) or vector.stride(1) != 1 or (rows > 1 and vector.stride(0) < shard):
@@ -335,7 +333,7 @@ def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -
             f"{name} must be a contiguous vector, or have a row without gaps for each of the {packets.size(0)} rows of "
             f"packets, got shape {tuple(vector.shape)} with strides {vector.stride()}"
         )
-    check_vector(name, vector[0], packets, (dtype,))
+    check_vectors(packets, None, (dtype,), **{name: vector[0]})
 
 
 def _check_rows(codec: str, name: str, vector: Tensor, rows: int, packets: Tensor, block_size: int, valid: int) -> None:
