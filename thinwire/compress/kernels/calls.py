@@ -244,8 +244,8 @@ class EncodePayload(KernelCall):
         self.part.check(self.codec, self.packets)
         padded = self.part.shard * self.packets.size(0)
         check_form(self.form, self.denominators)
-        vectors = {"momentum": self.momentum, "denominators": self.denominators, "residual": self.residual}
-        check_vectors(self.packets, padded, lost=self.lost, **vectors)
+        check_vectors(self.packets, padded, momentum=self.momentum, lost=self.lost)
+        check_vectors(self.packets, padded, residual=self.residual, denominators=self.denominators)
         of_runs = {"gradients": self.gradients, "beta1": self.beta1, "divisors": self.divisors}
         self.segments.check(self.part.numel, padded, **of_runs)
         self.segments.check_tensors("gradients", self.gradients, self.packets.device, FLOAT_TYPES)
