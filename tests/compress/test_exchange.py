@@ -11,6 +11,7 @@ from tests.pairwise import each_once, pairwise
 from thinwire.comm import threads
 from thinwire.compress import Codec, Exchange, Flags, PacketError, make_codec
 from thinwire.compress.exchange import held_coordinates, zero_held
+from thinwire.compress.light_exchanges import LowMemoryExchange
 
 BLOCK = 64
 
@@ -161,15 +162,71 @@ def test_packets_of_one_size_and_another_codec_are_an_error_on_every_rank() -> N
     threads.run(rank, 2)
 
 
-def test_a_missing_gradient_is_told_to_every_rank() -> None:
+def test_a_missing_gradient_is_told_to_every_rank_and_padding_stays_zero() -> None:
     def rank(comm):
-        exchange = Exchange(comm, 10, make_codec("sign1", BLOCK))
+        exchange = Exchange(comm, 300, make_codec("sign1", BLOCK), part=BLOCK)
+        exchange.payload[:300] = 1.0
         exchange.start(0, Flags.INCOMPLETE if comm.rank == 2 else Flags.NONE)
         exchange.advance()
         exchange.wait()
-        return exchange.outcome().incomplete
+        output = torch.full_like(exchange.payload, 7.0)
+        exchange.read(output)
+        return exchange.outcome().incomplete, bool((output[:300] == 1).all()), bool(output[300:].any())
 
-    assert threads.run(rank, 3) == [True] * 3
+    assert threads.run(rank, 3) == [(True, True, False)] * 3
+
+
+def test_what_a_captured_step_depends_on_takes_turns_in_two_places() -> None:
+    def rank(comm):
+        exchange, other = (Exchange(comm, 300, make_codec("sign1", BLOCK)) for _ in range(2))
+        places = []
+        for step in range(6):
+            places.append(exchange.places())
+            vector = torch.from_numpy(random_payloads(step, comm.size, 300)[comm.rank])
+            assert torch.equal(exchange.average(vector, step), other.average(vector, step))
+        assert places == places[:2] * 3
+        assert all(one != two for one, two in zip(*places[:2], strict=True))
+
+    threads.run(rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "reversible"),
+    pairwise(["sign1", "int8"], [torch.float32, torch.bfloat16], [True, False]),
+)
+def test_less_memory_gives_the_packets_of_an_exchange_with_its_residuals_rounded(codec, dtype, reversible) -> None:
+    def rank(comm):
+        made, options = make_codec(codec, BLOCK), {"residual_dtype": dtype, "reversible": reversible, "part": 2 * BLOCK}
+        low = LowMemoryExchange(comm, 777, made, bucket=0, device=torch.device("cpu"), **options)
+        plain = Exchange(comm, 777, made, part=2 * BLOCK)
+        assert low.takes_encoder == (made.has_kernels and reversible and dtype == torch.float32)
+        for step in range(5):
+            vector = torch.from_numpy(random_payloads(step, comm.size, 777)[comm.rank])
+            if step == 2 and comm.rank == 1:
+                vector[500] = float("inf")
+            before, owned = low.worker_residual.clone(), low.owner_residual.clone()
+            low.payload[:777] = vector
+            low.start(step)
+            low.advance((lambda average, place: None) if step % 2 else None)
+            low.wait()
+            last, packets = made.join(low.arrived(2)), low.take_packets()
+            assert torch.equal(last, packets[2:])
+            wanted, found = plain.average(vector, step), torch.empty(comm.size, low.shard)
+            made.decode(packets, found, 777)
+            if low.outcome().finite:
+                assert torch.equal(found.view(-1)[:777], wanted)
+                low.commit()
+                assert low.worker_residual.dtype == dtype
+                assert torch.equal(low.worker_residual, plain.worker_residual.to(dtype))
+                assert torch.equal(low.owner_residual, plain.owner_residual)
+            else:
+                assert step == 2
+                low.revert()
+                assert torch.equal(low.worker_residual, before if reversible else torch.zeros_like(before))
+                assert torch.equal(low.owner_residual, owned)
+            plain.worker_residual.copy_(low.worker_residual)
+
+    threads.run(rank, 3)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 1 / 16, 0.5, 1.0])
