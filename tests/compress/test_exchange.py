@@ -191,8 +191,7 @@ def test_what_a_captured_step_depends_on_takes_turns_in_two_places() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "dtype", "reversible"),
-    pairwise(["sign1", "int8"], [torch.float32, torch.bfloat16], [True, False]),
+    ("codec", "dtype", "reversible"), pairwise(["sign1", "int8"], [torch.float32, torch.bfloat16], [True, False])
 )
 def test_less_memory_gives_the_packets_of_an_exchange_with_its_residuals_rounded(codec, dtype, reversible) -> None:
     def rank(comm):

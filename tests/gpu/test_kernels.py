@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from tests.compress.kernels import bucket_body
-from tests.compress.kernels.body import (
-    BACKENDS,
-    KernelsBody,
-    Subject,
-    check_rows_apart,
-    uninitialised_packets,
-)
+from tests.compress.kernels.body import BACKENDS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
 from tests.compress.kernels.bucket_body import BucketKernels
 from tests.compress.kernels.momentum_body import MovesBody, make_momentum, same_bits
 from thinwire.compress.kernels import bucket_reference

@@ -87,12 +87,7 @@ class Bucket:
 
 
 def make(
-    seed: int,
-    device: str,
-    rows: int,
-    block_size: int = 128,
-    cut: bool = False,
-    numels: Sequence[int] = (),
+    seed: int, device: str, rows: int, block_size: int = 128, cut: bool = False, numels: Sequence[int] = ()
 ) -> Bucket:
     generator = torch.Generator().manual_seed(seed)
     some = torch.randint(0, 400, (9,), generator=generator).tolist()

@@ -221,10 +221,9 @@ def arguments_of(codec: str, operation: str) -> tuple[Tensor | int | None, ...]:
     payload, residual = torch.randn(2, 3 * 128)
     packets = uninitialised_packets(codec, 3, 128, 64, "cpu")
     execute(Encode(codec, payload.clone(), residual, packets, 300, 64))
-    return {
-        "encode": (payload, residual, packets, 300, 64),
-        "decode": (packets, torch.zeros(3 * 128), 300, 64),
-    }[operation]
+    return {"encode": (payload, residual, packets, 300, 64), "decode": (packets, torch.zeros(3 * 128), 300, 64)}[
+        operation
+    ]
 
 
 @pytest.mark.parametrize("codec", ["sign1", "stat2"])

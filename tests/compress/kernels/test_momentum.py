@@ -31,10 +31,7 @@ class TestMoves(MovesBody):
             pytest.param(
                 emulation.BACKEND,
                 id="emulated cuda",
-                marks=[
-                    pytest.mark.kernels,
-                    pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed"),
-                ],
+                marks=[pytest.mark.kernels, pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")],
             ),
         ]
     )
