@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, threads
 
 REPOSITORY = Path(__file__).parents[1]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
@@ -59,6 +62,22 @@ def find_mpirun() -> str:
         pytest.skip("no mpirun on this machine")
     need_mpi()
     return mpirun
+
+
+def on_threads(size: int | str) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Run a test, which takes the communicator first, on each of ``size`` ranks that are threads, or of as many as its
+    parameter of that name says."""
+
+    def decorate(body: Callable[..., object]) -> Callable[..., None]:
+        @wraps(body)
+        def test(**given: Any) -> None:
+            threads.run(lambda comm: body(comm, **given), given[size] if isinstance(size, str) else size)
+
+        signature = inspect.signature(body)
+        test.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+        return test
+
+    return decorate
 
 
 def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:

@@ -24,14 +24,20 @@ def draw(comm: Communicator, seed: int, numel: int, dtype: torch.dtype) -> list[
     return [torch.from_numpy(row).to(dtype) for row in numbers]
 
 
-def check_all_to_all(comm: Communicator, seed: int) -> None:
+def turn(comm: Communicator, inputs: list[Tensor]) -> Tensor:
+    """What an all-to-all of all ranks' ``inputs`` brings to this one."""
+    return torch.cat([one.tensor_split(comm.size)[comm.rank] for one in inputs])
+
+
+def check_copies(comm: Communicator, seed: int) -> None:
     for dtype in MOVED_DTYPES:
-        for chunk in LENGTHS:
-            inputs = draw(comm, seed, comm.size * chunk, dtype)
-            output = torch.empty_like(inputs[0])
-            comm.all_to_all(output, inputs[comm.rank])
-            own = slice(comm.rank * chunk, (comm.rank + 1) * chunk)
-            assert torch.equal(output, torch.cat([tensor[own] for tensor in inputs]))
+        for numel in LENGTHS:
+            inputs = draw(comm, seed, comm.size * numel, dtype)
+            exchanged, gathered = torch.empty_like(inputs[0]), torch.empty(comm.size, comm.size * numel, dtype=dtype)
+            comm.all_to_all(exchanged, inputs[comm.rank])
+            comm.all_gather(gathered, inputs[comm.rank])
+            assert torch.equal(exchanged, turn(comm, inputs))
+            assert torch.equal(gathered, torch.stack(inputs))
 
 
 def check_large_messages(comm: Communicator, seed: int) -> None:
@@ -48,20 +54,10 @@ def check_large_messages(comm: Communicator, seed: int) -> None:
     for number in torch.randperm(len(flying), generator=torch.Generator().manual_seed(seed)).tolist():
         flying[number].wait()
         assert flying[number].is_completed()
-    for chunk, output, of_rank in zip(chunks, outputs, inputs, strict=True):
-        own = slice(comm.rank * chunk, (comm.rank + 1) * chunk)
-        assert torch.equal(output, torch.cat([tensor[own] for tensor in of_rank]))
+    for output, of_rank in zip(outputs, inputs, strict=True):
+        assert torch.equal(output, turn(comm, of_rank))
     for output, of_rank in zip(gathered, given, strict=True):
         assert torch.equal(output, torch.stack(of_rank))
-
-
-def check_all_gather(comm: Communicator, seed: int) -> None:
-    for dtype in MOVED_DTYPES:
-        for numel in LENGTHS:
-            inputs = draw(comm, seed, numel, dtype)
-            output = torch.empty(comm.size, numel, dtype=dtype)
-            comm.all_gather(output, inputs[comm.rank])
-            assert torch.equal(output, torch.stack(inputs))
 
 
 def check_broadcast(comm: Communicator, seed: int) -> None:
@@ -88,7 +84,7 @@ def check_all_reduce(comm: Communicator, seed: int) -> None:
             for op, numbers in expected.items():
                 tensor = inputs[comm.rank].clone()
                 comm.all_reduce(tensor, op)  # type: ignore[arg-type]
-                assert torch.equal(tensor, (torch.from_numpy(numbers)).to(dtype)), (op, dtype, numel)
+                assert torch.equal(tensor, torch.from_numpy(numbers).to(dtype)), (op, dtype, numel)
     scalar = torch.tensor(float(comm.rank))
     comm.all_reduce(scalar, "max")
     assert scalar.item() == comm.size - 1
@@ -121,8 +117,7 @@ def check_handles(comm: Communicator, seed: int) -> None:
         works[index].wait()
         assert works[index].is_completed()
         works[index].wait()
-    mine = slice(comm.rank * 33, (comm.rank + 1) * 33)
-    assert torch.equal(moved, torch.cat([tensor[mine] for tensor in inputs]))
+    assert torch.equal(moved, turn(comm, inputs))
     assert torch.equal(summed, torch.stack(inputs).sum(0) / comm.size)
     assert torch.equal(gathered, torch.stack(inputs))
     assert torch.equal(rooted, inputs[0])
@@ -224,51 +219,29 @@ def check_traffic(comm: Communicator, seed: int) -> None:
 
 def check_refusals(comm: Communicator, seed: int) -> None:
     """What is refused here fails before anything is sent, so that all ranks can go on."""
-    ones = torch.ones(comm.size)
-    with pytest.raises(ValueError, match="contiguous"):
-        comm.all_reduce(torch.ones(4, 4).t())
-    with pytest.raises(TypeError, match="one dtype"):
-        comm.all_to_all(ones.double(), ones)
-    with pytest.raises(ValueError, match="expected"):
-        comm.all_gather(ones[:0], ones)
-    with pytest.raises(ValueError, match="share memory"):
-        comm.all_to_all(ones, ones)
-    with pytest.raises(ValueError, match="root is"):
-        comm.broadcast(ones, comm.size)
-    with pytest.raises(TypeError, match="root must be"):
-        comm.broadcast(ones, 0.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown op"):
-        comm.all_reduce(ones, "product")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="mean of"):
-        comm.all_reduce(torch.ones(3, dtype=torch.int64), "mean")
-    with pytest.raises(TypeError, match="cannot reduce"):
-        comm.all_reduce(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"torch\.Tensor"):
-        comm.all_reduce([1.0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dense"):
-        comm.broadcast(torch.ones(3).to_sparse())
+    ones, odd = torch.ones(comm.size), torch.ones(comm.size + 1)
+    refusals = [
+        (ValueError, "contiguous", comm.all_reduce, torch.ones(4, 4).t()),
+        (TypeError, "one dtype", comm.all_to_all, ones.double(), ones),
+        (ValueError, "expected", comm.all_gather, ones[:0], ones),
+        (ValueError, "share memory", comm.all_to_all, ones, ones),
+        (ValueError, "root is", comm.broadcast, ones, comm.size),
+        (TypeError, "root must be", comm.broadcast, ones, 0.0),
+        (ValueError, "unknown op", comm.all_reduce, ones, "product"),
+        (TypeError, "mean of", comm.all_reduce, torch.ones(3, dtype=torch.int64), "mean"),
+        (TypeError, "cannot reduce", comm.all_reduce, torch.ones(3, dtype=torch.complex64)),
+        (TypeError, r"torch\.Tensor", comm.all_reduce, [1.0]),
+        (ValueError, "dense", comm.broadcast, torch.ones(3).to_sparse()),
+    ]
     if comm.size > 1:
-        with pytest.raises(ValueError, match="do not divide"):
-            comm.all_to_all(torch.empty(comm.size + 1), torch.ones(comm.size + 1))
+        refusals.append((ValueError, "do not divide", comm.all_to_all, odd.clone(), odd))
+    for error, message, call, *arguments in refusals:
+        with pytest.raises(error, match=message):
+            call(*arguments)
     comm.barrier()
 
 
-CHECKS = (
-    check_all_to_all,
-    check_large_messages,
-    check_all_gather,
-    check_broadcast,
-    check_all_reduce,
-    check_reductions_agree,
-    check_handles,
-    check_polling,
-    check_control,
-    check_purposes,
-    check_split,
-    check_duplicate,
-    check_traffic,
-    check_refusals,
-)
+CHECKS = [one for name, one in globals().items() if name.startswith("check_")]
 
 
 def check_everything(comm: Communicator, seed: int) -> None:

@@ -29,8 +29,14 @@ def body(seed: str, backend: str = "") -> None:
     sys.stdout.write(f"rank {world.rank} of {world.size} passed over {world.backend}\n")
 
 
-def mpi_body(seed: str) -> None:
-    """``body``, then again on communicators of the user, with counts to be cut, beside other messages."""
+def over_gloo(seed: str) -> None:
+    body(seed)
+    turns()
+
+
+def over_mpi(seed: str) -> None:
+    """``body``, again on communicators of the user, with counts to be cut, beside other messages; then what MPI's
+    transfers do on the way."""
     body(seed)
     from mpi4py import MPI
 
@@ -39,13 +45,20 @@ def mpi_body(seed: str) -> None:
     world = MPI.COMM_WORLD
     message = bytearray(3)
     received = world.Irecv(message, MPI.ANY_SOURCE, MPI.ANY_TAG)
-    mpi_backend._LARGEST_COUNT = 5
+    largest, mpi_backend._LARGEST_COUNT = mpi_backend._LARGEST_COUNT, 5
     for parent in (world, world.Split(world.rank % 2)):
         check_everything(comm.MPICommunicator(parent, timeout=60.0), int(seed))
+    mpi_backend._LARGEST_COUNT = largest
     world.Send(b"abc", (world.rank + 1) % world.size)
     received.Wait()
     assert message == b"abc"
-    sys.stdout.write(f"rank {world.rank} of {world.size} passed over its own\n")
+    os.environ["THINWIRE_MPI_PROGRESS"] = "0"  # nothing is said, and no thread is asked for anything
+    check_everything(silent := comm.MPICommunicator(timeout=60.0), int(seed))
+    assert silent._progress is None
+    del os.environ["THINWIRE_MPI_PROGRESS"]
+    rounds()
+    overlap()
+    stall()
 
 
 def lose(how: str, chunk: str, victim: str) -> None:
@@ -75,11 +88,12 @@ def join(backend: str) -> None:
 
 
 def overlap() -> None:
-    """Large transfers end while this process makes no call of MPI at all."""
-    world = comm.init(timeout=60.0)
+    """Large transfers of two ranks, which go no rounds, end while their process makes no call of MPI at all."""
+    world = comm.MPICommunicator(timeout=60.0).split(comm.init(quiet=True).rank // 2)
     assert isinstance(world, comm.MPICommunicator)
     group = world.duplicate()
-    sent = torch.arange(world.size * (1 << 22)).view(world.size, -1) + world.rank  # 32 MiB a peer: a rendezvous
+    assert isinstance(group, comm.MPICommunicator)
+    sent = torch.arange(world.size * (1 << 20)).view(world.size, -1) + world.rank  # 8 MiB a peer: a rendezvous
     received, total = torch.zeros_like(sent), torch.full((1 << 20,), 1.0, dtype=torch.bfloat16)
     works = [
         world.all_to_all(received, sent, async_op=True),
@@ -90,28 +104,25 @@ def overlap() -> None:
         time.sleep(0.001)
     assert not world._in_flight
     assert not group._in_flight
-    column = (torch.arange(1 << 22) + world.rank * (1 << 22)).expand(world.size, -1)
+    column = (torch.arange(1 << 20) + world.rank * (1 << 20)).expand(world.size, -1)
     assert torch.equal(received, column + torch.arange(world.size)[:, None])
     assert bool((total == world.size).all())
     for work in works:
         assert work.is_completed()
         work.wait()
     world.barrier()
-    assert len(progress_threads()) == 1, "a duplicate shares the thread"
-    sys.stdout.write(f"rank {world.rank} computed meanwhile\n")
 
 
 def stall() -> None:
-    """Rank 1 never joins a transfer that rank 0 has left to the thread: it is named, and MPI is left alone."""
-    world = comm.init(timeout=FAILURE_TIMEOUT)
-    assert isinstance(world, comm.MPICommunicator)
+    """Others never join a transfer that rank 0 has left to the thread: they are named, and MPI is left alone."""
+    world = comm.MPICommunicator(timeout=FAILURE_TIMEOUT)
     if world.rank == 0:
-        work = world.all_to_all(torch.zeros(1 << 20), torch.zeros(1 << 20), async_op=True)
+        work = world.all_to_all(torch.zeros(3 << 20), torch.zeros(3 << 20), async_op=True)
         with pytest.raises(comm.CommunicationTimeout) as failure:
             work.wait()
         assert world._progress is not None
         assert not world._progress.watched._transfers
-        assert failure.value.ranks == (1,)
+        assert failure.value.ranks == (1, 2)
         sys.stdout.write(f"{failure.value}\n")
     from mpi4py import MPI
 
@@ -126,7 +137,8 @@ def rounds() -> None:
     assert isinstance(world, comm.MPICommunicator)
     assert world._rounds is not None
     group = world.duplicate()
-    sent_to = _record_partners(world)
+    world._rounds._comm = recorder = _Recording(world._rounds._comm)
+    sent_to = recorder.sent_to
     outputs, inputs = _large_exchanges(world)
     works = [world.all_to_all(*pair, async_op=True) for pair in zip(outputs, inputs, strict=True)]
     # Rank 0 waits for others who come to this only once rank 0 has moved its rounds on.
@@ -167,12 +179,11 @@ def rounds() -> None:
     failing = world.duplicate()
     assert isinstance(failing, comm.MPICommunicator)
     assert failing._rounds is not None
-    failing._rounds._comm = _Refusing(failing._rounds._comm, MPI.Exception(MPI.ERR_OTHER))
+    failing._rounds._comm = _Recording(failing._rounds._comm, MPI.Exception(MPI.ERR_OTHER))
     (output, _), (source, _) = _large_exchanges(failing)
     with pytest.raises(comm.CommunicationError, match="all_to_all of 3000009 uint8"):
         failing.all_to_all(output, source)
     world.barrier()
-    sys.stdout.write(f"rank {world.rank} went round\n")
 
 
 def _large_exchanges(world: comm.Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -186,38 +197,6 @@ def _check_exchanges(world: comm.Communicator, outputs: list[torch.Tensor]) -> N
     column = (10 * torch.arange(3) + world.rank).to(torch.uint8)[:, None]
     for output in outputs:
         assert torch.equal(output.view(3, -1), column.expand(3, output.numel() // 3))
-
-
-def _record_partners(world: comm.MPICommunicator) -> list[int]:
-    """To whom pieces of rounds are sent from now on, in their order."""
-    assert world._rounds is not None
-    recorder = _Recording(world._rounds._comm)
-    world._rounds._comm = recorder
-    return recorder.sent_to
-
-
-class _Recording:
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
-        self.sent_to: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._communicator, name)
-
-    def Isend(self, message: Any, to: int, tag: int) -> Any:  # noqa: N802 - MPI's name
-        self.sent_to.append(to)
-        return self._communicator.Isend(message, to, tag)
-
-
-class _Refusing:
-    def __init__(self, communicator: Any, error: Exception) -> None:
-        self._communicator, self._error = communicator, error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._communicator, name)
-
-    def Irecv(self, message: Any, source: int, tag: int) -> Any:  # noqa: N802 - MPI's name
-        raise self._error
 
 
 def turns() -> None:
@@ -236,7 +215,7 @@ def turns() -> None:
     ):
         other = world.duplicate()
         assert isinstance(other, comm.TorchCommunicator)
-        other._pairwise._group = recorder = _RecordingGroup(other._group)  # type: ignore[assignment]
+        other._pairwise._group = recorder = _Recording(other._group)  # type: ignore[assignment]
         received = torch.empty(60_000)
         getattr(other, name)(received, given)
         assert torch.equal(received.view(3, -1)[:, 0], torch.arange(3.0))
@@ -245,25 +224,26 @@ def turns() -> None:
         with pytest.raises(comm.CommunicationError, match=rf"{name} of \d+ float32.*a cable that is out"):
             getattr(other, name)(received, given)
     world.barrier()
-    sys.stdout.write(f"rank {world.rank} took turns\n")
 
 
-class _RecordingGroup:
-    """A group that notes to whom messages go, or raises instead."""
+class _Recording:
+    """An MPI communicator or a process group that notes to whom messages go, or raises instead."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, inner: Any, error: Exception | None = None) -> None:
+        self._inner, self.error = inner, error
         self.sent_to: list[int] = []
-        self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+        return getattr(self._inner, name)
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+    def send(self, message: Any, to: int, tag: int, way: str = "send") -> Any:
         if self.error is not None:
             raise self.error
         self.sent_to.append(to)
-        return self._group.send(tensors, to, tag)
+        return getattr(self._inner, way)(message, to, tag)
+
+    def Isend(self, message: Any, to: int, tag: int) -> Any:  # noqa: N802 - MPI's name
+        return self.send(message, to, tag, "Isend")
 
 
 def progress_threads() -> list[threading.Thread]:
@@ -311,14 +291,5 @@ def one_thread(level: str) -> None:
     sys.stdout.write(f"{warning}\n{refusal.value}\n")
 
 
-def switched_off() -> None:
-    """Nothing is said, and no thread started, when the environment says so."""
-    warnings.simplefilter("error")
-    check_everything(comm.init("mpi", quiet=True), 5)
-    sys.stdout.write(f"{len(progress_threads())} threads\n")
-
-
-TASKS = (body, mpi_body, lose, join, overlap, rounds, turns, stall, end_threads, one_thread, switched_off)
-
 if __name__ == "__main__":
-    {task.__name__: task for task in TASKS}[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,3 +1,5 @@
+"""`init`: which backend, what is told, what is refused, and what optional packages and other versions change."""
+
 from __future__ import annotations
 
 import os
@@ -10,9 +12,16 @@ import pytest
 import torch.distributed as dist
 
 from tests.comm.job import JOB
-from tests.launching import LAUNCHER_VARIABLES, environment, need_mpi
-from thinwire.comm import Communicator, Launch, init, threads
+from tests.launching import LAUNCHER_VARIABLES, environment, need_mpi, on_threads
+from thinwire.comm import Communicator, Launch, TorchCommunicator, init, launch, threads
 from thinwire.comm.launch import choose_backend, count_hosts
+
+JOINED = Launch("torchrun", "", 3, 8, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet() -> None:
+    launch._say_once.cache_clear()
 
 
 @pytest.fixture
@@ -34,22 +43,21 @@ def test_a_process_on_its_own(capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("backend", ["threads", "tcp"])
-def test_unknown_backends_are_refused(backend):
-    with pytest.raises(ValueError, match=f"unknown backend '{backend}', expected one of gloo, nccl, mpi"):
-        init(backend=backend)
-
-
-def test_timeouts_are_positive():
-    with pytest.raises(ValueError, match="timeout"):
-        init(timeout=0)
-
-
-def test_mpi_under_torchrun_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: init(backend="threads"), "unknown backend 'threads', expected one of gloo, nccl, mpi"),
+        (lambda: init(timeout=0), "timeout"),
+        (lambda: init(backend="mpi"), "backend 'mpi' under torchrun"),
+        (lambda: threads.run(lambda comm: init(backend="gloo"), 1), r"inside threads\.run"),
+        (lambda: choose_backend(JOINED, "nccl", 1, {}), "2 ranks on this host see 1"),
+    ],
+)
+def test_refusals(monkeypatch, ask, message):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="backend 'mpi' under torchrun"):
-        init(backend="mpi")
+    with pytest.raises(ValueError, match=message):
+        ask()
 
 
 @pytest.mark.parametrize(
@@ -64,13 +72,13 @@ def test_mpi_under_torchrun_is_refused(monkeypatch):
     ],
 )
 def test_backend_goes_by_the_gpus(backend, gpus, environ, chosen):
-    launch = Launch("torchrun", "", 3, 8, 1, 2)
-    assert choose_backend(launch, backend, gpus, environ) == chosen
+    assert choose_backend(JOINED, backend, gpus, environ) == chosen
 
 
-def test_nccl_without_enough_gpus_is_refused():
-    with pytest.raises(ValueError, match="2 ranks on this host see 1"):
-        choose_backend(Launch("torchrun", "", 3, 8, 1, 2), "nccl", 1, {})
+def python(code: str, **extra: str) -> str:
+    """What a program prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment(**extra), check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def test_import_leaves_optional_packages_alone():
@@ -79,32 +87,32 @@ def test_import_leaves_optional_packages_alone():
         "assert not {'mpi4py', 'numba', 'cupy'} & sys.modules.keys()\n"
         "assert all(hasattr(thinwire.comm, name) for name in set(thinwire.comm.__all__) - {'MPICommunicator'})"
     )
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+    python(code)
+
+
+def ended(comm: Communicator) -> None:
+    comm.close()
+    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_no_launcher")
 def test_a_process_on_its_own_with_a_process_group(capfd):
-    comm = init(backend="gloo")
-    try:
-        assert (comm.backend, comm.size, init(quiet=True).backend) == ("gloo", 1, "gloo")
-    finally:
-        comm.close()
-        dist.destroy_process_group()
+    comm = init(backend="gloo", timeout=7.0)
+    found = init(timeout=8.0)
+    assert isinstance(found, TorchCommunicator)
+    assert [(one.backend, one.size, one.timeout) for one in (comm, found)] == [("gloo", 1, 7.0), ("gloo", 1, 8.0)]
+    ended(comm)
     assert capfd.readouterr().err.count("backend gloo") == 1
 
 
 @pytest.mark.usefixtures("_no_launcher")
 def test_srun_variables_are_enough(monkeypatch, capfd):
     slurm = {"PROCID": "0", "STEP_NUM_TASKS": "1", "LOCALID": "0", "STEP_NODELIST": "localhost"}
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("MASTER_PORT", "0")
+    for name, value in {**{f"SLURM_{key}": value for key, value in slurm.items()}, "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
     comm = init()
-    try:
-        comm.barrier()
-    finally:
-        comm.close()
-        dist.destroy_process_group()
+    comm.barrier()
+    ended(comm)
     assert "1 rank on 1 host, backend gloo, started by srun" in capfd.readouterr().err
 
 
@@ -124,14 +132,12 @@ def test_mpi4py_over_another_mpi_is_recognised(jobs):
     assert "mpirun started 2 ranks but mpi4py sees 1" in done.stderr
 
 
-def _without_an_mpi_library(folder: Path, code: str, **extra: str) -> subprocess.CompletedProcess[str]:
+def python_without_an_mpi_library(folder: Path, code: str, **extra: str) -> str:
     """Run ``code`` where mpi4py is installed and finds no MPI, which it says as the real one does."""
     (folder / "mpi4py").mkdir()
     (folder / "mpi4py" / "__init__.py").write_text("")
     (folder / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
-    variables = environment(**extra)
-    variables["PYTHONPATH"] = f"{folder}{os.pathsep}{variables['PYTHONPATH']}"
-    return subprocess.run([sys.executable, "-c", code], env=variables, check=True, capture_output=True, text=True)
+    return python(code, PYTHONPATH=f"{folder}{os.pathsep}{environment()['PYTHONPATH']}", **extra)
 
 
 def test_mpi4py_without_an_mpi_library_is_an_error_where_mpi_is_asked_for(tmp_path):
@@ -142,7 +148,7 @@ def test_mpi4py_without_an_mpi_library_is_an_error_where_mpi_is_asked_for(tmp_pa
         "    except ImportError as error: print(error)\n"
         "print(comm.init(quiet=True).backend)"
     )
-    *errors, backend = _without_an_mpi_library(tmp_path, code).stdout.splitlines()
+    *errors, backend = python_without_an_mpi_library(tmp_path, code).splitlines()
     assert len(errors) == 2
     assert all("cannot be used: cannot load MPI library. Install mpi4py and an MPI library" in one for one in errors)
     assert backend == "single"
@@ -152,7 +158,7 @@ def test_mpirun_without_an_mpi_library_for_mpi4py_takes_gloo(tmp_path):
     started = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     code = "from thinwire import comm\nprint(comm.init(quiet=True).backend)"
     variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in started.items()}
-    assert _without_an_mpi_library(tmp_path, code, **variables).stdout == "gloo\n"
+    assert python_without_an_mpi_library(tmp_path, code, **variables) == "gloo\n"
 
 
 def test_nothing_of_a_process_group_outlives_python():
@@ -165,8 +171,7 @@ def test_nothing_of_a_process_group_outlives_python():
         "print(len(os.listdir('/proc/self/task')))\n"
         "import torch._dynamo\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True, text=True)
-    during, at_exit = map(int, done.stdout.split())
+    during, at_exit = map(int, python(code).split())
     assert during > at_exit == 1
 
 
@@ -176,12 +181,10 @@ def test_one_host():
         assert threads.run(lambda comm: count_hosts(comm, thinwire="1", torch="2"), 3) == [1, 1, 1]
 
 
-def test_another_thinwire_is_an_error_on_every_rank():
-    def body(comm: Communicator) -> None:
-        with pytest.raises(RuntimeError, match=r"rank 2 on .* runs thinwire 1\.1, rank 0 on .* 1\.0: install"):
-            count_hosts(comm, thinwire="1.1" if comm.rank == 2 else "1.0", torch="2")
-
-    threads.run(body, 3)
+@on_threads(3)
+def test_another_thinwire_is_an_error_on_every_rank(comm: Communicator):
+    with pytest.raises(RuntimeError, match=r"rank 2 on .* runs thinwire 1\.1, rank 0 on .* 1\.0: install"):
+        count_hosts(comm, thinwire="1.1" if comm.rank == 2 else "1.0", torch="2")
 
 
 def test_another_torch_is_a_warning():

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 def begin(store: HashStore, count: int = 2) -> list[Membership]:
     """So many workers in generation 1, in its order."""
-    settings = Elastic(workers=count, timeout=30.0, join_timeout=30.0, silence=5.0)
+    settings = replace(SETTINGS, workers=count)
     workers = [arrive(store, settings) for _ in range(count)]
     at_once(*(lambda one=one: one.meet(None, alarm=False) for one in workers))
     return sorted(workers, key=lambda one: index(one))
@@ -71,7 +72,7 @@ def test_survivors_agree_and_keep_their_order_and_who_waits_comes_in_after_them(
 
 def test_a_worker_that_is_silent_is_dropped_and_comes_back_as_a_new_one() -> None:
     store = HashStore()
-    settings = Elastic(workers=2, timeout=30.0, join_timeout=30.0, silence=2.0)
+    settings = replace(SETTINGS, silence=2.0)
     first, second = workers = [arrive(store, settings) for _ in range(2)]
     at_once(*(lambda one=one: one.meet(None, alarm=False) for one in workers))
     second.heart.stop()
@@ -120,7 +121,7 @@ def test_a_job_without_survivors_is_not_begun_anew() -> None:
 
 
 def test_too_few_do_not_begin_and_do_not_go_on() -> None:
-    hurried = Elastic(workers=3, min_workers=2, timeout=30.0, join_timeout=0.2, silence=5.0)
+    hurried = replace(SETTINGS, workers=3, min_workers=2, join_timeout=0.2)
     with pytest.raises(MembershipError, match="1 workers have met within 0 s; the job has min_workers=2"):
         arrive(HashStore(), hurried).meet(None, alarm=False)
     store = HashStore()
@@ -181,7 +182,7 @@ def test_settings_that_cannot_work(options: dict[str, Any], error: str) -> None:
         Elastic(**options)
 
 
-def test_where_workers_meet() -> None:
+def test_where_workers_meet_and_launchers_that_would_end_the_survivors() -> None:
     assert meeting_place(SETTINGS, {"THINWIRE_MEETING": "host0:29400"}) == ("host0", 29400)
     assert meeting_place(Elastic(workers=1, address="::1:5"), {"THINWIRE_MEETING": "host0:29400"}) == ("::1", 5)
     for wrong in ("host0", "host0:", ":5", "host0:70000", "host0:x"):
@@ -189,9 +190,6 @@ def test_where_workers_meet() -> None:
             meeting_place(SETTINGS, {"THINWIRE_MEETING": wrong})
     with pytest.raises(ValueError, match="no meeting place of elastic workers is given"):
         meeting_place(SETTINGS, {})
-
-
-def test_launchers_that_would_end_the_survivors_are_refused() -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
     with pytest.raises(ValueError, match="2 agents in one rendezvous and --max-restarts restarts every worker"):
         check_launcher(torchrun)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.launching import on_threads
 from thinwire.comm import Communicator, LoggedCommunicator, OperationLog, Traffic, threads
 from thinwire.comm.operation_log import OperationStatistics
 from thinwire.comm.traffic import sent_bytes
@@ -46,63 +47,48 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_counts_are_exact_and_results_the_same(size: int) -> None:
-    def rank(comm: Communicator) -> None:
-        expected = some_collectives(comm.duplicate())
-        log = OperationLog()
-        logged = LoggedCommunicator(comm, log)
-        sent = logged.traffic.bytes_sent
-        for ours, theirs in zip(some_collectives(logged), expected, strict=True):
-            assert torch.equal(ours, theirs)
-        assert counted(log) == EXPECTED
-        assert logged.traffic.bytes_sent > sent
-        assert all(milliseconds > 0 for one in log.statistics() for milliseconds in one.milliseconds)
-        log.reset()
-        assert not log.statistics()
-
-    threads.run(rank, size)
+@on_threads("size")
+def test_counts_are_exact_and_results_the_same(comm: Communicator, size: int) -> None:
+    expected = some_collectives(comm.duplicate())
+    log = OperationLog()
+    logged = LoggedCommunicator(comm, log)
+    sent = logged.traffic.bytes_sent
+    for ours, theirs in zip(some_collectives(logged), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert counted(log) == EXPECTED
+    assert logged.traffic.bytes_sent > sent
+    assert all(milliseconds > 0 for one in log.statistics() for milliseconds in one.milliseconds)
+    log.reset()
+    assert not log.statistics()
 
 
-def test_groups_write_to_the_same_log() -> None:
-    def rank(comm: Communicator) -> None:
-        log = OperationLog(["all_reduce"])
-        logged = LoggedCommunicator(comm, log)
-        copy, pair = logged.duplicate(), logged.split(comm.rank % 2)
-        assert pair is not None
-        for each in (logged, copy, pair):
-            each.all_reduce(torch.ones(3))
-        assert counted(log) == {("all_reduce", 12): 3}
-        assert pair.size == 2
-
-    threads.run(rank, 4)
+@on_threads(4)
+def test_groups_write_to_the_same_log(comm: Communicator) -> None:
+    log = OperationLog(["all_reduce"])
+    logged = LoggedCommunicator(comm, log)
+    copy, pair = logged.duplicate(), logged.split(comm.rank % 2)
+    assert pair is not None
+    for each in (logged, copy, pair):
+        each.all_reduce(torch.ones(3))
+    assert counted(log) == {("all_reduce", 12): 3}
+    assert pair.size == 2
 
 
-def test_only_what_is_named_is_counted_by_any_of_its_names() -> None:
+def test_only_what_is_named_is_counted_by_any_of_its_names_and_by_its_caller() -> None:
     def rank(comm: Communicator) -> None:
         log = OperationLog(["reduce_scatter", "barrier"])
         some_collectives(LoggedCommunicator(comm, log))
         assert counted(log) == {("all_to_all", 24): 2, ("barrier", 1): 1}
-
-    threads.run(rank, 2)
-
-
-def test_a_name_of_no_collective_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'all_redcue' is no collective, expected some of all_gather"):
-        OperationLog(["all_gather", "all_redcue"])
-
-
-def test_callers_are_told_apart() -> None:
-    def rank(comm: Communicator) -> None:
         lines: list[str] = []
         log = OperationLog(["broadcast", "barrier"], caller=True, report=lines.append)
         some_collectives(LoggedCommunicator(comm, log))
-        assert counted(log) == {("broadcast in some_collectives", 12): 1, ("barrier in some_collectives", 1): 1}
-        assert [line.partition(":")[0] for line in lines] == [
-            "broadcast in some_collectives of 12 B",
-            "barrier in some_collectives of 1 B",
-        ]
+        in_it = "in some_collectives"
+        assert counted(log) == {(f"broadcast {in_it}", 12): 1, (f"barrier {in_it}", 1): 1}
+        assert [line.partition(":")[0] for line in lines] == [f"broadcast {in_it} of 12 B", f"barrier {in_it} of 1 B"]
 
     threads.run(rank, 2)
+    with pytest.raises(ValueError, match="'all_redcue' is no collective, expected some of all_gather"):
+        OperationLog(["all_gather", "all_redcue"])
 
 
 def test_the_summary_has_what_was_counted_and_not_itself(capsys) -> None:
@@ -130,32 +116,16 @@ def test_speeds() -> None:
         assert one.wire_gigabits_per_second == pytest.approx(wire)
 
 
-def test_a_failure_names_ranks_as_without_a_log() -> None:
-    def rank(comm: Communicator) -> None:
-        logged = LoggedCommunicator(comm, OperationLog())
-        if comm.rank == 1:
-            raise KeyError("lost")
-        logged.barrier()
-
-    with pytest.raises(KeyError, match="lost"):
-        threads.run(rank, 2)
-
-
 @given(nbytes=st.integers(0, 2**40), size=st.integers(1, 1000))
 def test_bytes_are_those_of_the_best_algorithm(nbytes, size):
     share = Fraction(size - 1, size)
-    assert sent_bytes("all_to_all", nbytes, size) == ceil(share * nbytes)
-    assert sent_bytes("broadcast", nbytes, size) == ceil(share * nbytes)
+    assert sent_bytes("all_to_all", nbytes, size) == sent_bytes("broadcast", nbytes, size) == ceil(share * nbytes)
     assert sent_bytes("all_reduce", nbytes, size) == ceil(2 * share * nbytes)
     assert sent_bytes("all_gather", nbytes, size) == (size - 1) * nbytes
+    assert sent_bytes("barrier", nbytes, 1) == 0
 
 
-@pytest.mark.parametrize("collective", ["all_to_all", "all_gather", "all_reduce", "broadcast", "barrier"])
-def test_one_rank_sends_nothing(collective):
-    assert sent_bytes(collective, 1000, 1) == 0
-
-
-def test_what_came_after_a_copy_can_be_counted_again():
+def test_counts_add_up_are_taken_apart_and_reset():
     traffic = Traffic()
     traffic.add("all_gather", 3)
     before = traffic.copy()
@@ -165,16 +135,7 @@ def test_what_came_after_a_copy_can_be_counted_again():
     traffic.include(once)
     assert (traffic.bytes_sent, traffic.calls) == (11, 5)
     assert (before.bytes_sent, once.bytes_sent, once.calls) == (3, 4, 2)
-
-
-def test_counts_add_up_and_reset():
-    traffic = Traffic()
-    traffic.add("all_gather", 3)
-    traffic.add("all_gather", 4)
-    traffic.add("all_reduce", 5)
-    assert traffic.bytes_sent == 12
-    assert traffic.calls == 3
-    assert traffic.bytes_by_collective == {"all_gather": 7, "all_reduce": 5}
-    assert repr(traffic) == "Traffic(12 B sent; all_gather: 7 B, all_reduce: 5 B)"
+    assert traffic.bytes_by_collective == {"all_gather": 11, "all_to_all": 0}
+    assert repr(traffic) == "Traffic(11 B sent; all_gather: 11 B, all_to_all: 0 B)"
     traffic.reset()
     assert (traffic.bytes_sent, traffic.calls) == (0, 0)

@@ -1,7 +1,10 @@
+"""Ranks that are threads; the errors that name ranks; and collectives whose tensors travel through host memory."""
+
 from __future__ import annotations
 
 import secrets
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.comm.collectives_body import CHECKS
 from thinwire.comm import CommunicationError, CommunicationTimeout, Communicator, init, threads
+from thinwire.comm.collectives import Staging
+from thinwire.comm.errors import Call, RollCall, describe_failure
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -19,20 +24,10 @@ def test_body(check, size):
     threads.run(lambda comm: check(comm, seed), size)
 
 
-def test_results_come_in_rank_order():
-    assert threads.run(lambda comm: (comm.rank, comm.size, comm.backend), 3) == [
-        (rank, 3, "threads") for rank in range(3)
-    ]
-
-
-def test_init_returns_the_own_communicator():
-    assert threads.run(lambda comm: init() is comm, 2) == [True, True]
+def test_results_come_in_rank_order_and_init_returns_the_own_communicator():
+    found = threads.run(lambda comm: (comm.rank, comm.size, comm.backend, init() is comm), 3)
+    assert found == [(rank, 3, "threads", True) for rank in range(3)]
     assert threads.current() is None
-
-
-def test_init_refuses_another_backend():
-    with pytest.raises(ValueError, match=r"inside threads\.run"):
-        threads.run(lambda comm: init(backend="gloo"), 1)
 
 
 @given(
@@ -44,7 +39,8 @@ def test_init_refuses_another_backend():
 def test_sums_are_in_rank_order(size, values, seed):
     """Bit for bit the sum of rank 0, then 1, and so on, whoever arrives last."""
     base = torch.tensor(values, dtype=torch.float32)
-    inputs = [base * torch.randn(base.shape, generator=_generator(seed + rank)) for rank in range(size)]
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [base * torch.randn(base.shape, generator=generator) for _ in range(size)]
     expected = inputs[0].clone()
     for tensor in inputs[1:]:
         expected += tensor
@@ -66,9 +62,10 @@ def test_non_finite_values_travel():
         comm.all_reduce(tensor, "max")
         return torch.cat([output.flatten(), tensor])
 
-    expected = [float("nan"), float("inf"), float("-inf"), float("nan"), float("inf"), 1.0, float("nan")]
+    nan, inf = float("nan"), float("inf")
+    expected = torch.tensor([nan, inf, -inf, nan, inf, 1.0, nan, inf, 1.0])
     for result in threads.run(exchange, 2):
-        torch.testing.assert_close(result, torch.tensor([*expected, float("inf"), 1.0]), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_raising_rank_is_named_and_its_exception_comes_out():
@@ -188,12 +185,110 @@ def test_different_calls_fail_on_every_rank(differ):
     assert all("not at the same call" in str(error) for error in errors)
 
 
-def test_bad_runs_are_refused():
-    with pytest.raises(ValueError, match="size"):
-        threads.run(lambda comm: None, 0)
-    with pytest.raises(ValueError, match="timeout"):
-        threads.run(lambda comm: None, 1, timeout=0)
+@pytest.mark.parametrize(("size", "options", "message"), [(0, {}, "size"), (1, {"timeout": 0}, "timeout")])
+def test_bad_runs_are_refused(size, options, message):
+    with pytest.raises(ValueError, match=message):
+        threads.run(lambda comm: None, size, **options)
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+# Who is to blame
+
+CALL = Call(4, "all_reduce(sum) of 3 float32")
+
+
+@pytest.mark.parametrize(
+    ("roll_call", "timeout", "cause", "kind", "ranks", "said"),
+    [
+        (
+            RollCall({0: CALL, 3: CALL}, (1, 2)),
+            None,
+            "Connection reset",
+            CommunicationError,
+            (1, 2),
+            ["ranks 1, 2 did"],
+        ),
+        (RollCall({0: CALL, 1: Call(5, "barrier")}, ()), 2.0, None, CommunicationTimeout, (1,), ["barrier (call 5)"]),
+        (RollCall({0: CALL, 1: CALL}, (), "the store is silent"), 2.0, None, CommunicationTimeout, (), ["is silent"]),
+    ],
+    ids=["silent ranks", "a rank at another call", "nobody"],
+)
+def test_who_is_to_blame(roll_call, timeout, cause, kind, ranks, said):
+    error = describe_failure(CALL, 0, 4, roll_call, timeout, cause)
+    assert (type(error), error.ranks, error.collective) == (kind, ranks, CALL.signature)
+    for one in [*said, cause or "timed out after 2 s"]:
+        assert one in str(error)
+    assert Call.decode(CALL.encode()) == CALL
+
+
+# Staged collectives begin in the order of their calls, whenever what they send arrives
+
+
+class Event:
+    """Happens when it is told to, or waited for."""
+
+    happened = waited_for = False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.waited_for |= not self.happened
+        self.happened = True
+
+
+class Over:
+    """A transfer that has ended."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+
+class Log:
+    """Three collectives staged one after another, and which have begun."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.begun: list[int] = []
+        self.events: list[Any] = [Event() for _ in range(3)]
+        self.staging = Staging()
+        self.works = [
+            self.staging.follow(event, lambda n=n: self.begin(n, failing)) for n, event in enumerate(self.events)
+        ]
+
+    def begin(self, number: int, failing: int | None) -> Over:
+        self.begun.append(number)
+        if number == failing:
+            raise RuntimeError("the transport failed")
+        return Over()
+
+
+def test_what_has_arrived_waits_for_those_before_it() -> None:
+    log = Log()
+    log.events[1].happened = True
+    assert not log.works[1].done()
+    assert log.begun == []
+    log.events[0].happened = True
+    assert log.works[1].done()
+    assert log.begun == [0, 1]
+    assert not any(event.waited_for for event in log.events)
+
+
+def test_who_waits_for_one_begins_those_before_it_and_no_other() -> None:
+    log = Log()
+    assert log.works[1].wait(1.0)
+    assert log.begun == [0, 1]
+    assert not log.events[2].happened
+    log.staging.begin_all()
+    assert log.begun == [0, 1, 2]
+    assert log.works[0].wait(1.0)
+    assert log.begun == [0, 1, 2]
+
+
+def test_an_error_is_for_who_waits_for_that_one() -> None:
+    log = Log(failing=0)
+    assert log.works[1].wait(1.0)
+    assert log.works[0].done()
+    with pytest.raises(RuntimeError, match="the transport failed"):
+        log.works[0].wait(1.0)
