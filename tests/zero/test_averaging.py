@@ -1,20 +1,28 @@
-"""How gradients add up over backwards, travel and are averaged, on gradients that are known beforehand."""
+"""How gradients add up over backwards, travel and are averaged, on gradients that are known beforehand; and the seal
+that tells an edit of a gradient from a write of the values that are there already."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
 from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from thinwire.zero import Averaging, ShardedOptimizer
+from thinwire.zero.gradient_seal import Seal
 
 SHAPES = {"matrix": (7, 5), "vector": (13,)}
-MICRO_BATCHES = 8
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+WIRES = pytest.mark.parametrize("wire", [BF16, FP16])
 
 
 class Known(nn.Module):
@@ -30,69 +38,86 @@ class Known(nn.Module):
         return torch.stack(of_each).sum()
 
 
-def gradients_of(rank: int, micro: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> dict[str, Tensor]:
+def gradients_of(rank: int, micro: int, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + micro)
-    return {name: (scale * torch.randn(shape, generator=generator)).to(dtype) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
 
-def mean_of(ranks: int, micros: int, name: str, dtype: torch.dtype = BF16) -> Tensor:
-    """The float32 sum of the micro-batches' 16-bit gradients, averaged over the ranks."""
+def mean_of(ranks: int, micros: int, name: str, dtype: torch.dtype = FP32) -> Tensor:
+    """The float32 sum of the micro-batches' gradients, averaged over the ranks."""
     sums = [sum(gradients_of(rank, micro, dtype)[name].float() for micro in range(micros)) for rank in range(ranks)]
     return torch.stack([one for one in sums if isinstance(one, Tensor)]).mean(0)
 
 
-def backward(optimizer: Any, model: Known, rank: int, micros: int, dtype: torch.dtype = BF16) -> None:
-    for micro in range(micros - 1):
-        with optimizer.no_sync():
-            model.loss(gradients_of(rank, micro, dtype)).backward()
-            optimizer.end_backward()
-    model.loss(gradients_of(rank, micros - 1, dtype)).backward()
+def sgd(comm: Communicator, model: Known, **options: Any) -> ShardedOptimizer:
+    """Weights that begin with zeros are the averaged gradients, negative."""
+    options = {"lr": 1.0, "bucket_bytes": 100, "block_size": 4, "named_parameters": model.named_parameters()} | options
+    return ShardedOptimizer(model.parameters(), torch.optim.SGD, comm=comm, **options)
 
 
-def sgd(comm: Communicator, model: Known, stage: int, averaging: Averaging, **options: Any) -> ShardedOptimizer:
-    return ShardedOptimizer(
-        model.parameters(),
-        torch.optim.SGD,
-        stage=stage,
-        comm=comm,
-        named_parameters=model.named_parameters(),
-        bucket_bytes=100,
-        block_size=4,
-        lr=1.0,
-        averaging=averaging,
-        **options,
-    )
+class Stepped(NamedTuple):
+    """A kind of state after the steps, whole, and what the optimizer says of them."""
+
+    state: dict[str, Tensor]
+    bytes_sent: int
+    grad_norm: float
 
 
-def stepped_by(comm: Communicator, optimizer: Any, kind: str = "master") -> dict[str, Tensor]:
-    """What one step of SGD from zero has put on, or another kind of state, whole. Collective."""
-    found = {}
-    slices = [one for one in optimizer.saved_slices() if one.kind == kind]
-    for name, shape in SHAPES.items():
-        values = torch.zeros(shape)
-        for one in slices:
-            if one.name == name:
-                values.view(-1)[one.start : one.start + one.tensor.numel()] = one.tensor.detach().view(-1)
-        comm.all_reduce(values)
-        found[name] = values
-    return found
+def stepped(
+    make: Callable[..., Any],
+    ranks: int = 2,
+    *,
+    gradients: Callable[[int, int], dict[str, Tensor]] = gradients_of,
+    micros: int = 1,
+    steps: int = 1,
+    kind: str = "weight",
+    scale: float = 1.0,
+    **options: Any,
+) -> list[Stepped]:
+    """What every rank has after steps of an optimizer of a `Known` model, of micro-batches that are numbered on."""
+
+    def body(comm: Communicator) -> Stepped:
+        model = Known()
+        if make is not sgd:
+            optimizer = make(model.named_parameters(), comm=comm, **options)
+        else:
+            optimizer = make(comm, model, **options)
+        optimizer.loss_scale = scale
+        for step in range(steps):
+            optimizer.zero_grad()
+            for micro in range(step * micros, (step + 1) * micros):
+                last = (micro + 1) % micros == 0
+                with nullcontext() if last else optimizer.no_sync():
+                    (scale * model.loss(gradients(comm.rank, micro))).backward()
+                    None if last else optimizer.end_backward()
+            optimizer.step()
+        found = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for one in optimizer.saved_slices():
+            if one.kind == kind:
+                found[one.name].view(-1)[one.start : one.start + one.tensor.numel()] = one.tensor.detach().view(-1)
+        for values in found.values():
+            comm.all_reduce(values)  # each slice is held by one rank
+        return Stepped(found, optimizer.bytes_sent, optimizer.last_step.grad_norm)
+
+    return threads.run(body, ranks)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_backwards_of_16_bit_models_add_up_in_fp32(stage: int, ranks: int, dtype: torch.dtype) -> None:
-    def body(comm: Communicator, averaging: Averaging) -> float:
-        model = Known()
-        optimizer = sgd(comm, model, stage, averaging, param_dtype=dtype)
-        backward(optimizer, model, comm.rank, MICRO_BATCHES, dtype)
-        optimizer.step()
-        found = stepped_by(comm, optimizer)
-        off = [found[name].neg() - mean_of(ranks, MICRO_BATCHES, name, dtype) for name in SHAPES]
-        return max(float(one.abs().max()) for one in off)
-
-    assert max(threads.run(lambda comm: body(comm, Averaging(accumulate_dtype=FP32)), ranks)) < 2e-6
-    assert min(threads.run(lambda comm: body(comm, Averaging()), ranks)) > 1e-4
+    gradients = partial(gradients_of, dtype=dtype)
+    step = partial(stepped, sgd, ranks, gradients=gradients, micros=8, kind="master", stage=stage, param_dtype=dtype)
+    expected = {name: mean_of(ranks, 8, name, dtype) for name in SHAPES}
+    off = [
+        [
+            max(float((one.state[name] + mean).abs().max()) for name, mean in expected.items())
+            for one in step(averaging=how)
+        ]
+        for how in (Averaging(accumulate_dtype=FP32), Averaging())
+    ]
+    assert max(off[0]) < 2e-6
+    assert min(off[1]) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -104,188 +129,196 @@ def test_backwards_of_16_bit_models_add_up_in_fp32(stage: int, ranks: int, dtype
         *[(OneBitLion, stage, {}) for stage in (0, 1)],
     ],
 )
-def test_compressed_optimizers_take_the_sums(optimizer_class: Any, stage: int, options: dict[str, Any]) -> None:
-    def body(comm: Communicator) -> None:
-        model = Known()
-        optimizer = optimizer_class(
-            model.named_parameters(),
-            comm=comm,
-            stage=stage,
-            param_dtype=BF16,
-            averaging=Averaging(accumulate_dtype=FP32),
-            **options,
-        )
-        for step in range(4):
-            optimizer.zero_grad()
-            for micro in range(MICRO_BATCHES - 1):
-                with optimizer.no_sync():
-                    model.loss(gradients_of(comm.rank, micro)).backward()
-                    optimizer.end_backward()
-            for name, parameter in model.named_parameters() if stage < 2 or step > 1 else ():
-                own = sum(gradients_of(comm.rank, micro)[name].float() for micro in range(MICRO_BATCHES - 1))
-                torch.testing.assert_close(parameter.grad, own, rtol=0, atol=2e-6)
-            model.loss(gradients_of(comm.rank, MICRO_BATCHES - 1)).backward()
-            optimizer.step()
-            assert optimizer.last_step.applied
-        optimizer.close()
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_compressed_optimizers_take_the_sums(
+    comm: Communicator, optimizer_class: Any, stage: int, options: dict[str, Any]
+) -> None:
+    model = Known()
+    options["averaging"] = Averaging(accumulate_dtype=FP32)
+    optimizer = optimizer_class(model.named_parameters(), comm=comm, stage=stage, param_dtype=BF16, **options)
+    gradients = [gradients_of(comm.rank, micro, BF16) for micro in range(8)]
+    for step in range(4):
+        optimizer.zero_grad()
+        for one in gradients[:-1]:
+            with optimizer.no_sync():
+                model.loss(one).backward()
+                optimizer.end_backward()
+        for name, parameter in model.named_parameters() if stage < 2 or step > 1 else ():
+            own = sum(one[name].float() for one in gradients[:-1])
+            torch.testing.assert_close(parameter.grad, own, rtol=0, atol=2e-6)
+        model.loss(gradients[-1]).backward()
+        optimizer.step()
+        assert optimizer.last_step.applied
+    optimizer.close()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_the_warmup_of_a_compressed_optimizer_averages_the_sums(stage: int) -> None:
-    def body(comm: Communicator) -> None:
-        model = Known()
-        optimizer = OneBitAdam(
-            model.named_parameters(),
-            freeze_step=9,
-            comm=comm,
-            stage=stage,
-            param_dtype=BF16,
-            averaging=Averaging(accumulate_dtype=FP32),
-        )
-        backward(optimizer, model, comm.rank, MICRO_BATCHES)
-        optimizer.step()
-        momentum = stepped_by(comm, optimizer, "exp_avg")
-        for name in SHAPES:
-            torch.testing.assert_close(momentum[name], 0.1 * mean_of(2, MICRO_BATCHES, name), rtol=0, atol=1e-6)
-
-    threads.run(body, 2)
+    options = {"freeze_step": 9, "param_dtype": BF16, "averaging": Averaging(accumulate_dtype=FP32)}
+    gradients = partial(gradients_of, dtype=BF16)
+    found = stepped(OneBitAdam, gradients=gradients, micros=8, kind="exp_avg", stage=stage, **options)[0].state
+    for name, one in found.items():
+        torch.testing.assert_close(one, 0.1 * mean_of(2, 8, name, BF16), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("wire", [BF16, FP16])
+@STAGES
+@WIRES
 def test_gradients_travel_in_the_dtype_that_is_asked_for(stage: int, wire: torch.dtype) -> None:
-    def body(comm: Communicator, averaging: Averaging) -> tuple[dict[str, Tensor], int]:
-        model = Known()
-        optimizer = sgd(comm, model, stage, averaging)
-        model.loss(gradients_of(comm.rank, 0, FP32)).backward()
-        optimizer.step()
-        return stepped_by(comm, optimizer, "weight"), optimizer.bytes_sent
-
-    as_it_is = threads.run(lambda comm: body(comm, Averaging()), 3)
-    narrow = threads.run(lambda comm: body(comm, Averaging(wire_dtype=wire)), 3)
+    as_it_is, narrow = (
+        stepped(sgd, 3, stage=stage, averaging=how)[0] for how in (Averaging(), Averaging(wire_dtype=wire))
+    )
     for name in SHAPES:
-        rounded = torch.stack([gradients_of(rank, 0, FP32)[name].to(wire).float() for rank in range(3)]).mean(0)
+        rounded = torch.stack([gradients_of(rank, 0)[name].to(wire).float() for rank in range(3)]).mean(0)
         expected = rounded.to(wire).float() if stage == 0 else rounded
-        torch.testing.assert_close(narrow[0][0][name].neg(), expected, rtol=1e-6, atol=1e-7)
-        assert not torch.equal(narrow[0][0][name], as_it_is[0][0][name])
-    assert narrow[0][1] < as_it_is[0][1]
+        torch.testing.assert_close(narrow.state[name].neg(), expected, rtol=1e-6, atol=1e-7)
+        assert not torch.equal(narrow.state[name], as_it_is.state[name])
+    assert narrow.bytes_sent < as_it_is.bytes_sent
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_a_wider_wire_changes_nothing_but_rounding_at_the_end(stage: int) -> None:
-    def body(comm: Communicator, averaging: Averaging) -> dict[str, Tensor]:
-        model = Known()
-        optimizer = sgd(comm, model, stage, averaging, param_dtype=BF16)
-        backward(optimizer, model, comm.rank, 1)
-        optimizer.step()
-        return stepped_by(comm, optimizer)
-
-    plain = threads.run(lambda comm: body(comm, Averaging()), 2)[0]
-    wide = threads.run(lambda comm: body(comm, Averaging(wire_dtype=FP32)), 2)[0]
-    for name in SHAPES:
-        assert torch.equal(plain[name], wide[name])
+    step = partial(stepped, sgd, gradients=partial(gradients_of, dtype=BF16), kind="master", stage=stage)
+    plain, wide = (step(param_dtype=BF16, averaging=how)[0] for how in (Averaging(), Averaging(wire_dtype=FP32)))
+    assert all(torch.equal(one, wide.state[name]) for name, one in plain.state.items())
 
 
 @pytest.mark.parametrize(("optimizer_class", "stage"), [(OneBitAdam, 0), (OneBitAdam, 1), (ZeroOneAdam, 1)])
-@pytest.mark.parametrize("wire", [BF16, FP16])
+@WIRES
 def test_the_exact_steps_of_compressed_optimizers_travel_so_too(
     optimizer_class: Any, stage: int, wire: torch.dtype
 ) -> None:
-    def body(comm: Communicator) -> dict[str, Tensor]:
-        model = Known()
-        averaging = Averaging(wire_dtype=wire, divide_first=4.0)
-        optimizer = optimizer_class(model.named_parameters(), comm=comm, stage=stage, averaging=averaging)
-        model.loss(gradients_of(comm.rank, 0, FP32)).backward()
-        optimizer.step()
-        return stepped_by(comm, optimizer, "exp_avg")
-
-    found = threads.run(body, 3)[0]
+    averaging = Averaging(wire_dtype=wire, divide_first=4.0)
+    found = stepped(optimizer_class, 3, kind="exp_avg", stage=stage, averaging=averaging)[0].state
     for name in SHAPES:
-        sent = [4 * (gradients_of(rank, 0, FP32)[name] / 4).to(wire).float() for rank in range(3)]
+        sent = [4 * (gradients_of(rank, 0)[name] / 4).to(wire).float() for rank in range(3)]
         rounding = 2**-8 if wire == BF16 else 2**-10  # of leg 2
         torch.testing.assert_close(found[name], 0.1 * torch.stack(sent).mean(0), rtol=rounding, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 @pytest.mark.parametrize("factor", [2.0, 3.0, 8.0])
 def test_gradients_are_divided_before_they_are_summed(stage: int, factor: float) -> None:
-    least = 2.0**-24  # fp16's smallest number
+    def tiny(rank: int, micro: int) -> dict[str, Tensor]:
+        return {name: torch.full(shape, 2.0**-24) for name, shape in SHAPES.items()}  # fp16's smallest number
 
-    def body(comm: Communicator, averaging: Averaging, tiny: bool) -> dict[str, Tensor]:
-        model = Known()
-        optimizer = sgd(comm, model, stage, averaging, param_dtype=FP16)
-        gradients = {name: torch.full(shape, least) for name, shape in SHAPES.items()}
-        model.loss(gradients if tiny else gradients_of(comm.rank, 0, FP16)).backward()
-        optimizer.step()
-        return stepped_by(comm, optimizer)
-
+    step = partial(stepped, sgd, kind="master", stage=stage, param_dtype=FP16)
     divided, plain = Averaging(divide_first=factor), Averaging()
-    for name, found in threads.run(lambda comm: body(comm, divided, False), 2)[0].items():
-        mean = torch.stack([gradients_of(rank, 0, FP16)[name].float() for rank in range(2)]).mean(0)
-        torch.testing.assert_close(found.neg(), mean, rtol=2e-3, atol=1e-3)
+    for name, found in step(gradients=partial(gradients_of, dtype=FP16), averaging=divided)[0].state.items():
+        torch.testing.assert_close(found.neg(), mean_of(2, 1, name, FP16), rtol=2e-3, atol=1e-3)
     # What is too small to be divided is lost on the way, as it is in DeepSpeed.
-    assert all(bool((one == 0).all()) for one in threads.run(lambda comm: body(comm, divided, True), 2)[0].values())
-    assert all(bool((one < 0).all()) for one in threads.run(lambda comm: body(comm, plain, True), 2)[0].values())
+    assert all(bool((one == 0).all()) for one in step(gradients=tiny, averaging=divided)[0].state.values())
+    assert all(bool((one < 0).all()) for one in step(gradients=tiny, averaging=plain)[0].state.values())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_a_sum_in_place_of_a_mean_with_its_norm_and_clipping(stage: int) -> None:
-    def body(comm: Communicator, max_norm: float) -> tuple[dict[str, Tensor], float]:
-        model = Known()
-        optimizer = sgd(comm, model, stage, Averaging(op="sum"), max_norm=max_norm)
-        optimizer.loss_scale = 16.0
-        (16.0 * model.loss(gradients_of(comm.rank, 0, FP32))).backward()
-        assert optimizer.loss_scale == 16.0
-        optimizer.step()
-        return stepped_by(comm, optimizer, "weight"), optimizer.last_step.grad_norm
-
-    sums = {name: 3 * mean_of(3, 1, name, FP32) for name in SHAPES}
+    sums = {name: 3 * mean_of(3, 1, name) for name in SHAPES}
     norm = float(torch.cat([one.flatten() for one in sums.values()]).norm())
     for clip in (0.0, norm / 2):
-        found, told = threads.run(lambda comm, clip=clip: body(comm, clip), 3)[1]
-        assert told == pytest.approx(norm, rel=1e-5)
-        for name in SHAPES:
-            expected = sums[name] * (0.5 if clip else 1.0)
-            torch.testing.assert_close(found[name].neg(), expected, rtol=1e-5, atol=1e-5)
+        one = stepped(sgd, 3, scale=16.0, stage=stage, averaging=Averaging(op="sum"), max_norm=clip)[1]
+        assert one.grad_norm == pytest.approx(norm, rel=1e-5)
+        for name, found in one.state.items():
+            torch.testing.assert_close(found.neg(), sums[name] * (0.5 if clip else 1.0), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sum_in_the_steps_of_a_compressed_optimizer() -> None:
-    def body(comm: Communicator, averaging: Averaging) -> dict[str, Tensor]:
-        model = Known()
-        optimizer = OneBitAdam(
-            model.named_parameters(), freeze_step=2, comm=comm, codec="none", compress="momentum", averaging=averaging
-        )
-        for step in range(4):
-            optimizer.zero_grad()
-            model.loss(gradients_of(comm.rank, step, FP32)).backward()
-            optimizer.step()
-        return stepped_by(comm, optimizer, "exp_avg")
-
-    mean = threads.run(lambda comm: body(comm, Averaging()), 2)[0]
-    total = threads.run(lambda comm: body(comm, Averaging(op="sum")), 2)[0]
-    for name in SHAPES:
-        torch.testing.assert_close(total[name], 2 * mean[name])
+    step = partial(stepped, OneBitAdam, steps=4, kind="exp_avg", freeze_step=2, codec="none", compress="momentum")
+    mean, total = (step(averaging=how)[0].state for how in (Averaging(), Averaging(op="sum")))
+    for name, one in total.items():
+        torch.testing.assert_close(one, 2 * mean[name])
 
 
-def test_what_cannot_work_is_told() -> None:
-    with pytest.raises(TypeError, match=r"wire_dtype must be torch.float32, .* or None, got torch.int8"):
-        sgd(threads.single(10.0), Known(), 1, Averaging(wire_dtype=torch.int8))
-    for factor in (0, -1.0, float("inf"), "2"):
-        with pytest.raises(ValueError, match="divide_first must be a number above 0, got"):
-            sgd(threads.single(10.0), Known(), 1, Averaging(divide_first=factor))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="op must be 'mean' or 'sum', got 'max'"):
-        sgd(threads.single(10.0), Known(), 1, Averaging(op="max"))  # type: ignore[arg-type]
-    narrower = Averaging(accumulate_dtype=BF16)
-    with pytest.raises(ValueError, match=r"gradients of torch.float32 parameters add up in torch.float32 or their own"):
-        sgd(threads.single(10.0), Known(), 1, narrower)
-    with pytest.raises(ValueError, match=r"gradients of torch.float16 parameters add up in torch.float32 or their own"):
-        OneBitAdam(Known().named_parameters(), comm=threads.single(10.0), param_dtype=FP16, averaging=narrower)
-    with pytest.raises(ValueError, match="warmup_wire and averaging's wire_dtype say the same"):
-        OneBitAdam(
-            Known().named_parameters(),
-            comm=threads.single(10.0),
-            warmup_wire="bf16",
-            averaging=Averaging(wire_dtype=FP32),
-        )
+@pytest.mark.parametrize(
+    ("make", "averaging", "options", "error", "message"),
+    [
+        (
+            sgd,
+            {"wire_dtype": torch.int8},
+            {},
+            TypeError,
+            "wire_dtype must be torch.float32, .* or None, got torch.int8",
+        ),
+        *((sgd, {"divide_first": one}, {}, ValueError, "divide_first must be") for one in (0, -1.0, math.inf, "2")),
+        (sgd, {"op": "max"}, {}, ValueError, "op must be 'mean' or 'sum', got 'max'"),
+        (sgd, {"accumulate_dtype": BF16}, {}, ValueError, "of torch.float32 parameters add up in torch.float32 or"),
+        (OneBitAdam, {"accumulate_dtype": BF16}, {"param_dtype": FP16}, ValueError, "of torch.float16 parameters add"),
+        (
+            OneBitAdam,
+            {"wire_dtype": FP32},
+            {"warmup_wire": "bf16"},
+            ValueError,
+            "warmup_wire and averaging's wire_dtype",
+        ),
+    ],
+)
+def test_what_cannot_work_is_told(make, averaging, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        stepped(make, 1, averaging=Averaging(**averaging), **options)
+
+
+# The seal
+
+
+def sealed(taken: range = range(3)) -> tuple[list[Tensor], Seal]:
+    parameters = [torch.zeros(shape, requires_grad=True) for shape in ((3,), (0,), (40, 50))]
+    for one in parameters:
+        one.grad = torch.randn(one.shape)
+    parameters[0].grad[1] = math.nan
+    seal = Seal(parameters, "parameter {}".format)
+    seal.take(taken)
+    return parameters, seal
+
+
+def changed(number: int) -> Any:
+    return pytest.raises(RuntimeError, match=f"parameter {number} was changed")
+
+
+def test_a_write_is_known_by_the_version_and_an_edit_by_the_values() -> None:
+    parameters, seal = sealed()
+    for parameter in parameters:
+        parameter.grad.mul_(1.0)
+    assert seal._edited() == [0, 1, 2]
+    seal.check()
+    parameters[2].grad.mul_(1.0625)
+    with changed(2):
+        seal.check()
+    parameters[0].grad[2] = 7.0  # of a small gradient every element counts
+    with changed(0):
+        seal.check()
+    seal.check(may_write=True)
+    parameters[0].grad = None
+    with changed(0):
+        seal.check(may_write=True)
+
+
+def test_a_gradient_whose_average_may_arrive_has_no_known_value() -> None:
+    parameters, seal = sealed()
+    seal.expect_averages([0, 2])
+    seal.check()
+    parameters[2].grad.mul_(1.0)
+    with changed(2):
+        seal.check()
+    parameters[0].grad.data.fill_(1.0)
+    seal.averages_are_there([0, 2])
+    seal.take_again()
+    parameters[0].grad.mul_(1.0)
+    assert seal._edited() == [0, 2]
+    with changed(2):
+        seal.check()
+
+
+def test_what_was_not_sampled_may_be_written_to() -> None:
+    parameters, seal = sealed(range(0))
+    seal.samples_values = False
+    seal.take([0])
+    parameters[0].grad.mul_(2.0)
+    seal.check()
+    parameters[0].grad = parameters[0].grad.clone()
+    with changed(0):
+        seal.check()
+
+
+def test_memory_that_was_swapped_is_no_untouched_gradient() -> None:
+    parameters, seal = sealed()
+    parameters[0].grad.data = torch.ones(3)
+    assert seal._edited() == [0]

@@ -13,26 +13,21 @@ ADAMW = {"optimizer_class": torch.optim.AdamW, "lr": 3e-3, "weight_decay": 0.1}
 SGD = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 
 
-class Lion(torch.optim.Optimizer):
-    """Somebody else's elementwise optimizer (Chen et al. 2023)."""
+class Momentum(torch.optim.Optimizer):
+    """Somebody else's elementwise optimizer."""
 
-    def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                momentum = state.setdefault("exp_avg", torch.zeros_like(parameter))
-                beta1, beta2 = group["betas"]
-                parameter.add_(torch.lerp(parameter.grad, momentum, beta1).sign(), alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 1 - beta2)
+            for one in (one for one in group["params"] if one.grad is not None):
+                momentum = self.state[one].setdefault("exp_avg", torch.zeros_like(one))
+                one.sub_(momentum.lerp_(one.grad, 0.1), alpha=group["lr"])
 
 
-LION = {"optimizer_class": Lion, "lr": 1e-3}
+MOMENTUM = {"optimizer_class": Momentum, "lr": 0.1}
 
 
 def build(comm: Communicator, model: nn.Module, stage: int, **options) -> ShardedOptimizer:

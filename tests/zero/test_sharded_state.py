@@ -1,16 +1,24 @@
-"""What ZeRO stages save: any stage and number of ranks takes it up, and the same ones go on bit for bit."""
+"""What ZeRO stages save: any stage and number of ranks takes it up, and the same ones go on bit for bit; what is sent
+while a model computes; and when ranks are compared."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.optim.training import loss_of, make_model, through_a_file, weights
+from tests.launching import on_threads
+from tests.optim.subject import LOCAL, Subject
+from tests.optim.training import loss_of, make_model, through_a_file, watcher, weights
+from tests.optim.training import train as train_one
 from tests.zero.saved import join, save
-from tests.zero.training import ADAMW, build, train
+from tests.zero.training import ADAMW, SGD, build, train
 from thinwire import ShardedOptimizer
 from thinwire.comm import Communicator, threads
+from thinwire.zero.rank_checks import ReplicaDriftError
+from thinwire.zero.sharded_home import ComparisonTimes
 
 
 @pytest.mark.parametrize(("saved_stage", "dtype"), [(0, None), (1, torch.bfloat16), (2, None)])
@@ -101,7 +109,7 @@ def test_every_rank_shows_a_torch_optimizer() -> None:
     """A model smaller than a block is one rank's; the other shows the class and the settings, without a parameter."""
 
     def body(comm: Communicator) -> tuple[int, float, int]:
-        model = torch.nn.Linear(3, 1)
+        model = nn.Linear(3, 1)
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=comm, lr=0.5)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
@@ -111,3 +119,89 @@ def test_every_rank_shows_a_torch_optimizer() -> None:
         return len(state["state"]), state["param_groups"][0]["lr"], len(state["param_groups"])
 
     assert sorted(threads.run(body, 2)) == [(0, 0.5, 1), (2, 0.5, 1)]
+
+
+# What is sent while a model computes: buckets during backward, new weights during the next forward
+
+
+def test_buckets_leave_during_backward() -> None:
+    def body(comm: Communicator) -> list[int]:
+        model = make_model()
+        optimizer = build(comm, model, 2, **(ADAMW | {"bucket_bytes": 4}))
+        seen: list[int] = []
+        model[0].weight.register_hook(lambda _: seen.append(watcher(optimizer).started))
+        train(optimizer, model, range(1))
+        return seen
+
+    for seen in threads.run(body, 2):
+        assert seen == [4] or seen == [5]
+
+
+def test_weights_read_in_any_way_are_the_new_ones() -> None:
+    def body(comm):
+        torch.manual_seed(0)
+        model = nn.MultiheadAttention(8, 2, batch_first=True)  # computes with its child's weight without calling it
+        optimizer = build(comm, model, 1, **SGD, bucket_bytes=256)
+        optimizer.gather_during_forward(model)
+        inputs = torch.ones(2, 3, 8) * (comm.rank + 1)
+        model(inputs, inputs, inputs)[0].square().sum().backward()
+        optimizer.step()
+        gate = optimizer._home._parameters.gate
+        assert gate._pending
+        read = copy.deepcopy(model).out_proj.weight
+        assert not gate._pending
+        model(inputs, inputs, inputs)[0].square().sum().backward()
+        optimizer.step()
+        assert gate._pending
+        model(inputs, inputs, inputs)
+        assert not gate._pending
+        optimizer.zero_grad()
+        return read
+
+    weights = threads.run(body, 2)
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_parameters_outside_of_the_gated_module_do_not_wait() -> None:
+    def body(comm):
+        torch.manual_seed(0)
+        inner, outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer = build(comm, nn.ModuleList([inner, outer]), 1, **SGD, bucket_bytes=64)
+        optimizer.gather_during_forward(inner)
+        with pytest.raises(RuntimeError, match="was called before"):
+            optimizer.gather_during_forward(outer)
+        outer(inner(torch.ones(2, 8))).square().sum().backward()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in outer.parameters()]
+
+    found = threads.run(body, 2)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+# Ranks are compared
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps", "shared", "due"),
+    [
+        (3, range(1, 13), range(1, 13), [3, 6, 9, 12]),
+        (2, (1, 2, 2, 3), range(1, 4), [2]),  # a skipped step is no other step
+        (3, range(1, 17), (1, 2, 4, 8, 16), [4, 8, 16]),  # weights are shared after steps that no interval meets
+    ],
+)
+def test_when_ranks_are_compared(interval, steps, shared, due) -> None:
+    times = ComparisonTimes(interval)
+    assert [step for step in steps if times.due(step, step in shared)] == due
+
+
+@pytest.mark.parametrize(("stage", "interval"), [(0, 1), (1, 2), (0, 3), (1, 4), (0, 5)])
+@on_threads(2)
+def test_drift_is_found_between_local_steps(comm: Communicator, stage: int, interval: int) -> None:
+    model = make_model()
+    optimizer = Subject("ZeroOneAdam", stage).build(model, comm, resync_interval=interval, on_drift="raise")
+    train_one(model, optimizer, range(LOCAL))
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[2].weight[0, 0] += 0.1
+    with pytest.raises(ReplicaDriftError, match=r"weights of ranks \[1\] differ"):
+        train_one(model, optimizer, range(LOCAL, LOCAL + 12))
