@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.pld import ProgressiveLayerDrop
+
 WIDTH = 12
 
 
@@ -60,6 +62,13 @@ def make_stack(seed: int = 0, layers: int = 4, in_tuple: bool = False) -> Stack:
     return model
 
 
+def settled(theta: float = 0.5, step: int = 1) -> ProgressiveLayerDrop:
+    """A schedule that has fallen to theta."""
+    schedule = ProgressiveLayerDrop(theta, 1000.0)
+    schedule.update_state(step)
+    return schedule
+
+
 def batch(*key: int, rows: int = 7) -> Tensor:
     generator = torch.Generator().manual_seed(hash(key) % 2**31)
     return torch.randn(rows, 5, generator=generator)
@@ -72,8 +81,6 @@ _SMALL = {
     "num_attention_heads": 2,
     "intermediate_size": 24,
 }
-
-
 _MODELS = {
     "gpt2": ("GPT2", "LMHeadModel", {"vocab_size": 40, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}),
     "llama": ("Llama", "ForCausalLM", _SMALL | {"num_key_value_heads": 2}),

@@ -1,4 +1,4 @@
-"""Dropping on plain stacks: no cost, no bias, exact gradients, evaluation untouched, and undrop."""
+"""Dropping on plain stacks: no cost, no bias, exact gradients, evaluation untouched, and undrop; and refusals."""
 
 from __future__ import annotations
 
@@ -6,45 +6,32 @@ import copy
 import inspect
 import math
 import pickle
-import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.pld.models import WIDTH, Residual, Stack, batch, make_stack
+from tests.pld.models import WIDTH, Residual, Stack, batch, hugging_face, make_stack, settled
 from thinwire.pld import ProgressiveLayerDrop, drop_layers, keep_probability, undrop
 
 
-def settled(theta: float = 0.5, step: int = 1) -> ProgressiveLayerDrop:
-    """A schedule that has fallen to theta."""
-    schedule = ProgressiveLayerDrop(theta, 1000.0)
-    schedule.update_state(step)
-    return schedule
-
-
-def runs(model: Stack) -> list[int]:
-    return [layer.forwards for layer in model.layers]
-
-
+@pytest.mark.filterwarnings("error")
 def test_a_schedule_that_stands_still_is_a_warning() -> None:
     model, schedule = make_stack(), ProgressiveLayerDrop()
     drop_layers(model, schedule)
     model.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(batch(0))
+    model(batch(0))
     model.train()
     with pytest.warns(RuntimeWarning, match=r"none is: call schedule.update_state\(step\) as every step begins"):
         model(batch(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(batch(1))
-        for begin in (lambda one: one.update_state(0), lambda one: one.load_state_dict({"step": 0})):
-            begun, schedule = make_stack(), ProgressiveLayerDrop()
-            drop_layers(begun, schedule)
-            begin(schedule)
-            begun(batch(0))
+    model(batch(1))
+    for begin in (lambda one: one.update_state(0), lambda one: one.load_state_dict({"step": 0})):
+        begun, schedule = make_stack(), ProgressiveLayerDrop()
+        drop_layers(begun, schedule)
+        begin(schedule)
+        begun(batch(0))
 
 
 def test_a_dropped_layer_costs_nothing() -> None:
@@ -109,20 +96,25 @@ def test_a_kept_branch_is_scaled_and_gradients_are_exact(in_tuple: bool) -> None
             torch.testing.assert_close(parameter.grad, twin.grad)
 
 
-def test_theta_one_changes_nothing_to_the_bit() -> None:
+def test_theta_one_changes_nothing_to_the_bit_nor_does_evaluation() -> None:
     model = make_stack(3)
     expected = model(batch(0))
     drop_layers(model, settled(1.0))
     assert torch.equal(model(batch(0)), expected)
-
-
-def test_evaluation_is_untouched_and_advances_nothing() -> None:
-    model = make_stack(3).eval()
-    expected = model(batch(0))
+    undrop(model.eval())
     handle = drop_layers(model, settled(0.0))
     assert torch.equal(model(batch(0)), expected)
     assert all(math.isnan(rate) for rate in handle.keep_rates)
     assert handle.dropped_parameters() == []
+
+
+def test_empty_and_non_finite_batches_and_no_gradients() -> None:
+    model = make_stack()
+    handle = drop_layers(model, settled(0.0))
+    with torch.no_grad():
+        assert model(batch(0, rows=0)).shape == (0, 3)
+        assert bool(model(batch(0) * math.nan).isnan().all())
+    assert handle.dropped_parameters()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -142,21 +134,6 @@ def test_low_precision(dtype: torch.dtype) -> None:
             cast(batch(micro)).float().sum().backward()
 
 
-def test_empty_and_non_finite_batches() -> None:
-    model = make_stack()
-    drop_layers(model, settled())
-    assert model(batch(0, rows=0)).shape == (0, 3)
-    assert bool(model(batch(0) * math.nan).isnan().all())
-
-
-def test_a_forward_in_no_grad_is_drawn_too() -> None:
-    model = make_stack()
-    handle = drop_layers(model, settled(0.0))
-    with torch.no_grad():
-        model(batch(0))
-    assert handle.dropped_parameters()
-
-
 def test_names_state_dict_and_signature_stay() -> None:
     model = make_stack()
     keys, names = list(model.state_dict()), [name for name, _ in model.named_modules()]
@@ -167,7 +144,7 @@ def test_names_state_dict_and_signature_stay() -> None:
     assert inspect.signature(model.layers[0].forward) == signature
 
 
-def test_undrop_restores_the_model() -> None:
+def test_undrop_restores_the_model_and_a_forward_of_ones_own() -> None:
     model = make_stack()
     expected = model(batch(0))
     before = [dict(layer.__dict__) for layer in model.layers]
@@ -179,18 +156,12 @@ def test_undrop_restores_the_model() -> None:
     assert [layer.__dict__.keys() for layer in model.layers] == [one.keys() for one in before]
     with pytest.raises(ValueError, match="no layer here"):
         undrop(model)
-    drop_layers(model, settled())
-    undrop(model.layers)
-
-
-def test_a_forward_of_ones_own_is_kept_and_given_back() -> None:
-    layer = Residual()
+    layer = model.layers[0]
     own = layer.forward
-    layer.forward = lambda hidden: own(hidden) * 1.0
-    mine = layer.forward
-    drop_layers([layer], settled())
-    layer(torch.randn(2, WIDTH))
-    undrop([layer])
+    layer.forward = mine = lambda hidden: own(hidden) * 1.0
+    drop_layers(model.layers, settled())
+    model(batch(0))
+    undrop(model.layers)
     assert layer.forward is mine
 
 
@@ -256,3 +227,107 @@ def test_ddp_waits_for_no_dropped_layer(jobs) -> None:
     done = jobs.torchrun(2, "-m", "tests.pld.ddp_program", "40")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all held" in done.stdout
+
+
+# What cannot be dropped is refused, with the reason: at the call if the layer shows it, else at its first run
+
+SCHEDULE = ProgressiveLayerDrop()
+
+
+def named(name: str) -> nn.Module:
+    model = nn.Module()
+    model.add_module(name, nn.ModuleList([Residual()]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        *(
+            (
+                lambda name=name: hugging_face(name),
+                ValueError,
+                "post-LN: its output.* comes after the residual sum.*pre-LN",
+            )
+            for name in ("bert", "roberta", "distilbert")
+        ),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2), ValueError, "norm_first=False"),
+        (lambda: named("towers"), ValueError, "'layers', 'layer', 'h', 'blocks', 'block'"),
+        (nn.ModuleList, ValueError, "empty"),
+        (lambda: [3], TypeError, "a layer is a module, not int"),
+        (
+            lambda: nn.Transformer(8, 2, 1, 1, 8),
+            ValueError,
+            r"several stacks of layers: encoder\.layers, decoder\.layers",
+        ),
+        (lambda: [Residual()] * 2, ValueError, "layer 2 is the same module"),
+    ],
+)
+def test_what_is_refused_at_the_call(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    model = make()
+    with pytest.raises(error, match=message):
+        drop_layers(model, SCHEDULE)
+    if isinstance(model, nn.Module):
+        assert not any("forward" in layer.__dict__ for layer in model.modules())
+
+
+def test_arguments() -> None:
+    model = make_stack()
+    with pytest.raises(TypeError, match="ProgressiveLayerDrop"):
+        drop_layers(model, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seed"):
+        drop_layers(model, SCHEDULE, seed=2**63)
+    drop_layers(model, SCHEDULE)
+    with pytest.raises(TypeError, match="got NoneType as its first argument"):
+        model.layers[0](mask=None)
+
+
+class Of(nn.Module):
+    """A layer without parameters."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+class PostNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden + self.branch(hidden))
+
+
+@pytest.mark.parametrize("step", [0, 1000])
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (PostNorm, ValueError, "normalises what it returns"),
+        (lambda: nn.Linear(WIDTH, WIDTH), ValueError, "is not residual"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), ValueError, "normalises|is not residual"),
+        (lambda: Of(lambda hidden: torch.cat([hidden, hidden], -1)), ValueError, r"shape \(5, 12\) into \(5, 24\)"),
+        (lambda: Of(lambda hidden: (hidden * 1.5, hidden)), ValueError, r"more than hidden states \(Tensor\)"),
+        (lambda: Of(lambda hidden: {"hidden": hidden}), TypeError, "returned dict"),
+    ],
+)
+def test_layers_that_show_it_when_run(
+    make: Callable[[], nn.Module], error: type[Exception], match: str, step: int
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Residual(), make()])
+    schedule = ProgressiveLayerDrop(0.0, 1.0)
+    schedule.update_state(step)
+    drop_layers(layers, schedule)
+    hidden = torch.randn(5, WIDTH)
+    with pytest.raises(error, match=match):
+        layers[1](layers[0](hidden))
+    assert all(module.training for module in layers.modules())
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_residual_layer_that_outgrows_its_input_is_accepted(sign: float) -> None:
+    layer = Of(lambda hidden: hidden + sign * 0.3 * hidden.abs() * hidden)  # not homogeneous
+    drop_layers([layer], SCHEDULE)
+    layer(torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)))

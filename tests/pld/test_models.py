@@ -11,42 +11,30 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.pairwise import each_once, pairwise
-from tests.pld.models import Stack, batch, hugging_face, make_stack
+from tests.pld.models import Stack, batch, hugging_face, make_stack, settled
 from thinwire.engine.activation_checkpointing import checkpoint_activations
-from thinwire.pld import ProgressiveLayerDrop, drop_layers, undrop
+from thinwire.pld import drop_layers, undrop
 
 PRE_LN = ["gpt2", "llama", "roberta_prelayernorm"]
-
-
-def settled(theta: float = 0.3) -> ProgressiveLayerDrop:
-    schedule = ProgressiveLayerDrop(theta, 1000.0)
-    schedule.update_state(1)
-    return schedule
 
 
 def tokens(seed: int, length: int = 9) -> Tensor:
     return torch.randint(3, 40, (2, length), generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
-    for (name, mine), other in zip(gradients(model).items(), gradients(twin).values(), strict=True):
-        assert (mine is None) == (other is None), name
-        if mine is not None:
-            torch.testing.assert_close(mine, other, msg=name)
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, msg=name)
 
 
 @pytest.mark.parametrize("name", PRE_LN)
 def test_hugging_face_trains_and_is_restored(name: str) -> None:
-    model = hugging_face(name).train()
-    ids = tokens(0)
-    model.eval()
+    model, ids = hugging_face(name).eval(), tokens(0)
     expected = model(ids).logits
     model.train()
-    handle = drop_layers(model, settled(), seed=1)
+    handle = drop_layers(model, settled(0.3), seed=1)
     assert len(handle.layers) == 3
     dropped = set()
     for micro in range(8):
@@ -54,11 +42,7 @@ def test_hugging_face_trains_and_is_restored(name: str) -> None:
         output = model(tokens(micro), attention_mask=torch.ones(2, 9, dtype=torch.long), labels=tokens(micro))
         assert bool(output.loss.isfinite())
         output.loss.backward()
-        dropped |= {
-            number
-            for number, layer in enumerate(handle.layers)
-            if all(parameter.grad is None for parameter in layer.parameters())
-        }
+        dropped |= {layer for layer in handle.layers if all(one.grad is None for one in layer.parameters())}
     assert dropped
     assert all(rate <= 1 for rate in handle.keep_rates)
     model.eval()
@@ -84,7 +68,7 @@ def test_hugging_face_gradient_checkpointing(name: str, reentrant: bool) -> None
     twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
     twin.enable_input_require_grads()
     for each in (model, twin):
-        drop_layers(each, settled(), seed=5)
+        drop_layers(each, settled(0.3), seed=5)
     for micro in range(6):
         losses = []
         for each in (model, twin):
@@ -103,7 +87,7 @@ def test_torch_encoder(masked: bool) -> None:
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     padding = torch.zeros(3, 6, dtype=torch.bool)
     padding[1, 4:] = masked
-    drop_layers(encoder, settled())
+    drop_layers(encoder, settled(0.3))
     hidden = torch.randn(3, 6, 16, requires_grad=True)
     for _ in range(6):
         encoder(hidden, src_key_padding_mask=padding).sum().backward()
@@ -139,7 +123,7 @@ class Recomputed(nn.Module):
 def test_recomputation_repeats_the_first_run(whole: bool, reentrant: bool, forwards_first: bool) -> None:
     plain, twin = make_stack(), make_stack()
     recomputed = Recomputed(twin, reentrant, whole)
-    mine, theirs = (drop_layers(each, settled(), seed=9) for each in (plain, twin))
+    mine, theirs = (drop_layers(each, settled(0.3), seed=9) for each in (plain, twin))
     for start in range(0, 12, 3):
         for model, each in ((plain, plain), (recomputed, twin)):
             each.zero_grad()
@@ -158,10 +142,10 @@ def test_recomputation_repeats_the_first_run(whole: bool, reentrant: bool, forwa
 @pytest.mark.parametrize("to_cpu", [False, True])
 def test_the_engines_activation_checkpointing(checkpoints_first: bool, to_cpu: bool) -> None:
     plain, twin = make_stack(), make_stack()
-    drop_layers(plain, settled(), seed=9)
+    drop_layers(plain, settled(0.3), seed=9)
     if checkpoints_first:
         checkpoint_activations(twin, ["layers"], cpu_checkpointing=to_cpu)
-    drop_layers(twin, settled(), seed=9)
+    drop_layers(twin, settled(0.3), seed=9)
     if not checkpoints_first:
         checkpoint_activations(twin, ["layers"], cpu_checkpointing=to_cpu)
         with pytest.raises(ValueError, match="activation checkpointing"):
@@ -182,7 +166,7 @@ def test_compiled(compiled_first: bool) -> None:
     compiled = torch.compile(twin, backend=graphs)
     if compiled_first:
         compiled(batch(0)).sum().backward()
-    schedules = [settled(), settled()]
+    schedules = [settled(0.3), settled(0.3)]
     for each, schedule in zip((plain, compiled if compiled_first else twin), schedules, strict=True):
         drop_layers(each, schedule, seed=2)
     counts = []
