@@ -1,4 +1,5 @@
-"""The kernels against the dense specification in float64: values and gradients, every layout, mask and dtype."""
+"""The kernels against the dense specification in float64, values and gradients, every layout, mask and dtype; the
+specification itself against torch's own attention; the registered operators, torch's checks of them, and the module."""
 
 from __future__ import annotations
 
@@ -6,11 +7,22 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.pairwise import pairwise
 from tests.sparse_attn.cases import BLOCKS, HEADS, doubles, layouts, qkv, relative_error
-from thinwire.sparse_attn import BigBird, Custom, Dense, block_sparse_attention, reference_attention
+from thinwire.sparse_attn import (
+    BigBird,
+    Custom,
+    Dense,
+    SparseSelfAttention,
+    Variable,
+    block_sparse_attention,
+    reference_attention,
+)
+from thinwire.sparse_attn.reference import keep_mask, token_mask
 
 KINDS = list(layouts(16))
 MASKS = ["none", "padding", "padding_float", "attn_bool", "attn_float_4d", "rpe", "all_and_dropout"]
@@ -106,3 +118,190 @@ def test_bad_input(change: dict[str, object], error: type[Exception], says: str)
     arguments = dict(zip("qkv", (torch.randn(2, HEADS, 33, 8) for _ in range(3)), strict=True))
     with pytest.raises(error, match=says):
         block_sparse_attention(**{"layout": Dense(HEADS), **arguments, **change})  # type: ignore[arg-type]
+
+
+# The specification
+
+
+def test_it_is_torchs_attention_under_the_same_mask() -> None:
+    inputs = doubles(qkv(77, 8))
+    for layout in layouts(16).values():
+        mask = token_mask(layout.index(77), 77, 77, causal=layout.causal)
+        expected = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
+        out = reference_attention(*inputs, layout)
+        torch.testing.assert_close(out, expected.nan_to_num(), atol=1e-12, rtol=0)
+        actual = torch.autograd.grad(out.square().sum(), inputs)
+        wanted = torch.autograd.grad(expected.nan_to_num().square().sum(), inputs)
+        for one, other in zip(actual, wanted, strict=True):
+            torch.testing.assert_close(one, other.nan_to_num(), atol=1e-10, rtol=0)
+
+
+def test_gradients_with_a_masked_nan_stay_finite() -> None:
+    q, k, v = (x.detach() for x in doubles(qkv(40, 8)))
+    k[:, :, 39] = v[:, :, 38] = math.nan
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    padding = torch.arange(40).expand(2, 40) < 38
+    out = reference_attention(*inputs, Dense(2), key_padding_mask=padding)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_the_same_seed_of_torch_drops_the_same() -> None:
+    inputs = qkv(33, 8)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(reference_attention(*inputs, Dense(2), dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**63 - 1), p=st.floats(0.05, 0.95))
+def test_dropout_keeps_its_share_in_every_head_row_and_column(seed: int, p: float) -> None:
+    keep = keep_mask(torch.tensor([seed]), 2, 2, 200, 300, p).double()
+    for dims, count in (((2, 3), 60_000), ((0, 1, 3), 1200), ((0, 1, 2), 800)):
+        sigma = math.sqrt(p * (1 - p) / count)
+        assert ((keep.mean(dims) - (1 - p)).abs() < 6 * sigma).all()
+    # Neighbouring rows, and heads, are drawn apart.
+    assert not torch.equal(keep[0, 0], keep[0, 1])
+    assert not torch.equal(keep[..., :-1, :], keep[..., 1:, :])
+
+
+def test_dropout_follows_the_written_hash() -> None:
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x7FEB352D % 2**32
+        x ^= x >> 15
+        x = x * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    seed, p = 0x1234_5678_9ABC_DEF0, 0.4
+    keep = keep_mask(torch.tensor([seed]), 2, 3, 5, 7, p)
+    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 6), (1, 0, 3, 5), (0, 1, 2, 3)):
+        head_key = mix(seed % 2**32 ^ mix(((seed >> 32) + (b * 3 + h) * 0x9E3779B9) % 2**32))
+        row_key = mix((head_key + i) % 2**32)
+        assert bool(keep[b, h, i, j]) == (mix(row_key ^ j * 0x9E3779B9 % 2**32) >= round(p * 2**32))
+
+
+# The operators
+
+OPERATORS = torch.ops.thinwire
+
+
+def arguments(length: int, bias: Tensor | None) -> tuple[object, ...]:
+    index = layouts(16)["bigbird"].index(length)
+    pattern = (index.row_offsets, index.columns, index.column_offsets, index.rows)
+    return (*pattern, torch.randn(2, length), bias, torch.tensor([5]), 16, index.num_heads, False, 0.3, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("learned_bias", [False, True])
+def test_opcheck(dtype: torch.dtype, learned_bias: bool) -> None:
+    bias = torch.randn(1, 2, 77, 77, requires_grad=True) if learned_bias else None
+    shared = arguments(77, bias)
+    inputs = qkv(77, 8, dtype)
+    torch.library.opcheck(OPERATORS.block_sparse_attention.default, (*inputs, *shared))
+
+    q, k, v = (x.detach() for x in inputs)
+    shared = arguments(77, None if bias is None else bias.detach())
+    out, lse = OPERATORS.block_sparse_attention(q, k, v, *shared)
+    backward = OPERATORS.block_sparse_attention_backward.default
+    torch.library.opcheck(backward, (out, q, k, v, out, lse, *shared, learned_bias))
+
+
+def test_compiles_whole_with_gradients_and_dropout() -> None:
+    layout = BigBird(2)
+    inputs = qkv(77, 8)
+    rpe = torch.randn(2, 77, 77, requires_grad=True)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, rpe: Tensor) -> Tensor:
+        return 2 * block_sparse_attention(q, k, v, layout, rpe=rpe, dropout_p=0.2)
+
+    results = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(3)
+        out = run(*inputs, rpe)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*inputs, rpe])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_code_serves_every_layout_and_length(dynamic: bool | None) -> None:
+    blocks = torch.eye(4, dtype=torch.bool)
+    windows = [Variable(2, local_window_blocks=[size]) for size in (1, 2)]
+    cases = [(one, length) for one in windows for length in (64, 77)]
+    cases += [(Custom(blocks), 64), (Custom(~blocks), 64), (BigBird(2), 112)]
+    torch.compiler.reset()
+    compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for layout, length in cases:
+        inputs = qkv(length, 8)
+        results = []
+        for run in (compiled, block_sparse_attention):
+            out = run(*inputs, layout)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_derivatives_that_do_not_exist_are_errors_and_not_zeros() -> None:
+    inputs, layout = qkv(40, 8), BigBird(2)
+    (d_q,) = torch.autograd.grad(block_sparse_attention(*inputs, layout).sum(), inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        d_q.square().sum().backward()
+    q, k, v = (x.detach() for x in inputs)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: block_sparse_attention(q, x, v, layout), (k,), (v,))
+
+
+def test_no_gradient_of_a_mask_nobody_learns() -> None:
+    inputs = qkv(32, 8)
+    mask = torch.randn(32, 32)
+    block_sparse_attention(*inputs, BigBird(2, num_sliding_window_blocks=1), attn_mask=mask).sum().backward()
+    assert mask.grad is None
+    assert all(x.grad is not None for x in inputs)
+
+
+# The module
+
+
+def test_modes_say_the_same_in_their_own_numbers() -> None:
+    q, k, v = qkv(50, 8)
+    attends = torch.rand(50, 50) < 0.7
+    padding = torch.rand(2, 50) < 0.7
+    expected = block_sparse_attention(q, k, v, BigBird(2), key_padding_mask=padding, attn_mask=attends)
+    added = torch.zeros(2, 50).masked_fill(~padding, -torch.inf)
+    users = SparseSelfAttention(BigBird(2))
+    assert torch.equal(users(q, k, v, key_padding_mask=added, attn_mask=attends.float()), expected)
+    assert torch.equal(users(q, k, v, key_padding_mask=added[:, None, None], attn_mask=attends.long()), expected)
+    swapped = SparseSelfAttention(BigBird(2), "mul", "add")
+    added = torch.zeros(50, 50).masked_fill(~attends, -torch.inf)
+    assert torch.equal(swapped(q, k, v, key_padding_mask=padding.long(), attn_mask=added), expected)
+    assert torch.equal(swapped(q, k, v, key_padding_mask=padding, attn_mask=attends), expected)
+
+
+def test_rpe_is_added_and_learned() -> None:
+    q, k, v = qkv(50, 8)
+    rpe = torch.randn(2, 50, 50, requires_grad=True)
+    out = SparseSelfAttention(Dense(2))(q, k, v, rpe=rpe)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=rpe))
+    out.square().sum().backward()
+    assert rpe.grad is not None
+    assert rpe.grad.any()
+
+
+def test_dropout_in_training_alone() -> None:
+    q, k, v = qkv(50, 8)
+    layer = SparseSelfAttention(Dense(2), dropout=0.5)
+    assert not torch.equal(layer(q, k, v), layer(q, k, v))
+    layer.eval()
+    assert torch.equal(layer(q, k, v), layer(q, k, v))
+
+
+def test_refusals_of_the_module() -> None:
+    with pytest.raises(ValueError, match="attn_mask_mode is 'or'"):
+        SparseSelfAttention(Dense(2), attn_mask_mode="or")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dropout is 1"):
+        SparseSelfAttention(Dense(2), dropout=1)
+    with pytest.raises(ValueError, match="50 tokens, max_seq_length is 49"):
+        SparseSelfAttention(Dense(2), max_seq_length=49)(*qkv(50, 8))

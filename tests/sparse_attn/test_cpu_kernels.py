@@ -1,4 +1,5 @@
-"""The CPU kernels against the dense definition in float64: every block size, odd shapes, masks, dropout, memory."""
+"""The CPU kernels against the dense definition in float64: every block size, odd shapes, masks, dropout, memory; and
+their exponential, as exact as float32 allows."""
 
 from __future__ import annotations
 
@@ -6,11 +7,17 @@ import math
 import threading
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
-from tests.sparse_attn.kernels.body import attend, check, check_empty, check_leaks, check_rows_that_attend_nothing
+pytest.importorskip("numba")
+
+from tests.sparse_attn.cases import attend, check, check_empty, check_leaks, check_rows_that_attend_nothing
+from thinwire.simd import floats
+from thinwire.simd.compiling import kernel
 from thinwire.sparse_attn.kernels.cpu import launch as cpu
+from thinwire.sparse_attn.kernels.cpu.tiles import power_of_two
 from thinwire.sparse_attn.layouts.named import BigBird, Custom, Dense, Fixed, LocalSlidingWindow
 
 BLOCKS = (16, 32, 64, 128)
@@ -127,3 +134,29 @@ def test_no_python_memory_grows_with_the_square_of_the_length() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * tensors.nbytes
+
+
+@kernel
+def powers(exponents, results) -> None:
+    for at in range(0, exponents.size, 16):
+        floats.store(results, at, power_of_two(floats.load(exponents, at)))
+
+
+def evaluate(exponents: np.ndarray) -> np.ndarray:
+    padded = np.zeros(-(-exponents.size // 16) * 16, np.float32)
+    padded[: exponents.size] = exponents
+    results = np.empty_like(padded)
+    powers(padded, results)
+    return results[: exponents.size]
+
+
+def test_powers_are_exact_to_the_last_bits() -> None:
+    exponents = np.random.default_rng(0).uniform(-125, 20, 100_000).astype(np.float32)
+    expected = np.exp2(exponents.astype(np.float64))
+    assert np.abs(evaluate(exponents) / expected - 1).max() < 2e-7
+
+
+def test_the_ends() -> None:
+    found = evaluate(np.array([-math.inf, -3e38, -127.0, -126.0, 0.0, 1.0, 127.0, math.nan], np.float32))
+    assert found[:7].tolist() == [0.0, 0.0, 0.0, 2.0**-126, 1.0, 2.0, 2.0**127]
+    assert math.isnan(found[7])

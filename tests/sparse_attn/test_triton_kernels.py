@@ -41,7 +41,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str
     """All groups that are selected in one process: importing torch and Triton takes as long as most of them."""
     specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
     groups = [spec.params["group"] for spec in specs if spec is not None and "group" in spec.params]
-    command = [sys.executable, "-m", "tests.sparse_attn.kernels.triton_program", *groups]
+    command = [sys.executable, "-m", "tests.sparse_attn.triton_program", *groups]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
         yield program
         program.kill()

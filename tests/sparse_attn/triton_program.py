@@ -1,6 +1,6 @@
 """The kernels' checks in Triton's interpreter, which has to be chosen before Triton is imported.
 
-Prints of every group of checks, of those named or of all, that it held, or a traceback and that it failed.
+Prints of every group of checks that is named that it held, or a traceback and that it failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if __name__ == "__main__":
 import triton
 from triton.runtime import interpreter
 
-from tests.sparse_attn.kernels.body import attend, check, check_empty, check_leaks, check_rows_that_attend_nothing
-from tests.sparse_attn.packed.body import check_products, check_softmax, masks
+from tests.sparse_attn.cases import attend, check, check_empty, check_leaks, check_products, check_softmax, masks
+from tests.sparse_attn.cases import check_rows_that_attend_nothing as check_idle_rows
 from thinwire.sparse_attn.kernels.triton import launch as triton_attention
 from thinwire.sparse_attn.kernels.triton import packed
 from thinwire.sparse_attn.kernels.triton.launch import Shape
@@ -34,20 +34,12 @@ from thinwire.sparse_attn.layouts.named import BigBird, Custom, Dense, Fixed, Lo
 def joined_and_split_blocks() -> None:
     """Blocks smaller and larger than a tile, odd lengths and widths."""
     for heads, block in ((2, 16), (1, 32), (1, 64)):
-        check(triton_attention, BigBird(heads, block), (block * 3 + 7,) * 2, 24, batch=1, heads=heads)
-    check(triton_attention, LocalSlidingWindow(1, 128), (300, 300), 16, batch=1, heads=1)
+        check(triton_attention, BigBird(heads, block), (block * 3 + 7,) * 2, 24, batch=1)
+    check(triton_attention, LocalSlidingWindow(1, 128), (300, 300), 16, batch=1)
     check(triton_attention, BigBird(2, 16, different_layout_per_head=True), (130, 130), 65, batch=1)
-    check(triton_attention, Dense(1, 128), (150, 150), 130, batch=1, heads=1)
-    check(
-        triton_attention,
-        LocalSlidingWindow(1, 128),
-        (384, 384),
-        16,
-        batch=1,
-        heads=1,
-        dtype=torch.float16,
-        tolerance=5e-4,
-    )
+    check(triton_attention, Dense(1, 128), (150, 150), 130, batch=1)
+    in_16_bits = {"dtype": torch.float16, "tolerance": 5e-4}
+    check(triton_attention, LocalSlidingWindow(1, 128), (384, 384), 16, batch=1, **in_16_bits)
 
 
 def masks_and_dropout() -> None:
@@ -63,12 +55,12 @@ def long_rows() -> None:
     """Rows and columns that several programs share."""
     mask = torch.eye(132, dtype=torch.bool) & (torch.arange(132) < 20)
     mask[0], mask[:, 0] = True, True
-    check(triton_attention, Custom(mask, 16), (2112, 2112), 16, batch=1, heads=1)
+    check(triton_attention, Custom(mask, 16), (2112, 2112), 16, batch=1)
 
 
 def nothing_leaks() -> None:
     """Rows that attend nothing, tensors without elements, NaN in what is masked."""
-    check_rows_that_attend_nothing(triton_attention)
+    check_idle_rows(triton_attention)
     for shape in ((0, 2, 32, 16), (1, 2, 0, 16)):
         check_empty(triton_attention, shape)
     check_leaks(triton_attention, math.nan)
@@ -88,10 +80,10 @@ def packed_blocks() -> None:
 def tensor_cores_in_float32() -> None:
     """The products of float32 as tensor cores make them, with three of tf32, along long rows too."""
     with _as_tensor_cores():
-        check(triton_attention, Dense(1, 64), (130, 130), 64, batch=1, heads=1, dropout_p=0.1, tolerance=1e-5)
+        check(triton_attention, Dense(1, 64), (130, 130), 64, batch=1, dropout_p=0.1, tolerance=1e-5)
         mask = torch.eye(20, dtype=torch.bool)
         mask[0], mask[:, 0] = True, True
-        check(triton_attention, Custom(mask, 16), (320, 320), 16, batch=1, heads=1, tolerance=1e-5)
+        check(triton_attention, Custom(mask, 16), (320, 320), 16, batch=1, tolerance=1e-5)
         check_products(packed, 16, 40, torch.float32, 1e-5)
 
 
@@ -101,7 +93,7 @@ def tiles_of_every_gpu() -> None:
     for shape in (Shape(64, 64, 4), Shape(128, 128, 8), Shape(128, 32, 8)):
         triton_attention.shape = lambda *_, shape=shape: shape
         try:
-            check(triton_attention, BigBird(1, 32), (200, 200), 16, batch=1, heads=1, with_key_bias=True)
+            check(triton_attention, BigBird(1, 32), (200, 200), 16, batch=1, with_key_bias=True)
         finally:
             triton_attention.shape = chosen
 
@@ -177,27 +169,12 @@ def _index_with_numpy_2_5() -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
-GROUPS = {
-    one.__name__: one
-    for one in (
-        joined_and_split_blocks,
-        masks_and_dropout,
-        long_rows,
-        nothing_leaks,
-        packed_blocks,
-        tensor_cores_in_float32,
-        tiles_of_every_gpu,
-        offsets_beyond_2_to_the_31,
-    )
-}
-
 if __name__ == "__main__":
-    names = sys.argv[1:] or list(GROUPS)
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         _index_with_numpy_2_5()
-    for name in names:
+    for name in sys.argv[1:]:
         try:
-            GROUPS[name]()
+            globals()[name]()
             print(f"{name} held", flush=True)
         except Exception:
             traceback.print_exc(file=sys.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -33,16 +34,34 @@ SIZES = {
 }
 
 
+FAMILIES = {
+    "Bert": ("ForMaskedLM", {}),
+    "Roberta": ("ForMaskedLM", {}),
+    "ModernBert": ("ForMaskedLM", {"local_attention": 32, "pad_token_id": 0}),
+    "GPT2": ("LMHeadModel", {}),
+    "Llama": ("ForCausalLM", {"num_key_value_heads": 2}),
+    "Gemma": ("ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}),
+    "Gemma3": ("ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 32}),
+    "Qwen2": ("ForCausalLM", {"num_key_value_heads": 2}),
+    "Qwen3": ("ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}),
+    "Mistral": ("ForCausalLM", {"num_key_value_heads": 2, "sliding_window": 32}),
+}
+NARROW = LocalSlidingWindow(4, 16, num_sliding_window_blocks=1, attention="bidirectional")
+
+
 def make(kind: str, **options: object) -> nn.Module:
     torch.manual_seed(0)
-    kinds = {
-        "Bert": (transformers.BertConfig, transformers.BertForMaskedLM),
-        "Roberta": (transformers.RobertaConfig, transformers.RobertaForMaskedLM),
-        "GPT2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-        "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }
-    config, model = kinds[kind]
-    return model(config(**{**SIZES, **options})).eval()
+    head, own = FAMILIES[kind]
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    return getattr(transformers, kind + head)(config(**{**SIZES, **own, **options})).eval()
+
+
+def direction_of(kind: str) -> str:
+    return "bidirectional" if FAMILIES[kind][0] == "ForMaskedLM" else "unidirectional"
+
+
+def check_close(found: Tensor, own: Tensor) -> None:
+    torch.testing.assert_close(found, own, atol=1e-4, rtol=0)
 
 
 def batch(length: int = 70) -> dict[str, Tensor]:
@@ -57,23 +76,40 @@ def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return out[inputs["attention_mask"].bool()]
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Roberta", "GPT2", "Llama"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_every_block_is_the_models_own_attention(kind: str) -> None:
-    model = make(kind, **({"num_key_value_heads": 2} if kind == "Llama" else {}))
-    inputs = batch()
-    own = logits(model, inputs)
-    unpadded = model(input_ids=inputs["input_ids"]).logits
-    direction = "bidirectional" if kind in ("Bert", "Roberta") else "unidirectional"
-    sparsify(model, Dense(4, 16, attention=direction))
-    torch.testing.assert_close(logits(model, inputs), own, atol=1e-4, rtol=0)
-    torch.testing.assert_close(model(input_ids=inputs["input_ids"]).logits, unpadded, atol=1e-4, rtol=0)
+    model, inputs = make(kind), batch()
+    own, unpadded = logits(model, inputs), model(input_ids=inputs["input_ids"]).logits
+    sparsify(model, Dense(4, attention=direction_of(kind)))
+    check_close(logits(model, inputs), own)
+    check_close(model(input_ids=inputs["input_ids"]).logits, unpadded)
+    sparsify(model, BigBird(4, num_sliding_window_blocks=1, attention=direction_of(kind)))
+    assert torch.isfinite(logits(model, inputs)).all()
     assert torch.equal(logits(densify(model), inputs), own)
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17, 40])
+@pytest.mark.parametrize("kind", ["Bert", "GPT2"])
+def test_short_inputs_are_attended_densely(kind: str, length: int) -> None:
+    model, ids = make(kind), torch.randint(5, 50, (2, length))
+    own = model(input_ids=ids).logits
+    sparsify(model, BigBird(4, 16, num_sliding_window_blocks=5, attention=direction_of(kind)))
+    check_close(model(input_ids=ids).logits, own)
+
+
+def test_a_vision_transformer_is_served() -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = transformers.ViTConfig(intermediate_size=48, image_size=64, patch_size=8, **sizes)
+    model, pixels = transformers.ViTForImageClassification(config).eval(), torch.randn(2, 3, 64, 64)
+    own = model(pixels).logits
+    check_close(sparsify(model, Dense(4))(pixels).logits, own)
+    assert not torch.equal(sparsify(model, NARROW)(pixels).logits, own)
 
 
 def test_a_causal_model_stays_causal_under_a_bidirectional_layout() -> None:
     model, inputs = make("GPT2"), batch()
     own = logits(model, inputs)
-    torch.testing.assert_close(logits(sparsify(model, Dense(1)), inputs), own, atol=1e-4, rtol=0)
+    check_close(logits(sparsify(model, Dense(1)), inputs), own)
 
 
 def test_training_gives_the_same_gradients_and_drops_attention() -> None:
@@ -99,8 +135,8 @@ def test_two_models_of_one_configuration_keep_their_own_attention() -> None:
     inputs = batch()
     own = logits(dense, inputs)
     sparsify(wide, Dense(4))
-    sparsify(narrow, LocalSlidingWindow(4, 16, num_sliding_window_blocks=1, attention="bidirectional"))
-    torch.testing.assert_close(logits(wide, inputs), own, atol=1e-4, rtol=0)
+    sparsify(narrow, NARROW)
+    check_close(logits(wide, inputs), own)
     assert (logits(narrow, inputs) - own).abs().max() > 1e-3
     assert torch.equal(logits(dense, inputs), own)
     assert "thinwire" not in str(dense.config.to_dict())
@@ -111,7 +147,7 @@ def test_sparsify_twice_then_densify_twice() -> None:
     model, inputs = make("Roberta"), batch()
     own, names = logits(model, inputs), list(model.state_dict())
     sparsify(sparsify(model, BigBird(4)), Dense(4))
-    torch.testing.assert_close(logits(model, inputs), own, atol=1e-4, rtol=0)
+    check_close(logits(model, inputs), own)
     clone = copy.deepcopy(model)
     for one in (model, clone):
         assert torch.equal(logits(densify(densify(one)), inputs), own)
@@ -144,21 +180,39 @@ def test_longer_positions(kind: str) -> None:
     assert torch.isfinite(logits(densify(model), batch(300))).all()
 
 
-def test_refusals() -> None:
-    bert = make("Bert")
-    with pytest.raises(ValueError, match="3 heads, expected 4"):
-        sparsify(bert, Dense(3))
-    with pytest.raises(ValueError, match="only grows"):
-        sparsify(bert, Dense(4), max_positions=5)
-    with pytest.raises(TypeError, match="no config"):
-        sparsify(nn.Linear(2, 2), Dense(1))
-    with pytest.raises(TypeError, match="cross-attention"):
-        sparsify(make("GPT2", add_cross_attention=True), Dense(4))
-    with pytest.raises(TypeError, match="position_embeddings"):
-        sparsify(make("Llama"), Dense(4), max_positions=500)
-    for model in (bert, make("GPT2")):
-        with pytest.raises(ValueError, match="never forms the attention probabilities"):
-            sparsify(model, Dense(4))(**batch(), output_attentions=True)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sparsify(make("Bert"), Dense(3)), ValueError, "3 heads, expected 4"),
+        (lambda: sparsify(make("Bert"), Dense(4), max_positions=5), ValueError, "only grows"),
+        (lambda: sparsify(nn.Linear(2, 2), Dense(1)), TypeError, "no config"),
+        (lambda: sparsify(make("GPT2", add_cross_attention=True), Dense(4)), TypeError, "cross-attention"),
+        (lambda: sparsify(make("Llama"), Dense(4), max_positions=500), TypeError, "position_embeddings"),
+        *(
+            (
+                lambda kind=kind: sparsify(make(kind), Dense(4))(**batch(), output_attentions=True),
+                ValueError,
+                "never forms the attention probabilities",
+            )
+            for kind in ("Bert", "GPT2")
+        ),
+        (
+            lambda: sparsify(
+                transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, **FAMILIES["Gemma"][1])), Dense(4)
+            )(**batch()),
+            ValueError,
+            "Gemma2Attention passes softcap",
+        ),
+        (
+            lambda: sparsify(transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**SIZES)), Dense(4)),
+            TypeError,
+            "DebertaV2ForMaskedLM cannot be sparsified",
+        ),
+    ],
+)
+def test_refusals(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_decoding_from_a_cache_is_refused_and_says_what_to_do() -> None:
@@ -207,7 +261,7 @@ def test_modules_of_transformers_4_are_swapped_and_swapped_back() -> None:
     own, names, modules = model(x, mask), list(model.state_dict()), list(model.layer)
     sparsify(sparsify(model, BigBird(4, num_sliding_window_blocks=1)), Dense(4))
     assert (list(model.state_dict()), model.attn_implementation) == (names, "eager")
-    torch.testing.assert_close(model(x, mask), own, atol=1e-4, rtol=0)
+    check_close(model(x, mask), own)
     with pytest.raises(ValueError, match="head_mask given"):
         model.layer[0](x, mask, torch.ones(4))
     densify(model)

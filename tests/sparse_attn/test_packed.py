@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sparse_attn.cases import relative_error
-from tests.sparse_attn.packed.body import HEADS, ROWS, check_products, check_softmax, masks, random_layout
-from tests.sparse_attn.packed.reference import reference_block_sparse_matmul, reference_block_sparse_softmax
+from tests.sparse_attn.cases import HEADS, ROWS, check_products, check_softmax, masks, random_layout, relative_error
+from tests.sparse_attn.cases import reference_block_sparse_matmul as reference_matmul
+from tests.sparse_attn.cases import reference_block_sparse_softmax as reference_softmax
 from thinwire.sparse_attn import (
     BigBird,
     Custom,
@@ -38,17 +38,15 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, t
         (128, 65, torch.float16),
     ],
 )
-def test_kernels(block: int, width: int, dtype: torch.dtype) -> None:
+def test_kernels(block: int, width: int, dtype: torch.dtype, monkeypatch) -> None:
     check_products(batched, block, width, dtype, TOLERANCES[dtype])
     bias, key_bias = masks(block)
     check_softmax(batched, block, dtype, TOLERANCES[dtype])
     check_softmax(batched, block, dtype, TOLERANCES[dtype], bias=bias, key_bias=key_bias)
-
-
-def test_kernels_in_pieces(monkeypatch) -> None:
-    monkeypatch.setattr(batched, "_GATHERED", 1)
-    check_products(batched, 16, 5, torch.float32, 1e-6)
-    check_softmax(batched, 16, torch.float32, 1e-6, key_bias=masks(16)[1])
+    if (block, dtype) == (16, torch.float32):
+        monkeypatch.setattr(batched, "_GATHERED", 1)  # in pieces
+        check_products(batched, block, 5, dtype, 1e-6)
+        check_softmax(batched, block, dtype, 1e-6, key_bias=key_bias)
 
 
 def operands(layout: Custom, mode: str, *, trans_a: bool, trans_b: bool, heads: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +76,7 @@ def test_every_mode_and_its_gradients(mode: str, trans_a: bool, trans_b: bool, s
     transposed = {"trans_a": trans_a, "trans_b": trans_b}
     a, b = operands(layout, mode, **transposed, heads=3 if shared else HEADS)
     found = block_sparse_matmul(a, b, layout, mode, **transposed)
-    expected = reference_block_sparse_matmul(a, b, layout, mode, **transposed)
+    expected = reference_matmul(a, b, layout, mode, **transposed)
     torch.testing.assert_close(found, expected)
     weight = torch.randn_like(found)
     for one, other in zip(
@@ -135,7 +133,7 @@ def test_a_shared_layout_with_masks_by_head(in_place: bool) -> None:
     padding = torch.rand(2, 48) < 0.9
     added = torch.zeros(2, 3, 48, 48, dtype=torch.float64).masked_fill_(~(mask & padding[:, None, None]), -math.inf)
     doubled = x.detach().double().requires_grad_()
-    expected = reference_block_sparse_softmax(doubled, layout, 3, 48, bias=added)
+    expected = reference_softmax(doubled, layout, 3, 48, bias=added)
     given = x * 1
     given.retain_grad()
     out = block_sparse_softmax(given, layout, attn_mask=mask, key_padding_mask=padding, heads=3, in_place=in_place)
@@ -165,7 +163,7 @@ def test_what_is_not_finite_stays_where_it_is() -> None:
     assert not out[0, 1].any()
 
 
-def test_nothing_at_all() -> None:
+def test_nothing_at_all_and_autocast() -> None:
     layout = Custom(torch.zeros(2, 3, 3).bool(), 16)
     a = torch.randn(2, 2, 48, 5, requires_grad=True)
     scores = block_sparse_matmul(a, a, layout, "sdd", trans_b=True)
@@ -175,41 +173,45 @@ def test_nothing_at_all() -> None:
     assert not out.any()
     (gradient,) = torch.autograd.grad(out.sum(), a)
     assert not gradient.any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block_sparse_matmul(a, a, Dense(2), "sdd", trans_b=True).dtype == torch.bfloat16
     shared = Custom(torch.zeros(3, 3).bool(), 16)
     assert block_sparse_matmul(a, a, shared, "sdd", trans_b=True).shape == (2, 0, 16, 16)
 
 
-def test_autocast() -> None:
-    q = torch.randn(1, 2, 32, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert block_sparse_matmul(q, q, Dense(2), "sdd", trans_b=True).dtype == torch.bfloat16
+LAYOUT, DENSE = Dense(2, 16), torch.randn(1, 2, 32, 8)
+PACKED = torch.randn(1, 8, 16, 16)
 
 
-def test_refusals() -> None:
-    layout, a = Dense(2, 16), torch.randn(1, 2, 32, 8)
-    packed = torch.randn(1, 8, 16, 16)
-    with pytest.raises(ValueError, match="mode is 'ssd', expected one of sdd, dsd, dds"):
-        block_sparse_matmul(a, a, layout, "ssd")
-    with pytest.raises(ValueError, match="a's columns as b's rows"):
-        block_sparse_matmul(a, a, layout, "sdd")
-    with pytest.raises(ValueError, match="got 8 columns, expected a multiple of the layout's block of 16"):
-        block_sparse_matmul(a, a[:, :, :8], layout, "sdd")
-    with pytest.raises(ValueError, match=r"a has shape \[1, 7, 16, 16\], expected packed blocks .* 8, 16, 16\]"):
-        block_sparse_matmul(packed[:, :7], a, layout, "dsd")
-    square = Custom(torch.ones(2, 2, 2).bool(), 16)
-    with pytest.raises(ValueError, match="b has 48 along the product: the block mask is for 2 x 2 blocks"):
-        block_sparse_matmul(packed, torch.randn(1, 2, 48, 8), square, "dsd")
-    with pytest.raises(TypeError, match=r"torch\.float32 and torch\.float64"):
-        block_sparse_matmul(packed, a.double(), layout, "dsd")
-    with pytest.raises(ValueError, match="one batch size"):
-        block_sparse_matmul(packed, a.expand(3, -1, -1, -1), layout, "dsd")
-    with pytest.raises(ValueError, match="the layout is for 2 heads, expected 3"):
-        block_sparse_matmul(packed, torch.randn(1, 3, 32, 8), layout, "dsd")
-    with pytest.raises(ValueError, match="give length="):
-        block_sparse_softmax(packed, layout)
-    with pytest.raises(ValueError, match=r"x has shape \[1, 8, 16, 16\], expected packed blocks .* 18, 16, 16\]"):
-        block_sparse_softmax(packed, layout, length=48)
-    with pytest.raises(TypeError, match="expected a layout, got Tensor"):
-        block_sparse_softmax(packed, torch.ones(2, 2, 2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dense tensor"):
-        pack_blocks(packed[0], layout)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda matmul: matmul(DENSE, DENSE, LAYOUT, "ssd"),
+            ValueError,
+            "mode is 'ssd', expected one of sdd, dsd, dds",
+        ),
+        (lambda matmul: matmul(DENSE, DENSE, LAYOUT, "sdd"), ValueError, "a's columns as b's rows"),
+        (lambda matmul: matmul(DENSE, DENSE[:, :, :8], LAYOUT, "sdd"), ValueError, "got 8 columns, .* block of 16"),
+        (
+            lambda matmul: matmul(PACKED[:, :7], DENSE, LAYOUT, "dsd"),
+            ValueError,
+            r"a has .* 7, .* packed .* 8, 16, 16\]",
+        ),
+        (
+            lambda matmul: matmul(PACKED, torch.randn(1, 2, 48, 8), Custom(torch.ones(2, 2, 2).bool(), 16), "dsd"),
+            ValueError,
+            "b has 48 along the product: the block mask is for 2 x 2 blocks",
+        ),
+        (lambda matmul: matmul(PACKED, DENSE.double(), LAYOUT, "dsd"), TypeError, r"torch\.float32 and torch\.float64"),
+        (lambda matmul: matmul(PACKED, DENSE.expand(3, -1, -1, -1), LAYOUT, "dsd"), ValueError, "one batch size"),
+        (lambda matmul: matmul(PACKED, torch.randn(1, 3, 32, 8), LAYOUT, "dsd"), ValueError, "for 2 heads, expected 3"),
+        (lambda _: block_sparse_softmax(PACKED, LAYOUT), ValueError, "give length="),
+        (lambda _: block_sparse_softmax(PACKED, LAYOUT, length=48), ValueError, r"x has .* packed .* 18, 16, 16\]"),
+        (lambda _: block_sparse_softmax(PACKED, torch.ones(2, 2, 2)), TypeError, "expected a layout, got Tensor"),
+        (lambda _: pack_blocks(PACKED[0], LAYOUT), ValueError, "dense tensor"),
+    ],
+)
+def test_refusals(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(block_sparse_matmul)
