@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import thinwire.deepspeed as deepspeed
+from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -39,45 +41,38 @@ def on_two_ranks(body: Callable[[Communicator], None]) -> None:
     threads.run(body, 2)
 
 
+def refuses(context: AbstractContextManager[Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), context:
+        pytest.fail("it was entered")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_no_sync_is_for_gradients_that_are_whole_and_does_not_nest(stage: int) -> None:
-    def body(comm: Communicator) -> None:
-        engine = engine_of(zero_optimization={"stage": stage})
-        inputs = torch.full((2, 3), 1.0 + comm.rank)
-        if stage == 2:
-            with (
-                pytest.raises(AssertionError, match=r"no_sync context manager is incompatible.*ZeRO stage 2"),
-                engine.no_sync(),
-            ):
-                pytest.fail("it was entered")
-        else:
-            with engine.no_sync():
-                engine.backward(engine(inputs).sum())
-                with (
-                    pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"),
-                    engine.no_sync(),
-                ):
-                    pytest.fail("it was entered")
-        engine.backward(engine(inputs).sum())
-        engine.step()
-        assert engine.global_steps == 1
-        engine.close()
-
-    on_two_ranks(body)
+@on_threads(2)
+def test_no_sync_is_for_gradients_that_are_whole_and_does_not_nest(comm: Communicator, stage: int) -> None:
+    engine = engine_of(zero_optimization={"stage": stage})
+    inputs = torch.full((2, 3), 1.0 + comm.rank)
+    if stage == 2:
+        refuses(engine.no_sync(), AssertionError, "no_sync context manager is incompatible.*ZeRO stage 2")
+    else:
+        with engine.no_sync():
+            engine.backward(engine(inputs).sum())
+            refuses(engine.no_sync(), AssertionError, "no_sync context manager reentry is unsupported")
+    engine.backward(engine(inputs).sum())
+    engine.step()
+    assert engine.global_steps == 1
+    engine.close()
 
 
-def test_sums_in_another_dtype_than_the_models_are_refused_at_stage_0() -> None:
-    def body(_: Communicator) -> None:
-        for model, sums in ((None, "bf16"), ("bf16", "fp32"), ("fp16", "bf16")):
-            keys: dict[str, Any] = {"data_types": {"grad_accum_dtype": sums}}
-            if model is not None:
-                keys[model] = {"enabled": True}
-            with pytest.raises(NotImplementedError, match=f"grad_accum_dtype.*{sums}.*computes in {model or 'fp32'}"):
-                engine_of(**keys)
-            engine_of(**keys, zero_optimization={"stage": 1}).close()
-        engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bfloat16"}).close()
-
-    on_two_ranks(body)
+@on_threads(2)
+def test_sums_in_another_dtype_than_the_models_are_refused_at_stage_0(comm: Communicator) -> None:
+    for model, sums in ((None, "bf16"), ("bf16", "fp32"), ("fp16", "bf16")):
+        keys: dict[str, Any] = {"data_types": {"grad_accum_dtype": sums}}
+        if model is not None:
+            keys[model] = {"enabled": True}
+        with pytest.raises(NotImplementedError, match=f"grad_accum_dtype.*{sums}.*computes in {model or 'fp32'}"):
+            engine_of(**keys)
+        engine_of(**keys, zero_optimization={"stage": 1}).close()
+    engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bfloat16"}).close()
 
 
 def test_the_engines_adam_is_found_as_fused_adam() -> None:
@@ -138,84 +133,71 @@ def test_a_checkpoint_is_universal_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_calls_and_sums_are_written_out() -> None:
-    assert call_to_str("step", 3, "fast", mode=None) == "step(3, 'fast', mode=None)"
-    assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
-
-
 def test_a_script_that_cannot_be_made_executable_is_logged(tmp_path: Path) -> None:
     script = tmp_path / "zero_to_fp32.py"
-    script.write_text("")
-    script.chmod(0o600)
+    script.touch(0o600)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     engine = engine_of()
     logger.addHandler(handler)
     try:
-        engine._change_recovery_script_permissions(os.fspath(script))
-        assert os.access(script, os.X_OK)
-        assert not messages
-        engine._change_recovery_script_permissions(os.fspath(tmp_path / "nowhere.py"))
+        for path in (script, tmp_path / "nowhere.py"):
+            engine._change_recovery_script_permissions(os.fspath(path))
     finally:
         logger.removeHandler(handler)
         engine.close()
+    assert os.access(script, os.X_OK)
     assert len(messages) == 1
     assert "nowhere.py cannot be made executable" in messages[0]
+    assert call_to_str("step", 3, "fast", mode=None) == "step(3, 'fast', mode=None)"
+    assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_backwards_are_reduced_together(stage: int) -> None:
-    def body(comm: Communicator) -> None:
-        torch.manual_seed(1)
-        model = torch.nn.Linear(3, 1)
-        sums = copy.deepcopy(model)
-        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": {"stage": stage}}
-        engine, summed = (deepspeed.initialize(model=one, config=config)[0] for one in (model, sums))
-        for step in range(2):
-            inputs = [torch.full((2, 3), comm.rank + 1.0 + step), torch.linspace(-4, 3 + comm.rank, 6).view(2, 3)]
-            with engine.coalesce_grad_reduction():
-                for one in inputs:
-                    engine.backward(engine(one).square().sum())
-                with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
-                    engine.step()
-                with pytest.raises(AssertionError, match="cannot be nested"), engine.coalesce_grad_reduction():
-                    pytest.fail("it was entered")
-            engine.step()
-            summed.backward(sum(summed(one).square().sum() for one in inputs))
-            summed.step()
-        assert engine.global_steps == 2
-        torch.testing.assert_close(engine.module.state_dict(), summed.module.state_dict())
-        engine.close()
-        summed.close()
-
-    on_two_ranks(body)
-
-
-def test_stage_0_coalesces_nothing() -> None:
-    engine = engine_of()
-    with pytest.raises(NotImplementedError, match="requires ZeRO stage 1, 2 or 3"), engine.coalesce_grad_reduction():
-        pytest.fail("it was entered")
+@on_threads(2)
+def test_backwards_are_reduced_together(comm: Communicator, stage: int) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    sums = copy.deepcopy(model)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": {"stage": stage}}
+    engine, summed = (deepspeed.initialize(model=one, config=config)[0] for one in (model, sums))
+    for step in range(2):
+        inputs = [torch.full((2, 3), comm.rank + 1.0 + step), torch.linspace(-4, 3 + comm.rank, 6).view(2, 3)]
+        with engine.coalesce_grad_reduction():
+            for one in inputs:
+                engine.backward(engine(one).square().sum())
+            with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
+                engine.step()
+            refuses(engine.coalesce_grad_reduction(), AssertionError, "cannot be nested")
+        engine.step()
+        summed.backward(sum(summed(one).square().sum() for one in inputs))
+        summed.step()
+    assert engine.global_steps == 2
+    torch.testing.assert_close(engine.module.state_dict(), summed.module.state_dict())
     engine.close()
+    summed.close()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_buckets_of_gathered_weights_are_of_even_size(stage: int) -> None:
-    engine_of(zero_optimization={"stage": stage, "allgather_bucket_size": 1000}).close()
-    odd = {"stage": stage, "allgather_bucket_size": 1001}
-    if stage:
+def test_stage_0_coalesces_nothing_and_takes_buckets_of_odd_size() -> None:
+    engine = engine_of(zero_optimization={"stage": 0, "allgather_bucket_size": 1001})
+    refuses(engine.coalesce_grad_reduction(), NotImplementedError, "requires ZeRO stage 1, 2 or 3")
+    engine.close()
+    for stage in (1, 2):
+        engine_of(zero_optimization={"stage": stage, "allgather_bucket_size": 1000}).close()
         with pytest.raises(AssertionError, match=r"is 1001: allgather_bucket_size must be a multiple of nccl_start"):
-            engine_of(zero_optimization=odd)
-    else:
-        engine_of(zero_optimization=odd).close()
+            engine_of(zero_optimization={"stage": stage, "allgather_bucket_size": 1001})
 
 
 def test_offloaded_state_is_stepped_by_an_optimizer_for_it_where_that_is_forced() -> None:
-    offloads = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    offloads, adamw = {"stage": 1, "offload_optimizer": {"device": "cpu"}}, torch.optim.AdamW
     with pytest.raises(ZeRORuntimeException, match='"zero_force_ds_cpu_optimizer" is true, and AdamW is not'):
-        engine_of(torch.optim.AdamW, zero_optimization=offloads, zero_force_ds_cpu_optimizer=True)
-    engine_of(torch.optim.AdamW, zero_optimization=offloads, zero_force_ds_cpu_optimizer=False).close()
-    engine_of(torch.optim.AdamW, zero_optimization=offloads).close()
-    engine_of(torch.optim.AdamW, zero_optimization={"stage": 1}, zero_force_ds_cpu_optimizer=True).close()
-    engine_of(DeepSpeedCPUAdam, zero_optimization=offloads, zero_force_ds_cpu_optimizer=True).close()
-    engine_of(zero_optimization=offloads, zero_force_ds_cpu_optimizer=True).close()
+        engine_of(adamw, zero_optimization=offloads, zero_force_ds_cpu_optimizer=True)
+    for client, zero, forced in (
+        (adamw, offloads, {"zero_force_ds_cpu_optimizer": False}),
+        (adamw, offloads, {}),
+        (adamw, {"stage": 1}, {"zero_force_ds_cpu_optimizer": True}),
+        (DeepSpeedCPUAdam, offloads, {"zero_force_ds_cpu_optimizer": True}),
+        (None, offloads, {"zero_force_ds_cpu_optimizer": True}),
+    ):
+        engine_of(client, zero_optimization=zero, **forced).close()

@@ -140,38 +140,24 @@ def test_what_has_no_counterpart_says_what_to_do_when_it_is_used(path: str) -> N
     assert not isinstance(torch.nn.Linear(1, 1), stand_in)
 
 
-@pytest.mark.parametrize("module", ["", "runtime", "utils", "zero", "ops.sparse_attention", "moe"])
-def test_another_name_is_an_attribute_error(module: str) -> None:
-    assert not hasattr(at(module), "no_such_name")
-    with pytest.raises(AttributeError, match="no_such_name"):
-        at(module).no_such_name  # noqa: B018
-
-
-def test_modules_are_listed_and_keep_functions_in_their_places() -> None:
+def test_modules_and_their_names_are_as_in_python_modules() -> None:
     found = {module.name for module in pkgutil.walk_packages(deepspeed.__path__, "thinwire.deepspeed.")}
     assert {f"thinwire.deepspeed.{path}" for path in NAMES if path} <= found
     assert {"comm", "initialize", "ops", "runtime", "zero"} <= set(dir(deepspeed))
+    for one in (deepspeed.ops.adam.FusedAdam, deepspeed.runtime.fp16.onebit.adam.OnebitAdam, deepspeed.log_dist):
+        assert pickle.loads(pickle.dumps(one)) is one
     importlib.import_module("thinwire.deepspeed.utils.z3_leaf_module")
     assert not isinstance(deepspeed.utils.z3_leaf_module, ModuleType)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'thinwire.deepspeed.ops.no_such'"):
         importlib.import_module("thinwire.deepspeed.ops.no_such")
-
-
-def test_names_are_pickled() -> None:
-    for one in (deepspeed.ops.adam.FusedAdam, deepspeed.runtime.fp16.onebit.adam.OnebitAdam, deepspeed.log_dist):
-        assert pickle.loads(pickle.dumps(one)) is one
+    for path in ("", "runtime", "utils", "zero", "ops.sparse_attention", "moe"):
+        with pytest.raises(AttributeError, match="no_such_name"):
+            at(f"{path}.no_such_name")
+    numbers = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    assert ".".join(map(str, numbers)) == thinwire.__version__ == deepspeed.__version__
+    assert torch.empty(at("runtime.zero.partition_parameters").partitioned_param_data_shape).shape == (0,)
 
 
 def test_it_costs_no_torch_to_import_and_needs_no_other_import() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_versions() -> None:
-    numbers = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
-    assert ".".join(map(str, numbers)) == thinwire.__version__ == at("__version__")
-
-
-def test_what_a_cut_parameter_shows() -> None:
-    cut = torch.empty(at("runtime.zero.partition_parameters").partitioned_param_data_shape)
-    assert cut.shape == (0,)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.deepspeed import parameter_access as behaviours
 from tests.engine.tiny import loss_of, make_engine, settings, train
+from tests.launching import on_threads
 from thinwire.comm import threads
 from thinwire.deepspeed import utils, zero
 from thinwire.deepspeed.utils import (
@@ -58,25 +59,21 @@ def test_stage_3(jobs, ranks: int) -> None:
     assert f"all held on {'single' if ranks == 1 else 'gloo'} with {ranks} ranks" in done.stdout
 
 
-def test_models_are_not_built_by_threads() -> None:
-    def body(comm):
-        with pytest.raises(ValueError, match="stage 3 needs processes, and these ranks are threads"):
-            zero.Init()
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_models_are_not_built_by_threads(comm) -> None:
+    with pytest.raises(ValueError, match="stage 3 needs processes, and these ranks are threads"):
+        zero.Init()
 
 
-def test_weights_that_are_on_their_way() -> None:
-    def body(comm):
-        found = {}
-        for overlap in (False, True):
-            engine = make_engine(comm, settings(1, zero_optimization={"stage": 1, "overlap_comm": overlap}))
-            weight = engine.module.mix.weight
-            train(engine, range(3))
-            found[overlap] = utils.safe_get_full_fp32_param(weight)
-        assert torch.equal(found[False], found[True])
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_weights_that_are_on_their_way(comm) -> None:
+    found = {}
+    for overlap in (False, True):
+        engine = make_engine(comm, settings(1, zero_optimization={"stage": 1, "overlap_comm": overlap}))
+        weight = engine.module.mix.weight
+        train(engine, range(3))
+        found[overlap] = utils.safe_get_full_fp32_param(weight)
+    assert torch.equal(found[False], found[True])
 
 
 def test_below_stage_3_there_are_no_local_forms() -> None:
@@ -114,50 +111,48 @@ ONEBIT = {
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("name", ONEBIT)
-def test_one_bit_optimizers(name, stage) -> None:
-    def body(comm):
-        optimizer = {"type": name, "params": ONEBIT[name]}
-        bf16 = {"bf16": {"enabled": True}} if stage else {}
-        engine = make_engine(comm, settings(stage, optimizer=optimizer, **bf16))
-        weight = engine.module.mix.weight
-        warms_up = name in ("OneBitAdam", "OneBitLamb")
-        if name != "OneBitLion":
-            engine.backward(loss_of(engine, comm.rank, 0))
-            average = utils.safe_get_full_grad(weight)
-            of_ranks = average.clone()
-            comm.broadcast(of_ranks)
-            assert torch.equal(of_ranks, average)
-            assert average.abs().sum() > 0
-            utils.safe_set_full_grad(weight, torch.zeros(16, 16))
-            engine.step()
-            # What was set is what was stepped.
-            assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.zeros(16, 16))
-        if warms_up:
-            moments = behaviours.values(weight, 3)
-            utils.safe_set_full_optimizer_state(weight, moments, "exp_avg")
-            assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), moments)
-        train(engine, range(1, 8))
-        if name == "OneBitLion":
-            assert utils.safe_get_full_optimizer_state(weight, "exp_avg").abs().sum() > 0
-        else:
-            with pytest.raises(RuntimeError, match=r"frozen since step|cannot be set"):
-                utils.safe_set_full_optimizer_state(weight, torch.ones(16, 16), "exp_avg")
-        if not engine.optimizer.in_sync:
-            with pytest.raises(RuntimeError, match="between two syncs"):
-                utils.safe_get_full_fp32_param(weight)
-            engine.optimizer.synchronize_weights()
-        value = behaviours.values(weight, 4)
-        utils.safe_set_full_fp32_param(weight, value)
-        assert torch.equal(utils.safe_get_full_fp32_param(weight), value)
-        assert torch.equal(weight, value.to(weight.dtype))
-        engine.backward(loss_of(engine, comm.rank, 20))
-        if engine.optimizer.frozen:
-            with pytest.raises(RuntimeError, match="ranks send momenta instead of gradients"):
-                utils.safe_get_full_grad(weight)
+@on_threads(2)
+def test_one_bit_optimizers(comm, name, stage) -> None:
+    optimizer = {"type": name, "params": ONEBIT[name]}
+    bf16 = {"bf16": {"enabled": True}} if stage else {}
+    engine = make_engine(comm, settings(stage, optimizer=optimizer, **bf16))
+    weight = engine.module.mix.weight
+    warms_up = name in ("OneBitAdam", "OneBitLamb")
+    if name != "OneBitLion":
+        engine.backward(loss_of(engine, comm.rank, 0))
+        average = utils.safe_get_full_grad(weight)
+        of_ranks = average.clone()
+        comm.broadcast(of_ranks)
+        assert torch.equal(of_ranks, average)
+        assert average.abs().sum() > 0
+        utils.safe_set_full_grad(weight, torch.zeros(16, 16))
         engine.step()
-        train(engine, range(21, 24))
-
-    threads.run(body, 2)
+        # What was set is what was stepped.
+        assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.zeros(16, 16))
+    if warms_up:
+        moments = behaviours.values(weight, 3)
+        utils.safe_set_full_optimizer_state(weight, moments, "exp_avg")
+        assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), moments)
+    train(engine, range(1, 8))
+    if name == "OneBitLion":
+        assert utils.safe_get_full_optimizer_state(weight, "exp_avg").abs().sum() > 0
+    else:
+        with pytest.raises(RuntimeError, match=r"frozen since step|cannot be set"):
+            utils.safe_set_full_optimizer_state(weight, torch.ones(16, 16), "exp_avg")
+    if not engine.optimizer.in_sync:
+        with pytest.raises(RuntimeError, match="between two syncs"):
+            utils.safe_get_full_fp32_param(weight)
+        engine.optimizer.synchronize_weights()
+    value = behaviours.values(weight, 4)
+    utils.safe_set_full_fp32_param(weight, value)
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), value)
+    assert torch.equal(weight, value.to(weight.dtype))
+    engine.backward(loss_of(engine, comm.rank, 20))
+    if engine.optimizer.frozen:
+        with pytest.raises(RuntimeError, match="ranks send momenta instead of gradients"):
+            utils.safe_get_full_grad(weight)
+    engine.step()
+    train(engine, range(21, 24))
 
 
 def test_parameters_that_are_pickled_or_outlive_their_engine_know_no_optimizer_any_more() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,55 +110,44 @@ def test_without_torch_distributed_the_collectives_are_the_communicators() -> No
         assert found == [[3, 4], [2, 4], [1, 4], [1, 4, 2, 4, 3, 4]]
 
 
-def refused(**given: Any) -> None:
-    model = torch.nn.Linear(2, 2)
-    given.setdefault("model", model)
-    given.setdefault("config", {"train_batch_size": 2, "optimizer": {"type": "AdamW"}})
-    deepspeed.initialize(**given)
-
-
-class Mpu:
-    """What Megatron gives."""
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
-
-
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ({"model": None}, AssertionError, "model"),
         ({"model": None}, ValueError, "model"),
-        ({"mpu": Mpu()}, deepspeed.NotOfferedError, "zero_optimization stage 3"),
+        (
+            {"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 2)},
+            deepspeed.NotOfferedError,
+            "zero_optimization stage 3",
+        ),
         ({"mesh_param": (2, 1)}, deepspeed.NotOfferedError, "leave mesh_param out"),
         ({"config_params": {"train_batch_size": 2}}, ValueError, "two configurations"),
         ({"no_such": 1}, TypeError, "no_such"),
     ],
 )
 def test_what_cannot_work_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
     with pytest.raises(error, match=message):
-        refused(**given)
+        deepspeed.initialize(**({"model": torch.nn.Linear(2, 2), "config": config} | given))
 
 
 def test_adam_by_deepspeeds_arguments() -> None:
     """FusedAdam is AdamW unless it is told otherwise, and what torch's Adam cannot do is refused."""
-    for adam, plain in (
-        (FusedAdam([torch.nn.Parameter(torch.ones(3))], weight_decay=0.1), torch.optim.AdamW),
-        (FusedAdam([torch.nn.Parameter(torch.ones(3))], weight_decay=0.1, adam_w_mode=False), torch.optim.Adam),
-        (DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(3))], weight_decay=0.1), torch.optim.AdamW),
+    for adam, options, plain in (
+        (FusedAdam, {}, torch.optim.AdamW),
+        (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam),
+        (DeepSpeedCPUAdam, {}, torch.optim.AdamW),
     ):
-        (mine,) = adam.param_groups[0]["params"]
-        theirs = torch.nn.Parameter(torch.ones(3))
-        other = plain([theirs], lr=1e-3, weight_decay=0.1)
+        mine, theirs = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        both = adam([mine], weight_decay=0.1, **options), plain([theirs], lr=1e-3, weight_decay=0.1)
         for _ in range(3):
             mine.grad, theirs.grad = torch.arange(3.0), torch.arange(3.0)
-            adam.step()
-            other.step()
+            for one in both:
+                one.step()
         assert torch.equal(mine, theirs)
-    with pytest.raises(deepspeed.NotOfferedError, match="bias_correction"):
-        FusedAdam([torch.nn.Parameter(torch.ones(3))], bias_correction=False)
-    with pytest.raises(deepspeed.NotOfferedError, match="amsgrad"):
-        FusedAdam([torch.nn.Parameter(torch.ones(3))], amsgrad=True)
+    for refused in ({"bias_correction": False}, {"amsgrad": True}):
+        with pytest.raises(deepspeed.NotOfferedError, match=next(iter(refused))):
+            FusedAdam([torch.nn.Parameter(torch.ones(3))], **refused)
 
 
 @pytest.mark.parametrize("adam", [FusedAdam, DeepSpeedCPUAdam])
@@ -165,13 +155,16 @@ def test_adam_by_deepspeeds_arguments() -> None:
 def test_an_engine_takes_such_an_adam_over(adam: type[FusedAdam], stage: int) -> None:
     """With its mode: the two decays differ."""
 
-    def body(comm: Communicator, options: dict[str, Any]) -> torch.Tensor:
+    def ones() -> torch.nn.Linear:
         model = torch.nn.Linear(3, 1)
         torch.nn.init.ones_(model.weight)
+        return model
+
+    def body(comm: Communicator, options: dict[str, Any]) -> torch.Tensor:
+        model = ones()
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=adam(model.parameters(), 0.1, **options), config=config
-        )
+        optimizer = adam(model.parameters(), 0.1, **options)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 3)).sum())
             engine.step()
@@ -180,8 +173,7 @@ def test_an_engine_takes_such_an_adam_over(adam: type[FusedAdam], stage: int) ->
     mode = "adam_w_mode" if adam is FusedAdam else "adamw_mode"
     for decoupled, plain in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
         first, second = threads.run(partial(body, options={"weight_decay": 0.3, mode: decoupled}), 2)
-        reference = torch.nn.Linear(3, 1)
-        torch.nn.init.ones_(reference.weight)
+        reference = ones()
         optimizer = plain(reference.parameters(), lr=0.1, weight_decay=0.3)
         for _ in range(3):
             optimizer.zero_grad()

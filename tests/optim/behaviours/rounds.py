@@ -39,7 +39,8 @@ def ranks_hold_the_same_bits_after_every_step_but_local_ones(comm: Communicator,
 
 @behaviour(2)
 def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
-    model, optimizer = subject.on_model(comm, bucket_bytes=256)
+    model = make_model()
+    optimizer = subject.build(model, comm, bucket_bytes=256)
     traffic = exchange_comm(optimizer).traffic
     for step in range(FREEZE + 3):
         calls, seen = traffic.calls, []
@@ -55,7 +56,8 @@ def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
 
 @behaviour(3)
 def a_closure_is_called_once_and_its_loss_returned(comm: Communicator, subject: Subject) -> None:
-    model, optimizer = subject.on_model(comm)
+    model = make_model()
+    optimizer = subject.build(model, comm)
     calls = []
 
     def closure() -> float:
@@ -75,7 +77,8 @@ def accumulated_gradients_are_those_of_one_backward(comm: Communicator, subject:
     """To the bit, as the sums are exact, and for the same bytes."""
     found = []
     for accumulates in (True, False):
-        model, optimizer = subject.on_model(comm)
+        model = make_model()
+        optimizer = subject.build(model, comm)
         for step in range(LOCAL + 3):
             optimizer.zero_grad()
             parts = [dyadic(model, comm.rank, 3 * step + part) for part in range(3)]
@@ -99,7 +102,9 @@ def accumulated_gradients_are_those_of_one_backward(comm: Communicator, subject:
 def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, subject: Subject) -> None:
     moments = (0, *subject.moments) if subject.stage < 2 else (FREEZE + 3,)  # stage 2 sends every one of the warmup
     for moment in moments:
-        model, optimizer = subject.on_model(comm, moment)
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
         optimizer.zero_grad()
         loss_of(model, comm.rank, 0).backward()
         with pytest.raises(
@@ -117,7 +122,9 @@ def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, sub
 @behaviour(2)
 def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -> None:
     for moment in (*subject.moments, LOCAL):
-        model, optimizer = subject.on_model(comm, moment)
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
         before = snapshot(model, optimizer)
         loss_of(model, comm.rank, 99).backward()
         optimizer.zero_grad()
@@ -131,7 +138,9 @@ def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -
 @behaviour(1, 2)
 def a_step_without_any_gradient_changes_nothing(comm: Communicator, subject: Subject) -> None:
     for moment in subject.moments:
-        model, optimizer = subject.on_model(comm, moment)
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
         optimizer.zero_grad()
         before = snapshot(model, optimizer)
         optimizer.step()
@@ -205,16 +214,29 @@ def a_compressed_step_sends_a_thirty_second_of_fp32_in_two_calls(comm: Communica
 
 
 @behaviour(2)
-def what_changes_on_one_rank_is_an_error_that_names_it(comm: Communicator, subject: Subject) -> None:
-    for name, value in (("lr", 0.5), ("weight_decay", 0.3), ("requires_grad", False)):
+def hyperparameters_changed_on_one_rank_are_an_error_that_names_them(comm: Communicator, subject: Subject) -> None:
+    for name, value in (("lr", 0.5), ("weight_decay", 0.3)):
         for moment in (0, *subject.moments):
-            model, optimizer = subject.on_model(comm, moment)
-            if comm.rank and name != "requires_grad":  # which is looked at before the next gradients leave
+            model = make_model()
+            optimizer = subject.build(model, comm)
+            train(model, optimizer, range(moment))
+            if comm.rank:
                 optimizer.param_groups[0][name] = value
             while next_send(optimizer) is Send.LOCAL:
                 train(model, optimizer, [optimizer.steps])
-            if comm.rank and name == "requires_grad":
-                model[0].weight.requires_grad_(value)
-            says = name if name == "requires_grad" else f"rank 1 and rank 0 differ: .*'{name}': {value}"
-            with pytest.raises(ValueError, match=says):
+            with pytest.raises(ValueError, match=f"rank 1 and rank 0 differ: .*'{name}': {value}"):
                 train(model, optimizer, [optimizer.steps])
+
+
+@behaviour(2)
+def a_parameter_that_stops_training_on_one_rank_is_an_error_that_names_it(comm: Communicator, subject: Subject) -> None:
+    for moment in (0, *subject.moments):
+        model = make_model()
+        optimizer = subject.build(model, comm)
+        train(model, optimizer, range(moment))
+        while next_send(optimizer) is Send.LOCAL:
+            train(model, optimizer, [optimizer.steps])
+        if comm.rank:
+            model[0].weight.requires_grad_(False)
+        with pytest.raises(ValueError, match="requires_grad"):
+            train(model, optimizer, [optimizer.steps])
