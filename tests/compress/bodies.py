@@ -1,21 +1,26 @@
-"""What must hold on any communicator of any size: bodies that a test runs over threads, Gloo and MPI."""
+"""What must hold on any communicator of any size, and beside DistributedDataParallel: bodies for real ranks."""
 
 from __future__ import annotations
 
-import io
+import copy
 import itertools
+import warnings
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from tests.optim.adam.reference import ReferenceExchange
-from tests.optim.training import make_model, make_optimizer, train, weights
+from tests.optim.behaviours.behaviour import alike
+from tests.optim.subject import LOCAL, SUBJECTS
+from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
 from thinwire.compress import Exchange, make_codec
-from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
-from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.zero import ShardedOptimizer
 
 BLOCK = 64
@@ -48,104 +53,225 @@ def exchange_equals_the_algorithm(
     assert len(set(comm.all_gather_bytes(outputs.tobytes()))) == 1
 
 
-class Training(NamedTuple):
-    """Steps of an optimizer, in several buckets, after which its loss is `falls` times what it was at first."""
-
-    kind: type[CompressedOptimizer]
-    options: dict[str, Any]
-    steps: int
-    falls: float
-    nodes: bool = False
-
-    def __call__(self, comm: Communicator) -> None:
-        """Train: every rank ends with the same bits."""
+def every_optimizer_agrees(comm: Communicator) -> None:
+    """At each of its stages, and over nodes, through steps of every kind."""
+    # Every two ranks count as a node, so that the last one of an odd number has one.
+    by_node = {"nodes": [rank // 2 for rank in range(comm.size)]}
+    for subject, options in [*((one, {}) for one in SUBJECTS), *((one, by_node) for one in SUBJECTS if not one.stage)]:
         model = make_model(seed=comm.rank)  # rank 0's weights are broadcast
-        # Every two ranks count as a node, so that the last one of an odd number has one.
-        nodes = {"nodes": [rank // 2 for rank in range(comm.size)]} if self.nodes else {}
-        options = {"block_size": BLOCK, "bucket_bytes": 400, "comm": comm} | self.options | nodes
-        optimizer = self.kind(model.parameters(), **options)
-        losses = train(model, optimizer, range(self.steps))
-        if isinstance(optimizer, ZeroOneAdam):
-            optimizer.synchronize_weights()
-            assert optimizer.in_sync
-        if "freeze_step" in self.options:
-            assert optimizer.frozen_at == self.options["freeze_step"]
-        mine = weights(model).numpy().tobytes()
-        if isinstance(optimizer, OneBitLamb):
-            mine += np.array(optimizer.get_lamb_coeffs()).tobytes()
-        assert len(set(comm.all_gather_bytes(mine))) == 1
-        assert np.mean(losses[-20:]) < self.falls * np.mean(losses[:5])
+        optimizer = subject.build(model, comm, **options)
+        losses = train(model, optimizer, range(LOCAL + 4))
+        optimizer.synchronize_weights()
+        assert optimizer.frozen
+        assert np.mean(losses[-4:]) < np.mean(losses[:4])
+        assert alike(comm, model), subject
         optimizer.close()
 
-    def shortened(self) -> Training:
-        """Return a third of the steps, of which the loss may not fall yet."""
-        counts = ("freeze_step", "var_freeze_step", "local_step_scaler")
-        options = {key: value // 3 if key in counts else value for key, value in self.options.items()}
-        return self._replace(options=options, steps=self.steps // 3, falls=np.inf)
 
-    def __str__(self) -> str:
-        return f"{self.kind.__name__}, stage {self.options.get('stage', 0)}{' by node' if self.nodes else ''}"
-
-
-_LAMB = {"lr": 1e-2, "weight_decay": 0.01}
-_LION = {"lr": 1e-3, "weight_decay": 0.01}
-_LOCAL = {"lr": 3e-3, "var_freeze_step": 20, "var_update_scaler": 3, "local_step_scaler": 10}
-_SHARDED = {"stage": 1, "on_drift": "raise", "resync_interval": 10}
-TRAININGS = (
-    Training(OneBitAdam, {"lr": 3e-3, "freeze_step": 30}, 120, 0.8),
-    Training(OneBitAdam, {"lr": 3e-3, "freeze_step": 20}, 60, 1.0, nodes=True),
-    Training(OneBitLamb, {"freeze_step": 30, **_LAMB}, 80, 0.8),
-    Training(OneBitLamb, {"freeze_step": 20, **_LAMB, **_SHARDED}, 50, 1.0),
-    Training(ZeroOneAdam, _LOCAL, 70, 1.0),  # the last with local steps between two syncs
-    Training(OneBitLion, _LION, 60, 0.8),
-    Training(OneBitLion, {**_LION, "stage": 1}, 60, 0.8),
-)
+def stages_are_bit_identical(comm: Communicator) -> None:
+    """AdamW on ZeRO stages 0, 1 and 2."""
+    outcomes = set()
+    for stage in (0, 1, 2):
+        model = make_model(seed=comm.rank)
+        options = {"stage": stage, "comm": comm, "named_parameters": model.named_parameters(), "bucket_bytes": 400}
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3, max_norm=0.5, **options)
+        optimizer.gather_during_forward(model)
+        train(model, optimizer, range(15))
+        optimizer.wait_for_weights()
+        outcomes |= set(comm.all_gather_bytes(weights(model).numpy().tobytes()))
+        optimizer.close()
+    assert len(outcomes) == 1
 
 
-def resume_is_bit_identical(comm: Communicator) -> None:
-    """Losses after a checkpoint equal those of the run that went on."""
-    model = make_model()
-    optimizer = make_optimizer(model, comm)
-    train(model, optimizer, range(25))
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], file)
-    expected = train(model, optimizer, range(25, 60))
-    file.seek(0)
-    resumed = make_model(seed=3)
-    again = make_optimizer(resumed, comm)
-    for part, state in zip((resumed, again), torch.load(file, weights_only=True), strict=True):
-        part.load_state_dict(state)
-    assert train(resumed, again, range(25, 60)) == expected
+# Beside DistributedDataParallel: the hook, and 1-bit Adam attached to a model of its
 
 
-def stages_are_bit_identical(comm: Communicator, steps: int = 40) -> None:
-    """AdamW on ZeRO stages 0, 1 and 2, and 1-bit Adam with bf16 replicas on 1 and 2: the same bits on every rank and
-    stage."""
-    for one_bit in (False, True):
-        outcomes = set()
-        for stage in (1, 2) if one_bit else (0, 1, 2):
-            model = make_model(seed=comm.rank)
-            settings = {"stage": stage, "comm": comm, "named_parameters": model.named_parameters(), "bucket_bytes": 400}
-            if one_bit:
-                settings |= {"freeze_step": steps // 2, "block_size": 64, "on_drift": "raise", "resync_interval": 10}
-                optimizer = OneBitAdam(model.parameters(), lr=3e-3, param_dtype=torch.bfloat16, **settings)
-            else:
-                optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3, max_norm=0.5, **settings)
-                optimizer.gather_during_forward(model)
-            train(model, optimizer, range(steps))
-            optimizer.wait_for_weights()
-            everyone = set(comm.all_gather_bytes(weights(model).numpy().tobytes()))
-            assert len(everyone) == 1
-            outcomes |= everyone
-            optimizer.close()
-        assert len(outcomes) == 1
+def hooked(comm: Communicator, codec: str, **options: Any) -> tuple[DistributedDataParallel, Any]:
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0005)
+    state = thinwire.compress.CompressionState(comm, codec=codec, **({"block_size": 64} | options))
+    model.register_comm_hook(state, thinwire.compress.ddp_hook)
+    return model, state
 
 
-ALL = (exchange_equals_the_algorithm, *TRAININGS, resume_is_bit_identical, stages_are_bit_identical)
-# What real ranks run of what threads have run at full length: collectives go another way, the arithmetic does not.
-SHORT = (
-    partial(exchange_equals_the_algorithm, steps=20),
-    *(training.shortened() for training in TRAININGS),
-    resume_is_bit_identical,
-    partial(stages_are_bit_identical, steps=15),
+def averages(model: DistributedDataParallel, comm: Communicator, step: int) -> Tensor:
+    """The gradients that DDP leaves."""
+    model.zero_grad()
+    loss_of(model, comm.rank, step).backward()
+    return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+
+def hook_trains_like_ddp(comm: Communicator) -> None:
+    """DDP with the hook and torch's own optimizer: a falling loss, the same bits everywhere."""
+    for codec in ("sign1", "fp8", "bf16"):
+        model, state = hooked(comm, codec, start_step=5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+        losses = [ddp_step(model, optimizer, comm, step) for step in range(40)]
+        assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
+        assert alike(comm, model)
+        assert state.step == 40
+        assert len(state._exchanges) > 1
+
+
+def hook_with_none_averages_exactly(comm: Communicator) -> None:
+    """The hook that compresses nothing gives DDP's own gradients."""
+    plain = DistributedDataParallel(make_model())
+    found, wanted = (averages(model, comm, 0) for model in (hooked(comm, "none")[0], plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def hook_passes_overflow_on_and_keeps_its_residuals(comm: Communicator) -> None:
+    """One rank's NaN reaches every rank's gradients; the residuals stay finite."""
+    model, state = hooked(comm, "sign1", start_step=1)
+    for step in range(4):
+        model.zero_grad()
+        (loss_of(model, comm.rank, step) * (float("nan") if step == 2 and comm.rank == 0 else 1.0)).backward()
+        finite = all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
+        assert finite == (step != 2)
+        assert all(bool(torch.isfinite(e.payload).all()) for e in state._exchanges.values()) or step == 2
+
+
+def hook_resumes_with_its_residuals(comm: Communicator) -> None:
+    """One step later than the run that went on, as the first one after a resume is exact, with the same bits."""
+    model, state = hooked(comm, "sign1")
+    for step in range(4):
+        averages(model, comm, step)
+    saved = copy.deepcopy(state.state_dict())
+    assert len(saved["buckets"]) > 1
+    wanted = averages(model, comm, 9)
+    model, state = hooked(comm, "sign1")
+    state.load_state_dict(saved)
+    exact, plain = averages(model, comm, 5), averages(DistributedDataParallel(make_model()), comm, 5)
+    torch.testing.assert_close(exact, plain, rtol=1e-5, atol=1e-7)
+    assert torch.equal(averages(model, comm, 9), wanted)
+    with pytest.raises(ValueError, match="saved with codec="):
+        hooked(comm, "int8")[1].load_state_dict(saved)
+    with pytest.raises(ValueError, match="saved with rank="):
+        state.load_state_dict({**saved, "rank": comm.size - 1})  # which the last rank's is
+    model, state = hooked(comm, "sign1")
+    state.load_state_dict({**saved, "buckets": {0: {**saved["buckets"][0], "numel": 3}}})
+    averages(model, comm, 0)
+    with pytest.warns(RuntimeWarning, match="bucket 0 has .* saved with 3"):
+        averages(model, comm, 1)
+
+
+def attached_equals_alone(comm: Communicator) -> None:
+    """1-bit Adam attached to a DDP model gives the weights it gives without DDP, and DDP sends nothing."""
+    alone, inner = make_model(), make_model()
+    train(alone, make_optimizer(alone, comm), range(40))
+    model = DistributedDataParallel(inner)
+    optimizer = make_optimizer(inner, comm).attach(model)
+    for step in range(40):
+        ddp_step(model, optimizer, comm, step)
+    torch.testing.assert_close(weights(inner), weights(alone), rtol=1e-4, atol=1e-5)
+    assert alike(comm, inner)
+
+
+def attached_obeys_ddps_no_sync(comm: Communicator) -> None:
+    """Gradients accumulated under DDP's no_sync leave once, with the last backward."""
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = make_optimizer(inner, comm).attach(model)
+    traffic = exchange_comm(optimizer).traffic
+    for step in range(3):
+        optimizer.zero_grad()
+        before = traffic.calls
+        with model.no_sync():
+            loss_of(model, comm.rank, 2 * step).backward()
+        assert traffic.calls == before
+        loss_of(model, comm.rank, 2 * step + 1).backward()
+        optimizer.step()
+        assert traffic.calls == before + 2
+
+
+def attached_scalers_back_off_together(comm: Communicator) -> None:
+    """One rank's overflow halves every rank's loss scale, though DDP writes gradients back after backward."""
+    for as_view in (False, True):
+        inner = make_model()
+        model = DistributedDataParallel(inner, gradient_as_bucket_view=as_view)
+        optimizer = make_optimizer(inner, comm, freeze_step=5).attach(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = loss_of(model, comm.rank, step)
+            scaler.scale(loss * float("inf") if step in (2, 8) and comm.rank == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**8
+        assert alike(comm, inner)
+
+
+def attached_refuses_edited_gradients(comm: Communicator) -> None:
+    """Clipping after backward is an error beside DDP too."""
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = make_optimizer(inner, comm).attach(model)
+    loss_of(model, comm.rank, 0).backward()
+    torch.nn.utils.clip_grad_norm_(inner.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="changed or dropped"):
+        optimizer.step()
+
+
+def ddp_is_found_and_attached_at_every_stage(comm: Communicator) -> None:
+    """A DDP model that nobody attached sends nothing from the first backward on, and its no_sync is obeyed."""
+    for stage in (0, 1, 2):
+        runs = []
+        for attached in (True, False):
+            inner = make_model()
+            model = DistributedDataParallel(inner)
+            optimizer = make_optimizer(inner, comm, stage=stage)
+            if attached:
+                optimizer.attach(model)
+            losses = []
+            for step in range(16):
+                if stage < 2:
+                    with model.no_sync():
+                        loss_of(model, comm.rank, 100 + step).backward()
+                losses.append(loss_of(model, comm.rank, step))
+                losses[-1].backward()
+                if stage == 0 and not step:
+                    mine = torch.stack([one.grad.norm() for one in inner.parameters()])
+                    assert len(set(comm.all_gather_bytes(mine.numpy().tobytes()))) == comm.size
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((torch.stack(losses).detach(), weights(inner), optimizer.bytes_sent))
+        assert torch.equal(runs[0][0], runs[1][0])
+        assert torch.equal(runs[0][1], runs[1][1])
+        assert runs[0][2] == runs[1][2]
+
+
+def models_with_parameters_of_no_optimizer_are_refused_or_warned_of(comm: Communicator) -> None:
+    """What travels twice is said, once, in megabytes; attached, they would be left unsynchronised."""
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = thinwire.OneBitAdam(inner[0].parameters(), comm=comm)
+    with pytest.warns(RuntimeWarning, match=r"DistributedDataParallel sends .* MB a step .*4 of the model's 6"):
+        ddp_step(model, optimizer, comm, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp_step(model, optimizer, comm, 1)
+    with pytest.raises(ValueError, match="4 of the model's 6 trainable parameters are not in this optimizer"):
+        optimizer.attach(model)
+
+
+def ddp_step(model: nn.Module, optimizer: Any, comm: Communicator, step: int) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model, comm.rank, step)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+ANYWHERE = (partial(exchange_equals_the_algorithm, steps=20), every_optimizer_agrees)
+SEVERAL = (stages_are_bit_identical,)
+BESIDE_DDP = (
+    hook_trains_like_ddp,
+    hook_with_none_averages_exactly,
+    hook_passes_overflow_on_and_keeps_its_residuals,
+    hook_resumes_with_its_residuals,
+    attached_equals_alone,
+    attached_obeys_ddps_no_sync,
+    attached_scalers_back_off_together,
+    attached_refuses_edited_gradients,
+    ddp_is_found_and_attached_at_every_stage,
+    models_with_parameters_of_no_optimizer_are_refused_or_warned_of,
 )

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire
+from tests.compress.test_exchange import both_legs
+from tests.optim.subject import Subject
+from tests.optim.training import make_model, through_a_file, train, weights
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks, agree_on_nodes
 from thinwire.compress import make_codec
@@ -113,109 +116,73 @@ def test_what_is_not_finite_on_one_rank_is_known_on_all(bad: int) -> None:
         vector = torch.randn(300)
         if comm.rank == bad:
             vector[7] = float("nan")
-        exchange.payload[:300].copy_(vector)
-        exchange.start(0)
-        exchange.advance()
-        exchange.wait()
-        outcome = exchange.outcome()
-        return outcome.finite, torch.equal(exchange.worker_residual, before)
+        return both_legs(exchange, vector).finite, torch.equal(exchange.worker_residual, before)
 
     assert run([0, 0, 0, 1, 1], body) == [(False, True)] * 5
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2, 3, 4])
 def test_flags_and_lost_steps_are_known_on_every_rank(odd: int) -> None:
-    def body(comm: Communicator, links: NodeLinks) -> tuple[bool, str]:
+    def body(comm: Communicator, links: NodeLinks) -> None:
         exchange = HierarchicalExchange(links, 300, make_codec("sign1", 64))
-        for step in (3, 9 if comm.rank == odd else 4):
-            flags = Flags.INCOMPLETE if comm.rank == odd else Flags.NONE
-            exchange.start(step, flags)
-            exchange.advance()
-            exchange.wait()
-            if step == 3:
-                incomplete = exchange.outcome().incomplete
-        try:
-            exchange.outcome()
-        except PacketError as error:
-            return incomplete, str(error)
-        return incomplete, "no error"
+        flags = Flags.INCOMPLETE if comm.rank == odd else Flags.NONE
+        assert both_legs(exchange, torch.ones(300), 3, flags).incomplete
+        with pytest.raises(PacketError, match="lost step"):
+            both_legs(exchange, torch.ones(300), 9 if comm.rank == odd else 4, flags)
 
-    for incomplete, message in run([0, 0, 0, 1, 1], body):
-        assert incomplete
-        assert "lost step" in message
+    run([0, 0, 0, 1, 1], body)
 
 
-def train(
-    node_of: list[int] | str, comm: Communicator, kind: str, steps: int = 30, **options: Any
-) -> tuple[Any, Tensor]:
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(comm.rank)
-    weights = [torch.nn.Parameter(torch.linspace(-1, 1, numel).clone()) for numel in (300, 41, 170)]
-    optimizer_class = getattr(thinwire, kind)
-    optimizer = optimizer_class(
-        weights, lr=0.02, freeze_step=10, comm=comm, bucket_bytes=1000, block_size=64, nodes=node_of, **options
-    )
-    step_all(optimizer, weights, generator, steps)
-    return optimizer, torch.cat([w.detach() for w in weights])
+def build(comm: Communicator, name: str, nodes: list[int] | str, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    model = make_model(seed)
+    return model, Subject(name, 0).build(model, comm, nodes=nodes, **options)
 
 
-def step_all(optimizer: Any, weights: list[Tensor], generator: torch.Generator, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = sum((w - 0.5 + 0.1 * torch.randn(w.shape, generator=generator)).square().sum() for w in weights)
-        loss.backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
-@pytest.mark.parametrize("node_of", [[0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1]])
-def test_optimizers_learn_the_same_over_nodes(kind: str, node_of: list[int]) -> None:
-    def body(comm: Communicator) -> tuple[Tensor, int, Tensor, int]:
-        by_node, weights = train(node_of, comm, kind)
-        flat, flat_weights = train("flat", comm, kind)
+@pytest.mark.parametrize(
+    ("name", "node_of"),
+    [
+        ("OneBitAdam", [0, 0, 1, 1]),
+        ("OneBitLamb", [0, 0, 0, 1, 1]),
+        ("OneBitLamb", [0, 1, 1]),
+        ("ZeroOneAdam", [0, 0, 1]),
+    ],
+)
+def test_optimizers_learn_the_same_over_nodes(name: str, node_of: list[int]) -> None:
+    def body(comm: Communicator) -> tuple[Tensor, Tensor, int, int]:
+        (model, by_node), (other, flat) = (build(comm, name, nodes) for nodes in (node_of, "flat"))
+        losses = [train(*one, range(40)) for one in ((model, by_node), (other, flat))]
         assert by_node.frozen
-        return weights, by_node.bytes_sent_between_nodes, flat_weights, flat.bytes_sent
+        assert sum(losses[0][-10:]) == pytest.approx(sum(losses[1][-10:]), rel=0.2)
+        assert sum(losses[0][-10:]) < sum(losses[0][:10])
+        for one in (by_node, flat):
+            one.synchronize_weights()
+        return weights(model), weights(other), by_node.bytes_sent_between_nodes, flat.bytes_sent
 
-    (weights, _, flat_weights, _), *others = results = threads.run(body, len(node_of))
-    for other, *_ in others:
-        assert torch.equal(other, weights)
-    start = torch.cat([torch.linspace(-1, 1, numel) for numel in (300, 41, 170)])
-    assert float((weights - 0.5).norm()) < 0.8 * float((start - 0.5).norm())
-    assert float((weights - flat_weights).norm()) < 0.2 * float((flat_weights - start).norm())
-    assert sum(between for _, between, _, _ in results) < 0.7 * sum(everything for *_, everything in results)
-
-
-def test_a_resume_over_the_same_nodes_keeps_residuals() -> None:
-    def body(comm: Communicator) -> bool:
-        node_of = [0, 0, 0, 1, 1]
-        optimizer, _ = train(node_of, comm, "OneBitAdam", steps=20)
-        state = optimizer.state_dict()
-        weights = optimizer.param_groups[0]["params"]
-        again = [torch.nn.Parameter(w.detach().clone()) for w in weights]
-        resumed = thinwire.OneBitAdam(
-            again, lr=0.02, freeze_step=10, comm=comm, bucket_bytes=1000, block_size=64, nodes=node_of
-        )
-        resumed.load_state_dict(state)
-        step_all(optimizer, weights, torch.Generator().manual_seed(9 + comm.rank), 10)
-        step_all(resumed, again, torch.Generator().manual_seed(9 + comm.rank), 10)
-        return all(torch.equal(one, other) for one, other in zip(weights, again, strict=True))
-
-    assert threads.run(body, 5) == [True] * 5
+    (shown, of_flat, _, _), *others = results = threads.run(body, len(node_of))
+    assert all(torch.equal(other, shown) for other, *_ in others)
+    start = weights(make_model())
+    assert float((shown - of_flat).norm()) < 0.5 * float((of_flat - start).norm())
+    assert sum(between for _, _, between, _ in results) < 0.7 * sum(everything for *_, everything in results)
 
 
 @pytest.mark.filterwarnings("ignore:this state was saved")
-def test_a_resume_over_other_nodes_starts_residuals_anew() -> None:
-    def body(comm: Communicator) -> bool:
-        optimizer, _ = train([0, 0, 1, 1], comm, "OneBitAdam", steps=20)
-        again = [torch.nn.Parameter(w.detach().clone()) for w in optimizer.param_groups[0]["params"]]
-        flat = thinwire.OneBitAdam(
-            again, lr=0.02, freeze_step=10, comm=comm, bucket_bytes=1000, block_size=64, nodes="flat"
-        )
-        flat.load_state_dict(optimizer.state_dict())
-        step_all(flat, again, torch.Generator().manual_seed(comm.rank), 3)
-        return all(bool(one.isfinite().all()) for one in again)
+def test_a_resume_over_the_same_nodes_keeps_residuals_and_over_others_starts_them_anew() -> None:
+    node_of = [0, 0, 0, 1, 1]
 
-    assert threads.run(body, 4) == [True] * 4
+    def body(comm: Communicator) -> None:
+        model, optimizer = build(comm, "OneBitAdam", node_of)
+        train(model, optimizer, range(20))
+        saved, state = through_a_file([model.state_dict(), optimizer.state_dict()])
+        train(model, optimizer, range(20, 30))
+        for nodes in (node_of, "flat"):
+            again, resumed = build(comm, "OneBitAdam", nodes, seed=3)
+            again.load_state_dict(saved)
+            resumed.load_state_dict(state)
+            train(again, resumed, range(20, 30))
+            assert torch.equal(weights(again), weights(model)) == (nodes == node_of)
+            assert bool(weights(again).isfinite().all())
+
+    threads.run(body, 5)
 
 
 def test_nodes_are_found_and_numbered() -> None:

@@ -8,20 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-import thinwire
-from tests.compress.bodies import exchange_equals_the_algorithm
+from tests.optim.subject import LOCAL, SUBJECTS, Subject
 from tests.optim.training import make_model, train, weights
-from tests.optim.zero_one.training import SCHEDULE
 from tests.pairwise import each_once
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks
-from thinwire.compress import Exchange, Flags, PacketError, make_codec
+from thinwire.compress import Exchange, PacketError, make_codec
 from thinwire.compress.codecs import cut_shard, least_part
 from thinwire.compress.exchange import held_coordinates
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
-from thinwire.compress.light_exchanges import LowMemoryExchange
+from thinwire.optim import registry
 
 BLOCK = 64
 WHOLE = 1 << 40
@@ -77,11 +75,6 @@ def test_parts_change_no_bit(numel: int, size: int, part: int, codec: str, error
     assert threads.run(body, size) == [(min(max(1, shard // part), shard // BLOCK), True)] * size
 
 
-@pytest.mark.parametrize(("world_size", "part"), [(1, 64), (2, 128), (3, 64), (4, 128)])
-def test_sign1_in_parts_equals_the_algorithm_in_float64(world_size: int, part: int) -> None:
-    threads.run(lambda comm: exchange_equals_the_algorithm(comm, 1111, steps=60, part=part), world_size)
-
-
 @settings(deadline=None, max_examples=15)
 @given(
     node_of=st.sampled_from([[0, 0, 1, 1], [0, 1, 0], [0, 0, 0, 1, 1], [0, 1, 2], [0, 0]]),
@@ -105,57 +98,6 @@ def test_parts_change_no_bit_over_nodes(node_of: list[int], numel: int, part: in
     assert threads.run(body, len(node_of)) == [True] * len(node_of)
 
 
-@settings(deadline=None, max_examples=20)
-@given(
-    numel=st.integers(0, 4000),
-    size=st.integers(1, 4),
-    part=st.integers(1, 700),
-    codec=st.sampled_from(CODECS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    reversible=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-def test_packets_of_parts_are_joined_to_those_of_the_whole(
-    numel: int, size: int, part: int, codec: str, dtype: torch.dtype, reversible: bool, seed: int
-) -> None:
-    def steps(exchange: LowMemoryExchange, vectors: list[Tensor]) -> list[Tensor | None]:
-        seen: list[Tensor | None] = []
-        for step, vector in enumerate(vectors):
-            exchange.payload[:numel].copy_(vector)
-            exchange.start(step)
-            exchange.advance(lambda average, place: average.mul_(torch.arange(place.start, place.stop) % 5))
-            exchange.wait()
-            if not exchange.outcome().finite:
-                exchange.take_packets()
-                exchange.revert()
-            else:
-                seen.append(exchange.take_packets())
-                exchange.commit()
-            seen += [exchange.worker_residual.clone(), exchange.owner_residual]
-        return seen
-
-    def body(comm: Communicator) -> bool:
-        in_parts, whole = (
-            steps(
-                LowMemoryExchange(
-                    comm,
-                    numel,
-                    make_codec(codec, BLOCK),
-                    bucket=3,
-                    device=torch.device("cpu"),
-                    residual_dtype=dtype,
-                    reversible=reversible,
-                    part=least,
-                ),
-                draws(numel, 4, seed, comm.rank),
-            )
-            for least in (part, WHOLE)
-        )
-        return alike(in_parts, whole)
-
-    assert threads.run(body, size) == [True] * size
-
-
 def test_every_part_has_left_before_the_first_is_waited_for() -> None:
     def body(comm: Communicator) -> None:
         exchange = Exchange(comm, 10 * BLOCK * comm.size, make_codec("sign1", BLOCK), part=2 * BLOCK)
@@ -167,22 +109,6 @@ def test_every_part_has_left_before_the_first_is_waited_for() -> None:
         assert exchange.outcome().finite
 
     threads.run(body, 3)
-
-
-@pytest.mark.parametrize("bad", [0, 333, 999])
-def test_what_is_not_finite_in_one_part_is_known_on_every_rank(bad: int) -> None:
-    def body(comm: Communicator) -> tuple[bool, bool, bool]:
-        exchange = Exchange(comm, 1000, make_codec("sign1", BLOCK), part=BLOCK)
-        exchange.payload[:1000].normal_(generator=torch.Generator().manual_seed(comm.rank))
-        if comm.rank == 1:
-            exchange.payload[bad] = float("nan")
-        exchange.start(0, Flags.INCOMPLETE if comm.rank == 2 else Flags.NONE)
-        exchange.advance()
-        exchange.wait()
-        outcome = exchange.outcome()
-        return outcome.finite, outcome.incomplete, bool(exchange.worker_residual.any())
-
-    assert threads.run(body, 3) == [(False, True, False)] * 3
 
 
 def test_ranks_that_cut_otherwise_are_told_on_every_rank() -> None:
@@ -231,68 +157,48 @@ def test_the_smallest_part_is_a_message_of_some_size(codec: str, kib: int) -> No
     assert len(cut_shard(1 << 30, one.block_size, least_part(one, "nccl"))) == 1
 
 
-OWN_OPTIONS: dict[str, dict[str, Any]] = {
-    "OneBitAdam": {"freeze_step": 10},
-    "OneBitLamb": {"freeze_step": 10},
-    "ZeroOneAdam": SCHEDULE,
-    "OneBitLion": {},
-}
-
-
-def make(kind: str, model: torch.nn.Module, comm: Communicator, **options: Any) -> Any:
-    options = {"lr": 3e-3, "block_size": BLOCK} | OWN_OPTIONS[kind] | options
-    return getattr(thinwire, kind)(model.named_parameters(), comm=comm, **options)
-
-
-def cut_finely(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
-    monkeypatch.setattr("thinwire.compress.exchange.least_part", lambda codec, backend: least)
-
-
-def trained(kind: str, size: int, **options: Any) -> tuple[Tensor, int]:
-    def body(comm: Communicator) -> tuple[Tensor, int]:
-        model = make_model()
-        optimizer = make(kind, model, comm, **options)
-        train(model, optimizer, range(40))
-        return weights(model), optimizer.bytes_sent
-
-    results = threads.run(body, size)
-    return results[0]
+def build(subject: Subject, comm: Communicator, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
+    model = make_model(seed)
+    return model, subject.build(model, comm, bucket_bytes=1 << 20, **options)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *((kind, {"stage": stage}) for kind in OWN_OPTIONS for stage in (0, 1)),
-        ("OneBitAdam", {"stage": 1, "max_norm": 0.5}),
-    ],
+    ("subject", "options"),
+    [*((one, {}) for one in SUBJECTS if one.stage < 2), (Subject("OneBitAdam", 1), {"max_norm": 0.5})],
+    ids=str,
 )
-def test_training_in_parts_changes_no_bit(kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, whole_bytes = trained(kind, 3, **options)
-    cut_finely(monkeypatch, BLOCK)
-    in_parts, bytes_in_parts = trained(kind, 3, **options)
+def test_training_in_parts_changes_no_bit(
+    subject: Subject, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(comm: Communicator) -> tuple[Tensor, int]:
+        model, optimizer = build(subject, comm, **options)
+        train(model, optimizer, range(LOCAL + 6))
+        return weights(model), optimizer.bytes_sent
+
+    whole, whole_bytes = threads.run(body, 3)[0]
+    monkeypatch.setattr("thinwire.compress.exchange.least_part", lambda codec, backend: BLOCK)
+    in_parts, bytes_in_parts = threads.run(body, 3)[0]
     assert torch.equal(whole, in_parts)
     assert bytes_in_parts > whole_bytes  # by the headers of the parts
 
 
-@pytest.mark.parametrize(("kind", "nodes"), each_once(list(OWN_OPTIONS), ["flat", [0, 0, 1]]))
+@pytest.mark.parametrize(("name", "nodes"), each_once(registry.NAMES, ["flat", [0, 0, 1]]))
 def test_a_checkpoint_goes_on_with_parts_of_another_size(
-    kind: str, nodes: str | list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, nodes: str | list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(comm: Communicator) -> bool:
-        model = make_model()
-        optimizer = make(kind, model, comm, nodes=nodes)
-        train(model, optimizer, range(33))
+        model, optimizer = build(Subject(name, 0), comm, nodes=nodes)
+        train(model, optimizer, range(LOCAL + 1))
         at_save, state = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
         comm.barrier()
         if comm.rank == 0:
-            cut_finely(monkeypatch, BLOCK)
+            monkeypatch.setattr("thinwire.compress.exchange.least_part", lambda codec, backend: BLOCK)
         comm.barrier()
-        again = make_model(seed=5)
+        again, resumed = build(Subject(name, 0), comm, seed=5, nodes=nodes)
         again.load_state_dict(at_save)
-        resumed = make(kind, again, comm, nodes=nodes)
         resumed.load_state_dict(state)
-        train(again, resumed, range(33, 50))
-        train(model, optimizer, range(33, 50))
+        for one, of_one in ((model, optimizer), (again, resumed)):
+            train(one, of_one, range(LOCAL + 1, LOCAL + 9))
         return torch.equal(weights(model), weights(again))
 
     assert threads.run(body, 3) == [True] * 3

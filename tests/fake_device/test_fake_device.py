@@ -11,10 +11,7 @@ from tests.fake_device import build, compiler
 from tests.fake_device.program import CASES
 from tests.launching import Jobs
 
-pytestmark = [
-    pytest.mark.launch,
-    pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler"),
-]
+pytestmark = [pytest.mark.launch, pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")]
 
 # Of each kind one: what `make test` runs.
 SMOKE = {"OneBitAdam-0-1-ranks", "OneBitAdam-0-waits", "OneBitLamb-1-waits", "edits", "launches", "captured-counts"}

@@ -8,10 +8,7 @@ import torch.distributed as dist
 
 from thinwire.comm import Communicator, TorchCommunicator, threads
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 def check_on_gpu(comm: Communicator) -> None:

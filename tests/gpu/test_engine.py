@@ -11,10 +11,7 @@ from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine import Engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 def make_engine(comm: Communicator | None, config, device: str, seed: int = 0) -> Engine:

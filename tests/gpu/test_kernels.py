@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from tests.compress.kernels import bucket_body
-from tests.compress.kernels.body import (
-    BACKENDS,
-    KernelsBody,
-    Subject,
-    check_rows_apart,
-    uninitialised_packets,
-)
-from tests.compress.kernels.bucket_body import BucketKernels
-from tests.compress.kernels.momentum_body import MovesBody, make_momentum, same_bits
+from tests.compress.kernels.body import BACKENDS, KernelsBody, Subject, check_rows_apart, uninitialised_packets
+from tests.compress.kernels.bucket_body import BucketKernels, assert_same
+from tests.compress.kernels.test_momentum import make_momentum
 from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded, WriteHeaders
 from thinwire.compress.kernels.cuda.backend import make_backend
@@ -44,22 +38,16 @@ class TestBucketsOnCuda(BucketKernels):
         return bucket_body.Subject(backend, backend, "cuda")
 
 
-class TestMovesOnCuda(MovesBody):
-    @pytest.fixture
-    def subject(self) -> tuple[object, str]:
-        return make_backend(), "cuda"
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("first", [0, 3])
-    def test_large_ranges_have_the_bits_of_the_specification(self, dtype: torch.dtype, first: int) -> None:
-        """Over many thread blocks."""
-        shard = 700 * 2048
-        on_cpu = make_momentum(2, shard, 2048, first, 2 * shard - 7)
-        tensors = {name: getattr(on_cpu, name).cuda() for name in ("packets", "codes", "table")}
-        on_cuda = replace(on_cpu, **tensors)
-        values = torch.randn(on_cpu.numel).to(dtype)
-        moved = on_cuda.apply(make_backend(), values.cuda(), 1e-3, 0.999, seed=11)
-        assert same_bits(moved.cpu(), on_cpu.apply(bucket_reference, values, 1e-3, 0.999, seed=11))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("first", [0, 3])
+def test_large_ranges_move_with_the_bits_of_the_specification(dtype: torch.dtype, first: int) -> None:
+    """Over many thread blocks."""
+    shard = 700 * 2048
+    on_cpu = make_momentum(2, shard, 2048, first, 2 * shard - 7)
+    on_cuda = replace(on_cpu, **{name: getattr(on_cpu, name).cuda() for name in ("packets", "codes", "table")})
+    values = torch.randn(on_cpu.numel).to(dtype)
+    moved = on_cuda.apply(make_backend(), values.cuda(), 1e-3, 0.999, seed=11)
+    assert_same(moved.cpu(), on_cpu.apply(bucket_reference, values, 1e-3, 0.999, seed=11))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 300])
@@ -86,7 +74,7 @@ def test_rounding_has_the_bits_of_the_cpu(dtype: torch.dtype, numel: int) -> Non
     on_cpu, on_cuda = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device="cuda")
     execute(StoreRounded(on_cpu, values, 7))
     execute(StoreRounded(on_cuda, values.cuda(), 7))
-    assert same_bits(on_cuda.cpu(), on_cpu)
+    assert_same(on_cuda.cpu(), on_cpu)
 
 
 @pytest.mark.parametrize("value", [1e-38, 1e-40])

@@ -61,10 +61,7 @@ def test_grad_scaler() -> None:
     assert results[0][2]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"compress": "momentum"}, {"stage": 1}, {"stage": 1, "offload": True}],
-)
+@pytest.mark.parametrize("options", [{}, {"compress": "momentum"}, {"stage": 1}, {"stage": 1, "offload": True}])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_lamb_agrees_bit_for_bit_and_follows_the_cpu(world_size, options) -> None:
     def train(comm, device):

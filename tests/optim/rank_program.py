@@ -1,4 +1,4 @@
-"""One rank of a real launch: two bodies on the first rank alone and all on all, each in a communicator of its own."""
+"""One rank of a real launch: some bodies on the first rank alone, then all on all, in a communicator of their own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import sys
 import torch
 
 import thinwire
-from tests.compress import bodies, ddp_bodies
+from tests.compress import bodies
 from tests.optim.diloco import bodies as local_bodies
 
 
 def main() -> None:
     torch.set_num_threads(1)
     comm = thinwire.comm.init(timeout=600.0)
-    for size, chosen in ((1, bodies.SHORT[:2]), (comm.size, (*bodies.SHORT, *local_bodies.ALL))):
+    several = (*bodies.ANYWHERE, *bodies.SEVERAL, *local_bodies.ALL)
+    for size, chosen in ((1, bodies.ANYWHERE), (comm.size, several)):
         part = comm.split(0 if comm.rank < size else None)
         if part is not None:
             for body in chosen:
@@ -22,7 +23,7 @@ def main() -> None:
             part.close()
         comm.barrier()
     if "ddp" in sys.argv:
-        for body in ddp_bodies.ALL:
+        for body in bodies.BESIDE_DDP:
             body(comm)
     if comm.rank == 0:
         print(f"all held on {comm.backend} with up to {comm.size} ranks")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.optim.training import make_model, train
 from thinwire.comm import Communicator
 from thinwire.optim import registry
 from thinwire.optim.freeze_group import next_send as next_send_of
@@ -63,6 +64,15 @@ class Subject:
             defaults["reversible"] = True
         defaults |= {"lr": 5 * known["lr"].default, "block_size": 64, "bucket_bytes": 1000}
         return self.entry.load()(params, comm=comm, **(defaults | {"stage": self.stage} | options))
+
+    def on_model(
+        self, comm: Communicator, steps: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> tuple[nn.Module, Any]:
+        """The tests' model and the optimizer on it, after this many steps."""
+        model = make_model(dtype=dtype)
+        optimizer = self.build(model, comm, **options)
+        train(model, optimizer, range(steps))
+        return model, optimizer
 
 
 SUBJECTS = [Subject(name, stage) for name in registry.NAMES for stage in registry.entry(name).stages]

@@ -21,7 +21,7 @@ class LowMemoryExchange(Exchange):
 
     With `reversible`, the residuals before this step are kept until `commit` or `revert`, at the price of a second
     worker residual: then a skipped step leaves them untouched, and `scale_step` can shrink what the step did to them.
-    Without, a step that is not finite sets the residual to zero where its payload was not.
+    Without, a step that is not applied leaves a worker residual of zeros.
     """
 
     def __init__(

@@ -87,12 +87,7 @@ class Bucket:
 
 
 def make(
-    seed: int,
-    device: str,
-    rows: int,
-    block_size: int = 128,
-    cut: bool = False,
-    numels: Sequence[int] = (),
+    seed: int, device: str, rows: int, block_size: int = 128, cut: bool = False, numels: Sequence[int] = ()
 ) -> Bucket:
     generator = torch.Generator().manual_seed(seed)
     some = torch.randint(0, 400, (9,), generator=generator).tolist()
@@ -155,6 +150,19 @@ def packed_call(bucket: Bucket, state: PackedState, gradients: Sequence[Tensor |
     return EncodePackedPayload(state, bucket.segments, gradients, **(made | given))
 
 
+def move_call(bucket: Bucket, codec: str, form: Any, weights: Any, replicas: Any, **given: Any) -> Any:
+    """A DecodeAndMove of packets of a state of its own, unless others are given."""
+    made = {
+        "packets": encoded(bucket, codec, bucket.state()),
+        "output": bucket.floats(),
+        "denominators": bucket.denominators(),
+        "rates": bucket.factors(1e-4, 1e-1),
+        "decays": bucket.factors(0.9, 1.0),
+        "part": bucket.part,
+    }
+    return DecodeAndMove(codec, form, bucket.segments, weights=weights, replicas=replicas, **(made | given))
+
+
 def encoded(bucket: Bucket, codec: str, values: Tensor) -> Tensor:
     """Packets of these values, by the specification."""
     nothing = [None] * len(bucket.segments)
@@ -170,6 +178,14 @@ def packed_state(bucket: Bucket) -> PackedState:
     codes[torch.rand(bucket.padded, generator=bucket.generator) < 0.02] = 0
     packets = encoded(whole, "sign1", bucket.state())
     return PackedState(packets, codes.to(bucket.device), part.shard, part.numel, part.block_size)
+
+
+def every_magnitude(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Values over the whole range of `dtype`, subnormals, infinities and NaN among them."""
+    bits = torch.randint(-(2**15), 2**15, (numel,), generator=generator) << (16 if dtype == torch.float32 else 0)
+    if dtype == torch.float32:
+        return (bits + torch.randint(2**16, (numel,), generator=generator)).to(torch.int32).view(dtype)
+    return bits.to(torch.int16).view(dtype)
 
 
 SHARDS = pytest.mark.parametrize(("seed", "rows", "cut"), [(0, 1, False), (1, 2, False), (2, 3, True)])
@@ -235,20 +251,8 @@ class BucketKernels:
         holds(packed_call(bucket, packed_state(bucket), gradients, **factors), "lost", "packets")
         weights = bucket.runs((torch.float32,))
         replicas = [weight.to(kind) for weight, kind in zip(weights, DTYPES, strict=True) if weight is not None]
-        moves = DecodeAndMove(
-            "sign1",
-            "divided" if missing else "plain",
-            bucket.segments,
-            encoded(bucket, "sign1", bucket.state()),
-            bucket.floats(),
-            bucket.denominators(),
-            bool(missing),
-            weights,
-            [None, *replicas[1:]],
-            bucket.factors(1e-4, 1e-1),
-            bucket.factors(0.9, 1.0),
-            bucket.part,
-        )
+        form = "divided" if missing else "plain"
+        moves = move_call(bucket, "sign1", form, weights, [None, *replicas[1:]], holds=bool(missing))
         holds(moves, "output", "weights", "replicas")
 
     @pytest.mark.parametrize("kernel", ["encode_payload", "encode_packed_payload"])
@@ -294,22 +298,10 @@ class BucketKernels:
             None if weight is None or number % 3 == 0 else weight.to(DTYPES[number % 3])
             for number, weight in enumerate(weights)
         ]
-        denominators = bucket.denominators() if form == "divided" or seed else None
-        call = DecodeAndMove(
-            codec,
-            form,
-            bucket.segments,
-            packets,
-            bucket.floats(),
-            denominators,
-            bool(seed) and denominators is not None,
-            weights,
-            replicas,
-            bucket.factors(1e-4, 1e-1),
-            bucket.factors(0.9, 1.0),
-            bucket.part,
-        )
-        holds(call, "output", "weights", "replicas")
+        given: dict[str, Any] = {"packets": packets, "holds": bool(seed)}
+        if form == "plain" and not seed:
+            given["denominators"] = None
+        holds(move_call(bucket, codec, form, weights, replicas, **given), "output", "weights", "replicas")
 
     @pytest.mark.parametrize(("workers", "masked"), [(1, False), (1, True), (2, False), (5, True)])
     def test_means_are_encoded(self, subject: Subject, holds: Any, codec: str, workers: int, masked: bool) -> None:
@@ -352,20 +344,23 @@ class BucketKernels:
         holds(call, "lost", "packets", beside=["residual"])
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("seed", "rows", "own"), [(0, 1, False), (1, 2, True), (2, 3, True)])
+    @pytest.mark.parametrize(
+        ("seed", "rows", "own", "offset"), [(0, 1, False, 0), (1, 2, True, 1), (2, 3, True, 3), (3, 2, False, 2)]
+    )
     def test_packed_weights_move(
-        self, subject: Subject, holds: Any, dtype: torch.dtype, seed: int, rows: int, own: bool
+        self, subject: Subject, holds: Any, dtype: torch.dtype, seed: int, rows: int, own: bool, offset: int
     ) -> None:
+        """Off an allocation's alignment also those of every magnitude, at unusual rates; and nothing beside them."""
         bucket = make(seed, subject.device, rows)
-        first = (rows - 1) * bucket.part.shard if own else 0
-        call = MovePacked(
-            packed_state(bucket),
-            bucket.segments,
-            bucket.floats(bucket.part.shard if own else bucket.part.numel).to(dtype),
-            first,
-            [number % 4 != 1 for number in range(len(bucket.segments))],
-            bucket.factors(1e-4, 1e-1),
-            bucket.factors(0.9, 1.0),
-            seed << 20,
-        )
-        holds(call, "weights")
+        first, numel = ((rows - 1) * bucket.part.shard, bucket.part.shard) if own else (0, bucket.part.numel)
+        guarded = torch.full((numel + 32,), 7.0, dtype=dtype, device=subject.device)
+        weights = guarded[16 + offset : 16 + offset + numel].copy_(bucket.floats(numel))
+        rates, decays = bucket.factors(1e-4, 1e-1), bucket.factors(0.9, 1.0)
+        if offset:
+            weights.copy_(every_magnitude(numel, dtype, bucket.generator))
+            rates[:5], decays[:5] = [0.0, 1e-7, 1.0, 1e34, 1e-3], [1.0, 0.9997, 1.0007, 0.0, -0.3]
+        moves = [number % 4 != 1 for number in range(len(bucket.segments))]
+        noise = -(2**63) + seed if offset else seed << 20
+        holds(MovePacked(packed_state(bucket), bucket.segments, weights, first, moves, rates, decays, noise), "weights")
+        assert (guarded[: 16 + offset] == 7).all()
+        assert (guarded[16 + offset + numel :] == 7).all()

@@ -1,45 +1,83 @@
-"""Momentum kept as packets, on every backend that runs without a GPU; and the noise of its rounding."""
+"""Momentum kept as sign1 packets: its specification against exact arithmetic, the noise of its rounding, and what is
+refused; `bucket_body` holds the backends against the specification."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.compress.kernels import emulation
-from tests.compress.kernels.momentum_body import BETA1, LOSS_SCALE, TYPES, MovesBody, make_momentum, same_bits
+from tests.compress.kernels.body import REFERENCE, uninitialised_packets
+from tests.compress.kernels.bucket_body import assert_same
 from thinwire.compress.kernels import bucket_reference, buckets
-from thinwire.compress.kernels.buckets import Segments
+from thinwire.compress.kernels.bucket_reference import packed_payload
+from thinwire.compress.kernels.buckets import MovePacked, PackedState, Segments
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.reference import random_bits
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
-BACKEND: Any = bucket_reference
-if HAS_NUMBA:
-    BACKEND = importlib.import_module("thinwire.compress.kernels.cpu.backend")
+BACKEND: Any = importlib.import_module("thinwire.compress.kernels.cpu.backend") if HAS_NUMBA else bucket_reference
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+BETA1, LOSS_SCALE = 0.9, 1536.0
 
 
-class TestMoves(MovesBody):
-    @pytest.fixture(
-        params=[
-            pytest.param(BACKEND, id="cpu", marks=pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")),
-            pytest.param(
-                emulation.BACKEND,
-                id="emulated cuda",
-                marks=[
-                    pytest.mark.kernels,
-                    pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed"),
-                ],
-            ),
-        ]
-    )
-    def subject(self, request: pytest.FixtureRequest) -> tuple[Any, str]:
-        return request.param, "cpu"
+@dataclass
+class Momentum:
+    """Packets of a momentum, and a range of its elements with its codes and their table."""
+
+    packets: Tensor
+    codes: Tensor
+    table: Tensor
+    first: int
+    shard: int
+    block_size: int
+
+    @property
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    def values(self) -> Tensor:
+        """Float64 [numel], by the reference."""
+        rows = self.packets.size(0)
+        decoded = torch.empty(rows * self.shard, device=self.packets.device)
+        REFERENCE.decode("sign1", self.packets, decoded, rows * self.shard, self.block_size)
+        return decoded[self.first : self.first + self.numel].double()
+
+    def state(self) -> PackedState:
+        """Of the whole bucket; codes that are not given are 0."""
+        rows = self.packets.size(0)
+        codes = torch.zeros(rows * self.shard, dtype=torch.uint8, device=self.packets.device)
+        codes[self.first : self.first + self.numel] = self.codes
+        return PackedState(self.packets, codes, self.shard, rows * self.shard, self.block_size)
+
+    def payload(self, gradient: Tensor | None, divisor: float = LOSS_SCALE) -> Tensor:
+        """What the specification makes of it, before it is encoded."""
+        place = slice(self.first, self.first + self.numel)
+        return packed_payload(self.state(), place, gradient, self.table, BETA1, divisor)
+
+    def apply(self, backend: Any, weights: Tensor, lr: float, decay: float, seed: int) -> Tensor:
+        """New weights."""
+        state, moved = self.state(), weights.clone()
+        call = MovePacked(state, Segments([(0, state.numel)]), moved, self.first, [True], [lr], [decay], seed)
+        call.check()
+        backend.move_packed(call)
+        return moved
+
+
+def make_momentum(rows: int, shard: int, block_size: int, first: int, numel: int) -> Momentum:
+    packets = uninitialised_packets("sign1", rows, shard, block_size, "cpu")
+    blocks = shard // block_size
+    scales = 10 ** (4 * torch.rand(rows, blocks) - 3)
+    packets[:, 16 : 16 + 4 * blocks] = scales.view(rows, blocks).view(torch.uint8).view(rows, -1)
+    codes = torch.randint(0, 256, (numel,), dtype=torch.uint8)
+    codes[torch.rand(numel) < 0.1] = 0
+    return Momentum(packets, codes, 10 ** (6 * torch.rand(256) - 1), first, shard, block_size)
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
@@ -52,14 +90,53 @@ def test_large_ranges_have_the_bits_of_the_reference(
     monkeypatch.setattr(BACKEND._workers, "threads", lambda: 3)
     shard = 280 * 2048
     momentum = make_momentum(2, shard, 2048, first, 2 * shard - 9)
-    values = torch.randn(momentum.numel).to(dtype)
-    arguments = (values, 1e-3, 1.0, 3)
-    assert same_bits(momentum.apply(BACKEND, *arguments), momentum.apply(bucket_reference, *arguments))
+    arguments = (torch.randn(momentum.numel).to(dtype), 1e-3, 1.0, 3)
+    assert_same(momentum.apply(BACKEND, *arguments), momentum.apply(bucket_reference, *arguments))
+
+
+class TestMoves:
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    def test_weights_follow_the_formula_to_one_of_two_neighbours(self, dtype: torch.dtype) -> None:
+        momentum = make_momentum(2, 640, 64, first=37, numel=1201)
+        weights = (torch.randn(1201) * 10 ** (-6 * torch.rand(1201))).to(dtype)
+        moved = momentum.apply(bucket_reference, weights, lr=1e-4, decay=0.99, seed=5).double()
+        exact = 0.99 * weights.double() - 1e-4 * torch.where(momentum.codes > 0, momentum.values(), 0.0)
+        spacing = exact.abs().clamp(min=torch.finfo(dtype).smallest_normal).log2().floor().exp2()
+        spacing *= torch.finfo(dtype).eps
+        slack = 3e-7 * (weights.double().abs() + exact.abs()) + 2.0**-37
+        assert ((moved - exact).abs() <= spacing + slack).all()
+
+    @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+    def test_what_is_representable_stays_and_what_is_not_finite_too(self, dtype: torch.dtype) -> None:
+        """Every value of the format, with nothing to add."""
+        weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        momentum = make_momentum(1, 2**16, 2048, first=0, numel=2**16)
+        momentum.codes.zero_()
+        assert_same(momentum.apply(bucket_reference, weights, lr=1.0, decay=1.0, seed=1), weights)
+
+    @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+    def test_beyond_the_largest_value_is_rounded_to_it_or_to_infinity(self, dtype: torch.dtype) -> None:
+        largest = torch.finfo(dtype).max
+        momentum = make_momentum(1, 2048, 64, first=0, numel=2048)
+        momentum.codes.zero_()
+        weights = torch.full((2048,), -largest, dtype=dtype)
+        step_up = 1 + torch.finfo(dtype).eps / 4  # half of the way to where the next value would be
+        moved = momentum.apply(bucket_reference, weights, lr=1.0, decay=step_up, seed=8)
+        assert 800 < (moved == -math.inf).sum() < 1248
+        assert ((moved == -math.inf) | (moved == -largest)).all()
+        assert (momentum.apply(bucket_reference, weights, lr=1.0, decay=1.01, seed=8) == -math.inf).all()
+
+    def test_the_noise_belongs_to_the_element_not_to_the_call(self) -> None:
+        whole = make_momentum(2, 640, 64, first=0, numel=1280)
+        weights = torch.randn(1280).bfloat16()
+        wanted = whole.apply(BACKEND, weights, 1e-3, 1.0, seed=77)
+        for first, last in ((0, 1), (1, 30), (30, 641), (641, 1279), (1279, 1280), (1280, 1280)):
+            part = Momentum(whole.packets, whole.codes[first:last], whole.table, first, 640, 64)
+            assert torch.equal(part.apply(BACKEND, weights[first:last], 1e-3, 1.0, seed=77), wanted[first:last])
+        assert not torch.equal(whole.apply(BACKEND, weights, 1e-3, 1.0, seed=78), wanted)
 
 
 class TestPayload:
-    """The specification's; `bucket_body` holds the backends against it."""
-
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test_it_is_the_formula(self, dtype: torch.dtype) -> None:
         momentum = make_momentum(3, 384, 64, first=131, numel=777)
@@ -134,11 +211,11 @@ class TestNoise:
         squared = ((torch.bincount(values, minlength=choices) - expected) ** 2 / expected).sum().item()
         return (squared - (choices - 1)) / math.sqrt(2 * (choices - 1))
 
-    @pytest.mark.parametrize("seed", [0, 1, -1, 2**40, 2**63 - 1])
+    @pytest.mark.parametrize("seed", [0, -1, 2**40])
     def test_uniform_and_independent_of_neighbours_and_of_the_next_seed(self, seed: int) -> None:
         bits = random_bits(seed, torch.arange(self.NUMEL))
         assert abs(self.surprise(bits, 1 << 16)) < 5
-        for lag in (1, 2, 3, 16, 64, 1024, 2048, 4096, 65536):
+        for lag in (1, 2, 16, 2048, 65536):
             for shift in (0, 8):
                 early, late = bits[:-lag] >> shift & 0xFF, bits[lag:] >> shift & 0xFF
                 assert abs(self.surprise(early * 256 + late, 1 << 16)) < 5, (lag, shift)

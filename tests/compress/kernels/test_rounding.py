@@ -1,8 +1,8 @@
-"""Rounding at random to 16 bits: the CPU's loop gives the reference's bits, keeps the mean, and refuses what does not
-fit."""
+"""Rounding to 16 bits: at random with the bits of the reference, and in loops for CPUs to the nearest as torch does."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,3 +57,36 @@ def test_what_does_not_fit_is_refused() -> None:
         execute(StoreRounded(torch.zeros(5, dtype=torch.bfloat16), values, 0))
     with pytest.raises(ValueError, match="contiguous"):
         execute(StoreRounded(torch.zeros(8, dtype=torch.bfloat16)[::2], values, 0))
+
+
+def neighbours() -> torch.Tensor:
+    """Every float16 and bfloat16, the float32 just beside them and half way to the next, and random bits."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    wide = torch.cat([every.view(torch.float16).float(), every.view(torch.bfloat16).float()])
+    bits = wide.view(torch.int32)
+    half = [bits + offset for offset in (-1, 0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001)]
+    # Half way between subnormal float16.
+    between = (torch.arange(0, 2048) + 0.5) * 2.0**-24
+    tips = [between, torch.nextafter(between, torch.zeros(2048)), torch.nextafter(between, torch.ones(2048))]
+    random = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, 1 << 16, dtype=np.int32))
+    return torch.cat([*(one.view(torch.float32) for one in (*half, random)), *tips, *(-one for one in tips)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_to_the_nearest_and_made_wide_as_torch_does(dtype: torch.dtype) -> None:
+    numba = pytest.importorskip("numba")
+    from thinwire.compress.kernels.cpu.small_floats import FORMATS, nearest_bits, widen_at
+    from thinwire.simd import memory
+
+    @numba.njit
+    def convert(values: int, rounded: int, again: int, kind: int, numel: int) -> None:
+        for i in range(0, numel, 16):
+            memory.store_shorts(rounded + 2 * i, nearest_bits(memory.load_floats(values + 4 * i), kind))
+            memory.store_floats(again + 4 * i, widen_at(rounded + 2 * i, kind))
+
+    values = neighbours()  # which round to every value of the format
+    assert values.numel() % 16 == 0
+    rounded, again, wanted = torch.empty_like(values, dtype=dtype), torch.empty_like(values), values.to(dtype)
+    convert(values.data_ptr(), rounded.data_ptr(), again.data_ptr(), FORMATS[dtype], values.numel())
+    for found, expected, bits in ((rounded, wanted, torch.int16), (again, wanted.float(), torch.int32)):
+        assert bool(((found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())).all())

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import thinwire
 from tests.optim.adam.reference import ReferenceOneBitAdam
 from tests.optim.training import loss_of, make_model, make_optimizer, through_a_file, train, weights
-from thinwire.comm import threads
+from thinwire.comm import Communicator, threads
 from thinwire.compress.kernels.adam import AdamFactors, AdamStep, plain_adam_step
 
 STEPS = 50
@@ -294,3 +295,24 @@ def test_a_state_that_cannot_be_ours_is_refused_and_nothing_changes(change, mess
         return optimizer.frozen and not torch.equal(before, weights(model))
 
     assert threads.run(rank, 2) == [True, True]
+
+
+def test_more_bits_follow_exact_averages_more_closely() -> None:
+    """At a high rate, frozen early: weights come closer with every bit, and so does the loss with the second."""
+
+    def body(comm: Communicator, codec: str) -> tuple[Tensor, float]:
+        model = make_model()
+        optimizer = thinwire.OneBitAdam(
+            model.parameters(), lr=1e-2, freeze_step=20, block_size=512, comm=comm, codec=codec
+        )
+        losses = train(model, optimizer, range(70))
+        return weights(model), sum(losses[-20:])
+
+    codecs = ("none", "fp8", "int4", "stat2", "sign1")
+    found = {codec: threads.run(functools.partial(body, codec=codec), 2)[0] for codec in codecs}
+    wanted = found["none"][0]
+    distances = {codec: float((one - wanted).norm()) for codec, (one, _) in found.items()}
+    assert 5 * distances["fp8"] < distances["stat2"]
+    assert 5 * distances["int4"] < distances["stat2"]
+    assert 1.5 * distances["stat2"] < distances["sign1"]
+    assert found["stat2"][1] <= found["sign1"][1]

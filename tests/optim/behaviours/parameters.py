@@ -1,15 +1,19 @@
-"""Parameters of every size and dtype, and their groups, which may begin and stop to train."""
+"""Parameters of every size and dtype, their groups, which may begin and stop to train, and those that a backward does
+not reach, on every rank or on some, foreseen or not."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.optim.behaviours.behaviour import alike, behaviour
-from tests.optim.subject import FREEZE, LOCAL, Subject
+from tests.optim.subject import FREEZE, LOCAL, Subject, next_send
 from tests.optim.training import make_model, through_a_file, train, weights
 from thinwire.comm import Communicator
+from thinwire.optim.step import Send
 
 
 def awkward_model() -> nn.ParameterList:
@@ -19,7 +23,7 @@ def awkward_model() -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes])
 
 
-@behaviour(1, 2, 3)
+@behaviour(1, 3)
 def empty_scalar_and_odd_sizes_train(comm: Communicator, subject: Subject) -> None:
     model = awkward_model()
     optimizer = subject.build(model, comm)
@@ -88,6 +92,13 @@ def groups_and_schedulers_are_obeyed(comm: Communicator, subject: Subject) -> No
     assert all(torch.equal(one, other) for one, other in zip(middle, after, strict=True))
 
 
+def step_times(weight: nn.Parameter, optimizer: Any, numbers: range) -> None:
+    for number in numbers:
+        weight.grad = None
+        (weight * (optimizer.comm.rank + 1 + number)).sum().backward()
+        optimizer.step()
+
+
 @behaviour(2)
 def an_exp_avg_mask_holds_coordinates_or_is_refused(comm: Communicator, subject: Subject) -> None:
     mask = torch.ones(1, 32)
@@ -105,12 +116,9 @@ def an_exp_avg_mask_holds_coordinates_or_is_refused(comm: Communicator, subject:
     for form in (mask, mask.expand(4, 32), flat, flat.bool()):
         weight = nn.Parameter(torch.ones(4, 32))
         optimizer = subject.build_on([{"params": [weight], "exp_avg_mask": form}], comm)
-        for step in range(FREEZE + 6):
-            weight.grad = None
-            (weight * (comm.rank + 1 + step)).sum().backward()
-            optimizer.step()
-            if step == FREEZE - 1:
-                at_freeze = weight.detach().clone()
+        step_times(weight, optimizer, range(FREEZE))
+        at_freeze = weight.detach().clone()
+        step_times(weight, optimizer, range(FREEZE, FREEZE + 6))
         assert (weight != at_freeze).all(dim=0).tolist() == [True] * 20 + [False] * 12
         ends.append(weight.detach().clone())
     assert all(torch.equal(end, ends[0]) for end in ends)
@@ -121,21 +129,15 @@ def an_exp_avg_mask_is_the_new_one_after_a_checkpoint(comm: Communicator, subjec
     if subject.entry.freeze_option is None:
         return
 
-    def build(first_held: int | None) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    def build(first_held: int | None) -> tuple[nn.Parameter, Any]:
         weight = nn.Parameter(torch.ones(4, 32))
         group = {"params": [weight]}
         if first_held is not None:
             group["exp_avg_mask"] = (torch.arange(32) < first_held).float().expand(4, 32).flatten()
         return weight, subject.build_on([group], comm)
 
-    def step(weight: nn.Parameter, optimizer: torch.optim.Optimizer, numbers: range) -> None:
-        for number in numbers:
-            weight.grad = None
-            (weight * (comm.rank + 1 + number)).sum().backward()
-            optimizer.step()
-
     weight, optimizer = build(20)
-    step(weight, optimizer, range(LOCAL + 1))
+    step_times(weight, optimizer, range(LOCAL + 1))
     saved = through_a_file(optimizer.state_dict())
     for first_held in (10, 30, None):
         resumed, again = build(first_held)
@@ -146,7 +148,7 @@ def an_exp_avg_mask_is_the_new_one_after_a_checkpoint(comm: Communicator, subjec
         assert (None if mask is None else int(mask.sum())) == (None if first_held is None else 4 * first_held)
         again.synchronize_weights()
         before = resumed.detach().clone()
-        step(resumed, again, range(LOCAL + 1, LOCAL + 9))
+        step_times(resumed, again, range(LOCAL + 1, LOCAL + 9))
         again.synchronize_weights()
         # What was held at the freeze has no variance to move by, whatever the new mask says.
         moving = min(20, 20 if first_held is None else first_held)
@@ -156,9 +158,7 @@ def an_exp_avg_mask_is_the_new_one_after_a_checkpoint(comm: Communicator, subjec
 @behaviour(2)
 def a_parameter_that_stops_training_stays(comm: Communicator, subject: Subject) -> None:
     for moment in subject.moments:
-        model = make_model()
-        optimizer = subject.build(model, comm, weight_decay=0.1)
-        train(model, optimizer, range(moment))
+        model, optimizer = subject.on_model(comm, moment, weight_decay=0.1)
         model[2].requires_grad_(False)
         before = weights(model[2])
         train(model, optimizer, range(moment, LOCAL + 3))
@@ -219,9 +219,81 @@ def a_group_added_later_warms_up_on_its_own_or_is_refused(comm: Communicator, su
 def an_optimizer_built_later_is_the_one_that_sends(comm: Communicator, subject: Subject) -> None:
     if subject.stage:
         return  # its parameters lie in the first one's buckets
-    model = make_model()
-    first = subject.build(model, comm)
-    train(model, first, range(FREEZE + 2))
+    model, first = subject.on_model(comm, FREEZE + 2)
     sent = first.bytes_sent
     train(model, subject.build(model, comm), range(FREEZE + 2))
     assert first.bytes_sent == sent
+
+
+@behaviour(2)
+def a_parameter_without_gradient_is_left_alone_or_counts_as_zero(comm: Communicator, subject: Subject) -> None:
+    for moment in subject.moments:
+        model, optimizer = subject.on_model(comm, moment)
+        before = weights(model[4])
+        optimizer.zero_grad()
+        left_alone = next_send(optimizer) is Send.EXACT
+        model[0](torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+        optimizer.step()
+        assert optimizer.last_step.applied
+        assert torch.equal(before, weights(model[4])) == left_alone  # else its momentum goes on
+        train(model, optimizer, range(moment + 1, moment + 3))
+        assert alike(comm, model)
+
+
+@behaviour(2)
+def a_parameter_that_no_step_reaches_stays(comm: Communicator, subject: Subject) -> None:
+    model = make_model()
+    model.unused = nn.Parameter(torch.ones(70))
+    optimizer = subject.build(model, comm)
+    train(model, optimizer, range(20))
+    optimizer.synchronize_weights()
+    assert torch.equal(model.unused, torch.ones(70))
+    assert alike(comm, model)
+
+
+@behaviour(3)
+def a_gradient_on_some_ranks_only_is_an_error_or_counts_as_zero_on_the_others(
+    comm: Communicator, subject: Subject
+) -> None:
+    """Where every rank holds all state, all have to take the same parameters along; owners of shards do not care."""
+    for moment in (0, *subject.moments):
+        model, optimizer = subject.on_model(comm, moment)
+        optimizer.zero_grad()
+        before = weights(model)
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
+        loss = (model[0](inputs) if comm.rank == 1 else model(inputs)).square().sum()
+        if subject.stage == 0:
+            message = r"parameter 2 of group 0 '2.weight'.* on ranks \[0, 2\] but none on ranks \[1\]"
+            with pytest.raises(ValueError, match=message):
+                step_on(loss, optimizer)  # backward() raises where gradients are complete, step() where they are not
+            assert torch.equal(before, weights(model))
+        else:
+            step_on(loss, optimizer)
+            assert optimizer.last_step.applied
+            assert alike(comm, model)
+
+
+def step_on(loss: Tensor, optimizer: Any) -> None:
+    loss.backward()
+    optimizer.step()
+
+
+@behaviour(2)
+def leaving_out_saves_bytes_or_is_refused(comm: Communicator, subject: Subject) -> None:
+    model, optimizer = subject.on_model(comm, bucket_bytes=256)
+    if subject.entry.local_steps:
+        with pytest.raises(RuntimeError, match="an optimizer with local steps leaves no parameters out"):
+            optimizer.leave_out(model[4].parameters())
+        return
+    for moment in subject.moments:
+        train(model, optimizer, range(optimizer.steps, moment))
+        sent = optimizer.bytes_sent
+        train(model, optimizer, [moment])
+        usually = optimizer.bytes_sent - sent
+        optimizer.zero_grad()
+        optimizer.leave_out([*model[2].parameters(), *model[4].parameters()])
+        model[0](torch.ones(4, 6)).square().sum().backward()
+        optimizer.step()
+        assert optimizer.last_step.applied
+        assert optimizer.bytes_sent - sent - usually < usually
+        assert alike(comm, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"weight_decay": -0.1}, "weight_decay must be"),
     ({"block_size": 100}, "block_size must be"),
     ({"bucket_bytes": 0}, "bucket_bytes must be"),
-    ({"max_norm": -1.0}, "max_norm must be"),
+    *(
+        ({"max_norm": bad}, "max_norm must be a number of at least 0.* or None, got")
+        for bad in (-1.0, math.nan, "1", [])
+    ),
     ({"param_dtype": torch.float64}, "param_dtype must be"),
     ({"resync_interval": 0}, "resync_interval must be"),
     ({"resync_interval": True}, "resync_interval must be"),

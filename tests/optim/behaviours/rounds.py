@@ -39,8 +39,7 @@ def ranks_hold_the_same_bits_after_every_step_but_local_ones(comm: Communicator,
 
 @behaviour(2)
 def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
-    model = make_model()
-    optimizer = subject.build(model, comm, bucket_bytes=256)
+    model, optimizer = subject.on_model(comm, bucket_bytes=256)
     traffic = exchange_comm(optimizer).traffic
     for step in range(FREEZE + 3):
         calls, seen = traffic.calls, []
@@ -56,8 +55,7 @@ def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
 
 @behaviour(3)
 def a_closure_is_called_once_and_its_loss_returned(comm: Communicator, subject: Subject) -> None:
-    model = make_model()
-    optimizer = subject.build(model, comm)
+    model, optimizer = subject.on_model(comm)
     calls = []
 
     def closure() -> float:
@@ -77,8 +75,7 @@ def accumulated_gradients_are_those_of_one_backward(comm: Communicator, subject:
     """To the bit, as the sums are exact, and for the same bytes."""
     found = []
     for accumulates in (True, False):
-        model = make_model()
-        optimizer = subject.build(model, comm)
+        model, optimizer = subject.on_model(comm)
         for step in range(LOCAL + 3):
             optimizer.zero_grad()
             parts = [dyadic(model, comm.rank, 3 * step + part) for part in range(3)]
@@ -102,9 +99,7 @@ def accumulated_gradients_are_those_of_one_backward(comm: Communicator, subject:
 def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, subject: Subject) -> None:
     moments = (0, *subject.moments) if subject.stage < 2 else (FREEZE + 3,)  # stage 2 sends every one of the warmup
     for moment in moments:
-        model = make_model()
-        optimizer = subject.build(model, comm)
-        train(model, optimizer, range(moment))
+        model, optimizer = subject.on_model(comm, moment)
         optimizer.zero_grad()
         loss_of(model, comm.rank, 0).backward()
         with pytest.raises(
@@ -122,9 +117,7 @@ def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, sub
 @behaviour(2)
 def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -> None:
     for moment in (*subject.moments, LOCAL):
-        model = make_model()
-        optimizer = subject.build(model, comm)
-        train(model, optimizer, range(moment))
+        model, optimizer = subject.on_model(comm, moment)
         before = snapshot(model, optimizer)
         loss_of(model, comm.rank, 99).backward()
         optimizer.zero_grad()
@@ -138,9 +131,7 @@ def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -
 @behaviour(1, 2)
 def a_step_without_any_gradient_changes_nothing(comm: Communicator, subject: Subject) -> None:
     for moment in subject.moments:
-        model = make_model()
-        optimizer = subject.build(model, comm)
-        train(model, optimizer, range(moment))
+        model, optimizer = subject.on_model(comm, moment)
         optimizer.zero_grad()
         before = snapshot(model, optimizer)
         optimizer.step()
@@ -214,29 +205,16 @@ def a_compressed_step_sends_a_thirty_second_of_fp32_in_two_calls(comm: Communica
 
 
 @behaviour(2)
-def hyperparameters_changed_on_one_rank_are_an_error_that_names_them(comm: Communicator, subject: Subject) -> None:
-    for name, value in (("lr", 0.5), ("weight_decay", 0.3)):
+def what_changes_on_one_rank_is_an_error_that_names_it(comm: Communicator, subject: Subject) -> None:
+    for name, value in (("lr", 0.5), ("weight_decay", 0.3), ("requires_grad", False)):
         for moment in (0, *subject.moments):
-            model = make_model()
-            optimizer = subject.build(model, comm)
-            train(model, optimizer, range(moment))
-            if comm.rank:
+            model, optimizer = subject.on_model(comm, moment)
+            if comm.rank and name != "requires_grad":  # which is looked at before the next gradients leave
                 optimizer.param_groups[0][name] = value
             while next_send(optimizer) is Send.LOCAL:
                 train(model, optimizer, [optimizer.steps])
-            with pytest.raises(ValueError, match=f"rank 1 and rank 0 differ: .*'{name}': {value}"):
+            if comm.rank and name == "requires_grad":
+                model[0].weight.requires_grad_(value)
+            says = name if name == "requires_grad" else f"rank 1 and rank 0 differ: .*'{name}': {value}"
+            with pytest.raises(ValueError, match=says):
                 train(model, optimizer, [optimizer.steps])
-
-
-@behaviour(2)
-def a_parameter_that_stops_training_on_one_rank_is_an_error_that_names_it(comm: Communicator, subject: Subject) -> None:
-    for moment in (0, *subject.moments):
-        model = make_model()
-        optimizer = subject.build(model, comm)
-        train(model, optimizer, range(moment))
-        while next_send(optimizer) is Send.LOCAL:
-            train(model, optimizer, [optimizer.steps])
-        if comm.rank:
-            model[0].weight.requires_grad_(False)
-        with pytest.raises(ValueError, match="requires_grad"):
-            train(model, optimizer, [optimizer.steps])

@@ -150,11 +150,7 @@ def test_no_sample_is_read_twice() -> None:
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [
-        ({"stage": 1}, "stage=1"),
-        ({"nodes": [0]}, r"nodes=\[0\]"),
-        ({"comm_backend_name": "mpi"}, "ends an MPI job"),
-    ],
+    [({"stage": 1}, "stage=1"), ({"nodes": [0]}, r"nodes=\[0\]"), ({"comm_backend_name": "mpi"}, "ends an MPI job")],
 )
 def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):

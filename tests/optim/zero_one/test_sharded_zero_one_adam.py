@@ -115,10 +115,7 @@ def live_bytes(ranks: int, steps: int, dtype: torch.dtype | None) -> float:
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(
     ("dtype", "before", "after"),
-    [
-        (None, lambda n: 16 + 8 / n, lambda n: 24 + 4 / n),
-        (torch.bfloat16, lambda n: 10 + 12 / n, lambda n: 16 + 8 / n),
-    ],
+    [(None, lambda n: 16 + 8 / n, lambda n: 24 + 4 / n), (torch.bfloat16, lambda n: 10 + 12 / n, lambda n: 16 + 8 / n)],
 )
 def test_memory_is_what_its_docstring_says(ranks, dtype, before, after) -> None:
     assert live_bytes(ranks, 4, dtype) == pytest.approx(before(ranks), rel=0.01)
