@@ -23,7 +23,7 @@ from experiments.training.plans import Plan
 from experiments.training.trainer import Task
 from thinwire import OneBitAdam
 from thinwire.comm import Communicator, threads
-from thinwire.optim.freeze_rule import make_freeze_rule
+from thinwire.optim.algorithm import make_freeze_rule
 
 __all__ = ["main"]
 

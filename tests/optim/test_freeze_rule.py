@@ -10,7 +10,7 @@ from tests.optim.subject import Subject
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
 from thinwire.optim import registry
-from thinwire.optim.freeze_rule import make_freeze_rule
+from thinwire.optim.algorithm import make_freeze_rule
 
 
 def first_freeze(rule, norms_at, rate_at=lambda step: 1.0, limit=20000):

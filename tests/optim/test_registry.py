@@ -128,20 +128,23 @@ def test_nobody_speaks_who_was_not_asked(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("new_size", [1, 2, 3])
-@pytest.mark.parametrize("subject", [one for one in SUBJECTS if not one.stage], ids=str)
-def test_rank_0s_file_on_all_ranks(subject: Subject, new_size: int) -> None:
-    moment = LOCAL + 1 if subject.entry.local_steps else FREEZE + 3
-
-    def first(comm):
+def saved_by_2_ranks(subject: Subject, moment: int) -> dict:
+    def body(comm):
         model = make_model()
         optimizer = subject.build(model, comm)
         train(model, optimizer, range(moment))
         return through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
-    saved = threads.run(first, 2)[0]
+    return threads.run(body, 2)[0]
 
-    def second(comm):
+
+@pytest.mark.parametrize("new_size", [1, 2, 3])
+@pytest.mark.parametrize("subject", [one for one in SUBJECTS if not one.stage], ids=str)
+def test_rank_0s_file_on_all_ranks(subject: Subject, new_size: int) -> None:
+    moment = LOCAL + 1 if subject.entry.local_steps else FREEZE + 3
+    saved = saved_by_2_ranks(subject, moment)
+
+    def body(comm):
         model = make_model(seed=4)
         optimizer = subject.build(model, comm)
         model.load_state_dict(saved["model"])
@@ -156,8 +159,22 @@ def test_rank_0s_file_on_all_ranks(subject: Subject, new_size: int) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        results = threads.run(second, new_size)
+        results = threads.run(body, new_size)
     assert all(torch.equal(result, results[0]) for result in results)
     messages = [str(one.message) for one in caught if one.category is RuntimeWarning]
     assert len(messages) == (1 if new_size == 2 else new_size)  # rank 0 of 2 is where the file comes from
     assert all("saved by rank 0 of 2" in message for message in messages)
+
+
+@pytest.mark.parametrize("subject", [one for one in SUBJECTS if not one.stage and one.entry.offloads], ids=str)
+def test_what_it_lacks_starts_from_zero_where_a_rank_had_residuals_of_its_own(subject: Subject) -> None:
+    saved, found = saved_by_2_ranks(subject, FREEZE + 3), []
+    for earlier in (0, FREEZE + 5):
+        model = make_model(seed=4)
+        optimizer = Subject(subject.name, 1).build(model, threads.single(30.0))
+        train(model, optimizer, range(earlier))
+        model.load_state_dict(saved["model"])
+        with pytest.warns(RuntimeWarning, match="residuals belong to one rank"):
+            optimizer.load_state_dict(saved["optimizer"])
+        found.append(train(model, optimizer, range(FREEZE + 3, FREEZE + 9)))
+    assert found[0] == found[1]

@@ -14,11 +14,10 @@ from typing_extensions import override
 
 from thinwire.compress.kernels.adam import AdamFactors, AdamStep
 from thinwire.compress.kernels.loading import execute_adam_step
-from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep, Members
-from thinwire.optim.freeze_rule import make_freeze_rule
+from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep, make_freeze_rule
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress
-from thinwire.optim.step import AdamSettings, Clock
+from thinwire.optim.step import AdamSettings, Clock, Members
 
 Compressed = Literal["update", "momentum"]
 

@@ -15,8 +15,8 @@ from thinwire.compress.kernels.buckets import Part, Segments
 from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet import Flags
-from thinwire.optim.algorithm import Algorithm, Contribution, Keep, LocalSteps
-from thinwire.optim.step import Clock, Parameters, Send, Step
+from thinwire.optim.algorithm import Algorithm, Keep, LocalSteps
+from thinwire.optim.step import Clock, Contribution, Parameters, Send, Step
 from thinwire.optim.wire import Wire, cast_gradients
 from thinwire.zero import BucketLayout, Slot
 

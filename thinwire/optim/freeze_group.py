@@ -15,10 +15,9 @@ from thinwire.comm import Communicator
 from thinwire.compress.codecs import all_finite
 from thinwire.compress.exchange import Outcome, bring_headers
 from thinwire.compress.packet import SettingsError
-from thinwire.optim.algorithm import Agreement, Algorithm, LocalSteps, Members
+from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalSteps, variance_norm
 from thinwire.optim.bucket import Bucket, may_clip, place_of
-from thinwire.optim.freeze_rule import FreezeRule, variance_norm
-from thinwire.optim.step import Clock, Parameters, Send, Step
+from thinwire.optim.step import Clock, Members, Parameters, Send, Step
 from thinwire.optim.storage import Change, Storage, slots_with_elements
 from thinwire.zero.norm_sketch import read_together
 from thinwire.zero.rank_checks import check_same_on_every_rank

@@ -13,10 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Algorithm, LocalSteps
+from thinwire.optim.algorithm import Algorithm, FreezeRule, LocalSteps
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.step import Clock, Step
 from thinwire.optim.storage import mean_over_ranks
@@ -142,7 +141,7 @@ class AlgorithmHome(Home):
     ) -> None:
         """Take over what was `saved` of `groups`, which are laid out as they were; `nodes`: the node of each rank, if
         residuals belong to nodes. Residuals that cannot be had start from zero, with a warning."""
-        local = isinstance(self._recipe.algorithm(), LocalSteps)
+        local = any(group.local is not None for group in self.groups)
         compresses = any(local or group["frozen_at"] is not None for group in saved)
         saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
         ranks = ranks_to_resume(source, self.comm, nodes, saved_by, compresses)
@@ -297,7 +296,7 @@ def load_groups(
         if rule is not None and of_group["rule"] and of_group["rule"].keys() == rule.state().keys():
             rule.load(of_group["rule"])  # else freeze_step was changed: the new rule starts afresh
         group.algorithm.load_scalars(of_group["scalars"], names)
-        if of_group["frozen_at"] is not None and group.algorithm.freezes:
+        if of_group["frozen_at"] is not None and group.clock.frozen_at is None:
             group.storage.begin_frozen_state()
         group.clock.frozen_at = of_group["frozen_at"]
         for bucket in group.buckets:

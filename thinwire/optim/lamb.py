@@ -13,11 +13,10 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import Adam, Compressed, roots, track_moments, track_variances
-from thinwire.optim.algorithm import Agreement, Members
-from thinwire.optim.freeze_rule import make_freeze_rule
+from thinwire.optim.algorithm import Agreement, make_freeze_rule
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_group
-from thinwire.optim.step import AdamSettings, Clock
+from thinwire.optim.step import AdamSettings, Clock, Members
 
 LAMB_OPTIONS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
 """The hyperparameters of a parameter group that Adam does not have."""

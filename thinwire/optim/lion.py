@@ -12,10 +12,10 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import decay
-from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep, Members
+from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_group
-from thinwire.optim.step import Clock
+from thinwire.optim.step import Clock, Members
 
 
 class Lion(Algorithm):

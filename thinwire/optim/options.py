@@ -13,8 +13,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
-from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.freeze_rule import FreezeRule
+from thinwire.optim.algorithm import Algorithm, FreezeRule
 from thinwire.optim.step import AdamSettings
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding

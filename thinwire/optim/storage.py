@@ -11,10 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.optim.algorithm import Agreement, Algorithm, LocalSteps, Members, MembersByGroup
+from thinwire.optim.algorithm import Agreement, Algorithm, Form, LocalSteps
 from thinwire.optim.bucket import Bucket, place_of
-from thinwire.optim.preconditioner import as_plain, raise_smallest, shaped_mask
-from thinwire.optim.step import Clock, Parameters, Step
+from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters, Step
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.gradients import BucketGradients, BucketTransport
@@ -188,13 +187,17 @@ class Storage(ABC):
         ranks: Sequence[int] | None,
     ) -> None:
         """Take state over; what ranks do not have in `common` is the mean of those of `ranks`, if these can be had."""
-        source = as_plain(source)
+        source = as_plain(source, self._algorithm.form)
         for kind, values in bucket.whole_state.items():
             for slot in slots_with_elements(bucket):
                 name = names[slot.parameter]
                 own = kind not in common and ranks is not None
                 read = mean_over_ranks(source, f"{kind}.{name}", ranks or ()) if own else None
                 values[place_of(slot)].copy_(source.read(kind, name, 0, slot.numel) if read is None else read)
+        self._load_owned(bucket, names, source)
+
+    def _load_owned(self, bucket: Bucket, names: Sequence[str], source: SliceSource) -> None:
+        """Take over the state that this rank holds of its own shard only."""
         first = self._wire.comm.rank * bucket.layout.shard
         for kind in bucket.owned:
             for run in runs_in(bucket.layout, slice(first, first + bucket.layout.shard)):
@@ -242,3 +245,111 @@ def counted_bytes(
 def slots_with_elements(bucket: Bucket, absent: Collection[int] = ()) -> list[Slot]:
     """A bucket's parameters with elements, but `absent` ones."""
     return [slot for slot in bucket.layout.slots if slot.numel and slot.parameter not in absent]
+
+
+# Denominators of the frozen stage, and their inverses in 8 bits an element, so that every worker can hold all of them
+# although the variance is sharded
+
+SMALLEST_OF_MEAN = 0.01
+"""The least frozen denominator of a parameter, as a part of their mean."""
+
+LEVELS = 256
+"""Code 0 stands for 0, a coordinate that does not move; codes 1 to 255 are evenly spaced logarithms."""
+
+
+def table(low: Tensor, high: Tensor) -> Tensor:
+    """The values of all codes for each row's range: fp32 [rows, 256] from `low` and `high`, [rows], both above 0.
+
+    The relative step is (high/low)^(1/254): 3.7% for a range of ten thousand, so that a value is off by 1.9% at most.
+    """
+    low, high = low.double(), high.double()
+    fraction = torch.arange(LEVELS - 1, dtype=torch.float64, device=low.device) / (LEVELS - 2)
+    logarithms = low.log()[:, None] + fraction * (high / low).log()[:, None]
+    return torch.cat([torch.zeros_like(low)[:, None], logarithms.exp()], dim=1).float()
+
+
+def quantize(values: Tensor, low: float, high: float) -> Tensor:
+    """The codes, uint8, of `values`, fp32, which are 0 or lie from `low` to `high`; the nearest logarithm."""
+    scale = (LEVELS - 2) / max(torch.tensor(high / low, dtype=torch.float64).log().item(), 1e-12)
+    steps = (values / low).clamp_(min=1e-30).log_().mul_(scale).round_().clamp_(0, LEVELS - 2)
+    return torch.where(values > 0, steps + 1, 0.0).to(torch.uint8)
+
+
+def raise_smallest(denominators: list[Tensor]) -> None:
+    """Raise each tensor's denominators, in place, to a hundredth of their mean; those that are infinite do not count.
+
+    A frozen variance next to nothing, of a unit that was asleep until the freeze, would otherwise turn the first
+    gradient after it into an update a million times the others', and with it the scale of its whole block.
+    """
+    for denominator in denominators:
+        finite = torch.isfinite(denominator)
+        mean = torch.where(finite, denominator, 0.0).sum() / finite.sum().clamp(min=1)
+        denominator.clamp_(min=SMALLEST_OF_MEAN * mean)
+
+
+def hold_masked(values: list[Tensor], mask: Tensor | None, value: float = float("inf")) -> None:
+    """Fill denominators, in place, where a group's `exp_avg_mask` is zero: with infinity, so that coordinates stay."""
+    if mask is not None:
+        for one in values:
+            one.masked_fill_(shaped_mask(mask, one.shape).to(one.device) == 0, value)
+
+
+def shaped_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    """`mask` in a parameter's shape: it broadcasts to it, or is flat."""
+    return mask.reshape(shape) if mask.numel() == shape.numel() else mask.expand(shape)
+
+
+# Saved state that crosses between homes: packed as plain, plain as packed
+
+PACKED_MOMENTUM, PACKED_PRECONDITIONER = "momentum", "preconditioner"
+PRECONDITIONER_LOW, PRECONDITIONER_HIGH = "scalar.preconditioner_low", "scalar.preconditioner_high"
+
+
+def as_plain(source: SliceSource, form: Form) -> SliceSource:
+    """`source` with the form's momentum and denominators where it has packed ones."""
+    return _Plain(source, form) if PACKED_PRECONDITIONER in source.kinds() else source
+
+
+def as_packed(source: SliceSource, form: Form) -> SliceSource:
+    """`source` with packed momentum and preconditioner where it has plain ones."""
+    return source if PACKED_PRECONDITIONER in source.kinds() else _Packed(source, form)
+
+
+class _Converted:
+    """A source that answers for some kinds from others."""
+
+    def __init__(self, source: SliceSource, form: Form) -> None:
+        self._source, self._form = source, form
+        self.world_size, self.counters = source.world_size, source.counters
+        self.kinds, self.read_rank = source.kinds, source.read_rank
+
+
+class _Plain(_Converted):
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        if kind == self._form.momentum:
+            return self._source.read(PACKED_MOMENTUM, name, start, numel)
+        if kind == self._form.denominators:
+            codes = self._source.read(PACKED_PRECONDITIONER, name, start, numel)
+            low, high = (self._source.read(one, name, 0, 1) for one in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH))
+            return table(low, high)[0][codes.int()].reciprocal_()
+        return self._source.read(kind, name, start, numel)
+
+
+class _Packed(_Converted):
+    def __init__(self, source: SliceSource, form: Form) -> None:
+        super().__init__(source, form)
+        self._ranges: dict[str, tuple[float, float]] = {}
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """A preconditioner is asked for whole, before its range."""
+        if kind == PACKED_MOMENTUM:
+            return self._source.read(self._form.momentum, name, start, numel)
+        if kind == PACKED_PRECONDITIONER:
+            inverse = 1 / self._source.read(self._form.denominators or "", name, start, numel)
+            moving = inverse[inverse > 0]
+            low, high = (float(moving.min()), float(moving.max())) if len(moving) else (1.0, 1.0)
+            self._ranges[name] = low, high
+            return quantize(inverse, low, high)
+        if kind in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH):
+            return torch.tensor([self._ranges[name][kind == PRECONDITIONER_HIGH]])
+        return self._source.read(kind, name, start, numel)

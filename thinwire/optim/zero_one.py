@@ -13,12 +13,11 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import Compressed, bound_updates, decay, frozen_update, track_variances
-from thinwire.optim.algorithm import Agreement, Algorithm, Contribution, Form, Keep, LocalSteps, Members
-from thinwire.optim.freeze_rule import FixedFreeze
+from thinwire.optim.algorithm import Agreement, Algorithm, FixedFreeze, Form, Keep, LocalSteps
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_count
-from thinwire.optim.preconditioner import hold_masked, raise_smallest
-from thinwire.optim.step import AdamSettings, Clock, Send
+from thinwire.optim.step import AdamSettings, Clock, Contribution, Members, Send
+from thinwire.optim.storage import hold_masked, raise_smallest
 
 
 @dataclass(frozen=True)

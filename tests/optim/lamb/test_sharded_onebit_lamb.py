@@ -21,7 +21,7 @@ from thinwire.comm import Communicator, threads
 from thinwire.compress import make_codec
 from thinwire.compress.exchange import zero_held
 from thinwire.optim.lamb import Lamb
-from thinwire.optim.preconditioner import quantize, table
+from thinwire.optim.storage import quantize, table
 from thinwire.zero.memory import live_tensor_bytes
 
 FREEZE = 12

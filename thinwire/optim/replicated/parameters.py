@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.optim.algorithm import Algorithm, Members
+from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.bucket import Bucket
-from thinwire.optim.step import AdamSettings, Clock, Parameters, Step
+from thinwire.optim.step import AdamSettings, Clock, Members, Parameters, Step
 from thinwire.optim.storage import Change, Storage
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.compress.exchange import Outcome
-from thinwire.optim.algorithm import Algorithm
+from thinwire.optim.algorithm import Algorithm, FreezeRule
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, next_send, read_outcomes
-from thinwire.optim.freeze_rule import FreezeRule
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions
 from thinwire.optim.replicated.parameters import ParameterTable, WholeStorage

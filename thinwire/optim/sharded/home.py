@@ -45,12 +45,7 @@ from thinwire.zero.sharded_home import (
 class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     """An algorithm's parameters, all of which entered together, at ZeRO stages 1 and 2."""
 
-    def __init__(
-        self,
-        parameters: ShardedParameters,
-        options: HomeOptions,
-        recipe: Recipe,
-    ) -> None:
+    def __init__(self, parameters: ShardedParameters, options: HomeOptions, recipe: Recipe) -> None:
         super().__init__(parameters)
         self._recipe = recipe
         self._options = options
@@ -220,13 +215,22 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
                 "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
                 "load it at stage 0"
             )
-        self.reset_state()
+        if not self._can_go_on_as(groups):
+            self.reset_state()
         _load_weights_of(self._parameters, source)
         if isinstance(self._storage, OwnedStorage):
             self._storage.load_counters(saved)
         if groups:  # else the run had not begun
             self._load_groups(source, [{**groups[0], "scalars": _merged(groups)}])
         self._prepare()
+
+    def _can_go_on_as(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether saved freeze groups can be written over all of the present state: packed, of the same stage."""
+        (group,) = self.groups
+        if not isinstance(self._storage, PackedStorage) or len(groups) != 1:
+            return False
+        saved_rule, rule = groups[0]["rule"] or {}, {} if group.rule is None else group.rule.state()
+        return group.clock.frozen is (groups[0]["frozen_at"] is not None) and rule.keys() == saved_rule.keys()
 
     @override
     def load_weights(self, source: SliceSource) -> None:

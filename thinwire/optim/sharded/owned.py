@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.loading import execute
-from thinwire.optim.algorithm import Agreement, Algorithm, Keep, LocalSteps, Members, MembersByGroup
+from thinwire.optim.algorithm import Agreement, Algorithm, Keep, LocalSteps
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.options import HomeOptions
-from thinwire.optim.step import Clock, Parameters, Send, Step
+from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters, Send, Step
 from thinwire.optim.storage import Change, Storage, counted_bytes, slots_with_elements
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot

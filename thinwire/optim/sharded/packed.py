@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.optim.algorithm import Algorithm, Members, MembersByGroup
+from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.bucket import Bucket
-from thinwire.optim.preconditioner import (
+from thinwire.optim.sharded.packed_bucket import PackedBucket, publish, ranges_of, read_packed
+from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters, Send, Step
+from thinwire.optim.storage import (
     PACKED_MOMENTUM,
     PACKED_PRECONDITIONER,
     PRECONDITIONER_HIGH,
     PRECONDITIONER_LOW,
+    Change,
+    Storage,
     as_packed,
+    fill_masked,
     quantize,
     table,
 )
-from thinwire.optim.sharded.packed_bucket import PackedBucket, publish, ranges_of, read_packed
-from thinwire.optim.step import Clock, Parameters, Send, Step
-from thinwire.optim.storage import Change, Storage, fill_masked
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
@@ -212,7 +214,7 @@ class PackedStorage(Storage):
         assert isinstance(bucket, PackedBucket)
         if self._clock.frozen_at is None:
             return bucket.state
-        return {**bucket.state, PACKED_MOMENTUM: bucket.own_momentum(), PACKED_PRECONDITIONER: bucket.codes[own]}
+        return {**bucket.state, PACKED_MOMENTUM: bucket.saved_momentum(), PACKED_PRECONDITIONER: bucket.codes[own]}
 
     @override
     def load_state(
@@ -224,12 +226,13 @@ class PackedStorage(Storage):
         ranks: Sequence[int] | None,
     ) -> None:
         assert isinstance(bucket, PackedBucket)
-        if self._clock.frozen:
-            frozen = read_packed(bucket.flat, self._wire.codec, names, as_packed(source))
-            whole = slice(0, bucket.layout.numel)
-            fill_masked(self._parameters, frozen.codes, runs_in(bucket.layout, whole), 0)
-            bucket.begin_packed(frozen, reversible=self._reversible())
-        super().load_state(bucket, names, source, common, ranks)
+        if not self._clock.frozen:
+            super().load_state(bucket, names, source, common, ranks)
+            return
+        frozen = read_packed(bucket.flat, self._wire.codec, names, as_packed(source, self._algorithm.form))
+        fill_masked(self._parameters, frozen.codes, runs_in(bucket.layout, slice(0, bucket.layout.numel)), 0)
+        bucket.begin_packed(frozen, reversible=self._reversible())
+        self._load_owned(bucket, names, source)
 
     def model_state_bytes(self) -> dict[str, float]:
         """Compute the bytes that a rank holds, by what they are for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import EncodePart, held_coordinates
 from thinwire.compress.kernels.buckets import EncodePackedPayload, MovePacked, PackedState, Segments
 from thinwire.compress.kernels.loading import execute
-from thinwire.compress.packet_layout import HEADER_BYTES
+from thinwire.compress.kernels.reference import decode_blocks, encode_blocks
+from thinwire.compress.light_exchanges import LowMemoryExchange
+from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.bucket import Bucket, part_of, place_of
-from thinwire.optim.preconditioner import (
+from thinwire.optim.bucket import Bucket, part_of
+from thinwire.optim.step import Clock, Parameters, Send, Step
+from thinwire.optim.storage import (
     PACKED_MOMENTUM,
     PACKED_PRECONDITIONER,
     PRECONDITIONER_HIGH,
@@ -26,9 +30,8 @@ from thinwire.optim.preconditioner import (
     SMALLEST_OF_MEAN,
     table,
 )
-from thinwire.optim.step import Clock, Parameters, Send, Step
 from thinwire.optim.wire import Wire
-from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run
+from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run, runs_in
 from thinwire.zero.saved_state import SliceSource
 
 
@@ -60,21 +63,27 @@ class PackedBucket(Bucket):
         self._beside: OwnPackets | None = None
 
     def begin_packed(self, frozen: FrozenState, *, reversible: bool) -> None:
-        """Begin the frozen stage; momentum and denominators are in `frozen` from now on."""
+        """Begin the frozen stage, without residuals; momentum and denominators are in `frozen` from now on. One that
+        has begun goes on from `frozen`, in the same exchange."""
         form = self._algorithm.form
         self.state = {name: one for name, one in self.state.items() if name not in (form.momentum, form.denominators)}
         self.momentum, self.codes, self.ranges = frozen.momentum, frozen.codes, frozen.ranges
         self._tables = table(self.ranges[:, 0], self.ranges[:, 1])
-        masked = self.codes == 0
-        self._has_zero_variance = bool(masked[: self.layout.numel].any())
-        # Padding is held too, as it is zero. A mask is made again when it is needed: it would take a byte an element.
-        held = held_coordinates(masked)
-        self._few_held = None if held is masked else held
-        self._legs = self._wire.low_memory(self.layout, self.index, self.device, reversible=reversible)
+        self._has_zero_variance = bool((self.codes[: self.layout.numel] == 0).any())
+        self.__dict__.pop("_few_held", None)
+        if self._compressed is None:
+            self._legs = self._wire.low_memory(self.layout, self.index, self.device, reversible=reversible)
+            self._compressed = self._legs
+        elif self._legs.worker_residual is not None:
+            self._legs.worker_residual.zero_()
         self._legs.owner_residual = frozen.lost
         self._legs.mask = self.flat.shard_of(self.codes) if self._has_zero_variance else None
-        self._compressed = self._legs
         self._beside = OwnPackets(self.flat.shard_of(self.codes)) if self.master_weights.offloaded else None
+
+    @property
+    @override
+    def compressed(self) -> LowMemoryExchange:
+        return self._legs
 
     @property
     @override
@@ -133,6 +142,14 @@ class PackedBucket(Bucket):
 
         return encode
 
+    @cached_property
+    def _few_held(self) -> Tensor | None:
+        """The coordinates that stay, and padding, as it is zero; None if they are many. A mask is made again when it is
+        needed: it would take a byte an element."""
+        mask = self.codes == 0
+        held = held_coordinates(mask)
+        return None if held is mask else held
+
     # What a step does; the clock counts it already
 
     @override
@@ -189,6 +206,13 @@ class PackedBucket(Bucket):
         low, high = self.flat.own_range
         self._legs.codec.decode(self.momentum[self._rank : self._rank + 1], values, high - low)
         return values
+
+    def saved_momentum(self) -> Tensor:
+        """What the packets say of u in the own shard, fp32 [shard] and any values in the padding: the same values,
+        read as the specification does."""
+        packet, blocks = self.momentum[self._rank, HEADER_BYTES:], self.layout.shard // self._legs.codec.block_size
+        scales, codes = packet[: blocks * SCALE_BYTES].clone().view(torch.float32), packet[blocks * SCALE_BYTES :]
+        return decode_blocks(self._legs.codec.name, scales, codes.reshape(blocks, -1), torch.float32).view(-1)
 
     def range_of(self, parameter: int) -> Tensor:
         """The least and the greatest value of a parameter's preconditioner, fp32 [2]."""
@@ -293,33 +317,30 @@ def publish(bucket: FlatBucket, codec: Codec, u: Tensor, own_codes: Tensor, rang
 
 def read_packed(bucket: FlatBucket, codec: Codec, names: Sequence[str], source: SliceSource) -> FrozenState:
     """Read packed state for this number of ranks; KeyError if something was not saved."""
-    layout, device = bucket.layout, bucket.flat.device
-    codes = torch.zeros(layout.padded_numel, dtype=torch.uint8, device=device)
-    u = torch.zeros(layout.padded_numel, device=device)
-    ranges = torch.ones(len(layout.slots), 2, device=device)
-    for number, slot in enumerate(layout.slots):
-        if not slot.numel:  # nothing of it was saved
-            continue
-        name = names[slot.parameter]
-        codes[place_of(slot)].copy_(source.read(PACKED_PRECONDITIONER, name, 0, slot.numel))
-        u[place_of(slot)].copy_(source.read(PACKED_MOMENTUM, name, 0, slot.numel))
+    layout = bucket.layout
+    codes = torch.zeros_like(bucket.flat, dtype=torch.uint8)
+    u = torch.zeros_like(bucket.flat, dtype=torch.float32)
+    ranges = dict.fromkeys((slot.parameter for slot in layout.slots), torch.ones(2))
+    for run in runs_in(layout, slice(0, layout.numel)):  # of a parameter without elements nothing was saved
+        name = names[run.parameter]
+        codes[run.place].copy_(source.read(PACKED_PRECONDITIONER, name, 0, run.numel))
+        u[run.place].copy_(source.read(PACKED_MOMENTUM, name, 0, run.numel))
         low, high = (source.read(kind, name, 0, 1) for kind in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH))
-        ranges[number] = torch.cat([low, high]).to(device)
+        ranges[run.parameter] = torch.cat([low, high])
     momentum = _pack(u, layout.numel, codec, layout.world_size)
-    return FrozenState(momentum, codes, ranges, bucket.shard_of(u).clone())
+    return FrozenState(momentum, codes, torch.stack(list(ranges.values())).to(u.device), bucket.shard_of(u).clone())
 
 
 def _pack(u: Tensor, numel: int, codec: Codec, ranks: int) -> Tensor:
     """Packets that decode to `u` to the last bit where blocks are cut as they were; what is lost where not is left."""
-    packets = torch.zeros(ranks, codec.packet_bytes(u.numel() // ranks), dtype=torch.uint8, device=u.device)
-    valid = torch.arange(u.numel(), device=u.device) < numel
-    magnitudes = u.abs().view(-1, codec.block_size)
-    largest = magnitudes.amax(dim=1)
-    whole = ((magnitudes == largest[:, None]) | ~valid.view_as(magnitudes)).all(dim=1)
-    codec.encode(u, None, packets, numel)
+    blocks = u.view(-1, codec.block_size)
+    valid = (torch.arange(u.numel(), device=u.device) < numel).view_as(blocks)
+    scales, codes = encode_blocks(codec.name, blocks, valid)
     # The mean of equal magnitudes may round; the scale of a block that was whole must not.
-    scales = packets[:, HEADER_BYTES : HEADER_BYTES + largest.nbytes // ranks]
-    means = scales.clone().view(torch.float32).view(-1)
-    scales.copy_(torch.where(whole, largest, means).view(ranks, -1).view(torch.uint8))
-    u.view_as(magnitudes)[whole] = 0.0
-    return packets
+    magnitudes = blocks.abs()
+    largest = magnitudes.amax(dim=1, keepdim=True)
+    whole = ((magnitudes == largest) | ~valid).all(dim=1, keepdim=True)
+    scales = torch.where(whole, largest, scales)
+    blocks.sub_(decode_blocks(codec.name, scales, codes, u.dtype)).masked_fill_(~valid, 0.0)
+    header = torch.zeros(ranks, HEADER_BYTES, dtype=torch.uint8, device=u.device)
+    return torch.cat([header, scales.view(ranks, -1).view(torch.uint8), codes.view(ranks, -1)], dim=1)
