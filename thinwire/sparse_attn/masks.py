@@ -71,7 +71,8 @@ def _four_dimensional(
     """`given` as [batch|1, heads|1, query_length, key_length], a view, or an error that names the shapes allowed."""
     batch, heads, query_length, key_length = sizes
     view = given[(None,) * (4 - given.dim())] if given.dim() in dimensions else None
-    if view is None or any(size not in (1, whole) for size, whole in zip(view.shape, sizes, strict=True)):
+    # Not `size in (1, whole)`: torch.compile does not find sizes that it keeps as symbols in a tuple.
+    if view is None or any(size != 1 and size != whole for size, whole in zip(view.shape, sizes, strict=True)):
         raise ValueError(
             f"{name} has shape {list(given.shape)}, expected {shapes} with "
             f"batch {batch}, heads {heads}, queries {query_length}, keys {key_length}"
