@@ -14,46 +14,32 @@ from tests.engine.tiny import loss_of, make_engine, settings, train
 from tests.launching import on_threads
 from thinwire.comm import threads
 from thinwire.deepspeed import utils, zero
-from thinwire.deepspeed.utils import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-)
 from thinwire.engine import NonFiniteError
 
-STAGES = (0, 1, 2)
 FP32, BF16, FP16 = {}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
+SET = [(0, FP32, 3), (1, FP32, 1), (1, FP32, 4), (2, FP32, 2), (0, BF16, 2), (1, BF16, 3), (2, FP16, 2)]
+
+
 @pytest.mark.parametrize(
-    ("stage", "precision", "ranks"),
-    [(0, FP32, 3), (1, FP32, 1), (1, FP32, 4), (2, FP32, 2), (0, BF16, 2), (1, BF16, 3), (2, FP16, 2)],
+    ("body", "stage", "precision", "ranks"),
+    [
+        *((behaviours.what_was_set_is_what_is_stepped, *one) for one in SET),
+        *((behaviours.gradients_are_averages, stage, FP32, 2) for stage in (0, 1, 2)),
+        *((behaviours.bad_values, stage, FP32, 2) for stage in (0, 1, 2)),
+        *((behaviours.one_rank_changes_gathered_weights, *one, 3) for one in ((0, BF16), (1, FP32), (2, BF16))),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
 )
-def test_what_was_set_is_what_is_stepped(stage, precision, ranks) -> None:
-    threads.run(lambda comm: behaviours.what_was_set_is_what_is_stepped(comm, stage, **precision), ranks)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_averages(stage) -> None:
-    threads.run(lambda comm: behaviours.gradients_are_averages(comm, stage), 2)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_bad_values(stage) -> None:
-    threads.run(lambda comm: behaviours.bad_values(comm, stage), 2)
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, BF16), (1, FP32), (2, BF16)])
-def test_one_rank_changes_gathered_weights(stage, precision) -> None:
-    threads.run(lambda comm: behaviours.one_rank_changes_gathered_weights(comm, stage, **precision), 3)
+def test_stages_0_to_2(body, stage, precision, ranks) -> None:
+    threads.run(lambda comm: body(comm, stage, **precision), ranks)
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("ranks", [3, 1])
 def test_stage_3(jobs, ranks: int) -> None:
-    program = ("-m", "tests.deepspeed.stage3_access_program")
+    program = ("-m", "tests.deepspeed.stage3_program")
     done = jobs.alone(*program) if ranks == 1 else jobs.torchrun(ranks, *program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"all held on {'single' if ranks == 1 else 'gloo'} with {ranks} ranks" in done.stdout
@@ -171,19 +157,19 @@ def test_parameters_that_are_pickled_or_outlive_their_engine_know_no_optimizer_a
 
 def test_modules_are_marked_by_class_and_by_name() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2), nn.ReLU())
-    assert get_z3_leaf_modules(model) == []
-    assert set_z3_leaf_modules(model, [nn.Linear]) == get_z3_leaf_modules(model) == [model[0][0], model[1]]
-    assert set_z3_leaf_modules(model, ["ModuleList", "torch.nn.modules.activation.ReLU"]) == [model[0], model[2]]
-    assert unset_z3_leaf_modules(model, [nn.Linear, nn.ReLU]) == [model[0][0], model[1], model[2]]
-    assert get_z3_leaf_modules(model) == [model[0]]
-    set_z3_leaf_module(model, True)
-    assert z3_leaf_module(model)
-    assert not z3_leaf_module(model[1])
+    assert utils.get_z3_leaf_modules(model) == []
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == utils.get_z3_leaf_modules(model) == [model[0][0], model[1]]
+    assert utils.set_z3_leaf_modules(model, ["ModuleList", "torch.nn.modules.activation.ReLU"]) == [model[0], model[2]]
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear, nn.ReLU]) == [model[0][0], model[1], model[2]]
+    assert utils.get_z3_leaf_modules(model) == [model[0]]
+    utils.set_z3_leaf_module(model, True)
+    assert utils.z3_leaf_module(model)
+    assert not utils.z3_leaf_module(model[1])
 
 
 def test_what_is_not_there_is_said() -> None:
     model = nn.Linear(2, 2)
-    for call in (set_z3_leaf_modules, unset_z3_leaf_modules):
+    for call in (utils.set_z3_leaf_modules, utils.unset_z3_leaf_modules):
         with pytest.raises(ValueError, match=r"Linear has no module of \[.*Conv2d"):
             call(model, [nn.Conv2d])
         assert call(model, [nn.Conv2d], raise_if_not_found=False) == []

@@ -177,22 +177,12 @@ def test_replacing_layers_of_ones_own() -> None:
 
 
 def test_padding_ids_and_embeddings_together() -> None:
-    ids, embeds = torch.ones(2, 10, dtype=torch.int64), torch.randn(2, 10, 4)
-    table = nn.Embedding(7, 4)
-    mask = torch.ones(2, 10, dtype=torch.int64)
-    pad, *padded = SparseAttentionUtils.pad_to_block_size(16, ids, mask, ids, None, embeds, 3, table)
-    assert pad == 6
+    ids, embeds, table = torch.ones(2, 10, dtype=torch.int64), torch.randn(2, 10, 4), nn.Embedding(7, 4)
+    pad, *padded = SparseAttentionUtils.pad_to_block_size(16, ids, torch.ones_like(ids), ids, None, embeds, 3, table)
     new_ids, new_mask, new_types, positions, new_embeds = padded
-    assert new_ids is not None
-    assert new_ids[:, 10:].eq(3).all()
-    assert new_mask is not None
-    assert new_mask.sum() == 20
-    assert new_types is not None
-    assert new_types[:, 10:].eq(0).all()
-    assert positions is None
-    assert new_embeds is not None
-    assert torch.equal(new_embeds[:, 10:], table.weight[3].expand(2, 6, -1))
+    assert (pad, positions) == (6, None)
+    for one, filled in ((new_ids, 3), (new_mask, 0), (new_types, 0), (new_embeds, table.weight[3])):
+        assert torch.equal(one[:, 10:], torch.as_tensor(filled).expand_as(one[:, 10:]))
     assert torch.equal(SparseAttentionUtils.unpad_sequence_output(pad, new_embeds), embeds)
-    alone = SparseAttentionUtils.pad_to_block_size(16, ids, mask, ids, None, None, 3, None)
-    assert alone[0] == 6
-    assert alone[-1] is None
+    alone = SparseAttentionUtils.pad_to_block_size(16, ids, torch.ones_like(ids), ids, None, None, 3, None)
+    assert (alone[0], alone[-1]) == (6, None)

@@ -21,14 +21,8 @@ from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIXED_SCALE = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 7}
-DYNAMIC_SCALE = {
-    "dynamic_loss_scale": True,
-    "cur_scale": 128.0,
-    "cur_iter": 7,
-    "last_overflow_iter": 3,
-    "scale_factor": 2.0,
-    "scale_window": 100,
-}
+DYNAMIC_SCALE = {"dynamic_loss_scale": True, "cur_scale": 128.0, "cur_iter": 7}
+DYNAMIC_SCALE |= {"last_overflow_iter": 3, "scale_factor": 2.0, "scale_window": 100}
 
 
 class LossScaler:
@@ -108,6 +102,9 @@ class Trained:
     def value(self, kind: str, name: str) -> Tensor:
         return self.master(name) if kind == "fp32" else self.moment(kind, name)
 
+    def flat(self, kind: str, names: Sequence[str]) -> Tensor:
+        return torch.cat([self.value(kind, name).flatten() for name in names])
+
 
 def write_sharded(
     folder: Path,
@@ -124,17 +121,14 @@ def write_sharded(
     prefix = "bf16_" if dtype == torch.bfloat16 else ""
     path = folder / tag
     path.mkdir(parents=True)
-    groups = (
-        trained.groups
-        if stage < 3
-        else [part for group in trained.groups for part in _parts(trained, group, sub_group)]
-    )
+    groups = trained.groups
+    if stage == 3:
+        groups = [part for group in groups for part in _parts(trained, group, sub_group)]
     for rank in range(world):
-        optimizer = (
-            _flat_groups(trained, rank, world, stage, dtype, elastic)
-            if stage < 3
-            else _partitioned(trained, groups, rank, world, dtype)
-        )
+        if stage == 3:
+            optimizer = _partitioned(trained, groups, rank, world, dtype)
+        else:
+            optimizer = _flat_groups(trained, rank, world, stage, dtype, elastic)
         content = {"optimizer_state_dict": optimizer, "ds_config": config(stage, dtype), "ds_version": "0.19.3"}
         _save(content, path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         if stage == 3 or rank == 0:
@@ -165,10 +159,9 @@ def write_unsharded(
         masters = [[trained.master(name).clone() for name in group] for group in trained.groups]
         held: dict[str, Any] = {"fp32_groups": masters}
         if flat:
-            held = {"fp32_groups_flat": [torch.cat([one.flatten() for one in group]) for group in masters]}
+            held = {"fp32_groups_flat": [trained.flat("fp32", group) for group in trained.groups]}
             state = {
-                number: {"step": trained.step_of(number)}
-                | {kind: torch.cat([trained.moment(kind, name).flatten() for name in group]) for kind in MOMENTS}
+                number: {"step": trained.step_of(number)} | {kind: trained.flat(kind, group) for kind in MOMENTS}
                 for number, group in enumerate(trained.groups)
             }
             optimizer = {"state": state, "param_groups": _settings(trained)}
@@ -250,34 +243,22 @@ def _parts(trained: Trained, names: Sequence[str], limit: int) -> list[list[str]
 def _flat_groups(
     trained: Trained, rank: int, world: int, stage: int, dtype: torch.dtype, elastic: bool
 ) -> dict[str, Any]:
-    """A rank's equal run of every group's flat values, which are padded to an even run for every rank."""
+    """A rank's even run of every group's flat values."""
     weights, states, paddings = [], [], []
     for number, names in enumerate(trained.groups):
-        total = sum(trained.master(name).numel() for name in names)
-        share = math.ceil(total / (2 * world)) * 2
-        padding = share * world - total
-        low = rank * share
-        lean = share - (padding if rank == world - 1 else 0)
-
-        def run(
-            kind: str, names: Sequence[str] = names, padding: int = padding, low: int = low, share: int = share
-        ) -> Tensor:
-            whole = torch.cat([trained.value(kind, name).flatten() for name in names] + [torch.zeros(padding)])
-            return whole[low : low + share].clone()
-
-        weights.append(run("fp32")[:lean])
-        paddings.append(padding if rank == world - 1 else 0)
-        states.append({"step": trained.step_of(number).clone()} | {kind: run(kind) for kind in MOMENTS})
-        if elastic:
-            states[-1] = {key: value[:lean] if value.dim() else value for key, value in states[-1].items()}
+        run = {kind: _share(trained.flat(kind, names), rank, world, 2) for kind in ("fp32", *MOMENTS)}
+        share, total = run["fp32"].numel(), trained.flat("fp32", names).numel()
+        paddings.append(share * world - total if rank == world - 1 else 0)
+        lean = share - paddings[-1]
+        weights.append(run.pop("fp32")[:lean])
+        kept = {kind: one[:lean] for kind, one in run.items()} if elastic else run
+        states.append({"step": trained.step_of(number).clone()} | kept)
     base: Any = states
     if not elastic:
         base = {"state": dict(enumerate(states)), "param_groups": _settings(trained)}
     return {
         "loss_scaler": _scaler(dtype),
         "dynamic_loss_scale": dtype == torch.float16,
-        "overflow": False,
-        "clip_grad": 0.0,
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": weights,
         "zero_stage": ZeroStageEnum(stage),
@@ -306,15 +287,15 @@ def _partitioned(
         "zero_stage": ZeroStageEnum.weights,
         "loss_scaler": _scaler(dtype),
         "dynamic_loss_scale": dtype == torch.float16,
-        "overflow": False,
         "partition_count": world,
         "optimizer_state_dict": {"state": state, "param_groups": _settings(trained, counts)},
         "fp32_flat_groups": [run("fp32", names) for names in parts],
     }
 
 
-def _share(values: Tensor, rank: int, world: int) -> Tensor:
-    share = -(-values.numel() // world)
+def _share(values: Tensor, rank: int, world: int, multiple: int = 1) -> Tensor:
+    """A rank's run of flat values, which are padded to a run of a multiple for every rank."""
+    share = math.ceil(values.numel() / (multiple * world)) * multiple
     padded = torch.cat([values.flatten(), torch.zeros(share * world - values.numel(), dtype=values.dtype)])
     return padded[rank * share : (rank + 1) * share].clone()
 
@@ -331,19 +312,20 @@ def _model_states(
     first = {id(one): name for name, one in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     frozen = {name: one.detach().to(dtype) for name, one in model.named_parameters() if not one.requires_grad}
+    shapes = parts = None
+    if stage >= 2:
+        shapes = OrderedDict((name, one.shape) for name, one in frozen.items())
+        parts = OrderedDict((name, one if stage == 2 else _share(one, rank, world)) for name, one in frozen.items())
     return {
         "module": module,
         "buffer_names": buffers,
         "optimizer": None,
         "param_shapes": [OrderedDict((name, trained.master(name).shape) for name in group) for group in groups],
-        "frozen_param_shapes": None if stage < 2 else OrderedDict((name, one.shape) for name, one in frozen.items()),
+        "frozen_param_shapes": shapes,
         "shared_params": {name: first[id(one)] for name, one in every if first[id(one)] != name and rank == 0},
-        "frozen_param_fragments": None
-        if stage < 2
-        else OrderedDict((name, one if stage == 2 else _share(one, rank, world)) for name, one in frozen.items()),
+        "frozen_param_fragments": parts,
         "lr_scheduler": {"last_batch_iteration": 3},
         "data_sampler": None,
-        "random_ltd": None,
         "sparse_tensor_module_names": set(),
         "skipped_steps": 1,
         "global_steps": 4,

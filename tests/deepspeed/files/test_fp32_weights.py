@@ -24,8 +24,10 @@ from thinwire.engine.checkpoint.exporting import file_size
 from thinwire.engine.errors import CheckpointError
 
 
-def trained(folder: Path) -> dict[str, torch.Tensor]:
-    """Train in bf16 on 2 ranks and save, twice; the fp32 values of the last step, under every name."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Saved twice in a training in bf16 on 2 ranks; and the fp32 values of the last step, under every name."""
+    folder = tmp_path_factory.mktemp("in")
 
     def body(comm):
         engine = make_engine(comm, settings(2, bf16={"enabled": True}))
@@ -41,51 +43,44 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
         for one in masters:
             values[one.name].view(-1)[one.start : one.start + one.tensor.numel()] = one.tensor
     values["unmix.weight"] = values["mix.weight"]
-    return values
+    return folder, values
 
 
-def test_the_state_dict(tmp_path) -> None:
-    expected = trained(tmp_path)
-    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+def test_the_state_dict(saved) -> None:
+    folder, expected = saved
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
     assert found.keys() == expected.keys() == make_model().state_dict().keys()
     for name, one in found.items():
         assert one.dtype == torch.float32
         assert same(one, expected[name]), name
         assert not name.startswith("layers") or not same(one, one.bfloat16().float()), "these are master weights"
     assert found["unmix.weight"] is found["mix.weight"]
-    lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "global_step2", lazy_mode=True)
+    lazy = get_fp32_state_dict_from_zero_checkpoint(str(folder), "global_step2", lazy_mode=True)
     assert all(lazy[name].shape == one.shape and same(lazy[name].contiguous(), one) for name, one in found.items())
-    earlier = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "global_step1")
+    earlier = get_fp32_state_dict_from_zero_checkpoint(folder, "global_step1")
     assert not same(earlier["mix.weight"], found["mix.weight"])
-    few = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    few = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
     assert found.keys() - few.keys() == {"frozen"}
     model = make_model(1).to(torch.bfloat16).float()
-    assert load_state_dict_from_zero_checkpoint(model, tmp_path) is model
+    assert load_state_dict_from_zero_checkpoint(model, folder) is model
     assert all(same(one, found[name]) for name, one in model.state_dict().items())
 
 
 def test_a_model_with_tied_layers_loads_strictly(tmp_path) -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 3)
-            self.second = nn.Linear(5, 5)
-            self.third = nn.Linear(7, 7)
-            self.second.weight = self.third.weight
+    def tied() -> nn.Module:
+        model = nn.ModuleList([nn.Linear(size, size) for size in (3, 5, 7)])
+        model[1].weight = model[2].weight
+        return model
 
-    from_scratch = Shared()
-    engine, *_ = initialize(model=from_scratch, config=settings(2))
-    engine.save_checkpoint(tmp_path, tag="checkpoint")
-    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="checkpoint")
-    other = Shared()
-    other.load_state_dict(state, strict=True)
-    assert all(same(one, from_scratch.state_dict()[name]) for name, one in other.state_dict().items())
+    saved, other = tied(), tied()
+    initialize(model=saved, config=settings(2))[0].save_checkpoint(tmp_path, tag="checkpoint")
+    other.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="checkpoint"), strict=True)
+    assert all(same(one, saved.state_dict()[name]) for name, one in other.state_dict().items())
 
 
-def test_one_file_or_several(tmp_path) -> None:
-    trained(tmp_path / "in")
-    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "in")
-    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "in", tmp_path / "one")
+def test_one_file_or_several(saved, tmp_path) -> None:
+    found = get_fp32_state_dict_from_zero_checkpoint(saved[0])
+    convert_zero_checkpoint_to_fp32_state_dict(saved[0], tmp_path / "one")
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
     whole = torch.load(tmp_path / "one" / "pytorch_model.bin", weights_only=True)
     assert whole.keys() == found.keys()
@@ -95,9 +90,8 @@ def test_one_file_or_several(tmp_path) -> None:
         (True, "model.safetensors", load_file),
     ):
         folder = tmp_path / stem
-        convert_zero_checkpoint_to_fp32_state_dict(
-            tmp_path / "in", folder, max_shard_size="10KB", safe_serialization=safe, exclude_frozen_parameters=True
-        )
+        options = {"max_shard_size": "10KB", "exclude_frozen_parameters": True}
+        convert_zero_checkpoint_to_fp32_state_dict(saved[0], folder, safe_serialization=safe, **options)
         index = json.loads((folder / f"{stem}.index.json").read_text())
         files = set(index["weight_map"].values())
         assert len(files) > 2
@@ -111,10 +105,9 @@ def test_one_file_or_several(tmp_path) -> None:
         assert index["metadata"]["total_size"] == sum(sizes)
 
 
-def test_the_command(tmp_path, capsys) -> None:
-    trained(tmp_path / "in")
-    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "in", "global_step1")
-    arguments = ["checkpoint", "export", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "deepspeed-fp32"]
+def test_the_command(saved, tmp_path, capsys) -> None:
+    found = get_fp32_state_dict_from_zero_checkpoint(saved[0], "global_step1")
+    arguments = ["checkpoint", "export", str(saved[0]), str(tmp_path / "out"), "--format", "deepspeed-fp32"]
     assert main([*arguments, "--tag", "global_step1"]) == 0
     assert "pytorch_model.bin: of the fp32 weights of global_step1" in capsys.readouterr().out
     written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
@@ -140,9 +133,6 @@ def test_what_is_not_there(tmp_path) -> None:
 )
 def test_sizes(given, size) -> None:
     assert file_size(given) == size
-
-
-@pytest.mark.parametrize("given", ["big", "5 XB", 0, "-1", 2.5, True])
-def test_no_sizes(given) -> None:
-    with pytest.raises((ValueError, TypeError), match="largest size is a number of bytes"):
-        file_size(given)
+    for wrong in ("big", "5 XB", 0, "-1", 2.5, True):
+        with pytest.raises((ValueError, TypeError), match="largest size is a number of bytes"):
+            file_size(wrong)

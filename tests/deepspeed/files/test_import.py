@@ -155,29 +155,47 @@ def check_going_on(folder: Path, trained: Trained, frozen: bool = True) -> None:
     """On 1, 2 and 4 ranks, at stages 0, 1 and 2, as torch's AdamW goes on."""
     expected = torch.tensor(train(trained.model, trained.optimizer, range(4, 8)))
     for world, stage in ((1, 1), (2, 2), (4, 0), (4, 1)):
-        for losses in threads.run(
-            partial(go_on, folder=folder, stage=stage, dtype=torch.float32, frozen=frozen), world
-        ):
+        go = partial(go_on, folder=folder, stage=stage, dtype=torch.float32, frozen=frozen)
+        for losses in threads.run(go, world):
             torch.testing.assert_close(torch.tensor(losses), expected, rtol=0, atol=1e-6)
 
 
+SHARDED = pairwise([torch.float32, torch.bfloat16, torch.float16], [1, 2, 3], [1, 2, 3])
+
+
 @pytest.mark.parametrize(
-    ("dtype", "stage", "world"), pairwise([torch.float32, torch.bfloat16, torch.float16], [1, 2, 3], [1, 2, 3])
+    ("write", "dtype"),
+    [
+        *((partial(write_sharded, stage=stage, world=world), dtype) for dtype, stage, world in SHARDED),
+        (partial(write_sharded, stage=2, world=3, elastic=True), torch.float32),
+        (partial(write_sharded, stage=3, world=3, sub_group=30), torch.float32),
+        *((partial(write_universal, stage=s), dtype) for s in (1, 3) for dtype in (torch.float32, torch.bfloat16)),
+        *((partial(write_unsharded, flat=False), dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((partial(write_unsharded, flat=True), dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
 )
-def test_every_stage_and_precision(tmp_path, dtype, stage: int, world: int) -> None:
-    trained = make_trained(10 * stage + world)
-    write_sharded(tmp_path / "in", trained, stage, world, dtype)
+def test_every_layout_and_precision(tmp_path, write, dtype) -> None:
+    trained = make_trained(5, frozen=write.func is not write_unsharded or dtype != torch.float32)
+    write(tmp_path / "in", trained, dtype=dtype)
     done = imported(tmp_path / "in")
-    assert (done.optimizer, done.notes) == ("AdamW", [])
+    assert done.optimizer == "AdamW"
+    assert done.notes == [] or write.func is not write_sharded
     check_bits(tmp_path / "imported", trained, dtype)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_goes_on(tmp_path, stage: int) -> None:
-    trained = make_trained(stage)
-    write_sharded(tmp_path / "in", trained, stage, 2)
+@pytest.mark.parametrize(
+    "write",
+    [
+        *(partial(write_sharded, stage=stage, world=2) for stage in (1, 2, 3)),
+        partial(write_sharded, stage=3, world=3, sub_group=30),
+        write_unsharded,
+    ],
+)
+def test_training_goes_on(tmp_path, write) -> None:
+    trained = make_trained(3, frozen=write is not write_unsharded)
+    write(tmp_path / "in", trained)
     imported(tmp_path / "in")
-    check_going_on(tmp_path / "imported", trained)
+    check_going_on(tmp_path / "imported", trained, frozen=write is not write_unsharded)
 
 
 def test_bf16_goes_on_with_its_master_weights(tmp_path) -> None:
@@ -191,38 +209,6 @@ def test_bf16_goes_on_with_its_master_weights(tmp_path) -> None:
     assert first[0] == first[1] == first[2]
     expected = train(trained.model, trained.optimizer, range(4, 8))
     torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(expected), rtol=2e-2, atol=0)
-
-
-def test_elastic_files_and_small_sub_groups(tmp_path) -> None:
-    trained = make_trained(3)
-    write_sharded(tmp_path / "elastic" / "in", trained, 2, 3, elastic=True)
-    imported(tmp_path / "elastic" / "in")
-    write_sharded(tmp_path / "parts" / "in", trained, 3, 3, sub_group=30)
-    imported(tmp_path / "parts" / "in")
-    for name in ("elastic", "parts"):
-        check_bits(tmp_path / name / "imported", trained, torch.float32)
-    check_going_on(tmp_path / "parts" / "imported", trained)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_universal(tmp_path, stage: int, dtype) -> None:
-    trained = make_trained(4)
-    write_universal(tmp_path / "in", trained, stage, dtype)
-    imported(tmp_path / "in")
-    check_bits(tmp_path / "imported", trained, dtype)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "flat"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
-)
-def test_without_zero(tmp_path, dtype, flat: bool) -> None:
-    trained = make_trained(5, frozen=dtype != torch.float32)
-    write_unsharded(tmp_path / "in", trained, dtype, flat)
-    assert imported(tmp_path / "in").optimizer == "AdamW"
-    check_bits(tmp_path / "imported", trained, dtype)
-    if dtype == torch.float32:
-        check_going_on(tmp_path / "imported", trained, frozen=False)
 
 
 def test_nothing_is_guessed_without_zero(tmp_path) -> None:

@@ -30,6 +30,8 @@ from thinwire.engine.checkpoint.client_state import SpecialValue, unpack_client_
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.errors import CheckpointError, UsageError
 
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
 FIRST, SECOND = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -83,6 +85,10 @@ FAULTS = {
         lambda path: shutil.copy(path / MODEL, path / "mp_rank_01_model_states.pt"),
         "mp_rank_01_model_states.pt is of tensor or pipeline parallelism",
     ),
+    "a pipeline's, or experts'": (
+        lambda path: shutil.copy(path / MODEL, path / "layer_01-model_00-model_states.pt"),
+        "layer_01.* is of pipeline parallelism, or of experts",
+    ),
     "no shapes": (lambda path: change(path, MODEL, lambda it: it.pop("param_shapes")), "holds no param_shapes"),
     "fewer values": (
         lambda path: change(
@@ -123,6 +129,13 @@ def test_what_is_wrong_is_named(tmp_path, fault: str) -> None:
     assert not list((tmp_path / "imported").glob("*")), "nothing is left behind"
 
 
+def test_stage_3_needs_every_model_file(tmp_path) -> None:
+    path = write_sharded(tmp_path / "in", make_trained(0), 3, 3)
+    remove(path, "zero_pp_rank_2_mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="model files of 2 ranks and optimizer files of 3"):
+        imported(tmp_path / "in")
+
+
 @pytest.mark.parametrize(
     ("version", "dtype", "value", "refused"),
     [
@@ -151,20 +164,6 @@ def test_moments_of_gradients_that_a_release_has_divided(tmp_path, version, dtyp
     return None
 
 
-def test_pipelines_and_experts_are_refused(tmp_path) -> None:
-    path = write_sharded(tmp_path / "in", make_trained(0), 1, 1)
-    shutil.copy(path / MODEL, path / "layer_01-model_00-model_states.pt")
-    with pytest.raises(CheckpointError, match=r"layer_01.* is of pipeline parallelism, or of experts"):
-        imported(tmp_path / "in")
-
-
-def test_stage_3_needs_every_model_file(tmp_path) -> None:
-    path = write_sharded(tmp_path / "in", make_trained(0), 3, 3)
-    (path / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="model files of 2 ranks and optimizer files of 3"):
-        imported(tmp_path / "in")
-
-
 def test_universal_files_that_are_missing_or_joined(tmp_path) -> None:
     path = write_universal(tmp_path / "in", make_trained(0), 1)
     joined = path / "zero" / "up.weight" / "exp_avg.pt"
@@ -179,25 +178,20 @@ def test_universal_files_that_are_missing_or_joined(tmp_path) -> None:
         imported(tmp_path / "in")
 
 
-@pytest.mark.parametrize(
-    ("tag", "message"),
-    [
-        ("nothing", "no checkpoint 'nothing' of DeepSpeed's in .*, only global_step4"),
-        (None, "'gone'.*only global_step4"),
-    ],
-)
-def test_tags_that_are_not_there(tmp_path, tag, message: str) -> None:
-    write_sharded(tmp_path / "in", make_trained(0), 1, 1)
-    (tmp_path / "in" / "latest").write_text("gone")
-    with pytest.raises(UsageError, match=message):
-        imported(tmp_path / "in", tag)
-    with pytest.raises(UsageError, match=r"is one checkpoint: give .*in --tag global_step4"):
-        imported(tmp_path / "in" / "global_step4")
-    with pytest.raises(UsageError, match="holds the checkpoint that is imported"):
-        import_checkpoint(tmp_path / "in", tmp_path / "in", "global_step4", read=read_here)
+def test_tags_and_folders_that_are_not_there(tmp_path) -> None:
+    folder = tmp_path / "in"
+    write_sharded(folder, make_trained(0), 1, 1)
+    (folder / "latest").write_text("gone")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no checkpoint of DeepSpeed's"):
-        imported(tmp_path / "empty")
+    for call, message in (
+        (lambda: imported(folder, "nothing"), "no checkpoint 'nothing' of DeepSpeed's in .*, only global_step4"),
+        (lambda: imported(folder), "'gone'.*only global_step4"),
+        (lambda: imported(folder / "global_step4"), r"is one checkpoint: give .*in --tag global_step4"),
+        (lambda: import_checkpoint(folder, folder, "global_step4", read=read_here), "holds the checkpoint that is imp"),
+        (lambda: imported(tmp_path / "empty"), "no checkpoint of DeepSpeed's"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 class Trap:
@@ -227,6 +221,16 @@ class Stranger:
     pass
 
 
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [(Stranger(), r"it holds a \S*test_import_errors\.Stranger"), (ENDLESS, ".*nested more than 100 deep")],
+)
+def test_values_that_cannot_be_read(tmp_path, mine, message: str) -> None:
+    write_sharded(tmp_path / "in", make_trained(0, mine=mine), 1, 1)
+    with pytest.raises(CheckpointError, match=f"{MODEL} cannot be read: {message}"):
+        imported(tmp_path / "in")
+
+
 def test_client_state_is_kept_or_named(tmp_path) -> None:
     generator = random.Random(0)
     state = {
@@ -243,7 +247,10 @@ def test_client_state_is_kept_or_named(tmp_path) -> None:
     notes = imported(tmp_path / "in").notes
     assert len(notes) == 1
     assert notes[0].startswith("left out: client_state['kinds'] has the key")
-    engine_state = load_client_state(tmp_path / "imported")
+    with CheckpointStore(tmp_path / "imported", threads.single(10.0)).load() as found:
+        tensors = {key: found.read_rank(key, 0) for key in found.manifest.files[0].rank_tensors}
+        special = [SpecialValue.model_validate(one) for one in found.shared["client_values"]]
+        engine_state = unpack_client_state(found.shared["client_state"], special, tensors.__getitem__)
     assert engine_state["loss"] == 0.25
     assert engine_state["epoch"] == 3
     kind, keys, position, *_ = engine_state["generator"]
@@ -254,33 +261,6 @@ def test_client_state_is_kept_or_named(tmp_path) -> None:
     assert engine_state["args"] == {"lr": 0.1, "betas": (0.9, 0.99)}
     assert torch.equal(engine_state["best"], state["best"])
     assert engine_state["numbered"] == state["numbered"]
-
-
-def test_values_that_are_nested_without_end(tmp_path) -> None:
-    endless: list = []
-    endless.append(endless)
-    write_sharded(tmp_path / "in", make_trained(0, mine=endless), 1, 1)
-    with pytest.raises(CheckpointError, match=rf"{MODEL} cannot be read: .*nested more than 100 deep"):
-        imported(tmp_path / "in")
-
-
-def test_an_unknown_class_is_named(tmp_path) -> None:
-    write_sharded(tmp_path / "in", make_trained(0, mine=Stranger()), 1, 1)
-    with pytest.raises(CheckpointError, match=rf"{MODEL} cannot be read: it holds a \S*test_import_errors\.Stranger"):
-        imported(tmp_path / "in")
-
-
-def load_client_state(folder: Path) -> dict:
-    from_checkpoint = {}
-
-    def body(comm):
-        with CheckpointStore(folder, comm).load() as found:
-            from_checkpoint.update(found.shared)
-            from_checkpoint["tensors"] = {key: found.read_rank(key, 0) for key in found.manifest.files[0].rank_tensors}
-
-    threads.run(body, 1)
-    special = [SpecialValue.model_validate(one) for one in from_checkpoint["client_values"]]
-    return unpack_client_state(from_checkpoint["client_state"], special, from_checkpoint["tensors"].__getitem__)
 
 
 def test_the_command(tmp_path, capsys) -> None:
