@@ -40,24 +40,26 @@ def check_copies(comm: Communicator, seed: int) -> None:
             assert torch.equal(gathered, torch.stack(inputs))
 
 
-def check_large_messages(comm: Communicator, seed: int) -> None:
+def check_handles(comm: Communicator, seed: int) -> None:
     """Several in flight, of sizes at which backends change their ways, among small ones; waited for in any order."""
-    chunks = [65535, 65536, 100_003, 3, 65537]
-    inputs = [draw(comm, seed + number, comm.size * chunk, torch.uint8) for number, chunk in enumerate(chunks)]
-    outputs = [torch.empty_like(of_rank[0]) for of_rank in inputs]
-    given = [draw(comm, seed + 10 + number, chunk, torch.uint8) for number, chunk in enumerate(chunks)]
-    gathered = [torch.empty(comm.size, chunk, dtype=torch.uint8) for chunk in chunks]
-    flying = []
-    for number in range(len(chunks)):
-        flying.append(comm.all_to_all(outputs[number], inputs[number][comm.rank], async_op=True))
-        flying.append(comm.all_gather(gathered[number], given[number][comm.rank], async_op=True))
+    flying, expected, found = [], [], []
+    for number, chunk in enumerate([65535, 65536, 100_003, 3, 65537]):
+        inputs = draw(comm, seed + number, comm.size * chunk, torch.uint8)
+        floats = draw(comm, seed + number, chunk, torch.float32)
+        mine = floats[comm.rank]
+        exchanged, gathered = torch.empty_like(inputs[0]), torch.empty(comm.size, chunk)
+        summed, rooted = mine.clone(), mine.clone()
+        flying.append(comm.all_to_all(exchanged, inputs[comm.rank], async_op=True))
+        flying.append(comm.all_reduce(summed, "mean", async_op=True))
+        flying.append(comm.all_gather(gathered, mine, async_op=True))
+        flying.append(comm.broadcast(rooted, comm.size - 1, async_op=True))
+        found += [exchanged, summed, gathered, rooted]
+        expected += [turn(comm, inputs), torch.stack(floats).sum(0) / comm.size, torch.stack(floats), floats[-1]]
     for number in torch.randperm(len(flying), generator=torch.Generator().manual_seed(seed)).tolist():
         flying[number].wait()
         assert flying[number].is_completed()
-    for output, of_rank in zip(outputs, inputs, strict=True):
-        assert torch.equal(output, turn(comm, of_rank))
-    for output, of_rank in zip(gathered, given, strict=True):
-        assert torch.equal(output, torch.stack(of_rank))
+        flying[number].wait()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def check_broadcast(comm: Communicator, seed: int) -> None:
@@ -99,28 +101,6 @@ def check_reductions_agree(comm: Communicator, seed: int) -> None:
         gathered = torch.empty(comm.size, 1001, dtype=dtype)
         comm.all_gather(gathered, tensor)
         assert bool((gathered == gathered[0]).all())
-
-
-def check_handles(comm: Communicator, seed: int) -> None:
-    """Several collectives in flight, waited for in another order than issued."""
-    inputs = draw(comm, seed, comm.size * 33, torch.float32)
-    own = inputs[comm.rank]
-    moved, gathered = torch.empty_like(own), torch.empty(comm.size, own.numel())
-    summed, rooted = own.clone(), own.clone()
-    works = [
-        comm.all_to_all(moved, own.clone(), async_op=True),
-        comm.all_reduce(summed, "mean", async_op=True),
-        comm.all_gather(gathered, own.clone(), async_op=True),
-        comm.broadcast(rooted, 0, async_op=True),
-    ]
-    for index in (3, 1, 0, 2):
-        works[index].wait()
-        assert works[index].is_completed()
-        works[index].wait()
-    assert torch.equal(moved, turn(comm, inputs))
-    assert torch.equal(summed, torch.stack(inputs).sum(0) / comm.size)
-    assert torch.equal(gathered, torch.stack(inputs))
-    assert torch.equal(rooted, inputs[0])
 
 
 def check_polling(comm: Communicator, seed: int) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.pairwise import each_once, pairwise
+from tests.pairwise import pairwise
 from tests.pld.models import Stack, batch, hugging_face, make_stack, settled
 from thinwire.engine.activation_checkpointing import checkpoint_activations
 from thinwire.pld import drop_layers, undrop
@@ -56,28 +54,6 @@ def test_hugging_face_generates_in_evaluation() -> None:
     expected = model.generate(tokens(0), max_new_tokens=3, do_sample=False, pad_token_id=0)
     drop_layers(model, settled(0.0))
     assert torch.equal(model.generate(tokens(0), max_new_tokens=3, do_sample=False, pad_token_id=0), expected)
-
-
-@pytest.mark.parametrize(("name", "reentrant"), each_once(PRE_LN, [False, True]))
-def test_hugging_face_gradient_checkpointing(name: str, reentrant: bool) -> None:
-    model = hugging_face(name).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    twin = copy.deepcopy(model)
-    twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    twin.enable_input_require_grads()
-    for each in (model, twin):
-        drop_layers(each, settled(0.3), seed=5)
-    for micro in range(6):
-        losses = []
-        for each in (model, twin):
-            each.zero_grad()
-            loss = each(tokens(micro), labels=tokens(micro), use_cache=False).loss
-            loss.backward()
-            losses.append(loss)
-        torch.testing.assert_close(*losses)
-        assert_same_gradients(model, twin)
 
 
 @pytest.mark.parametrize("masked", [False, True])

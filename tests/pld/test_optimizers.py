@@ -96,23 +96,6 @@ def difference(waited: Tensor, left_out: Tensor) -> float:
     return float((waited - left_out).norm() / (waited - weights(make_stack())).norm())
 
 
-@pytest.mark.parametrize("kind", HOMES)
-def test_ranks_stay_alike(kind: str) -> None:
-    def body(comm: Communicator) -> tuple[Tensor, list[tuple[bool, ...]]]:
-        model = make_stack()
-        dropped = train(build(kind, model, comm), model, comm.rank, accumulations=(1, 3))
-        return weights(model), dropped
-
-    (mine, dropped), *others = threads.run(body, 3)
-    for steps_of_one_accumulation in (dropped[::2], dropped[1::2]):
-        assert any(any(step) for step in steps_of_one_accumulation)
-    assert bool(mine.isfinite().all())
-    assert not torch.equal(mine, weights(make_stack()))
-    for other, theirs in others:
-        assert torch.equal(mine, other)
-        assert dropped == theirs
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dropped_layer_moves_only_once_one_bit_is_frozen(kind: str) -> None:
     def body(comm: Communicator) -> list[bool]:

@@ -78,14 +78,6 @@ def test_autocast_casts_as_torchs_own_attention_does() -> None:
             block_sparse_attention(*qkv(32, 8, torch.float64), Dense(HEADS))
 
 
-def test_training_after_inference_mode() -> None:
-    layout, inputs = BigBird(HEADS), qkv(64, 8)
-    with torch.inference_mode():
-        block_sparse_attention(*(x.detach() for x in inputs), layout)
-    block_sparse_attention(*inputs, layout).sum().backward()
-    assert all(x.grad is not None for x in inputs)
-
-
 def test_dropping_almost_everything() -> None:
     inputs = qkv(32, 8)
     assert not block_sparse_attention(*inputs, Dense(HEADS), dropout_p=1 - 1e-12).any()
@@ -145,16 +137,6 @@ def test_gradients_with_a_masked_nan_stay_finite() -> None:
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), inputs))
 
 
-def test_the_same_seed_of_torch_drops_the_same() -> None:
-    inputs = qkv(33, 8)
-    outs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outs.append(reference_attention(*inputs, Dense(2), dropout_p=0.5))
-    assert torch.equal(outs[0], outs[1])
-    assert not torch.equal(outs[0], outs[2])
-
-
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), p=st.floats(0.05, 0.95))
 def test_dropout_keeps_its_share_in_every_head_row_and_column(seed: int, p: float) -> None:
@@ -209,23 +191,6 @@ def test_opcheck(dtype: torch.dtype, learned_bias: bool) -> None:
     torch.library.opcheck(backward, (out, q, k, v, out, lse, *shared, learned_bias))
 
 
-def test_compiles_whole_with_gradients_and_dropout() -> None:
-    layout = BigBird(2)
-    inputs = qkv(77, 8)
-    rpe = torch.randn(2, 77, 77, requires_grad=True)
-
-    def function(q: Tensor, k: Tensor, v: Tensor, rpe: Tensor) -> Tensor:
-        return 2 * block_sparse_attention(q, k, v, layout, rpe=rpe, dropout_p=0.2)
-
-    results = []
-    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(3)
-        out = run(*inputs, rpe)
-        results.append([out, *torch.autograd.grad(out.square().sum(), [*inputs, rpe])])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_code_serves_every_layout_and_length(dynamic: bool | None) -> None:
     blocks = torch.eye(4, dtype=torch.bool)
@@ -235,11 +200,9 @@ def test_compiled_code_serves_every_layout_and_length(dynamic: bool | None) -> N
     torch.compiler.reset()
     compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for layout, length in cases:
-        inputs = qkv(length, 8)
-        results = []
-        for run in (compiled, block_sparse_attention):
-            out = run(*inputs, layout)
-            results.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
+        inputs, options = qkv(length, 8), {"rpe": torch.randn(2, length, length, requires_grad=True), "dropout_p": 0.2}
+        d_out = torch.randn(inputs[0].shape)
+        results = [run(function, inputs, layout, options, d_out) for function in (compiled, block_sparse_attention)]
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
 

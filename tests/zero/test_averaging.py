@@ -211,14 +211,15 @@ def test_gradients_are_divided_before_they_are_summed(stage: int, factor: float)
 
 
 @STAGES
-def test_a_sum_in_place_of_a_mean_with_its_norm_and_clipping(stage: int) -> None:
-    sums = {name: 3 * mean_of(3, 1, name) for name in SHAPES}
-    norm = float(torch.cat([one.flatten() for one in sums.values()]).norm())
+@pytest.mark.parametrize(("op", "factor"), [("mean", 1), ("sum", 3)])
+def test_a_mean_or_a_sum_with_its_norm_and_clipping(stage: int, op: Any, factor: int) -> None:
+    averages = {name: factor * mean_of(3, 1, name) for name in SHAPES}
+    norm = float(torch.cat([one.flatten() for one in averages.values()]).norm())
     for clip in (0.0, norm / 2):
-        one = stepped(sgd, 3, scale=16.0, stage=stage, averaging=Averaging(op="sum"), max_norm=clip)[1]
+        one = stepped(sgd, 3, scale=16.0, stage=stage, averaging=Averaging(op=op), max_norm=clip)[1]
         assert one.grad_norm == pytest.approx(norm, rel=1e-5)
         for name, found in one.state.items():
-            torch.testing.assert_close(found.neg(), sums[name] * (0.5 if clip else 1.0), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found.neg(), averages[name] * (0.5 if clip else 1.0), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sum_in_the_steps_of_a_compressed_optimizer() -> None:
