@@ -73,10 +73,8 @@ def _four_dimensional(
     view = given[(None,) * (4 - given.dim())] if given.dim() in dimensions else None
     # Not `size in (1, whole)`: torch.compile does not find sizes that it keeps as symbols in a tuple.
     if view is None or any(size != 1 and size != whole for size, whole in zip(view.shape, sizes, strict=True)):
-        raise ValueError(
-            f"{name} has shape {list(given.shape)}, expected {shapes} with "
-            f"batch {batch}, heads {heads}, queries {query_length}, keys {key_length}"
-        )
+        wanted = f"batch {batch}, heads {heads}, queries {query_length}, keys {key_length}"
+        raise ValueError(f"{name} has shape {list(given.shape)}, expected {shapes} with {wanted}")
     return view.expand(view.shape[0], view.shape[1], query_length, key_length)
 
 
