@@ -1,19 +1,18 @@
 """The registry says what the classes say: nobody else keeps a list of what optimizers take. And what every optimizer in
-it says of bytes, and that any number of ranks takes up the state of rank 0."""
+it says of bytes."""
 
 from __future__ import annotations
 
 import inspect
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject
-from tests.optim.training import make_model, through_a_file, train, weights
+from tests.optim.subject import SUBJECTS, Subject
+from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
 from thinwire.optim import registry
 
@@ -126,55 +125,3 @@ def test_one_rank_has_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None
 def test_nobody_speaks_who_was_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     threads.run(lambda comm: train(model := make_model(), Subject("OneBitAdam", 0).build(model, comm), range(3)), 2)
     assert capsys.readouterr().err == ""
-
-
-def saved_by_2_ranks(subject: Subject, moment: int) -> dict:
-    def body(comm):
-        model = make_model()
-        optimizer = subject.build(model, comm)
-        train(model, optimizer, range(moment))
-        return through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-    return threads.run(body, 2)[0]
-
-
-@pytest.mark.parametrize("new_size", [1, 2, 3])
-@pytest.mark.parametrize("subject", [one for one in SUBJECTS if not one.stage], ids=str)
-def test_rank_0s_file_on_all_ranks(subject: Subject, new_size: int) -> None:
-    moment = LOCAL + 1 if subject.entry.local_steps else FREEZE + 3
-    saved = saved_by_2_ranks(subject, moment)
-
-    def body(comm):
-        model = make_model(seed=4)
-        optimizer = subject.build(model, comm)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        assert optimizer.frozen
-        state = optimizer.state_dict()
-        torch.testing.assert_close(state["state"], saved["optimizer"]["state"], rtol=0, atol=0)
-        assert state["thinwire"]["counters"] == saved["optimizer"]["thinwire"]["counters"]
-        train(model, optimizer, range(moment, moment + 20))
-        optimizer.synchronize_weights()
-        return weights(model)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        results = threads.run(body, new_size)
-    assert all(torch.equal(result, results[0]) for result in results)
-    messages = [str(one.message) for one in caught if one.category is RuntimeWarning]
-    assert len(messages) == (1 if new_size == 2 else new_size)  # rank 0 of 2 is where the file comes from
-    assert all("saved by rank 0 of 2" in message for message in messages)
-
-
-@pytest.mark.parametrize("subject", [one for one in SUBJECTS if not one.stage and one.entry.offloads], ids=str)
-def test_what_it_lacks_starts_from_zero_where_a_rank_had_residuals_of_its_own(subject: Subject) -> None:
-    saved, found = saved_by_2_ranks(subject, FREEZE + 3), []
-    for earlier in (0, FREEZE + 5):
-        model = make_model(seed=4)
-        optimizer = Subject(subject.name, 1).build(model, threads.single(30.0))
-        train(model, optimizer, range(earlier))
-        model.load_state_dict(saved["model"])
-        with pytest.warns(RuntimeWarning, match="residuals belong to one rank"):
-            optimizer.load_state_dict(saved["optimizer"])
-        found.append(train(model, optimizer, range(FREEZE + 3, FREEZE + 9)))
-    assert found[0] == found[1]

@@ -135,3 +135,21 @@ class ReferenceOneBitLamb:
 
     def _denominator(self, variance):
         return np.sqrt(variance / (1 - self.betas[1] ** self.step_count if self.bias_correction else 1.0)) + self.eps
+
+
+SIZES = (7, 130, 64, 1, 99)
+
+
+def layers_and_gradients(world_size, steps, seed):
+    """Layers of very different magnitude, and gradients [step][layer][world_size, numel] to match."""
+    rng = np.random.default_rng(seed)
+    start = [rng.standard_normal(size).astype(np.float32) * 10.0**-number for number, size in enumerate(SIZES)]
+    magnitudes = 10.0 ** -rng.uniform(0, 4, len(SIZES))
+    gradients = [
+        [
+            (magnitude * (rng.standard_normal((world_size, size)) + 0.3)).astype(np.float32)
+            for size, magnitude in zip(SIZES, magnitudes, strict=True)
+        ]
+        for _ in range(steps)
+    ]
+    return start, gradients

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
-from tests.optim.lamb.reference import ReferenceOneBitLamb
-from tests.optim.lamb.training import layers_and_gradients, make_lamb
+from tests.optim.lamb.reference import ReferenceOneBitLamb, layers_and_gradients
+from tests.optim.subject import Subject
 from tests.optim.training import make_model, train, weights
 from thinwire.comm import threads
 from thinwire.optim import lamb as lamb
@@ -67,7 +67,7 @@ def test_every_rank_has_the_same_bits_although_their_norms_differ(world_size, mo
 
     def rank(comm):
         model = make_model(seed=comm.rank)  # rank 0's weights are broadcast
-        optimizer = make_lamb(model, comm, bucket_bytes=400, weight_decay=0.1)
+        optimizer = Subject("OneBitLamb", 0).build(model, comm, weight_decay=0.1)
         losses = train(model, optimizer, range(60))
         return weights(model), optimizer.get_lamb_coeffs(), np.mean(losses[-10:]) < np.mean(losses[:10])
 

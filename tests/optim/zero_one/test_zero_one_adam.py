@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
-from tests.optim.training import (
-    buckets_of,
-    exchange_comm,
-    loss_of,
-    make_model,
-    same,
-    snapshot,
-    through_a_file,
-    train,
-    weights,
-)
+from tests.optim.training import loss_of, make_model, same, snapshot, through_a_file, train, weights
 from tests.optim.zero_one.reference import ReferenceZeroOneAdam
 from tests.optim.zero_one.training import SCHEDULE, make_zero_one
 from thinwire.comm import threads
@@ -97,25 +87,18 @@ def test_without_ranks_and_slow_variances_the_bound_is_the_papers() -> None:
     assert updates.item() == pytest.approx(0.1 / 0.001**0.5)
 
 
-def test_by_nodes_it_learns_and_agrees_after_every_sync() -> None:
-    def rank(comm):
-        model = make_model()
-        optimizer = make_zero_one(model, comm, nodes=[0, 0, 1])
-        seen = []
-        losses = train(model, optimizer, range(100), lambda step: seen.append((optimizer.in_sync, weights(model))))
-        assert np.mean(losses[-10:]) < np.mean(losses[:5])
-        return seen
+def trained(comm, steps, **options):
+    model = make_model()
+    optimizer = make_zero_one(model, comm, **options)
+    return model, optimizer, train(model, optimizer, range(steps))
 
-    results = threads.run(rank, 3)
-    for (in_sync, first), *others in zip(*results, strict=True):
-        assert all(torch.equal(first, other) for _, other in others) == in_sync
+
+SHORT = {"var_freeze_step": 5, "local_step_scaler": 1, "local_step_clipper": 4}
 
 
 def test_between_syncs_the_state_brings_a_ranks_own_weights_whatever_the_model_held() -> None:
     def rank(comm):
-        model = make_model()
-        optimizer = make_zero_one(model, comm)
-        train(model, optimizer, range(73))
+        model, optimizer, _ = trained(comm, 73)
         assert not optimizer.in_sync
         resumed = make_model(seed=5)
         again = make_zero_one(resumed, comm)
@@ -127,9 +110,7 @@ def test_between_syncs_the_state_brings_a_ranks_own_weights_whatever_the_model_h
 
 def test_a_resume_may_change_the_schedule() -> None:
     def rank(comm):
-        model = make_model()
-        optimizer = make_zero_one(model, comm)
-        train(model, optimizer, range(40))
+        model, optimizer, _ = trained(comm, 40)
         again = make_zero_one(model, comm, local_step_clipper=1)
         again.load_state_dict(optimizer.state_dict())
         again.synchronize_weights()
@@ -138,64 +119,6 @@ def test_a_resume_may_change_the_schedule() -> None:
         return all(seen)
 
     assert threads.run(rank, 2) == [True, True]
-
-
-def sent_by_step(optimizer, model, steps):
-    """Collectives, on any communicator of this rank, that each step of training calls."""
-    counts = []
-
-    def calls():
-        return exchange_comm(optimizer).traffic.calls + optimizer.comm.traffic.calls
-
-    before = calls()
-
-    def count(step):
-        counts.append(calls() - before - sum(counts))
-
-    train(model, optimizer, steps, count)
-    return counts
-
-
-def test_local_steps_send_nothing_at_all() -> None:
-    def rank(comm):
-        model = make_model()
-        optimizer = make_zero_one(model, comm, var_freeze_step=4, local_step_scaler=4, bucket_bytes=600)
-        in_sync = []
-        counts = []
-        for step in range(40):
-            counts += sent_by_step(optimizer, model, [step])
-            in_sync.append(optimizer.in_sync)
-        buckets = len(buckets_of(optimizer))
-        assert buckets > 1
-        assert counts[4:] == [0 if not one else 2 * buckets for one in in_sync[4:]]
-        return in_sync
-
-    for in_sync in threads.run(rank, 3):
-        assert in_sync[:8] == [True] * 8  # the variance moves for four steps, then the interval is 1 for four more
-        assert [step for step in range(9, 41) if in_sync[step - 1]] == [10, 12, 16, 20, 25, 30, 35, 40]
-
-
-def test_bytes_of_a_run_are_a_fraction_of_1_bit_adams() -> None:
-    def rank(comm):
-        sent = []
-        for one_bit in (True, False):
-            weight = nn.Parameter(torch.zeros(100_003))
-            shared = {"comm": comm, "block_size": 2048}
-            if one_bit:
-                optimizer = thinwire.OneBitAdam([weight], freeze_step=20, **shared)
-            else:
-                options = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 16}
-                optimizer = thinwire.ZeroOneAdam([weight], var_update_scaler=4, **options, **shared)
-            generator = torch.Generator().manual_seed(comm.rank)
-            for _ in range(200):
-                weight.grad = torch.randn(100_003, generator=generator)
-                optimizer.step()
-            sent.append(optimizer.bytes_sent)
-            assert optimizer.bytes_uncompressed == 200 * round(2 * 100_003 * 4 / 2)
-        return sent[1] / sent[0]
-
-    # 1-bit Adam: 20 exact steps, 180 of a bit. 0/1 Adam: 15 exact, 45 of a bit, then 47 syncs in 140 steps.
-    assert max(threads.run(rank, 2)) < 0.75
 
 
 @pytest.mark.parametrize("compress", ["update", "momentum"])
@@ -225,9 +148,7 @@ def momentum_of(optimizer):
 
 def test_an_overflow_in_a_sync_after_local_steps_keeps_them_for_the_next_sync() -> None:
     def rank(comm):
-        model = make_model()
-        optimizer = make_zero_one(model, comm, var_freeze_step=5, local_step_scaler=1, local_step_clipper=4)
-        train(model, optimizer, range(15))
+        model, optimizer, _ = trained(comm, 15, **SHORT)
         assert not optimizer.in_sync
         before = snapshot(model, optimizer)
         optimizer.zero_grad()
@@ -247,7 +168,7 @@ def test_an_overflow_in_a_sync_after_local_steps_keeps_them_for_the_next_sync() 
 def test_scalers_that_came_apart_in_local_steps_still_give_one_result() -> None:
     def rank(comm):
         model = make_model()
-        optimizer = make_zero_one(model, comm, var_freeze_step=5, local_step_scaler=1, local_step_clipper=4)
+        optimizer = make_zero_one(model, comm, **SHORT)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=1000)
         for step in range(40):
             optimizer.zero_grad()
@@ -269,9 +190,7 @@ def test_scalers_that_came_apart_in_local_steps_still_give_one_result() -> None:
 
 def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing() -> None:
     def rank(comm):
-        model = make_model()
-        optimizer = make_zero_one(model, comm, var_freeze_step=5, local_step_scaler=2, local_step_clipper=4)
-        train(model, optimizer, range(20))
+        model, optimizer, _ = trained(comm, 20, var_freeze_step=5, local_step_scaler=2, local_step_clipper=4)
         optimizer.synchronize_weights()
         before = weights(model).clone()
         optimizer.param_groups[0]["lr"] = 0.0
@@ -308,9 +227,7 @@ def test_learning_rates_may_change_between_backward_and_step() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_weights_changed_between_local_steps_are_an_error_and_put_back_they_are_not(stage: int) -> None:
     def rank(comm):
-        model = make_model()
-        optimizer = make_zero_one(model, comm, stage=stage)
-        train(model, optimizer, range(73))
+        model, optimizer, _ = trained(comm, 73, stage=stage)
         assert not optimizer.in_sync
         own = weights(model).clone()
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
