@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_device import build, compiler
-from tests.fake_device.program import CASES
+from tests.fake_device.cases import CASES
 from tests.launching import Jobs
 
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")]
@@ -27,7 +27,7 @@ def became_of(jobs: Jobs, request: pytest.FixtureRequest) -> dict[str, str | Non
     """By case, its error or None, from one process for all that are selected."""
     build()
     selected = [name for item in request.session.items if (name := _case_of(item)) is not None]
-    done = jobs.alone("-m", "tests.fake_device.program", *selected)
+    done = jobs.alone("-m", "tests.fake_device.cases", *selected)
     results = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     for name in selected:
         results.setdefault(name, f"did not end: {done.stderr[-2000:]}")
@@ -36,7 +36,7 @@ def became_of(jobs: Jobs, request: pytest.FixtureRequest) -> dict[str, str | Non
 
 def test_several_processes_stage_their_tensors_over_gloo(jobs: Jobs) -> None:
     build()
-    done = jobs.torchrun(2, "-m", "tests.fake_device.staged_program", "OneBitAdam-0")
+    done = jobs.torchrun(2, "-m", "tests.fake_device.staged_program", "OneBitAdam-0", "fake", "gloo")
     assert "2 ranks agree" in done.stdout, done.stderr[-3000:]
 
 
